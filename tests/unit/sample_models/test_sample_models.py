@@ -1,0 +1,323 @@
+"""The sample models are what their papers describe, and do what a user's `model.py` must do.
+
+Paper sizes are built on the `meta` device: shapes and counts without memory.
+"""
+
+import importlib.util
+import inspect
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+SAMPLE_MODELS = Path(__file__).parents[3] / "sample_models"
+NAMES = ("amoebanet_d", "mlp", "resnet", "transformer_lm", "unet")
+SEQUENTIAL = tuple(name for name in NAMES if name != "unet")
+
+# Settings of the papers, where the defaults of our files are smaller.
+PAPER_TRANSFORMER = {"width": 2048, "feed_forward": 8192, "heads": 32, "vocabulary": 32_000, "tokens": 1024}
+
+# Small settings, for tests that train.
+SMALL: dict[str, dict[str, int]] = {
+    "amoebanet_d": {"num_layers": 3, "num_filters": 16, "num_classes": 4},
+    "mlp": {"depth": 4, "width": 64},
+    "resnet": {"num_classes": 4},
+    "transformer_lm": {"layers": 2, "width": 64, "heads": 4, "feed_forward": 128, "vocabulary": 64, "tokens": 32},
+    "unet": {"width": 8, "levels": 2, "image_size": 32},
+}
+
+
+@cache
+def load(name: str) -> ModuleType:
+    """Load a sample file by its path, as gpipe-plan loads a user's model.py."""
+    spec = importlib.util.spec_from_file_location(f"sample_{name}", SAMPLE_MODELS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_on_meta(name: str, **settings: float) -> nn.Module:
+    """Build a sample model without allocating its parameters."""
+    with torch.device("meta"):
+        model = load(name).build_model(**settings)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Count a model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def example_batch(name: str, batch_size: int, settings: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """Draw an example batch, handing on the settings that the function has by name."""
+    draw = load(name).example_batch
+    known = inspect.signature(draw).parameters
+    inputs, target = draw(batch_size, **{key: value for key, value in settings.items() if key in known})
+    return inputs, target
+
+
+def versions(crossing: Tensor | tuple[Tensor, ...]) -> list[int]:
+    """Return the counters that autograd raises whenever a tensor is written in place."""
+    tensors = crossing if isinstance(crossing, tuple) else (crossing,)
+    return [tensor._version for tensor in tensors]  # noqa: SLF001 - there is no public name for it
+
+
+# Parameter counts and layers of the papers
+
+
+@pytest.mark.parametrize("layers", [3, 13, 103, 415, 1663])
+def test_transformer_has_the_papers_parameters(layers: int) -> None:
+    """Transformer-L has 131,108,096 + 50,358,272*L parameters in L + 2 layers, every L of the GPipe paper's table 1."""
+    model = build_on_meta("transformer_lm", layers=layers, **PAPER_TRANSFORMER)
+
+    assert num_parameters(model) == 131_108_096 + 50_358_272 * layers
+    assert len(list(model.children())) == layers + 2
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_filters", "expected"),
+    [
+        (18, 208, 81_505_540),
+        (18, 416, 319_024_120),
+        (18, 544, 542_734_840),
+        (36, 544, 1_055_832_376),
+        (72, 512, 1_844_858_344),
+    ],
+)
+def test_amoebanet_has_the_papers_parameters(num_layers: int, num_filters: int, expected: int) -> None:
+    """AmoebaNet-D(L, D) has the parameters of the GPipe paper's table 1, in L + 6 layers."""
+    model = build_on_meta("amoebanet_d", num_layers=num_layers, num_filters=num_filters, num_classes=1000)
+
+    assert num_parameters(model) == expected
+    assert len(list(model.children())) == num_layers + 6
+
+
+@pytest.mark.parametrize(
+    ("depth", "num_blocks", "expected"), [(50, 16, 25_557_032), (101, 33, 44_549_160), (152, 50, 60_192_808)]
+)
+def test_resnet_has_the_published_parameters(depth: int, num_blocks: int, expected: int) -> None:
+    """ResNet-50, -101 and -152 have the published parameters, and one layer per block between stem and classifier."""
+    model = build_on_meta("resnet", depth=depth, num_classes=1000, image_size=224)
+
+    assert num_parameters(model) == expected
+    assert len(list(model.children())) == num_blocks + 2
+
+
+def test_unet_has_the_papers_parameters() -> None:
+    """U-Net at the paper's width has 31,030,658 parameters: its 23 convolutions with their biases."""
+    assert num_parameters(build_on_meta("unet", width=64)) == 31_030_658
+
+
+def test_mlp_has_the_parameters_its_docstring_states() -> None:
+    """The perceptron is `depth` blocks of Linear and ReLU and one Linear, with the stated number of parameters."""
+    model = build_on_meta("mlp", depth=3, width=20, features=12, num_classes=5)
+
+    assert num_parameters(model) == (12 * 20 + 20) + 2 * (20 * 20 + 20) + (20 * 5 + 5)
+    assert [type(child).__name__ for child in model.children()] == ["Sequential"] * 3 + ["Linear"]
+
+
+# The contract of a user's model.py
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_default_model_runs_forward_and_backward(name: str) -> None:
+    """With defaults, one step on the example batch gives a finite scalar loss and every parameter a finite gradient."""
+    torch.manual_seed(0)
+    sample = load(name)
+    model = sample.build_model()
+    inputs, target = sample.example_batch(2)
+
+    loss = sample.loss_fn(model(inputs), target)
+    loss.backward()
+
+    assert loss.shape == ()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_chain_is_a_sequential(name: str) -> None:
+    """All samples but the U-Net are an `nn.Sequential`, the form that is cut as it stands."""
+    assert isinstance(build_on_meta(name), nn.Sequential)
+
+
+def test_unet_is_no_sequential() -> None:
+    """The U-Net has skip connections: blocks in `nn.ModuleList`s and a forward of its own."""
+    model = build_on_meta("unet")
+
+    assert not isinstance(model, nn.Sequential)
+    assert isinstance(model.get_submodule("down"), nn.ModuleList)
+    assert isinstance(model.get_submodule("up"), nn.ModuleList)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_is_the_mean_over_the_samples(name: str) -> None:
+    """The loss of a mini-batch is the mean of the losses of its equal micro-batches."""
+    torch.manual_seed(0)
+    sample = load(name)
+    # Batch norm ties the samples of a batch together; with fixed statistics only the loss does.
+    model = sample.build_model(**SMALL[name]).eval()
+    inputs, target = example_batch(name, 4, SMALL[name])
+
+    whole = sample.loss_fn(model(inputs), target)
+    halves = [sample.loss_fn(model(i), t) for i, t in zip(inputs.chunk(2), target.chunk(2), strict=True)]
+
+    torch.testing.assert_close(whole, (halves[0] + halves[1]) / 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_falls_in_training(name: str) -> None:
+    """Twelve steps of the sample's own optimizer on one batch bring its loss down by more than a twentieth."""
+    torch.manual_seed(0)
+    sample = load(name)
+    model = sample.build_model(**SMALL[name])
+    optimizer = sample.build_optimizer(model.parameters())
+    inputs, target = example_batch(name, 4, SMALL[name])
+
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = sample.loss_fn(model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+    assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_batch_follows_the_global_seed(name: str) -> None:
+    """The same seed draws the same batch, so a run in several processes can draw it in each."""
+    sample = load(name)
+    torch.manual_seed(1)
+    first = sample.example_batch(3)
+    torch.manual_seed(1)
+    second = sample.example_batch(3)
+
+    assert [tensor.shape[0] for tensor in first] == [3, 3]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shared_settings_have_the_same_defaults(name: str) -> None:
+    """A setting of `example_batch` is a setting of `build_model` too, with the same default."""
+    sample = load(name)
+    of_model = inspect.signature(sample.build_model).parameters
+    of_batch = inspect.signature(sample.example_batch).parameters
+
+    shared = {key: value.default for key, value in of_batch.items() if key != "batch_size"}
+    assert shared == {key: of_model[key].default for key in shared}
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_no_layer_writes_its_input(name: str) -> None:
+    """No layer changes the tensors it is given, so any of them may begin a stage or be recomputed."""
+    torch.manual_seed(0)
+    sample = load(name)
+    crossing, _ = sample.example_batch(2)
+    for layer in sample.build_model():
+        incoming = crossing
+        before = versions(incoming)
+        crossing = layer(incoming)
+        assert versions(incoming) == before
+
+
+# What is special to one model
+
+
+def test_amoebanet_cells_hand_on_a_pair() -> None:
+    """Behind every cell but the last cross its output and the output of the layer before it."""
+    sample = load("amoebanet_d")
+    crossing, _ = sample.example_batch(2)
+    layers = list(sample.build_model(num_layers=3, num_filters=16).children())
+
+    features = layers[0](crossing)
+    assert isinstance(features, Tensor)
+    crossing = features
+    for cell in layers[1:-2]:
+        before = crossing if isinstance(crossing, Tensor) else crossing[0]
+        crossing = cell(crossing)
+        assert isinstance(crossing, tuple)
+        assert crossing[1] is before
+    assert isinstance(layers[-2](crossing), Tensor)
+
+
+@pytest.mark.parametrize(("image_size", "expected"), [(64, (2, 2)), (83, (3, 3)), (224, (7, 7))])
+def test_amoebanet_takes_any_image_size(image_size: int, expected: tuple[int, int]) -> None:
+    """Even and odd sizes shrink to 1/32, rounded up, alike on all paths through the cells."""
+    model = build_on_meta("amoebanet_d", num_layers=3, num_filters=16)
+    assert isinstance(model, nn.Sequential)
+
+    features = model[:-1](torch.empty(2, 3, image_size, image_size, device="meta"))
+
+    assert features.shape[2:] == expected
+
+
+def test_transformer_is_causal() -> None:
+    """Another last token changes the logits of the last place alone."""
+    torch.manual_seed(0)
+    model = load("transformer_lm").build_model(**SMALL["transformer_lm"])
+    tokens, _ = example_batch("transformer_lm", 1, SMALL["transformer_lm"])
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 1) % 64
+
+    difference = (model(tokens) - model(changed)).abs().amax(dim=2)[0]
+
+    assert difference[:-1].max() < 1e-5
+    assert difference[-1] > 1e-3
+
+
+def test_transformer_targets_are_the_next_tokens() -> None:
+    """Each target is the token one place later, and all are in the vocabulary."""
+    tokens, target = load("transformer_lm").example_batch(8, tokens=50, vocabulary=7)
+
+    assert tokens.shape == target.shape == (8, 50)
+    assert tokens.dtype == target.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], target[:, :-1])
+    assert 0 <= int(tokens.min()) <= int(target.max()) < 7
+
+
+def test_unet_needs_every_level_on_the_way_up() -> None:
+    """Each skip reaches the output: without one of them the logits differ."""
+    torch.manual_seed(0)
+    model = load("unet").build_model(**SMALL["unet"])
+    images, _ = example_batch("unet", 1, SMALL["unet"])
+    logits = model(images)
+
+    for up in model.up:
+        handle = up.register_forward_pre_hook(lambda _, inputs: (inputs[0], torch.zeros_like(inputs[1])))
+        assert not torch.allclose(model(images), logits)
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("amoebanet_d", {"num_layers": 4}, "num_layers 4 must be a positive multiple of 3"),
+        ("amoebanet_d", {"num_filters": 12}, "num_filters 12 one of 8"),
+        ("amoebanet_d", {"image_size": 32}, "image_size 32 is too small"),
+        ("resnet", {"depth": 34}, "depth 34 must be one of"),
+        ("transformer_lm", {"width": 100}, "width 100 must be even and divisible by heads 8"),
+        ("unet", {"image_size": 40}, "image_size 40 must be divisible by 2.levels = 16"),
+    ],
+)
+def test_impossible_settings_are_refused(name: str, settings: dict[str, int], message: str) -> None:
+    """A setting no model can be built with is an error that names it and its value."""
+    with pytest.raises(ValueError, match=message):
+        load(name).build_model(**settings)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sample_imports_only_torch_and_the_standard_library(name: str) -> None:
+    """A sample stands alone: a user may copy the one file."""
+    source = (SAMPLE_MODELS / f"{name}.py").read_text(encoding="utf-8")
+    imports = [line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))]
+
+    assert set(imports) - {"torch"} <= sys.stdlib_module_names
