@@ -1,0 +1,48 @@
+"""The balance configuration: what the executor needs of a plan. These are the values behind `balance.yaml`."""
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from planner.core.plan import Recompute, Schedule
+from planner.core.profile import Generator, Model
+
+__all__ = ["BALANCE_SCHEMA", "Balance", "StageBalance"]
+
+BALANCE_SCHEMA: Final = "gpipe-plan/balance/v1"
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBalance:
+    """One stage: its layers by module path."""
+
+    __pydantic_config__ = _FORBID
+    index: int
+    recompute: Recompute
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """The cuts by name, so that a model whose layers moved is caught, and how to run them."""
+
+    __pydantic_config__ = _FORBID
+    schema: Literal["gpipe-plan/balance/v1"] = BALANCE_SCHEMA
+    generator: Generator | None = None
+    plan_digest: str
+    model: Model
+    """`source` is relative to the folder of this file."""
+    optimizer: str = ""
+    device: str = "cpu"
+    threads: int = 1
+    schedule: Schedule
+    batch: int
+    micro_batches: int
+    balance: tuple[int, ...]
+    stages: tuple[StageBalance, ...] = field(default=())
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.balance)

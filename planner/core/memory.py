@@ -1,0 +1,232 @@
+"""Peak memory of a stage over one training step, itemised.
+
+A stage that runs layers i..j-1 holds, beside parameters, gradients, optimizer state and buffers, for every
+micro-batch in flight its received input and what its layers saved (S), or input and output alone (I + O) where it
+recomputes. The peak is the largest of a few moments, each written down in `_moments`:
+
+    the last forward before the first backward      gradients do not exist yet
+    the first micro-batch's backward                gradients appear layer by layer, from the last layer to the first
+    the second micro-batch's backward               one micro-batch less in flight, all gradients there
+    the optimizer's step
+
+With exact records (`ChainCosts.exact`) what is alive within a moment is composed layer by layer; otherwise the
+additive bound of `docs/cost-model.md` is used: everything held plus the largest transient.
+
+The engine's habits are those of `planner.executor`: receive buffers live from receiving to the end of that micro-batch's
+backward, outputs until its backward, gradients sent to the previous stage until the end of the step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.costs import ChainCosts
+from planner.core.plan import Recompute, StageMemory
+
+__all__ = ["IntervalMemory", "interval_memory", "stage_memory"]
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalMemory:
+    """Itemised peaks of many stages: arrays of shape (firsts, L), in bytes.
+
+    Row a, column e is the stage that runs layers `firsts[a]`..e; columns left of `firsts[a]` mean nothing.
+    """
+
+    parameters: FloatArray
+    gradients: FloatArray
+    optimizer: FloatArray
+    buffers: FloatArray
+    in_flight: FloatArray
+    transfer: FloatArray
+    working: FloatArray
+
+    def total(self) -> FloatArray:
+        """Sum of the items in whole bytes, as `stage_memory` rounds them (the reserve not included)."""
+        total = np.rint(self.parameters)
+        for item in (self.gradients, self.optimizer, self.buffers, self.in_flight, self.transfer, self.working):
+            total = total + np.rint(item)
+        return total
+
+
+def stage_memory(
+    costs: ChainCosts,
+    first: int,
+    end: int,
+    *,
+    micro_batches: int,
+    in_flight: int,
+    recompute: Recompute,
+    reserve_bytes: int = 0,
+) -> StageMemory:
+    """Peak memory of the stage that runs layers `first`..`end - 1`.
+
+    Args:
+        costs: The chain at the plan's micro-batch size.
+        first: First layer.
+        end: One past the last layer.
+        micro_batches: M.
+        in_flight: Most micro-batches waiting for their backward (see `planner.core.schedule.num_in_flight`).
+        recompute: On which micro-batches activations are dropped.
+        reserve_bytes: Added as an item of its own.
+    """
+    memory = interval_memory(
+        costs, np.array([first]), micro_batches=micro_batches, in_flight=in_flight, recompute=recompute
+    )
+    items = {f.name: round(float(getattr(memory, f.name)[0, end - 1])) for f in fields(memory)}
+    return StageMemory.of(**items, reserve=reserve_bytes)
+
+
+def interval_memory(
+    costs: ChainCosts, firsts: NDArray[np.int64], *, micro_batches: int, in_flight: int, recompute: Recompute
+) -> IntervalMemory:
+    """Peak memory of every stage that begins at one of the layers `firsts`; arguments as for `stage_memory`.
+
+    Complexity: O(L) for each of `firsts`.
+    """
+    stages = _Stages(costs, firsts, micro_batches)
+    if micro_batches == 1 and recompute == "except-last":
+        recompute = "never"
+    moments = _moments(stages, in_flight, recompute) if costs.exact else _additive(stages, in_flight, recompute)
+    peak = total = None
+    for moment in moments:
+        alive = moment.gradients + moment.in_flight + moment.transfer + moment.working
+        if peak is None or total is None:
+            peak, total = moment, alive
+            continue
+        higher = alive > total
+        total = np.where(higher, alive, total)
+        peak = _Moment(*(np.where(higher, new, old) for new, old in zip(moment, peak, strict=True)))
+    assert peak is not None  # every recompute choice has moments
+    return IntervalMemory(
+        parameters=stages.parameters,
+        gradients=peak.gradients,
+        optimizer=stages.optimizer,
+        buffers=stages.buffers,
+        in_flight=peak.in_flight + stages.data,
+        transfer=peak.transfer,
+        working=peak.working,
+    )
+
+
+class _Moment(NamedTuple):
+    """What is alive at one moment, beside parameters, optimizer state and buffers."""
+
+    gradients: FloatArray
+    in_flight: FloatArray
+    transfer: FloatArray
+    working: FloatArray
+
+
+class _Stages:
+    """Sums and running maxima over layers first..e, for every first (rows) and every last layer e (columns)."""
+
+    def __init__(self, costs: ChainCosts, firsts: NDArray[np.int64], micro_batches: int) -> None:
+        first = firsts[:, None]
+        last = np.arange(costs.num_layers)[None, :]
+        is_last = last == costs.num_layers - 1
+
+        def sums(per_layer: FloatArray) -> FloatArray:
+            before: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
+            between: FloatArray = before[1:][None, :] - before[firsts][:, None]
+            return between
+
+        def highest(level: FloatArray) -> FloatArray:
+            running: FloatArray = np.maximum.accumulate(np.where(last >= first, level[None, :], 0.0), axis=1)
+            return running
+
+        def tied(per_layer: FloatArray, name: str) -> FloatArray:
+            total = sums(per_layer)
+            for tie in costs.ties:
+                total = total - np.where((first <= tie.first) & (last >= tie.second), getattr(tie, name), 0.0)
+            return total
+
+        saved_before = np.concatenate([[0.0], np.cumsum(costs.saved)])[firsts][:, None]
+        self.micro_batches = micro_batches
+        self.parameters = tied(costs.parameters, "parameter_bytes")
+        self.gradients = tied(costs.gradients, "gradient_bytes")
+        self.optimizer = tied(costs.optimizer, "optimizer_bytes")
+        self.buffers = sums(costs.buffers)
+        self.optimizer_peak = highest(costs.optimizer_peak)
+        self.output = np.broadcast_to(costs.output[None, :], self.buffers.shape)
+        self.unsaved_output = costs.unsaved_output[None, :]
+        self.saved = sums(costs.saved) + self.unsaved_output
+        # The first stage reads slices of the mini-batch, which its caller holds for the whole step; other stages
+        # receive into a buffer per micro-batch in flight, and send that buffer's gradient back.
+        self.input = np.where(firsts > 0, costs.input[firsts], 0.0)[:, None]
+        self.data = micro_batches * (np.where(first == 0, costs.input[0], 0.0) + np.where(is_last, costs.target, 0.0))
+        self.output_gradient = np.where(is_last, 0.0, self.output)
+        self.input_gradient = self.input
+        self.forward = highest(costs.forward_level) - saved_before
+        self.no_grad = highest(costs.no_grad_peak)
+        self.backward = highest(costs.backward_level) - saved_before
+        gradients_to_end = np.cumsum(costs.gradients)[None, :]
+        first_backward = highest(costs.first_backward_level) - saved_before
+        self.first_backward = first_backward - costs.gradients.sum() + gradients_to_end
+        self.transient = highest(np.maximum(costs.forward_level, costs.backward_level))
+
+    def first_backward_moment(self, in_flight: FloatArray, working: FloatArray) -> _Moment:
+        # Gradients exist in part; the items show them as far as they are part of what is alive.
+        gradients = np.minimum(self.gradients, working)
+        return _Moment(gradients, in_flight, self.output_gradient, working - gradients)
+
+    def backward_moment(self, in_flight: FloatArray, working: FloatArray) -> _Moment:
+        return _Moment(self.gradients, in_flight, self.output_gradient + self.input_gradient, working)
+
+    def optimizer_moment(self) -> _Moment:
+        nothing = np.zeros_like(self.gradients)
+        return _Moment(self.gradients, nothing, nothing, self.optimizer_peak)
+
+
+def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:
+    """The moments that can hold the peak, from exact records (GPipe where all M are in flight, else 1F1B)."""
+    nothing = np.zeros_like(s.saved)
+    full = s.input + s.saved  # a waiting micro-batch that kept its activations
+    edges = s.input + s.output  # a waiting micro-batch that dropped them
+    waiting = in_flight - 1  # beside the one being computed
+    gpipe = in_flight == s.micro_batches
+    # 1F1B goes on with forwards after the first backward: gradients are there.
+    gradients = nothing if gpipe else s.gradients
+
+    if recompute == "never":
+        own = s.input + s.unsaved_output
+        yield _Moment(gradients, waiting * full + s.input, nothing, s.forward)
+        if gpipe:
+            yield s.first_backward_moment(waiting * full + own, s.first_backward)
+            if waiting > 0:
+                yield s.backward_moment((waiting - 1) * full + own, s.backward)
+        else:
+            yield s.backward_moment(waiting * full + own, s.backward)
+    else:
+        # With `except-last` one of the waiting micro-batches, the last one, kept its activations.
+        kept = full - edges if recompute == "except-last" and waiting > 0 else nothing
+        again_first = np.maximum(s.forward, s.first_backward)
+        again = np.maximum(s.forward, s.backward)
+        last_forward = s.forward if recompute == "except-last" else s.no_grad
+        yield _Moment(gradients, waiting * edges + s.input, nothing, last_forward)
+        if gpipe:
+            yield s.first_backward_moment(waiting * edges + kept + edges, again_first)
+            if waiting > 0:
+                only_last_left = recompute == "except-last" and waiting == 1
+                held = (waiting - 1) * edges + (nothing if only_last_left else kept)
+                yield s.backward_moment(held + edges, again)
+        else:
+            yield s.backward_moment(waiting * edges + kept + edges, again)
+    yield s.optimizer_moment()
+
+
+def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:
+    """The bound without exact records: everything held at once plus the largest transient of any layer."""
+    full = s.input + s.saved
+    edges = s.input + s.output
+    if recompute == "never":
+        yield s.backward_moment(in_flight * full, s.transient)
+    else:
+        kept = np.maximum(full - edges, 0.0) if recompute == "except-last" and in_flight > 1 else np.zeros_like(full)
+        yield s.backward_moment(in_flight * edges + kept, s.saved + s.transient)
+    yield s.optimizer_moment()

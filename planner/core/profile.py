@@ -1,0 +1,163 @@
+"""The profile: what a chain of layers costs, layer by layer and micro-batch size by micro-batch size.
+
+These are the values behind `profile.yaml`; `docs/file-formats.md` describes every field. Lists follow
+`Profile.micro_batch_sizes`. An empty list means zeros.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+__all__ = [
+    "PROFILE_SCHEMA",
+    "BoundaryTensor",
+    "Device",
+    "Environment",
+    "Generator",
+    "LayerProfile",
+    "MemoryDetail",
+    "Model",
+    "Profile",
+    "Setting",
+]
+
+PROFILE_SCHEMA: Final = "gpipe-plan/profile/v1"
+
+Setting = bool | int | float | str
+"""A value given by `--set name=value`."""
+
+# pydantic, which only `planner.files` knows, reads this attribute: unknown keys are errors.
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generator:
+    """The tool that wrote a file."""
+
+    __pydantic_config__ = _FORBID
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Which model was profiled."""
+
+    __pydantic_config__ = _FORBID
+    source: str = ""
+    """`path/to/model.py:entry` as given on the command line."""
+    settings: dict[str, Setting] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    """The `--input` options, where the model file has no `example_batch`."""
+    digest: str = ""
+    """`sha256:…` over structure, names, shapes, dtypes and settings; weights do not count."""
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What the numbers were taken on."""
+
+    __pydantic_config__ = _FORBID
+    kind: str
+    name: str = ""
+    memory_bytes: int = 0
+    how: Literal["measured", "compiled", "estimated"] = "measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Versions and settings the numbers depend on."""
+
+    __pydantic_config__ = _FORBID
+    torch: str = ""
+    python: str = ""
+    dtype: str = "float32"
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryTensor:
+    """One tensor that crosses the boundary behind a layer, for one micro-batch."""
+
+    __pydantic_config__ = _FORBID
+    bytes: int
+    """Size of its storage."""
+    kept: bool
+    """Whether the layer itself keeps that storage for backward."""
+    alias: int = -1
+    """Index of the input whose storage it shares (a view, or written in place); -1 for a storage of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryDetail:
+    """Exact memory record of one layer at one micro-batch size, from which the peak of any stage is composed.
+
+    Peaks are bytes above what is alive when the layer starts (its input included in what is alive).
+    """
+
+    __pydantic_config__ = _FORBID
+    internal_bytes: int
+    """Kept for backward, neither input, output, parameter nor buffer."""
+    inputs: tuple[BoundaryTensor, ...]
+    outputs: tuple[BoundaryTensor, ...]
+    forward_peak_bytes: int
+    """Highest during forward with gradients."""
+    no_grad_peak_bytes: int
+    """Highest during forward without gradients: what a forward that will be recomputed needs."""
+    first_backward_peak_bytes: int
+    """Highest during the first micro-batch's backward, which allocates the gradients; what forward kept included."""
+    backward_peak_bytes: int
+    """Highest during a later backward, which accumulates into the gradients (not counted)."""
+    target_bytes: int = 0
+    """Last layer only: the targets its loss reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """Costs of one layer. Times in microseconds and bytes are for one micro-batch, one per micro-batch size."""
+
+    __pydantic_config__ = _FORBID
+    name: str
+    digest: str = ""
+    """Layers with the same digest run the same operators on the same shapes and were measured once."""
+    parameter_bytes: int
+    gradient_bytes: int | None = None
+    """Defaults to `parameter_bytes`."""
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+    tied: tuple[str, ...] = ()
+    """Names of parameters in other layers that share storage with one of this layer."""
+    tied_bytes: int = 0
+    """How many of `parameter_bytes` are so shared."""
+    optimizer_us: float = 0.0
+    """The optimizer's step over this layer's parameters, once per mini-batch."""
+    optimizer_peak_bytes: int = 0
+    """Transient bytes of that step."""
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    """Recomputation not included."""
+    spread: tuple[float, ...] = ()
+    """Relative half-width of the 95 % interval of forward + backward."""
+    output_bytes: tuple[int, ...]
+    """Everything that crosses the boundary behind this layer."""
+    saved_bytes: tuple[int, ...]
+    """What this layer adds to what is held for backward; see `docs/cost-model.md`."""
+    forward_peak_bytes: tuple[int, ...] = ()
+    backward_peak_bytes: tuple[int, ...] = ()
+    forward_flops: tuple[int, ...] = ()
+    detail: tuple[MemoryDetail, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Everything the planner knows of a model and a device."""
+
+    __pydantic_config__ = _FORBID
+    schema: Literal["gpipe-plan/profile/v1"] = PROFILE_SCHEMA
+    generator: Generator | None = None
+    model: Model = field(default_factory=Model)
+    device: Device
+    environment: Environment = field(default_factory=Environment)
+    optimizer: str = ""
+    micro_batch_sizes: tuple[int, ...]
+    layers: tuple[LayerProfile, ...]

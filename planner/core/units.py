@@ -1,0 +1,131 @@
+"""Quantities with units, as people type and read them.
+
+Decimal and binary prefixes are different things (`8GB` = 8·10^9 B, `8GiB` = 8·2^30 B); a number without a unit is
+refused, because nobody agrees on what `--mem 8` means.
+"""
+
+import math
+import re
+from fractions import Fraction
+
+from planner.core.errors import UsageError
+
+__all__ = [
+    "format_bytes",
+    "format_rate",
+    "format_us",
+    "parse_bytes",
+    "parse_bytes_per_s",
+    "parse_share",
+    "parse_us",
+]
+
+_BYTES = {
+    "b": 1,
+    **{f"{p}b": 1000**n for n, p in enumerate("kmgtp", 1)},
+    **{f"{p}ib": 1024**n for n, p in enumerate("kmgtp", 1)},
+}
+_TIMES_US = {"us": Fraction(1), "µs": Fraction(1), "ms": Fraction(1000), "s": Fraction(1_000_000)}
+_QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµ/%]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as `8GB`, `7.5GiB`, `512 MiB` in bytes, rounded down to a whole byte.
+
+    Raises:
+        UsageError: Not a number with a unit of bytes.
+    """
+    number, unit = _split(text, "8GB or 7.5GiB")
+    factor = _BYTES.get(unit.lower())
+    if factor is None:
+        raise _refuse(text, "a size", "B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB", "8GB or 7.5GiB", unit)
+    size_bytes: int = math.floor(number * factor)
+    return size_bytes
+
+
+def parse_bytes_per_s(text: str) -> float:
+    """A rate such as `25GB/s` in bytes per second.
+
+    Raises:
+        UsageError: Not a number with a unit of bytes per second, or zero.
+    """
+    number, unit = _split(text, "25GB/s")
+    size, slash, per = unit.partition("/")
+    factor = _BYTES.get(size.lower())
+    if factor is None or slash == "" or per.lower() != "s":
+        raise _refuse(text, "a rate", "B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s", "25GB/s", unit)
+    if number == 0:
+        raise UsageError(f"a rate of zero never moves anything: `{text}`")
+    return float(number * factor)
+
+
+def parse_us(text: str) -> float:
+    """A duration such as `5us`, `1.5ms`, `60s` in microseconds.
+
+    Raises:
+        UsageError: Not a number with a unit of time.
+    """
+    number, unit = _split(text, "5us or 1.5ms")
+    factor = _TIMES_US.get(unit)
+    if factor is None:
+        raise _refuse(text, "a time", "us, ms, s", "5us or 1.5ms", unit)
+    return float(number * factor)
+
+
+def parse_share(text: str) -> float:
+    """A share such as `5%` as a fraction of one (0.05).
+
+    Raises:
+        UsageError: Not a percentage from 0 % to below 100 %.
+    """
+    number, unit = _split(text, "5%")
+    if unit != "%":
+        raise _refuse(text, "a share", "%", "5%", unit)
+    if number >= 100:
+        raise UsageError(f"a share must be below 100%: `{text}`")
+    return float(number / 100)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Bytes for a person, in binary units with three significant digits: `7.45 GiB`."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Bytes per second for a person, in decimal units, as links are sold: `25.0 GB/s`."""
+    rate = float(bytes_per_s)
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"):
+        if rate < 1000 or unit == "TB/s":
+            break
+        rate /= 1000
+    return f"{_three_digits(rate)} {unit}"
+
+
+def format_us(time_us: float) -> str:
+    """Microseconds for a person, in the unit that reads best: `812 ms`."""
+    for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e3, "ms")):
+        if abs(time_us) < limit:
+            return f"{_three_digits(time_us / factor)} {unit}"
+    return f"{_three_digits(time_us / 1e6)} s"
+
+
+def _split(text: str, sample: str) -> tuple[Fraction, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise UsageError(f"not a quantity: `{text}`", hint=f"write a number with its unit, such as {sample}")
+    return Fraction(match["number"]), match["unit"]
+
+
+def _refuse(text: str, what: str, units: str, sample: str, unit: str) -> UsageError:
+    problem = "has no unit" if unit == "" else f"has the unknown unit `{unit}`"
+    return UsageError(f"{what} is needed, `{text}` {problem}", hint=f"use one of {units}: for example {sample}")
+
+
+def _three_digits(value: float) -> str:
+    whole_digits = len(str(int(abs(value))))
+    return f"{value:.{max(0, 3 - whole_digits)}f}"

@@ -1,0 +1,143 @@
+"""Does a plan still hold? Everything is recomputed from the profile; the numbers in the plan are compared, not trusted.
+
+GP101  error    a stage needs more memory than its cap
+GP102  warning  a stage fits, but leaves less than the headroom asked for
+GP201  error    the plan was made from another profile
+GP202  error    the profile's layers are not those the stages name
+GP203  warning  predictions in the plan differ from what the profile says now (edited by hand?)
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from planner.core.costs import costs_at
+from planner.core.evaluate import Partition, check_partition
+from planner.core.plan import Plan, Stage
+from planner.core.planning import build_plan
+from planner.core.profile import Profile
+from planner.core.units import format_bytes
+
+__all__ = ["VERDICT_SCHEMA", "Finding", "Verdict", "judge"]
+
+VERDICT_SCHEMA: Final = "gpipe-plan/check/v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing to know about a plan."""
+
+    code: str
+    severity: Literal["error", "warning"]
+    message: str
+    hint: str = ""
+    stage: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Findings and the plan as it is under the profile of today."""
+
+    schema: Literal["gpipe-plan/check/v1"] = VERDICT_SCHEMA
+    fits: bool
+    """No finding of severity error."""
+    findings: tuple[Finding, ...]
+    plan: Plan | None
+    """Recomputed; None where the profile is not the plan's at all."""
+
+
+def judge(
+    plan: Plan,
+    profile: Profile,
+    *,
+    profile_digest: str,
+    memory_bytes: tuple[int, ...] | None = None,
+    headroom: float = 0.0,
+) -> Verdict:
+    """Recomputes `plan` from `profile` and says what is wrong with it.
+
+    Args:
+        plan: The plan as read.
+        profile: The profile as it is now.
+        profile_digest: Its digest.
+        memory_bytes: Caps to judge against instead of the plan's, one per device.
+        headroom: Share of the cap that should stay free, in [0, 1).
+
+    Raises:
+        UsageError: The plan breaks an invariant (a layer lost, an empty stage, …).
+    """
+    findings: list[Finding] = []
+    if profile_digest != plan.inputs.profile.digest:
+        findings.append(_stale(plan, profile_digest))
+    partition = Partition.of(plan)
+    if sum(partition.balance) == len(profile.layers) and min(partition.balance, default=0) > 0:
+        renamed = _renamed(plan, partition, profile)
+        if renamed is not None:
+            return _verdict([*findings, renamed], None)
+    elif findings:
+        return _verdict([*findings, _other_length(partition, profile)], None)
+    check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
+    inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
+    now = build_plan(costs, partition, inputs=inputs, solver=plan.solver)
+    for stage in now.stages:
+        findings.extend(_memory_findings(stage, headroom))
+    if profile_digest == plan.inputs.profile.digest and memory_bytes is None:
+        findings.extend(_edited(plan, now))
+    return _verdict(findings, now)
+
+
+def _verdict(findings: list[Finding], plan: Plan | None) -> Verdict:
+    fits = all(finding.severity != "error" for finding in findings)
+    return Verdict(fits=fits, findings=tuple(findings), plan=plan)
+
+
+def _stale(plan: Plan, digest: str) -> Finding:
+    was = plan.inputs.profile
+    message = f"the plan was made from another profile: `{was.path}` was {was.digest[:19]}…, is now {digest[:19]}…"
+    return Finding(
+        code="GP201",
+        severity="error",
+        message=message,
+        hint=f"solve again: `gpipe-plan solve {was.path} --devices {plan.inputs.devices} …`",
+    )
+
+
+def _renamed(plan: Plan, partition: Partition, profile: Profile) -> Finding | None:
+    for stage, (first, end) in zip(plan.stages, partition.intervals(), strict=True):
+        for name, layer in ((stage.first, first), (stage.last, end - 1)):
+            # A hand-edited balance moves cuts without renaming: only names the profile does not have are wrong.
+            if name not in {other.name for other in profile.layers}:
+                message = f'stage {stage.index} names the layer "{name}", the profile has no such layer'
+                hint = f'layer {layer} is "{profile.layers[layer].name}" now: solve again'
+                return Finding(code="GP202", severity="error", message=message, hint=hint, stage=stage.index)
+    return None
+
+
+def _other_length(partition: Partition, profile: Profile) -> Finding:
+    message = f"the plan cuts {sum(partition.balance)} layers, the profile has {len(profile.layers)}"
+    return Finding(code="GP202", severity="error", message=message, hint="solve again")
+
+
+def _memory_findings(stage: Stage, headroom: float) -> list[Finding]:
+    need, cap = stage.memory.total, stage.memory_bytes
+    layers = f'stage {stage.index} ("{stage.first}" to "{stage.last}")'
+    if need > cap:
+        message = f"{layers} needs {format_bytes(need)}, {format_bytes(need - cap)} over its cap of {format_bytes(cap)}"
+        hint = "solve again with this cap to see what fits, or raise `--mem`"
+        return [Finding(code="GP101", severity="error", message=message, hint=hint, stage=stage.index)]
+    if need > cap * (1 - headroom):
+        message = f"{layers} needs {format_bytes(need)}, which leaves {1 - need / cap:.1%} of {format_bytes(cap)} free"
+        hint = f"{headroom:.0%} headroom was asked for"
+        return [Finding(code="GP102", severity="warning", message=message, hint=hint, stage=stage.index)]
+    return []
+
+
+def _edited(plan: Plan, now: Plan) -> list[Finding]:
+    was_us, is_us = plan.predicted.step_us, now.predicted.step_us
+    changed = [k for k, (a, b) in enumerate(zip(plan.stages, now.stages, strict=True)) if a.memory != b.memory]
+    if abs(was_us - is_us) <= 0.1 + 1e-6 * is_us and not changed:
+        return []
+    message = f"the plan says {was_us / 1e3:.1f} ms per step, the profile {is_us / 1e3:.1f} ms"
+    if changed:
+        message += f"; memory differs in stage {', '.join(map(str, changed))}"
+    return [Finding(code="GP203", severity="warning", message=message, hint="the plan's decisions were edited by hand")]

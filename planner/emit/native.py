@@ -1,0 +1,112 @@
+"""`balance.yaml` and `train.py` for the bundled executor."""
+
+import os
+from dataclasses import dataclass, replace
+from importlib import resources
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from planner import __version__
+from planner.core.balance import Balance, StageBalance
+from planner.core.errors import UsageError
+from planner.core.evaluate import Partition, check_partition
+from planner.core.plan import Plan
+from planner.core.planning import GENERATOR
+from planner.core.profile import Profile
+from planner.core.units import format_bytes, format_us
+from planner.files import digest_of, dump
+
+__all__ = ["Emitted", "decisions_digest", "emit_native"]
+
+_HEADER = """\
+Which stage runs which layers: written by `gpipe-plan emit` from {plan}.
+Edit the plan and emit again rather than editing here; train.py refuses a model whose layers are not these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emitted:
+    """Texts to be written."""
+
+    balance: str
+    script: str
+
+
+def emit_native(plan: Plan, profile: Profile, *, folder: str, plan_path: str) -> Emitted:
+    """The balance configuration and the training script of `plan`.
+
+    Args:
+        plan: The plan.
+        profile: The profile it was made from: names of all layers, source of the model.
+        folder: Where the files will stand; the model's path is made relative to it.
+        plan_path: Told in the header.
+
+    Raises:
+        UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
+    """
+    check_partition(Partition.of(plan), num_layers=len(profile.layers), num_devices=plan.inputs.devices)
+    if not profile.model.source:
+        raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
+    balance = _balance(plan, profile, folder)
+    header = _HEADER.format(plan=plan_path)
+    return Emitted(balance=dump(balance, header=header), script=_script(plan, balance, folder))
+
+
+def decisions_digest(plan: Plan) -> str:
+    """Digest of what the plan decides (schedule, micro-batches, balance, recompute) and of the profile behind it."""
+    partition = Partition.of(plan)
+    return digest_of({"profile": plan.inputs.profile.digest, "batch": plan.inputs.batch, "partition": repr(partition)})
+
+
+def _balance(plan: Plan, profile: Profile, folder: str) -> Balance:
+    names = [layer.name for layer in profile.layers]
+    cuts = pairwise(accumulate(plan.balance, initial=0))
+    path, colon, entry = profile.model.source.rpartition(":")
+    source = f"{Path(os.path.relpath(path, folder)).as_posix()}{colon}{entry}"
+    return Balance(
+        generator=GENERATOR,
+        plan_digest=decisions_digest(plan),
+        model=replace(profile.model, source=source),
+        optimizer=profile.optimizer,
+        device="cuda" if profile.device.kind == "cuda" else "cpu",
+        threads=profile.environment.threads,
+        schedule=plan.schedule,
+        batch=plan.inputs.batch,
+        micro_batches=plan.micro_batches,
+        balance=plan.balance,
+        stages=tuple(
+            StageBalance(index=k, recompute=stage.recompute, layers=tuple(names[first:end]))
+            for (k, stage), (first, end) in zip(enumerate(plan.stages), cuts, strict=True)
+        ),
+    )
+
+
+def _script(plan: Plan, balance: Balance, folder: str) -> str:
+    template = resources.files(__package__).joinpath("train_template.py.txt").read_text(encoding="utf-8")
+    num_stages = len(plan.stages)
+    prediction = (
+        f"{format_us(plan.predicted.step_us)} per step, {plan.predicted.samples_per_s:.3g} samples/s, "
+        f"bubble {plan.predicted.bubble:.0%}, on {plan.inputs.profile.path}'s device"
+    )
+    return template.format(
+        model=balance.model.source.rpartition(":")[0],
+        stages=f"{num_stages} stage{'s' * (num_stages > 1)}",
+        schedule="GPipe" if plan.schedule == "gpipe" else "1F1B",
+        micro_batches=plan.micro_batches,
+        micro_batch_size=plan.micro_batch_size,
+        num_stages=num_stages,
+        script=Path(folder, "train.py").as_posix(),
+        table=_table(plan),
+        prediction=prediction,
+        version=__version__,
+        batch=plan.inputs.batch,
+    )
+
+
+def _table(plan: Plan) -> str:
+    lines = [
+        f"stage {s.index}: {s.layers} layers, {s.first} to {s.last}, recompute {s.recompute}, "
+        f"{format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
+        for s in plan.stages
+    ]
+    shown = lines if len(lines) <= 16 else [*lines[:15], f"… and {len(lines) - 15} more stages"]
+    return "\n".join(f"    {line}" for line in shown)

@@ -1,0 +1,6 @@
+"""The bundled executor: a thin layer over `torch.distributed.pipelining` that runs a plan under torchrun."""
+
+from planner.executor.pipeline import Pipeline
+from planner.executor.script import Arguments, arguments, pipeline_script, progress
+
+__all__ = ["Arguments", "Pipeline", "arguments", "pipeline_script", "progress"]

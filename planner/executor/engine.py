@@ -1,0 +1,113 @@
+"""The one module that touches `torch.distributed.pipelining`, whose interface moves between releases.
+
+What is added to torch 2.13's `PipelineStage`: receive buffers exist from receiving to the end of that micro-batch's backward
+(the engine makes one per micro-batch and direction at the start and never lets go), shapes are given and never inferred (inference
+would run later stages on uninitialised memory), the module learns which micro-batch it runs, and every forward and backward is timed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining._utils import _make_tensor_from_meta
+
+from planner.core.plan import Schedule
+from planner.executor.stage_module import StageModule
+
+__all__ = ["Engine"]
+
+Timer = Callable[[str, Callable[[], Any]], Any]
+"""Runs a piece of work of the given kind ("forward" or "backward") and notes how long it took."""
+
+
+class Engine:
+    """One stage under its schedule."""
+
+    def __init__(
+        self,
+        module: StageModule,
+        *,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        received: tuple[Tensor, ...],
+        sent: tuple[Tensor, ...],
+        schedule: Schedule,
+        micro_batches: int,
+        timer: Timer,
+    ) -> None:
+        stage = _Stage(module, index, num_stages, device, input_args=received, output_args=sent)
+        stage.timer = timer
+        self._module = module
+        self._micro_batches = micro_batches
+        kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+        # The module's output on the last stage is the loss already; the engine divides gradients by M.
+        self._schedule = kind(stage, micro_batches, loss_fn=_loss_itself, scale_grads=True)
+
+    def step(self, tensors: Sequence[Tensor], targets: Sequence[Any]) -> list[Tensor]:
+        """Forward and backward of a mini-batch; gradients are left in the parameters.
+
+        Args:
+            tensors: First stage: the model's input tensors, mini-batch first. Else empty.
+            targets: Last stage: the targets of every micro-batch. Else empty.
+
+        Returns:
+            Last stage: the loss of every micro-batch, detached. Else empty.
+        """
+        self._module.targets = list(targets)
+        losses: list[Tensor] = []
+        # The engine insists on a target to cut into micro-batches; ours travel with the module.
+        self._schedule.step(*tensors, target=torch.empty(self._micro_batches), losses=losses, return_outputs=False)
+        self._module.targets = []
+        return [loss.detach() for loss in losses]
+
+
+def _loss_itself(output: Tensor, _target: Tensor) -> Tensor:
+    return output
+
+
+class _Stage(PipelineStage):
+    timer: Timer
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.micro_batch = fwd_chunk_id  # type: ignore[assignment]
+        run = super().forward_one_chunk
+        return self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs))
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        run = super().backward_one_chunk
+        self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs))
+        for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
+            info.buffer = None
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        self._provide(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward and not self.is_last:
+            self._provide(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        _release(self.args_recv_info)
+        return prepared
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
+        _release(self.grad_recv_info)
+        return prepared
+
+    def _provide(self, infos: Any) -> None:
+        for info in infos:
+            if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
+                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+
+
+def _release(received: dict[int, Any]) -> None:
+    for infos in received.values():
+        for info in infos:
+            info.buffer = None

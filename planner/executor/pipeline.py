@@ -1,0 +1,290 @@
+"""A model trained as a pipeline: this process is one stage of it."""
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from planner import __version__
+from planner.core.balance import Balance
+from planner.core.errors import ModelError, UsageError
+from planner.core.profile import Device, Environment, Generator
+from planner.core.run_report import RunReport, StageRun
+from planner.executor.build import build_layers, build_structure
+from planner.executor.engine import Engine
+from planner.executor.recorder import WARM_UP_STEPS, Recorder
+from planner.executor.stage_module import Shapes, StageModule, shapes_of
+from planner.executor.ties import TiedGradients
+from planner.files import read_balance
+from planner.model.chain import chain_digest, tied_parameters
+from planner.model.load import Batch, LoadedModel, load_model, to_device
+
+__all__ = ["Pipeline"]
+
+_TIMEOUT = timedelta(minutes=10)
+"""A stage that hears nothing for so long takes its neighbours for dead."""
+
+
+class Pipeline:
+    """One stage of the pipeline that a `balance.yaml` describes; every rank of the job makes one.
+
+    Args:
+        balance_path: The balance configuration, as `gpipe-plan emit` writes it.
+        seed: Of initial parameters, example batches and dropout.
+        device: Overrides the device of the plan.
+
+    Raises:
+        UsageError: The number of processes is not the number of stages, or the device is missing.
+        ModelError: The model is not the one that was planned.
+    """
+
+    def __init__(self, balance_path: str | Path, *, seed: int = 0, device: str | None = None) -> None:
+        self.balance = read_balance(str(balance_path))
+        self.seed = seed
+        self.rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if num_processes != self.balance.num_stages:
+            raise UsageError(
+                f"the plan has {self.balance.num_stages} stages, but {num_processes} processes were started",
+                hint=f"run `torchrun --nproc-per-node {self.balance.num_stages} train.py`",
+            )
+        self.device = _device(device or self.balance.device)
+        torch.set_num_threads(self.balance.threads)
+        self._recorder = Recorder(self.device)
+        self.model = _load(self.balance, Path(balance_path).parent)
+        self._join()
+        self._module, self._engine = self._build()
+        self.losses: list[float] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank runs the first stage."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.rank == self.balance.num_stages - 1
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This stage's parameters under the names they have in the whole model."""
+        return self._module.named_parameters()
+
+    def optimizer(self, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        """`build(parameters)` over this stage's trainable parameters."""
+        parameters = [p for _, p in self.named_parameters() if p.requires_grad]
+        # A stage of pooling and reshaping has nothing to optimize, which torch's optimizers refuse.
+        return build(iter(parameters or [nn.Parameter(torch.zeros(0))]))
+
+    def batches(self, steps: int) -> Iterator[Batch]:
+        """`steps` mini-batches, the same on every rank: the model's `train_batches`, else its `example_batch`."""
+        if self.model.train_batches is None:
+            for step in range(steps):
+                yield self.example_batch(step)
+            return
+        made = 0
+        while made < steps:
+            before = made
+            for pair in self.model.train_batches(self.balance.batch):
+                if made == steps:
+                    return
+                yield Batch(*pair)
+                made += 1
+            if made == before:
+                raise ModelError("`train_batches` is empty")
+
+    def example_batch(self, step: int) -> Batch:
+        """The example mini-batch of a step: a function of seed and step alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed * 1_000_003 + step)
+            return self.model.example_batch(self.balance.batch)
+
+    @contextmanager
+    def step(self, inputs: Any, targets: Any) -> Iterator[float | None]:
+        """Forward and backward of a mini-batch; the block then steps the optimizer, and both are timed together.
+
+        Gradients are those of the mean loss over the mini-batch. Yields that loss on the first and last rank.
+        """
+        batch = Batch(inputs, targets)
+        if batch.num_samples != self.balance.batch:
+            raise UsageError(
+                f"got a mini-batch of {batch.num_samples} samples, the plan is for {self.balance.batch}",
+                hint="drop or pad the last one (`drop_last=True`), or plan for this batch",
+            )
+        with self._recorder.step():
+            yield self._forward_backward(batch)
+
+    def report(self) -> RunReport | None:
+        """What the run took, on rank 0; None elsewhere. Every rank must call it."""
+        self._recorder.close()
+        mine = StageRun(
+            index=self.rank,
+            first=self.balance.stages[self.rank].layers[0],
+            last=self.balance.stages[self.rank].layers[-1],
+            forward_us=self._recorder.typical_us("forward"),
+            backward_us=self._recorder.typical_us("backward"),
+            parameter_bytes=sum(p.nbytes for _, p in self.named_parameters()),
+            peak_bytes=self._recorder.peak_bytes,
+        )
+        stages: list[Any] = [None] * self.balance.num_stages
+        dist.gather_object(mine, stages if self.is_first else None)
+        if not self.is_first:
+            return None
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        return RunReport(
+            generator=Generator(name="gpipe-plan", version=__version__),
+            plan_digest=self.balance.plan_digest,
+            seed=self.seed,
+            device=Device(kind=self.device.type, name=name),
+            environment=Environment(
+                torch=str(torch.__version__),
+                python=platform.python_version(),
+                dtype=str(next((p.dtype for _, p in self.named_parameters()), torch.float32)).removeprefix("torch."),
+                threads=self.balance.threads,
+            ),
+            losses=tuple(self.losses),
+            step_us=tuple(self._recorder.step_us),
+            warmup_steps=WARM_UP_STEPS,
+            stages=tuple(stages),
+        )
+
+    @property
+    def last_step_us(self) -> float:
+        """Time of the last step on this rank."""
+        return self._recorder.step_us[-1]
+
+    def close(self) -> None:
+        """Leaves the job."""
+        self._recorder.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # Private methods
+
+    def _join(self) -> None:
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=_TIMEOUT)
+        else:
+            dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+
+    def _build(self) -> tuple[StageModule, Engine]:
+        balance = self.balance
+        chain = build_structure(self.model)
+        _check_same_model(balance, chain.names, chain_digest(chain, self.model.settings))
+        micro_batch = _micro_batches(self.example_batch(0).inputs, balance.micro_batches)[0]
+        shapes = shapes_of(chain.layers, micro_batch)
+        ends = [sum(balance.balance[: k + 1]) for k in range(balance.num_stages)]
+        first, end = ends[self.rank] - balance.balance[self.rank], ends[self.rank]
+        layers = build_layers(self.model, chain.names[first:end], seed=self.seed, device=self.device)
+        self._tied = TiedGradients(tied_parameters(chain.layers), layers, self.rank, _owners(balance))
+        module = StageModule(
+            layers,
+            received=shapes.boundaries[first],
+            recompute=balance.stages[self.rank].recompute,
+            micro_batches=balance.micro_batches,
+            loss_fn=self.model.loss_fn if self.is_last else None,
+            copies_input=shapes.stage_writes_input(first, end),
+        )
+        # From here on only what a step draws (dropout) uses the random state: another one for every stage.
+        torch.manual_seed(self.seed * 1_000_003 + 7919 * (self.rank + 1))
+        return module, self._engine_for(module, shapes, first, end)
+
+    def _engine_for(self, module: StageModule, shapes: Shapes, first: int, end: int) -> Engine:
+        loss = torch.empty((), device="meta", requires_grad=True)
+        return Engine(
+            module,
+            index=self.rank,
+            num_stages=self.balance.num_stages,
+            device=self.device,
+            received=shapes.boundaries[first].tensors,
+            sent=(loss,) if self.is_last else shapes.boundaries[end].tensors,
+            schedule=self.balance.schedule,
+            micro_batches=self.balance.micro_batches,
+            timer=self._recorder.timed,
+        )
+
+    def _forward_backward(self, batch: Batch) -> float | None:
+        tensors: Sequence[Tensor] = ()
+        targets: Sequence[Any] = ()
+        if self.is_first:
+            leaves = tree_flatten(to_device(batch.inputs, self.device))[0]
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self.is_last:
+            targets = _micro_batches(to_device(batch.targets, self.device), self.balance.micro_batches)
+        losses = self._engine.step(tensors, targets)
+        self._tied.sum()
+        loss = self._share_loss(torch.stack(losses).mean() if losses else None)
+        if loss is not None:
+            self.losses.append(loss)
+        return loss
+
+    def _share_loss(self, loss: Tensor | None) -> float | None:
+        """Sends the last rank's loss to the first, without holding any rank up."""
+        if self.is_first and self.is_last:
+            return float(loss) if loss is not None else None
+        if self.is_last and loss is not None:
+            self._loss_sent = dist.isend(loss.float().reshape(1), 0)
+            return float(loss)
+        if self.is_first:
+            received = torch.empty(1, device=self.device)
+            dist.recv(received, self.balance.num_stages - 1)
+            return float(received)
+        return None
+
+
+# Private functions
+
+
+def _load(balance: Balance, folder: Path) -> LoadedModel:
+    path, colon, entry = balance.model.source.rpartition(":")
+    optimizer = None if balance.optimizer in ("", "build_optimizer") else balance.optimizer
+    settings = {name: str(value) for name, value in balance.model.settings.items()}
+    source = f"{os.path.relpath(folder / path)}{colon}{entry}"
+    return load_model(source, settings=settings, inputs=balance.model.inputs, optimizer=optimizer)
+
+
+def _device(name: str) -> torch.device:
+    if name != "cuda":
+        return torch.device(name)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.device_count() <= local:
+        raise UsageError(
+            f"the plan is for CUDA, and this machine has {torch.cuda.device_count()} CUDA devices for rank {local}",
+            hint="run on the machine it was planned for, or pass `--device cpu` to try it out",
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _check_same_model(balance: Balance, names: tuple[str, ...], digest: str) -> None:
+    planned = tuple(name for stage in balance.stages for name in stage.layers)
+    changed = [(a, b) for a, b in zip(planned, names, strict=False) if a != b]
+    if planned != names:
+        what = f'"{changed[0][1]}" stands where "{changed[0][0]}" was' if changed else f"{len(names)} layers"
+        raise ModelError(
+            f"the model is not the one that was planned: {what} (planned were {len(planned)} layers)",
+            hint="profile, solve and emit again",
+        )
+    if balance.model.digest and digest != balance.model.digest:
+        raise ModelError(
+            f"the model has changed since it was planned (digest {digest[:19]}…, planned {balance.model.digest[:19]}…)",
+            hint="profile, solve and emit again",
+        )
+
+
+def _owners(balance: Balance) -> dict[str, int]:
+    return {name: stage.index for stage in balance.stages for name in stage.layers}
+
+
+def _micro_batches(value: Any, count: int) -> list[Any]:
+    """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
+    size = next((leaf.shape[0] for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), 0) // count
+    return [tree_map_only(Tensor, lambda t, i=i: t[i * size : (i + 1) * size], value) for i in range(count)]

@@ -1,0 +1,72 @@
+"""What every emitted `train.py` shares: its command line, its progress line, its report, and errors without tracebacks."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.core.errors import ExitCode, PlannerError
+from planner.core.units import format_bytes, format_us
+from planner.executor.pipeline import Pipeline
+from planner.files import write
+
+__all__ = ["Arguments", "arguments", "pipeline_script", "progress"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The command line of an emitted script."""
+
+    steps: int
+    seed: int
+    report: str | None
+    device: str | None
+
+
+def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
+    """Parses the command line; the defaults are the script's own knobs."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
+    parser.add_argument("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
+    parser.add_argument("--report", metavar="run.json", help="write what the run took to this file")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the device planned for")
+    given = parser.parse_args()
+    if given.steps < 1:
+        parser.error(f"--steps must be at least 1, got {given.steps}")
+    return Arguments(**vars(given))
+
+
+@contextmanager
+def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipeline]:
+    """The pipeline for the block; then the report. Errors of ours end the process with one message and exit code 2."""
+    pipeline: Pipeline | None = None
+    try:
+        pipeline = Pipeline(balance_path, seed=given.seed, device=given.device)
+        yield pipeline
+        report = pipeline.report()
+        if report is not None:
+            for stage in report.stages:
+                print(f"stage {stage.index}: peak memory {format_bytes(stage.peak_bytes)}", flush=True)
+            if given.report:
+                write(given.report, report)
+                print(f"wrote {given.report}", flush=True)
+    except PlannerError as error:
+        # Every rank finds the same mistake; one message is enough.
+        if int(os.environ.get("RANK", "0")) == 0:
+            hint = f"\n\nhint: {error.hint}" if error.hint else ""
+            print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+        sys.exit(ExitCode.ERROR)
+    finally:
+        if pipeline is not None:
+            pipeline.close()
+
+
+def progress(pipeline: Pipeline, step: int, loss: float | None) -> None:
+    """One line per step, on the first rank."""
+    if pipeline.is_first:
+        print(f"step {step}: loss {loss:.4f}, {format_us(pipeline.last_step_us)}", flush=True)

@@ -1,0 +1,165 @@
+"""One stage as a module: its layers under their original names, recomputed where the plan says.
+
+Over a boundary go plain contiguous tensors; tuples and the like are taken apart at one edge and rebuilt at the next.
+The last stage runs the loss inside its forward. That keeps logits out of what is in flight when the stage recomputes, and
+makes the loss scalar, not the logits, the output that the engine holds for every micro-batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from planner.core.errors import ModelError
+from planner.core.plan import Recompute
+from planner.model.chain import Layer, run_layers
+
+__all__ = ["Boundary", "Shapes", "StageModule", "shapes_of"]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses one boundary for one micro-batch: tensors (on the meta device), constants, and their structure."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, value: Any) -> "Boundary":
+        """The shape of `value`, whose tensors must be on the meta device; gradients are required where it has them."""
+        leaves, spec = tree_flatten(value)
+        metas = [
+            torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
+            if isinstance(t, Tensor)
+            else t
+            for t in leaves
+        ]
+        return cls(tuple(metas), spec)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are sent, in order."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The value whose tensors are `tensors`."""
+        given = iter(tensors)
+        return tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What crosses every boundary of a chain, and what its layers do to their input."""
+
+    boundaries: tuple[Boundary, ...]
+    """In front of every layer, and behind the last."""
+    writes: tuple[bool, ...]
+    """Whether a layer writes into its input."""
+    aliases: tuple[bool, ...]
+    """Whether a layer's output shares storage with its input."""
+
+    def stage_writes_input(self, first: int, end: int) -> bool:
+        """Whether a stage of layers `first`..`end - 1` would write into the tensors it receives."""
+        for layer in range(first, end):
+            if self.writes[layer]:
+                return True
+            if not self.aliases[layer]:
+                return False
+        return False
+
+
+def shapes_of(layers: Sequence[Layer], inputs: Any) -> Shapes:
+    """Runs the chain on the meta device, where nothing is computed.
+
+    Args:
+        layers: The chain, on the meta device.
+        inputs: The model's input for one micro-batch, on any device.
+
+    Raises:
+        ModelError: A layer needs real values (`.item()`, data-dependent shapes) or does not fit its input.
+    """
+    boundaries = [Boundary.of(tree_map_only(Tensor, lambda t: t.to("meta"), inputs))]
+    writes, aliases = [], []
+    for layer in layers:
+        # Copies, so that a layer that writes its input does not meet a leaf, and can be seen to write.
+        value = boundaries[-1].rebuild([t.clone() for t in boundaries[-1].tensors])
+        given = [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
+        versions = [t._version for t in given]
+        try:
+            value = layer.module(value)
+        except Exception as error:
+            raise ModelError(
+                f'layer "{layer.name}" cannot be run on the meta device: {type(error).__name__}: {error}',
+                hint="its output shapes must follow from its input shapes alone",
+            ) from error
+        storages = {t.untyped_storage()._cdata for t in given}
+        results = [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
+        writes.append([t._version for t in given] != versions)
+        aliases.append(any(t.untyped_storage()._cdata in storages for t in results))
+        boundaries.append(Boundary.of(value))
+    return Shapes(tuple(boundaries), tuple(writes), tuple(aliases))
+
+
+class StageModule(nn.Module):
+    """Layers of one stage, called by the engine with the tensors of one micro-batch.
+
+    `micro_batch` is set before each forward; `targets` holds the last stage's targets of every micro-batch.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        received: Boundary,
+        recompute: Recompute,
+        micro_batches: int,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        copies_input: bool,
+    ) -> None:
+        super().__init__()
+        for layer in layers:
+            _register(self, layer.name, layer.module)
+        self._layers = [layer.module for layer in layers]
+        self._received = received
+        self._recompute = recompute
+        self._micro_batches = micro_batches
+        self._loss_fn = loss_fn
+        self._copies_input = copies_input
+        self.micro_batch = 0
+        self.targets: list[Any] = []
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The tensors behind this stage, contiguous; the loss on the last stage."""
+        targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
+        if not self._recomputes(self.micro_batch) or not torch.is_grad_enabled():
+            return self._run(targets, *tensors)
+        result: Tensor | tuple[Tensor, ...] = checkpoint(self._run, targets, *tensors, use_reentrant=False)
+        return result
+
+    def _recomputes(self, micro_batch: int) -> bool:
+        if self._recompute == "except-last":
+            return micro_batch < self._micro_batches - 1
+        return self._recompute == "always"
+
+    def _run(self, targets: Any, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self._copies_input:
+            # Received tensors are leaves, and inside a recomputed stage they are read twice: neither may be written.
+            tensors = tuple(tensor.clone() for tensor in tensors)
+        value = run_layers(self._layers, self._received.rebuild(tensors))
+        if self._loss_fn is not None:
+            return self._loss_fn(value, targets)
+        return tuple(leaf.contiguous() for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+def _register(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Makes `module` a descendant of `root` under its dotted path, so that parameters keep their original names."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.add_module(last, module)

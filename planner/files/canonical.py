@@ -1,0 +1,44 @@
+"""The plain content of a value, and its digest."""
+
+import hashlib
+import json
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
+
+__all__ = ["digest_of", "to_plain"]
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses to plain dicts and lists, optional fields that hold nothing left out, times rounded to 0.1 us."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain_field(f, getattr(value, f.name)) for f in fields(value) if _says_something(f, value)}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return value
+
+
+def _says_something(field: "Field[Any]", owner: Any) -> bool:
+    value = getattr(owner, field.name)
+    if field.name == "schema" or field.default is MISSING:
+        return field.default_factory is MISSING or bool(value)
+    return value is not None and (value != field.default or value is True)
+
+
+def _plain_field(field: "Field[Any]", value: Any) -> Any:
+    digits = 1 if field.name.endswith("_us") else 6
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, tuple) and any(isinstance(item, float) for item in value):
+        return [round(item, digits) for item in value]
+    return to_plain(value)
+
+
+def digest_of(value: Any, *, leave_out: tuple[str, ...] = ("generator",)) -> str:
+    """`sha256:…` over the canonical JSON of `value`: unchanged by formatting, changed by any number in it."""
+    plain = to_plain(value)
+    if isinstance(plain, dict):
+        plain = {key: item for key, item in plain.items() if key not in leave_out}
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,71 @@
+"""Checks of meaning, beyond types: what a profile or a plan must satisfy before anything is computed from it."""
+
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from planner.core.balance import Balance
+from planner.core.plan import Plan
+from planner.core.profile import Profile
+from planner.core.run_report import RunReport
+from planner.files.strict_yaml import KeyPath, Problem
+
+__all__ = ["problems_of"]
+
+
+def problems_of(value: Profile | Plan | RunReport | Balance) -> Iterator[Problem]:
+    yield from _bad_numbers(value, ())
+    if isinstance(value, Profile):
+        yield from _profile_problems(value)
+    elif isinstance(value, Plan):
+        yield from _plan_problems(value)
+
+
+def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
+    """Nothing in our files is negative, except the index that says "no alias" and the figures of a prediction."""
+    if is_dataclass(value):
+        for field in fields(value):
+            if field.name not in ("alias", "predicted", "settings"):
+                yield from _bad_numbers(getattr(value, field.name), (*at, field.name))
+    elif isinstance(value, tuple):
+        for n, item in enumerate(value):
+            yield from _bad_numbers(item, (*at, n))
+    elif isinstance(value, (int, float)) and value < 0 and at[0] != "losses":
+        yield at, f"must not be negative, got {value}", ""
+
+
+def _profile_problems(profile: Profile) -> Iterator[Problem]:
+    sizes = profile.micro_batch_sizes
+    if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        yield ("micro_batch_sizes",), f"expected different sizes of at least 1, got {list(sizes)}", ""
+    if not profile.layers:
+        yield ("layers",), "a profile needs at least one layer", ""
+    seen: dict[str, int] = {}
+    for n, layer in enumerate(profile.layers):
+        if layer.name in seen:
+            yield ("layers", n, "name"), f'"{layer.name}" is already layer {seen[layer.name]}', "layer names are unique"
+        seen[layer.name] = n
+        for field in fields(layer):
+            values = getattr(layer, field.name)
+            if not isinstance(values, tuple) or field.name == "tied":
+                continue
+            if len(values) != len(sizes) and (len(values) or field.default is MISSING):
+                text = f"expected {len(sizes)} values, one per micro-batch size, got {len(values)}"
+                yield ("layers", n, field.name), text, ""
+
+
+def _plan_problems(plan: Plan) -> Iterator[Problem]:
+    if len(plan.stages) != len(plan.balance):
+        text = f"{len(plan.stages)} stages, but the balance has {len(plan.balance)}"
+        yield ("stages",), text, "keep `balance` and `stages` of equal length, or solve again"
+    if len(plan.inputs.memory_bytes) != plan.inputs.devices:
+        text = f"expected {plan.inputs.devices} caps, one per device, got {len(plan.inputs.memory_bytes)}"
+        yield ("inputs", "memory_bytes"), text, ""
+    if plan.micro_batches < 1:
+        yield ("micro_batches",), "must be at least 1", ""
+    elif plan.micro_batches * plan.micro_batch_size != plan.inputs.batch:
+        text = (
+            f"{plan.micro_batches} micro-batches of {plan.micro_batch_size} samples are "
+            f"{plan.micro_batches * plan.micro_batch_size}, not the batch of {plan.inputs.batch}"
+        )
+        yield ("micro_batches",), text, "make micro_batches · micro_batch_size = inputs.batch"

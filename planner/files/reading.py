@@ -1,0 +1,179 @@
+"""Files to values: a strict reader, pydantic in strict JSON mode, checks of meaning; errors name file, line and key."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from planner.core.balance import BALANCE_SCHEMA, Balance
+from planner.core.errors import FileError
+from planner.core.plan import PLAN_SCHEMA, Plan
+from planner.core.profile import PROFILE_SCHEMA, Profile
+from planner.core.run_report import RUN_SCHEMA, RunReport
+from planner.files.checks import problems_of
+from planner.files.strict_yaml import Document, KeyPath, Problem
+
+__all__ = ["json_schema", "read", "read_balance", "read_plan", "read_profile", "read_run"]
+
+Value = Profile | Plan | RunReport | Balance
+
+_TYPES: dict[str, type[Value]] = {
+    PROFILE_SCHEMA: Profile,
+    PLAN_SCHEMA: Plan,
+    RUN_SCHEMA: RunReport,
+    BALANCE_SCHEMA: Balance,
+}
+_MADE_BY = {
+    "profile": "gpipe-plan profile MODEL.py",
+    "plan": "gpipe-plan solve",
+    "run": "torchrun … train.py --report run.json",
+    "balance": "gpipe-plan emit",
+}
+
+
+def read(path: str) -> Value:
+    """The profile, plan or run report in `path` (`-` is standard input), by its `schema` key.
+
+    Raises:
+        FileError: Missing, unreadable, or invalid; names the line and key where known.
+    """
+    return _read(path, None)
+
+
+def read_profile(path: str) -> Profile:
+    """The profile in `path`; raises as `read`."""
+    return cast(Profile, _read(path, PROFILE_SCHEMA))
+
+
+def read_plan(path: str) -> Plan:
+    """The plan in `path`; raises as `read`."""
+    return cast(Plan, _read(path, PLAN_SCHEMA))
+
+
+def read_balance(path: str) -> Balance:
+    """The balance configuration in `path`; raises as `read`."""
+    return cast(Balance, _read(path, BALANCE_SCHEMA))
+
+
+def read_run(path: str) -> RunReport:
+    """The run report in `path`; raises as `read`."""
+    return cast(RunReport, _read(path, RUN_SCHEMA))
+
+
+def _read(path: str, wanted: str | None) -> Value:
+    document = Document.parse(path, _read_text(path, wanted))
+    schema = _schema(document, wanted)
+    try:
+        value = TypeAdapter(_TYPES[schema]).validate_json(json.dumps(document.content), strict=True)
+    except ValidationError as error:
+        raise document.refuse([_explain(e, document) for e in error.errors(include_url=False)]) from None
+    problems = list(problems_of(value))
+    if problems:
+        raise document.refuse(problems)
+    return value
+
+
+def _read_text(path: str, wanted: str | None) -> str:
+    if path == "-":
+        return sys.stdin.read()
+    kind = "profile" if wanted is None else _kind(wanted)
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileError("no such file", path=path, hint=f"make it with `{_MADE_BY[kind]}`, or name another") from None
+    except IsADirectoryError:
+        raise FileError("is a directory, not a file", path=path) from None
+    except UnicodeDecodeError as error:
+        raise FileError(f"is not UTF-8 text (byte {error.start})", path=path) from None
+    except OSError as error:
+        raise FileError(f"cannot be read: {error.strerror}", path=path) from None
+
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping",
+}
+
+
+def _explain(error: ErrorDetails, document: Document) -> Problem:
+    # A union (`int | None`) appends the name of the member it tried: keep only what is in the file.
+    at = tuple(error["loc"])
+    kind = error["type"]
+    if kind == "missing":
+        return at, "is missing", "see `gpipe-plan schema` for the format"
+    if kind == "unexpected_keyword_argument":
+        siblings = _siblings(at)
+        near = get_close_matches(str(at[-1]), siblings, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else "remove it; see `gpipe-plan schema` for the keys there are"
+        return at, "unknown key", hint
+    while at and at not in document.lines:
+        at = at[:-1]
+    expected = _EXPECTED.get(kind)
+    if expected is None:
+        return at, str(error["msg"])[:1].lower() + str(error["msg"])[1:], ""
+    return at, f"expected {expected}, got {_shown(error['input'])}", ""
+
+
+def _siblings(at: KeyPath) -> list[str]:
+    names: set[str] = set()
+    for value in _TYPES.values():
+        names |= set(_all_keys(TypeAdapter(value).json_schema()))
+    return sorted(names)
+
+
+def _all_keys(schema: Mapping[str, Any]) -> Iterator[str]:
+    yield from schema.get("properties", {})
+    for definition in schema.get("$defs", {}).values():
+        yield from definition.get("properties", {})
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _schema(document: Document, wanted: str | None) -> str:
+    """The file's schema, if we can read it and it is the wanted one."""
+    if not isinstance(document.content, dict) or "schema" not in document.content:
+        expected = wanted or " or ".join(f"`{name}`" for name in _TYPES)
+        raise FileError(
+            f"has no key `schema` (expected {expected}): not a file of gpipe-plan", path=document.path, line=1
+        )
+    found = document.content["schema"]
+    line = document.lines["schema",]
+    if wanted is not None and found in _TYPES and found != wanted:
+        raise FileError(f"is a {_kind(found)}, a {_kind(wanted)} is needed", path=document.path, line=line)
+    if found not in _TYPES:
+        same_kind = [name for name in _TYPES if _kind(name) == _kind(str(found))]
+        known = wanted or (same_kind[0] if same_kind else " or ".join(_TYPES))
+        rewrite = _MADE_BY.get(_kind(known), "gpipe-plan profile MODEL.py")
+        raise FileError(
+            f"`schema`: expected {known}, got {json.dumps(found)}",
+            path=document.path,
+            line=line,
+            hint=f"write the file anew with this version: `{rewrite}`",
+        )
+    return str(found)
+
+
+def _kind(schema: str) -> str:
+    parts = schema.split("/")
+    return parts[1] if len(parts) == 3 else schema
+
+
+def json_schema(kind: str) -> dict[str, Any]:
+    """The JSON Schema of `profile`, `plan` or `run`."""
+    by_kind = {_kind(schema): value for schema, value in _TYPES.items()}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **TypeAdapter(by_kind[kind]).json_schema()}

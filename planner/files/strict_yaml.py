@@ -1,0 +1,117 @@
+"""YAML as JSON would have it: strict scalars, no duplicate keys, and the line of every key.
+
+PyYAML's own reader takes `1e9` for a string, `no` for false, `12:30:00` for 45000, and the last of two equal keys.
+"""
+
+import json
+import math
+import re
+from typing import Any
+
+import yaml
+
+from planner.core.errors import FileError
+
+__all__ = ["Document", "KeyPath", "Problem", "StrictLoader", "dotted"]
+
+Key = str | int
+KeyPath = tuple[Key, ...]
+Problem = tuple[KeyPath, str, str]
+"""Where, what is wrong, and what to do."""
+
+
+class StrictLoader(yaml.CSafeLoader):
+    """Scalars as JSON has them; everything else is a string (so `1e9` is a number and `no` is not a boolean)."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+for _tag, _pattern, _first in (
+    ("null", r"null|~|", "n~"),
+    ("bool", r"true|false", "tf"),
+    ("int", r"-?(?:0|[1-9][0-9]*)", "-0123456789"),
+    ("float", r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?", "-0123456789"),
+):
+    StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+class Document:
+    """Plain content of a file and the line of every key in it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.content: Any = None
+        self.lines: dict[KeyPath, int] = {}
+
+    @classmethod
+    def parse(cls, path: str, text: str) -> "Document":
+        document = cls(path)
+        if not text.strip():
+            raise FileError("is empty", path=path)
+        try:
+            # JSON is read by the same reader: YAML 1.2 contains it, and the lines come for free.
+            node = yaml.compose(text, Loader=StrictLoader)
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else None
+            raise FileError(f"is not YAML: {error.problem}", path=path, line=line) from None
+        except yaml.YAMLError as error:
+            raise FileError(f"is not YAML: {error}", path=path) from None
+        if node is not None:
+            document.content = document._plain(node, ())
+        return document
+
+    def _plain(self, node: yaml.Node, at: KeyPath) -> Any:
+        self.lines[at] = node.start_mark.line + 1
+        if isinstance(node, yaml.MappingNode):
+            return self._plain_mapping(node, at)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._plain(item, (*at, n)) for n, item in enumerate(node.value)]
+        return _plain_scalar(node)
+
+    def _plain_mapping(self, node: yaml.MappingNode, at: KeyPath) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            line = key_node.start_mark.line + 1
+            if key in content:
+                first = self.lines[*at, key]
+                raise FileError(
+                    f"`{dotted((*at, key))}` stands twice, first in line {first}", path=self.path, line=line
+                )
+            content[key] = self._plain(value_node, (*at, key))
+            self.lines[*at, key] = line
+        return content
+
+    def line_of(self, at: KeyPath) -> int | None:
+        """Line of the key, or of the nearest key above it."""
+        while at and at not in self.lines:
+            at = at[:-1]
+        return self.lines.get(at)
+
+    def refuse(self, problems: list[Problem]) -> FileError:
+        """One error for all problems; the first is told in full."""
+        at, text, hint = problems[0]
+        further = [f"line {self.line_of(p)}: `{dotted(p)}`: {t}" for p, t, _ in problems[1:6]]
+        if len(problems) > 6:
+            further.append(f"and {len(problems) - 6} more")
+        message = f"`{dotted(at)}`: {text}" if at else text
+        return FileError("\n  ".join([message, *further]), path=self.path, line=self.line_of(at), hint=hint)
+
+
+def _plain_scalar(node: yaml.Node) -> Any:
+    tag = node.tag.rpartition(":")[2]
+    if tag == "null":
+        return None
+    if tag == "bool":
+        return node.value == "true"
+    if tag == "int":
+        return int(node.value)
+    if tag == "float":
+        number = float(node.value)
+        return number if math.isfinite(number) else str(node.value)
+    return str(node.value)
+
+
+def dotted(at: KeyPath) -> str:
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in at)
+    return text.lstrip(".")

@@ -1,0 +1,94 @@
+"""Values to files: deterministic text, one line per layer and per stage, written all at once or not at all."""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from planner.core.errors import FileError
+from planner.files.canonical import to_plain
+from planner.files.strict_yaml import StrictLoader
+
+__all__ = ["dump", "write", "write_text"]
+
+
+class _Line(dict[str, Any]):
+    """A mapping that is written on one line."""
+
+
+class _Dumper(yaml.CSafeDumper):
+    """Writes what `StrictLoader` reads; strings that it would take for numbers are quoted."""
+
+    yaml_implicit_resolvers = {
+        key: yaml.CSafeDumper.yaml_implicit_resolvers.get(key, []) + StrictLoader.yaml_implicit_resolvers.get(key, [])
+        for key in {*yaml.CSafeDumper.yaml_implicit_resolvers, *StrictLoader.yaml_implicit_resolvers}
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(_Line, lambda dumper, line: dumper.represent_mapping("tag:yaml.org,2002:map", line, True))
+
+
+def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
+    """Deterministic text of `value`: YAML with a line per layer and per stage, or JSON."""
+    plain = to_plain(value)
+    if as_json:
+        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    for key, item in plain.items():
+        if isinstance(item, dict) and not any(isinstance(v, dict) for v in item.values()):
+            plain[key] = _Line(item)
+        elif isinstance(item, list) and any(isinstance(entry, dict) for entry in item):
+            plain[key] = [_Line(entry) for entry in item]
+        elif isinstance(item, dict):
+            plain[key] = {k: _Line(v) if isinstance(v, dict) else v for k, v in item.items()}
+    text: str = yaml.dump(
+        plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=True
+    )
+    return "".join(f"# {line}\n" for line in header.splitlines()) + text
+
+
+def write(path: str, value: Any, *, header: str = "") -> None:
+    """Writes `value` to `path` (`-` is standard output), as JSON if the suffix says so.
+
+    Raises:
+        FileError: The file cannot be written; what stood there before is untouched.
+    """
+    write_text(path, dump(value, as_json=path.endswith(".json"), header=header))
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes `text` to `path` all at once, or not at all; raises as `write`."""
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise FileError("is a directory, cannot write a file there", path=path)
+    temporary = ""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
+            temporary = file.name
+            file.write(text)
+        # A temporary file is private; what it replaces was made under the user's umask.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise FileError(f"cannot be written: {error.strerror}", path=path) from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,263 @@
+"""A user's model.py: what it offers, found by name, called with the user's settings."""
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from planner.core.errors import FileError, ModelError, UsageError
+from planner.core.profile import Setting
+from planner.model.inputs import input_tensor
+from planner.model.optimizers import optimizer_builder
+
+__all__ = ["Batch", "LoadedModel", "load_model"]
+
+
+class Batch(NamedTuple):
+    """Inputs of the model and targets of the loss, for some number of samples (first dimension of every tensor)."""
+
+    inputs: Any
+    targets: Any
+
+    @property
+    def num_samples(self) -> int:
+        """Size of the first dimension of the inputs."""
+        tensors = [leaf for leaf in tree_flatten(self.inputs)[0] if isinstance(leaf, Tensor)]
+        return int(tensors[0].shape[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What a model.py offers, ready to call. `notes` are things the user should know about defaults taken."""
+
+    source: str
+    settings: dict[str, Setting]
+    inputs: tuple[str, ...]
+    build: Callable[[], nn.Module]
+    example_batch: Callable[[int], Batch]
+    loss_fn: Callable[[Any, Any], Tensor]
+    build_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+    train_batches: Callable[[int], Iterable[Any]] | None
+    optimizer_name: str
+    notes: tuple[str, ...] = field(default=())
+
+
+def load_model(
+    source: str,
+    *,
+    settings: Mapping[str, str] | None = None,
+    inputs: Sequence[str] = (),
+    optimizer: str | None = None,
+) -> LoadedModel:
+    """The model in `path/to/model.py[:ENTRY]`.
+
+    Args:
+        source: The file, and after a colon the entry if it is not the first found of `build_model`, `model`, or the
+            file's only `nn.Module` subclass without required arguments.
+        settings: `--set` values as typed; their types come from the entry's signature.
+        inputs: `--input` shapes, where the file has no `example_batch`.
+        optimizer: Name of an optimizer, which then takes the place of the file's `build_optimizer`.
+
+    Raises:
+        FileError: No such file, or not a Python file.
+        ModelError: The file cannot be run or offers no model.
+        UsageError: A setting that the entry does not have or that is not of its type.
+    """
+    path, module, entry = _import(source)
+    entry_name, build, typed = _builder(path, module, entry, dict(settings or {}))
+    notes = []
+    if not hasattr(module, "loss_fn"):
+        notes.append(f"{path} has no `loss_fn(output, target)`: the mean of the output is trained")
+    example = _example_batch(path, module, typed, tuple(inputs))
+    own_optimizer = getattr(module, "build_optimizer", None) if optimizer is None else None
+    build_optimizer, optimizer_name = optimizer_builder(own_optimizer, optimizer or "adamw")
+    return LoadedModel(
+        source=f"{path}:{entry_name}",
+        settings=typed,
+        inputs=tuple(inputs),
+        build=build,
+        example_batch=example,
+        loss_fn=getattr(module, "loss_fn", _mean_of_output),
+        build_optimizer=build_optimizer,
+        train_batches=getattr(module, "train_batches", None),
+        optimizer_name=optimizer_name,
+        notes=tuple(notes),
+    )
+
+
+@contextmanager
+def user_code(path: str, what: str) -> Iterator[None]:
+    """Turns anything that the user's code raises into a `ModelError` that says where in their file."""
+    try:
+        yield
+    except (KeyboardInterrupt, ModelError, UsageError, FileError):
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(path).resolve()]
+        line = f":{frames[-1].lineno}" if frames else ""
+        raise ModelError(
+            f"{path}{line}: {what} raised {type(error).__name__}: {error}",
+            hint="run the file with python to see the whole traceback, or pass `--debug`",
+        ) from error
+
+
+# Private functions
+
+
+def _import(source: str) -> tuple[str, ModuleType, str | None]:
+    path, colon, entry = source.partition(":")
+    file = Path(path)
+    if file.is_dir():
+        raise FileError("is a directory, a model.py is needed", path=path)
+    if not file.is_file():
+        raise FileError("no such file", path=path, hint="give the path of a Python file that defines your model")
+    spec = importlib.util.spec_from_file_location(f"gpipe_plan_model_{file.stem}", file.resolve())
+    if spec is None or spec.loader is None:
+        raise FileError("is not a Python file (its name must end in .py)", path=path)
+    module = importlib.util.module_from_spec(spec)
+    # Pickling and dataclasses look the module up; its neighbours are imported as if it were run as a script.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        with user_code(path, "importing it"):
+            spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return path, module, entry if colon else None
+
+
+def _builder(
+    path: str, module: ModuleType, entry: str | None, settings: dict[str, str]
+) -> tuple[str, Callable[[], nn.Module], dict[str, Setting]]:
+    name, found = _entry(path, module, entry)
+    if isinstance(found, nn.Module):
+        if settings:
+            raise UsageError(f"{path}: `{name}` is a finished model and takes no `--set {next(iter(settings))}=…`")
+        return name, lambda: found, {}
+    typed = _typed_settings(f"{path}:{name}", found, settings)
+
+    def build() -> nn.Module:
+        with user_code(path, f"`{name}()`"):
+            model = found(**typed)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"{path}: `{name}()` returned {type(model).__name__}, not an nn.Module")
+        return model
+
+    return name, build, typed
+
+
+def _entry(path: str, module: ModuleType, entry: str | None) -> tuple[str, Any]:
+    if entry is not None:
+        if not hasattr(module, entry):
+            raise ModelError(f"{path} has no `{entry}`", hint=f"it defines {_names(vars(module))}")
+        return entry, getattr(module, entry)
+    for name in ("build_model", "model"):
+        if hasattr(module, name):
+            return name, getattr(module, name)
+    classes = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, nn.Module) and value.__module__ == module.__name__
+    ]
+    ready = [value for value in classes if not _required(value)]
+    if len(ready) == 1:
+        return ready[0].__name__, ready[0]
+    found = f"{len(ready)} modules that could be it ({_names(c.__name__ for c in ready)})" if ready else "no model"
+    raise ModelError(
+        f"{path} has {found}",
+        hint="define `build_model()` that returns an nn.Module, or name the entry: `model.py:NAME`",
+    )
+
+
+def _required(callable_: Callable[..., Any]) -> list[str]:
+    return [p.name for p in inspect.signature(callable_).parameters.values() if p.default is p.empty and p.kind < 2]
+
+
+def _typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, str]) -> dict[str, Setting]:
+    parameters = inspect.signature(build).parameters
+    typed: dict[str, Setting] = {}
+    for name, text in settings.items():
+        if name not in parameters:
+            raise UsageError(f"{owner} has no setting `{name}`", hint=f"it has {_names(parameters)}")
+        typed[name] = _typed(f"{owner}: `--set {name}={text}`", text, parameters[name])
+    return typed
+
+
+def _typed(where: str, text: str, parameter: inspect.Parameter) -> Setting:
+    wanted = parameter.annotation if parameter.annotation in (bool, int, float, str) else type(parameter.default)
+    if wanted is bool:
+        if text.lower() not in ("true", "false"):
+            raise UsageError(f"{where}: expected true or false")
+        return text.lower() == "true"
+    try:
+        return int(text) if wanted is int else float(text) if wanted is float else text
+    except ValueError:
+        raise UsageError(f"{where}: expected {'an integer' if wanted is int else 'a number'}") from None
+
+
+def _example_batch(
+    path: str, module: ModuleType, settings: Mapping[str, Setting], inputs: tuple[str, ...]
+) -> Callable[[int], Batch]:
+    own = getattr(module, "example_batch", None)
+    if own is None and not inputs:
+        raise ModelError(
+            f"{path} has no `example_batch(batch_size)`, so nothing is known of the model's inputs",
+            hint="define it to return `(inputs, targets)`, or give shapes: `--input 3x224x224`, `--input 1024:int64:32000`",
+        )
+    if own is None or inputs:
+        # Parsed once here, so that a wrong shape is told before anything is built.
+        input_tensor(inputs[0], 1)
+        return lambda size: Batch(_unwrap(tuple(input_tensor(text, size) for text in inputs)), None)
+    accepted = inspect.signature(own).parameters
+    arguments = {name: value for name, value in settings.items() if name in accepted}
+
+    def example(size: int) -> Batch:
+        with user_code(path, f"`example_batch({size})`"):
+            pair = own(size, **arguments)
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ModelError(f"{path}: `example_batch({size})` returned {_kind(pair)}, expected `(inputs, targets)`")
+        batch = Batch(*pair)
+        wrong = [list(t.shape) for t in tree_flatten(pair)[0] if isinstance(t, Tensor) and t.shape[:1] != (size,)]
+        if wrong:
+            raise ModelError(
+                f"{path}: `example_batch({size})` returned a tensor of shape {wrong[0]}, "
+                f"expected {size} samples in its first dimension"
+            )
+        return batch
+
+    return example
+
+
+def _mean_of_output(output: Any, _target: Any) -> Tensor:
+    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not tensors:
+        raise ModelError("the model's output holds no floating-point tensor", hint="define `loss_fn(output, target)`")
+    return torch.stack([tensor.float().mean() for tensor in tensors]).mean()
+
+
+def _unwrap(items: tuple[Tensor, ...]) -> Any:
+    return items[0] if len(items) == 1 else items
+
+
+def _names(names: Iterable[str]) -> str:
+    public = [f"`{name}`" for name in names if not name.startswith("_")]
+    return ", ".join(public) or "nothing"
+
+
+def _kind(value: Any) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Every tensor in `value` on `device`."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

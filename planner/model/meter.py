@@ -1,0 +1,84 @@
+"""Live and peak bytes of a piece of work, by the device's own allocator.
+
+CUDA has allocator statistics. On the CPU torch's profiler records every allocation and release with its size (operator
+temporaries included, which no dispatch mode sees); its older recorder does so without Kineto's start-up time and messages.
+Resident set size would be useless: the C allocator keeps freed memory.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd import ProfilerConfig, ProfilerState
+
+__all__ = ["CpuMeter", "CudaMeter", "Meter", "Usage", "meter_for", "recorded_allocations"]
+
+
+class Usage(NamedTuple):
+    """Bytes relative to what was alive before."""
+
+    peak_bytes: int
+    end_bytes: int
+    """May be negative, where the work released more than it allocated."""
+
+
+class Meter(Protocol):
+    """Measures the memory of a piece of work."""
+
+    def measure(self, work: Callable[[], None]) -> Usage:
+        """Runs `work` once."""
+        ...
+
+
+class CpuMeter:
+    """Counts the CPU allocator's events."""
+
+    def measure(self, work: Callable[[], None]) -> Usage:
+        """Runs `work` once."""
+        with recorded_allocations() as sizes:
+            work()
+        live = peak = 0
+        for size in sizes:
+            live += size
+            peak = max(peak, live)
+        return Usage(peak, live)
+
+
+class CudaMeter:
+    """Reads the caching allocator's statistics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def measure(self, work: Callable[[], None]) -> Usage:
+        """Runs `work` once."""
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        torch.cuda.synchronize(self.device)
+        after = torch.cuda.memory_allocated(self.device)
+        return Usage(torch.cuda.max_memory_allocated(self.device) - before, after - before)
+
+
+def meter_for(device: torch.device) -> Meter:
+    """The meter of a CPU or CUDA device."""
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+@contextmanager
+def recorded_allocations() -> Iterator[list[int]]:
+    """Sizes of all CPU allocations (positive) and releases (negative) in order, filled in when the block ends."""
+    sizes: list[int] = []
+    config = ProfilerConfig(
+        ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
+    )
+    torch.autograd._enable_profiler_legacy(config)
+    try:
+        yield sizes
+    finally:
+        threads: Any = torch.autograd._disable_profiler_legacy()
+        sizes.extend(
+            int(event.cpu_memory_usage()) for events in threads for event in events if event.kind() == "memory_alloc"
+        )

@@ -1,0 +1,5 @@
+"""The profiler: a chain of layers to what each costs in time and memory."""
+
+from planner.profile.profiler import ProfileOptions, profile_model
+
+__all__ = ["ProfileOptions", "profile_model"]

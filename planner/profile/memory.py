@@ -1,0 +1,153 @@
+"""The memory record of a layer, measured on its own so that the peak of any stage can be composed from it.
+
+What the composition needs (`planner.core.costs`) and how it is taken:
+
+- every peak is the allocator's, above what is alive when the layer starts, with the inputs held;
+- inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline; otherwise in-place
+  layers raise, and the harness itself would hold memory;
+- backward is measured twice: first without gradients (they are allocated), then with (they are accumulated into);
+- what backward keeps of inputs and outputs is seen by dropping them: a storage that stays alive is kept.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten
+
+from planner.core.profile import BoundaryTensor, MemoryDetail
+from planner.model.meter import Meter
+from planner.profile.units import Unit, UnitInput
+
+__all__ = ["measure_memory", "start_backward"]
+
+
+def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
+    """The record of `unit` for one micro-batch; leaves its parameters without gradients."""
+    # Lazily made things (cached tables, library workspaces) belong to no micro-batch: let them be made first.
+    _Pass(unit, given, meter)
+    _drop_gradients(unit)
+    first = _Pass(unit, given, meter)
+    later = _Pass(unit, given, meter)
+    _drop_gradients(unit)
+    inputs, outputs = _boundaries(unit, given)
+    return MemoryDetail(
+        internal_bytes=max(0, later.internal_bytes),
+        inputs=inputs,
+        outputs=outputs,
+        forward_peak_bytes=later.forward_peak_bytes,
+        no_grad_peak_bytes=_no_grad_peak(unit, given, meter),
+        first_backward_peak_bytes=max(0, first.backward_peak_bytes),
+        backward_peak_bytes=max(0, later.backward_peak_bytes),
+        target_bytes=_bytes_of(given.targets),
+    )
+
+
+def start_backward(outputs: Sequence[Any]) -> Tensor | None:
+    """A scalar whose backward feeds ones into every output that carries a gradient, or None if none does.
+
+    It holds no output: storages that nobody else keeps are free to go.
+    """
+    carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
+    if not carrying:
+        return None
+    started: Tensor = _GradientSource.apply(*carrying)
+    return started
+
+
+class _GradientSource(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
+class _Pass:
+    """One forward and backward with its memory, relative to what was alive before (inputs included)."""
+
+    def __init__(self, unit: Unit, given: UnitInput, meter: Meter) -> None:
+        values = _non_leaves(given.fresh())
+        outputs: list[Any] = []
+        started: list[Tensor | None] = []
+        forward = meter.measure(lambda: outputs.extend(unit.run(values, given)))
+        self.forward_peak_bytes = forward.peak_bytes
+        known = _storages([*values, *unit.module.parameters(), *unit.module.buffers()])
+        made = {key: size for key, size in _storages(outputs).items() if key not in known}
+        self.internal_bytes = forward.end_bytes - sum(made.values())
+
+        def drop() -> None:
+            started.append(start_backward(outputs))
+            outputs.clear()
+
+        dropped = meter.measure(drop)
+        held = forward.end_bytes + dropped.end_bytes
+        self.backward_peak_bytes = held
+        if started[0] is not None:
+            backward = meter.measure(started.pop().backward)  # type: ignore[union-attr]
+            self.backward_peak_bytes += backward.peak_bytes
+
+
+def _no_grad_peak(unit: Unit, given: UnitInput, meter: Meter) -> int:
+    values = given.fresh()
+    with torch.no_grad():
+        values = _non_leaves(values)
+        return meter.measure(lambda: _discard(unit.run(values, given))).peak_bytes
+
+
+def _boundaries(unit: Unit, given: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
+    """Which storages of inputs and outputs outlive them, and which outputs lie in an input's storage."""
+    values = _non_leaves(given.fresh())
+    outputs = unit.run(values, given)
+    started = start_backward(outputs)
+    input_keys = [_key(value) for value in values if isinstance(value, Tensor)]
+    output_keys = [_key(output) for output in outputs if isinstance(output, Tensor)]
+    input_sizes = [value.nbytes for value in values if isinstance(value, Tensor)]
+    output_sizes = [_own_bytes(output) for output in outputs if isinstance(output, Tensor)]
+    watched = [StorageWeakRef(t.untyped_storage()) for t in (*values, *outputs) if isinstance(t, Tensor)]
+    values.clear()
+    outputs.clear()
+    kept = [not watch.expired() for watch in watched]
+    del started
+    num = len(input_keys)
+    inputs = [BoundaryTensor(bytes=size, kept=keep) for size, keep in zip(input_sizes, kept[:num], strict=True)]
+    results = [
+        BoundaryTensor(bytes=size, kept=keep, alias=input_keys.index(key) if key in input_keys else -1)
+        for size, keep, key in zip(output_sizes, kept[num:], output_keys, strict=True)
+    ]
+    return tuple(inputs), tuple(results)
+
+
+def _non_leaves(values: list[Any]) -> list[Any]:
+    # In a stage the input of a layer is another layer's output, never a leaf; in-place layers rely on it.
+    return [value.clone() if isinstance(value, Tensor) else value for value in values]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _storages(values: Sequence[Any]) -> dict[int, int]:
+    return {_key(value): _own_bytes(value) for value in values if isinstance(value, Tensor)}
+
+
+def _bytes_of(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+def _drop_gradients(unit: Unit) -> None:
+    for parameter in unit.module.parameters():
+        parameter.grad = None
+
+
+def _discard(_values: Sequence[Any]) -> None:
+    """Drops what it is given."""

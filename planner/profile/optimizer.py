@@ -1,0 +1,57 @@
+"""What the optimizer's step costs for the parameters of one layer: state, transient bytes, time."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.model.meter import Meter
+from planner.profile.clocks import Clock
+
+__all__ = ["OptimizerCost", "measure_optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerCost:
+    """Of one layer, once per mini-batch."""
+
+    state_bytes: int = 0
+    peak_bytes: int = 0
+    """Transient, above state, parameters and gradients."""
+    step_us: float = 0.0
+
+
+def measure_optimizer(
+    module: nn.Module,
+    build: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    *,
+    meter: Meter,
+    clock: Clock,
+    repeats: int,
+) -> OptimizerCost:
+    """Steps an optimizer over copies of the module's trainable parameters; the state comes with the first step."""
+    copies = [nn.Parameter(p.detach().clone()) for p in module.parameters() if p.requires_grad]
+    if not copies:
+        return OptimizerCost()
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    optimizer = build(iter(copies))
+
+    def step() -> None:
+        optimizer.step()
+
+    step()
+    state_bytes = sum(t.untyped_storage().nbytes() for t in _tensors(optimizer.state))
+    step()
+    peak_bytes = meter.measure(step).peak_bytes
+    return OptimizerCost(
+        state_bytes=state_bytes,
+        peak_bytes=peak_bytes,
+        step_us=clock.typical_us([clock.time_us(step) for _ in range(repeats)]),
+    )
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]

@@ -1,0 +1,195 @@
+"""Model to profile: traces the units, measures each distinct one, and writes down what every layer costs."""
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from planner.core.errors import UsageError
+from planner.core.planning import GENERATOR
+from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
+from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
+from planner.model.load import LoadedModel
+from planner.model.meter import meter_for
+from planner.profile.clocks import clock_for
+from planner.profile.flops import forward_flops
+from planner.profile.memory import measure_memory
+from planner.profile.optimizer import OptimizerCost, measure_optimizer
+from planner.profile.timing import Times, measure_times
+from planner.profile.units import Unit, trace_units
+
+__all__ = ["ProfileOptions", "profile_model"]
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being measured, how many measurements are done, and how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """How to profile."""
+
+    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    device: str = "cpu"
+    threads: int = 1
+    repeats: int = 10
+
+
+def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progress = lambda *_: None) -> Profile:
+    """Measures every layer of the model at every micro-batch size. The model is left as it was.
+
+    Raises:
+        ModelError: The model cannot be built, cut, or run on its example batch.
+        UsageError: The device does not exist here.
+    """
+    device = device_of(options.device)
+    torch.set_num_threads(options.threads)
+    model = loaded.build().to(device)
+    chain = chain_of(model)
+    with untouched(model):
+        measured = _Measured(loaded, chain, options, device, progress)
+        layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
+    return Profile(
+        generator=GENERATOR,
+        model=Model(
+            source=loaded.source,
+            settings=loaded.settings,
+            inputs=loaded.inputs,
+            digest=chain_digest(chain, loaded.settings),
+            parameters=sum(p.numel() for p in model.parameters()),
+        ),
+        device=describe_device(device),
+        environment=Environment(
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+            dtype=str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch."),
+            threads=options.threads,
+        ),
+        optimizer=loaded.optimizer_name,
+        micro_batch_sizes=options.micro_batch_sizes,
+        layers=layers,
+    )
+
+
+def device_of(name: str) -> torch.device:
+    """The torch device called `name`.
+
+    Raises:
+        UsageError: Unknown, or not on this machine.
+    """
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"unknown device `{name}`", hint="use `--device cpu` or `--device cuda`")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"no CUDA device here for `--device {name}`", hint="profile on the machine that has it")
+    return torch.device(name)
+
+
+def describe_device(device: torch.device) -> Device:
+    """Name and memory of a device."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Device(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
+    return Device(kind="cpu", name=platform.processor() or platform.machine())
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Puts buffers, gradients and the random state back as they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+class _Measured:
+    """All measurements of the distinct units of a chain."""
+
+    def __init__(
+        self, loaded: LoadedModel, chain: Chain, options: ProfileOptions, device: torch.device, progress: Progress
+    ) -> None:
+        self.chain = chain
+        self.sizes = options.micro_batch_sizes
+        self.tied = tied_parameters(chain.layers)
+        self.units, inputs = trace_units(chain, loaded, self.sizes, device)
+        distinct: Sequence[Unit] = list({unit.digest: unit for unit in self.units}.values())
+        total = len(inputs) + len(distinct) + len(inputs) * (options.repeats + 2)
+        done = iter(range(total + 1))
+        meter, clock = meter_for(device), clock_for(device, options.threads)
+
+        def step(what: str) -> None:
+            progress(what, next(done), total)
+
+        self.memory: dict[tuple[str, int], MemoryDetail] = {}
+        by_digest = {unit.digest: unit for unit in distinct}
+        for key, given in inputs.items():
+            step(by_digest[key[0]].name)
+            self.memory[key] = measure_memory(by_digest[key[0]], given, meter)
+        self.optimizer: dict[str, OptimizerCost] = {}
+        self.flops: dict[str, int] = {}
+        for unit in distinct:
+            step(unit.name)
+            self.optimizer[unit.digest] = measure_optimizer(
+                unit.module, loaded.build_optimizer, meter=meter, clock=clock, repeats=options.repeats
+            )
+            self.flops[unit.digest] = forward_flops(unit, inputs[unit.digest, self.sizes[0]])
+        self.times: dict[tuple[str, int], Times] = measure_times(
+            distinct, inputs, clock=clock, repeats=options.repeats, progress=step
+        )
+
+    def layer(self, n: int) -> LayerProfile:
+        """What layer `n` costs."""
+        unit, layer = self.units[n], self.chain.layers[n]
+        times = [self.times[unit.digest, size] for size in self.sizes]
+        details = self._details(n)
+        optimizer = self.optimizer[unit.digest]
+        tied, tied_bytes = self._ties(layer)
+        return LayerProfile(
+            name=layer.name,
+            digest=unit.digest,
+            parameter_bytes=sum(p.nbytes for p in layer.module.parameters()),
+            gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad),
+            optimizer_bytes=optimizer.state_bytes,
+            buffer_bytes=sum(b.nbytes for b in layer.module.buffers()),
+            tied=tied,
+            tied_bytes=tied_bytes,
+            optimizer_us=optimizer.step_us,
+            optimizer_peak_bytes=optimizer.peak_bytes,
+            forward_us=tuple(t.forward_us for t in times),
+            backward_us=tuple(t.backward_us for t in times),
+            spread=tuple(t.spread for t in times),
+            output_bytes=tuple(sum(t.bytes for t in d.outputs) for d in details),
+            saved_bytes=tuple(self._saved(n, k) for k in range(len(self.sizes))),
+            forward_peak_bytes=tuple(max(0, d.forward_peak_bytes - d.internal_bytes - _made(d)) for d in details),
+            backward_peak_bytes=tuple(max(0, d.backward_peak_bytes - d.internal_bytes) for d in details),
+            forward_flops=tuple(self.flops[unit.digest] * size // self.sizes[0] for size in self.sizes),
+            detail=details,
+        )
+
+    def _details(self, n: int) -> tuple[MemoryDetail, ...]:
+        return tuple(self.memory[self.units[n].digest, size] for size in self.sizes)
+
+    def _saved(self, n: int, k: int) -> int:
+        """Internal bytes, and each output that this layer or the next one keeps."""
+        here = self._details(n)[k]
+        following = self._details(n + 1)[k].inputs if n + 1 < len(self.units) else ()
+        kept_behind = [tensor.kept for tensor in following] or [False] * len(here.outputs)
+        outputs = zip(here.outputs, kept_behind, strict=False)
+        return here.internal_bytes + sum(t.bytes for t, next_ in outputs if t.alias < 0 and (t.kept or next_))
+
+    def _ties(self, layer: Layer) -> tuple[tuple[str, ...], int]:
+        mine = {name: parameter for name, parameter in layer.parameter_names().items() if name in self.tied}
+        others = [other for name in mine for other in self.tied[name]]
+        return tuple(dict.fromkeys(others)), sum(parameter.nbytes for parameter in mine.values())
+
+
+def _made(detail: MemoryDetail) -> int:
+    return sum(tensor.bytes for tensor in detail.outputs if tensor.alias < 0)

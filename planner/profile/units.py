@@ -1,0 +1,155 @@
+"""The units of measurement: each layer with inputs it gets in the model, the last one together with the loss.
+
+The loss runs inside the last stage, so its time and memory belong to the last layer. A unit's digest is taken over the
+trace of operators it runs (operator, shapes, dtypes, numbers); units with the same digest are measured once.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from planner.core.errors import ModelError
+from planner.model.chain import Chain
+from planner.model.load import Batch, LoadedModel, to_device
+
+__all__ = ["Unit", "UnitInput", "trace_units"]
+
+
+@dataclass(frozen=True)
+class UnitInput:
+    """What a unit receives for one micro-batch: detached values, and which of them carry gradients."""
+
+    values: tuple[Any, ...]
+    spec: TreeSpec
+    targets: Any
+
+    def fresh(self) -> list[Any]:
+        """New leaves: copies that require gradients where the originals did."""
+        return [
+            value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+            for value in self.values
+        ]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer as it is measured."""
+
+    name: str
+    module: nn.Module
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    digest: str
+
+    def run(self, values: Sequence[Any], given: UnitInput) -> list[Any]:
+        """The unit's outputs, flat; leaves are passed on as non-leaf views so that in-place layers work.
+
+        Args:
+            values: Flat inputs, as from `given.fresh()`.
+            given: Their structure, and the targets.
+        """
+        output = self.module(tree_unflatten(list(values), given.spec))
+        if self.loss_fn is not None:
+            output = self.loss_fn(output, given.targets)
+        return tree_flatten(output)[0]
+
+
+def trace_units(
+    chain: Chain, loaded: LoadedModel, sizes: Sequence[int], device: torch.device
+) -> tuple[tuple[Unit, ...], dict[tuple[str, int], UnitInput]]:
+    """The unit of every layer, and for every distinct unit its input at every micro-batch size.
+
+    Raises:
+        ModelError: A layer does not run on what the layer before it returned.
+    """
+    inputs: dict[tuple[str, int], UnitInput] = {}
+    digests: list[str] = []
+    for n, size in enumerate(sizes):
+        batch = _batch(loaded, size, device)
+        value = batch.inputs
+        for index, layer in enumerate(chain.layers):
+            last = index == len(chain.layers) - 1
+            given = _given(value, batch.targets if last else None)
+            tracer = _Tracer()
+            with tracer:
+                value = _call(layer.name, layer.module, value, size)
+                if last:
+                    _check_loss(loaded.loss_fn(value, batch.targets))
+            if n == 0:
+                digests.append(_digest(tracer.trace, given, last))
+            inputs.setdefault((digests[index], size), given)
+            value = _detached(value)
+    units = tuple(
+        Unit(layer.name, layer.module, loaded.loss_fn if layer is chain.layers[-1] else None, digest)
+        for layer, digest in zip(chain.layers, digests, strict=True)
+    )
+    return units, inputs
+
+
+def _batch(loaded: LoadedModel, size: int, device: torch.device) -> Batch:
+    batch = loaded.example_batch(size)
+    return Batch(to_device(batch.inputs, device), to_device(batch.targets, device))
+
+
+def _call(name: str, module: nn.Module, value: Any, size: int) -> Any:
+    try:
+        return module(value)
+    except Exception as error:
+        shapes = ", ".join(_shape(leaf) for leaf in tree_flatten(value)[0])
+        raise ModelError(
+            f'layer "{name}" ({type(module).__name__}) raised {type(error).__name__} on {shapes}, '
+            f"micro-batch size {size}: {str(error).splitlines()[0] if str(error) else ''}",
+            hint="check that `example_batch` fits the model (and the `--set` settings)",
+        ) from error
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(f"`loss_fn` returned {shape}, expected a scalar tensor", hint="return the mean over samples")
+
+
+def _given(value: Any, targets: Any) -> UnitInput:
+    leaves, spec = tree_flatten(value)
+    kept = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if _is_tensor(leaf) else leaf for leaf in leaves]
+    return UnitInput(tuple(kept), spec, targets)
+
+
+def _detached(value: Any) -> Any:
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([t.detach().requires_grad_(t.requires_grad) if _is_tensor(t) else t for t in leaves], spec)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _digest(trace: list[Any], given: UnitInput, last: bool) -> str:
+    leaves = [[_shape(leaf), getattr(leaf, "requires_grad", None)] for leaf in given.values]
+    text = json.dumps([trace, leaves, str(given.spec), last])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{'g' if value.requires_grad else ''}"
+    return repr(value)
+
+
+class _Tracer(TorchDispatchMode):
+    """Records every operator with the shapes and numbers it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_flatten((args, kwargs or {}))[0]
+        self.trace.append([str(func), [_shape(leaf) for leaf in leaves]])
+        return func(*args, **(kwargs or {}))
