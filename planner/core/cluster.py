@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 __all__ = ["Cluster", "Link"]
 
 
+_FORBID = {"extra": "forbid"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One connection between neighbouring stages, the same in both directions at once (full duplex).
@@ -13,7 +16,7 @@ class Link:
     with compute. The default link costs nothing.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__ = _FORBID
     latency_us: float = 0.0
     bytes_per_s: float = 0.0
     """0 means unlimited."""

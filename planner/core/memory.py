@@ -12,8 +12,8 @@ recomputes. The peak is the largest of a few moments, each written down in `_mom
 With exact records (`ChainCosts.exact`) what is alive within a moment is composed layer by layer; otherwise the
 additive bound of `docs/cost-model.md` is used: everything held plus the largest transient.
 
-The engine's habits are those of `planner.executor`: receive buffers live from receiving to the end of that micro-batch's
-backward, outputs until its backward, gradients sent to the previous stage until the end of the step.
+The engine's habits are those of `planner.executor`: receive buffers live from receiving to the end of that
+micro-batch's backward, outputs until its backward, gradients sent to the previous stage until the end of the step.
 """
 
 from collections.abc import Iterator

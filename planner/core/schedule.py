@@ -26,6 +26,7 @@ class Action:
     micro_batch: int
 
     def __str__(self) -> str:
+        """As the engine writes it: `F0`."""
         return f"{self.kind}{self.micro_batch}"
 
 

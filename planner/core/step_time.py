@@ -1,10 +1,10 @@
 """Step time of GPipe in closed form.
 
 Forward and backward are two flow shops in a row (all stages finish their forwards before stage K-1 starts its first
-backward): M jobs pass the machines stage 0, link 0, stage 1, …, stage K-1, and back. For M equal jobs the makespan of a
-flow shop is the sum of the machine times plus (M-1) times the largest (Johnson 1954; every critical path takes M-1 extra
-jobs on one machine). Where `except-last` spares the last micro-batch its recomputation, the last job differs, and the
-critical path is found by the recursion in `flow_shop_us`.
+backward): M jobs pass the machines stage 0, link 0, stage 1, …, stage K-1, and back. For M equal jobs the makespan of
+a flow shop is the sum of the machine times plus (M-1) times the largest (Johnson 1954; every critical path takes M-1
+extra jobs on one machine). Where `except-last` spares the last micro-batch its recomputation, the last job differs,
+and the critical path is found by the recursion in `flow_shop_us`.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 """`balance.yaml` and `train.py` for the bundled executor."""
 
+import hashlib
 import os
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -16,11 +17,15 @@ from planner.core.profile import Profile
 from planner.core.units import format_bytes, format_us
 from planner.files import digest_of, dump
 
-__all__ = ["Emitted", "decisions_digest", "emit_native"]
+__all__ = ["Emitted", "decisions_digest", "emit_native", "is_edited"]
 
 _HEADER = """\
-Which stage runs which layers: written by `gpipe-plan emit` from {plan}.
+Which stage runs which layers: written by `gpipe-plan emit`.
 Edit the plan and emit again rather than editing here; train.py refuses a model whose layers are not these."""
+
+
+_SIGNATURE = "\n# As emitted: "
+"""Begins the last line of a script; what follows is the digest of all above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +36,14 @@ class Emitted:
     script: str
 
 
-def emit_native(plan: Plan, profile: Profile, *, folder: str, plan_path: str) -> Emitted:
+def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) -> Emitted:
     """The balance configuration and the training script of `plan`.
 
     Args:
         plan: The plan.
         profile: The profile it was made from: names of all layers, source of the model.
-        folder: Where the files will stand; the model's path is made relative to it.
-        plan_path: Told in the header.
+        folder: Where the files will stand.
+        profile_folder: Where the profile stands, which the model's path in it is relative to.
 
     Raises:
         UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
@@ -46,9 +51,14 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, plan_path: str) ->
     check_partition(Partition.of(plan), num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
-    balance = _balance(plan, profile, folder)
-    header = _HEADER.format(plan=plan_path)
-    return Emitted(balance=dump(balance, header=header), script=_script(plan, balance, folder))
+    balance = _balance(plan, profile, _relocated(profile.model.source, profile_folder, folder))
+    return Emitted(balance=dump(balance, header=_HEADER), script=_signed(_script(plan, balance, folder)))
+
+
+def is_edited(script: Path) -> bool:
+    """Whether a script at this path is not, or no longer, as it was emitted."""
+    body, _, signature = script.read_text(encoding="utf-8").rpartition(_SIGNATURE)
+    return signature.strip() != _digest(body)
 
 
 def decisions_digest(plan: Plan) -> str:
@@ -57,11 +67,9 @@ def decisions_digest(plan: Plan) -> str:
     return digest_of({"profile": plan.inputs.profile.digest, "batch": plan.inputs.batch, "partition": repr(partition)})
 
 
-def _balance(plan: Plan, profile: Profile, folder: str) -> Balance:
+def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
     names = [layer.name for layer in profile.layers]
     cuts = pairwise(accumulate(plan.balance, initial=0))
-    path, colon, entry = profile.model.source.rpartition(":")
-    source = f"{Path(os.path.relpath(path, folder)).as_posix()}{colon}{entry}"
     return Balance(
         generator=GENERATOR,
         plan_digest=decisions_digest(plan),
@@ -78,6 +86,22 @@ def _balance(plan: Plan, profile: Profile, folder: str) -> Balance:
             for (k, stage), (first, end) in zip(enumerate(plan.stages), cuts, strict=True)
         ),
     )
+
+
+def _relocated(source: str, profile_folder: str, folder: str) -> str:
+    """`path:entry` relative to `folder`; absolute paths stay as they are."""
+    path, colon, entry = source.rpartition(":")
+    if not Path(path).is_absolute():
+        path = Path(os.path.relpath(Path(profile_folder, path), folder)).as_posix()
+    return f"{path}{colon}{entry}"
+
+
+def _signed(body: str) -> str:
+    return f"{body}{_SIGNATURE}{_digest(body)}\n"
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
 def _script(plan: Plan, balance: Balance, folder: str) -> str:

@@ -1,8 +1,9 @@
 """The one module that touches `torch.distributed.pipelining`, whose interface moves between releases.
 
-What is added to torch 2.13's `PipelineStage`: receive buffers exist from receiving to the end of that micro-batch's backward
-(the engine makes one per micro-batch and direction at the start and never lets go), shapes are given and never inferred (inference
-would run later stages on uninitialised memory), the module learns which micro-batch it runs, and every forward and backward is timed.
+What is added to torch 2.13's `PipelineStage`: receive buffers exist from receiving to the end of that micro-batch's
+backward (the engine makes one per micro-batch and direction at the start and never lets go), shapes are given and
+never inferred (inference would run later stages on uninitialised memory), the module learns which micro-batch it
+runs, and every forward and backward is timed.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner import __version__
@@ -173,7 +174,7 @@ class Pipeline:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=_TIMEOUT)
         else:
-            dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+            dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
 
     def _build(self) -> tuple[StageModule, Engine]:
         balance = self.balance
@@ -287,4 +288,8 @@ def _owners(balance: Balance) -> dict[str, int]:
 def _micro_batches(value: Any, count: int) -> list[Any]:
     """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
     size = next((leaf.shape[0] for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), 0) // count
-    return [tree_map_only(Tensor, lambda t, i=i: t[i * size : (i + 1) * size], value) for i in range(count)]
+
+    def cut(i: int) -> Any:
+        return tree_map_only(Tensor, lambda t: t[i * size : (i + 1) * size], value)
+
+    return [cut(i) for i in range(count)]

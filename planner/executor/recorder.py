@@ -1,7 +1,8 @@
 """What a run took: time of every forward and backward on this stage, step time, peak memory.
 
-Memory is read in the second step, when the optimizer's state exists. On the CPU every allocation since the process began is
-counted by torch's profiler until then (see `planner.model.meter`), which slows these steps: they count as warm-up.
+Memory is read in the second step, when the optimizer's state exists. On the CPU every allocation since the process
+began is counted by torch's profiler until then (see `planner.model.meter`), which slows these steps: they count as
+warm-up.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""What every emitted `train.py` shares: its command line, its progress line, its report, and errors without tracebacks."""
+"""What every emitted `train.py` shares: command line, progress line, report, and errors without tracebacks."""
 
 import argparse
 import os

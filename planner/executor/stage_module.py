@@ -1,8 +1,8 @@
 """One stage as a module: its layers under their original names, recomputed where the plan says.
 
 Over a boundary go plain contiguous tensors; tuples and the like are taken apart at one edge and rebuilt at the next.
-The last stage runs the loss inside its forward. That keeps logits out of what is in flight when the stage recomputes, and
-makes the loss scalar, not the logits, the output that the engine holds for every micro-batch.
+The last stage runs the loss inside its forward. That keeps logits out of what is in flight when the stage recomputes,
+and makes the loss scalar, not the logits, the output that the engine holds for every micro-batch.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Parameters that several layers share, when the layers lie on different stages.
 
-Every stage holds a copy. The copies start equal (same seed), and stay equal because each optimizer sees the same gradient: the
-sum over all stages.
+Every stage holds a copy. The copies start equal (same seed), and stay equal because each optimizer sees the same
+gradient: the sum over all stages.
 """
 
 from collections.abc import Mapping, Sequence

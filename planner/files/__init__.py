@@ -1,4 +1,4 @@
-"""Files to values and back: strict reading, digests, deterministic atomic writing. Alone in knowing yaml and pydantic."""
+"""Files to values and back: strict reading, digests, atomic writing. Alone in knowing yaml and pydantic."""
 
 from planner.files.canonical import digest_of, to_plain
 from planner.files.reading import json_schema, read, read_balance, read_plan, read_profile, read_run

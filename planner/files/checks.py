@@ -14,6 +14,7 @@ __all__ = ["problems_of"]
 
 
 def problems_of(value: Profile | Plan | RunReport | Balance) -> Iterator[Problem]:
+    """Everything that makes no sense in `value`."""
     yield from _bad_numbers(value, ())
     if isinstance(value, Profile):
         yield from _profile_problems(value)

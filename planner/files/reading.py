@@ -16,7 +16,7 @@ from planner.core.plan import PLAN_SCHEMA, Plan
 from planner.core.profile import PROFILE_SCHEMA, Profile
 from planner.core.run_report import RUN_SCHEMA, RunReport
 from planner.files.checks import problems_of
-from planner.files.strict_yaml import Document, KeyPath, Problem
+from planner.files.strict_yaml import Document, Problem
 
 __all__ = ["json_schema", "read", "read_balance", "read_plan", "read_profile", "read_run"]
 
@@ -47,22 +47,22 @@ def read(path: str) -> Value:
 
 def read_profile(path: str) -> Profile:
     """The profile in `path`; raises as `read`."""
-    return cast(Profile, _read(path, PROFILE_SCHEMA))
+    return cast("Profile", _read(path, PROFILE_SCHEMA))
 
 
 def read_plan(path: str) -> Plan:
     """The plan in `path`; raises as `read`."""
-    return cast(Plan, _read(path, PLAN_SCHEMA))
+    return cast("Plan", _read(path, PLAN_SCHEMA))
 
 
 def read_balance(path: str) -> Balance:
     """The balance configuration in `path`; raises as `read`."""
-    return cast(Balance, _read(path, BALANCE_SCHEMA))
+    return cast("Balance", _read(path, BALANCE_SCHEMA))
 
 
 def read_run(path: str) -> RunReport:
     """The run report in `path`; raises as `read`."""
-    return cast(RunReport, _read(path, RUN_SCHEMA))
+    return cast("RunReport", _read(path, RUN_SCHEMA))
 
 
 def _read(path: str, wanted: str | None) -> Value:
@@ -114,8 +114,7 @@ def _explain(error: ErrorDetails, document: Document) -> Problem:
     if kind == "missing":
         return at, "is missing", "see `gpipe-plan schema` for the format"
     if kind == "unexpected_keyword_argument":
-        siblings = _siblings(at)
-        near = get_close_matches(str(at[-1]), siblings, n=1)
+        near = get_close_matches(str(at[-1]), _known_keys(), n=1)
         hint = f"did you mean `{near[0]}`?" if near else "remove it; see `gpipe-plan schema` for the keys there are"
         return at, "unknown key", hint
     while at and at not in document.lines:
@@ -126,7 +125,7 @@ def _explain(error: ErrorDetails, document: Document) -> Problem:
     return at, f"expected {expected}, got {_shown(error['input'])}", ""
 
 
-def _siblings(at: KeyPath) -> list[str]:
+def _known_keys() -> list[str]:
     names: set[str] = set()
     for value in _TYPES.values():
         names |= set(_all_keys(TypeAdapter(value).json_schema()))

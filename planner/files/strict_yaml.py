@@ -3,7 +3,6 @@
 PyYAML's own reader takes `1e9` for a string, `no` for false, `12:30:00` for 45000, and the last of two equal keys.
 """
 
-import json
 import math
 import re
 from typing import Any
@@ -23,7 +22,7 @@ Problem = tuple[KeyPath, str, str]
 class StrictLoader(yaml.CSafeLoader):
     """Scalars as JSON has them; everything else is a string (so `1e9` is a number and `no` is not a boolean)."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in PyYAML
 
 
 for _tag, _pattern, _first in (
@@ -113,5 +112,6 @@ def _plain_scalar(node: yaml.Node) -> Any:
 
 
 def dotted(at: KeyPath) -> str:
+    """`layers[1].forward_us[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in at)
     return text.lstrip(".")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -24,12 +23,12 @@ class _Line(dict[str, Any]):
 class _Dumper(yaml.CSafeDumper):
     """Writes what `StrictLoader` reads; strings that it would take for numbers are quoted."""
 
-    yaml_implicit_resolvers = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
         key: yaml.CSafeDumper.yaml_implicit_resolvers.get(key, []) + StrictLoader.yaml_implicit_resolvers.get(key, [])
         for key in {*yaml.CSafeDumper.yaml_implicit_resolvers, *StrictLoader.yaml_implicit_resolvers}
     }
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, _data: Any) -> bool:
         return True
 
 
@@ -80,8 +79,8 @@ def write_text(path: str, text: str) -> None:
             temporary = file.name
             file.write(text)
         # A temporary file is private; what it replaces was made under the user's umask.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(target)
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)

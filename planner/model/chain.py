@@ -1,7 +1,7 @@
 """A model as a chain of layers: layer l maps what crosses boundary l-1 to what crosses boundary l.
 
-What crosses a boundary is any nest of tuples, lists and dicts of tensors. For an `nn.Sequential` a layer is a child, nested
-ones flattened; the layer's name is its module path.
+What crosses a boundary is any nest of tuples, lists and dicts of tensors. For an `nn.Sequential` a layer is a child,
+nested ones flattened; the layer's name is its module path.
 """
 
 import hashlib

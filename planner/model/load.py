@@ -212,7 +212,7 @@ def _example_batch(
     if own is None and not inputs:
         raise ModelError(
             f"{path} has no `example_batch(batch_size)`, so nothing is known of the model's inputs",
-            hint="define it to return `(inputs, targets)`, or give shapes: `--input 3x224x224`, `--input 1024:int64:32000`",
+            hint="define it to return `(inputs, targets)`, or give shapes: `--input 3x224x224` or `1024:int64:32000`",
         )
     if own is None or inputs:
         # Parsed once here, so that a wrong shape is told before anything is built.

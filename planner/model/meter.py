@@ -1,8 +1,8 @@
 """Live and peak bytes of a piece of work, by the device's own allocator.
 
-CUDA has allocator statistics. On the CPU torch's profiler records every allocation and release with its size (operator
-temporaries included, which no dispatch mode sees); its older recorder does so without Kineto's start-up time and messages.
-Resident set size would be useless: the C allocator keeps freed memory.
+CUDA has allocator statistics. On the CPU torch's profiler records every allocation and release with its size
+(operator temporaries included, which no dispatch mode sees); its older recorder does so without Kineto's start-up
+time and messages. Resident set size would be useless: the C allocator keeps freed memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.autograd import ProfilerConfig, ProfilerState
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+from torch.autograd import ProfilerConfig, ProfilerState  # type: ignore[attr-defined]
 
 __all__ = ["CpuMeter", "CudaMeter", "Meter", "Usage", "meter_for", "recorded_allocations"]
 
@@ -74,11 +75,11 @@ def recorded_allocations() -> Iterator[list[int]]:
     config = ProfilerConfig(
         ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
     )
-    torch.autograd._enable_profiler_legacy(config)
+    _enable_profiler_legacy(config)
     try:
         yield sizes
     finally:
-        threads: Any = torch.autograd._disable_profiler_legacy()
+        threads: Any = _disable_profiler_legacy()
         sizes.extend(
             int(event.cpu_memory_usage()) for events in threads for event in events if event.kind() == "memory_alloc"
         )

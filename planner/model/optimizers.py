@@ -13,7 +13,7 @@ __all__ = ["OPTIMIZERS", "optimizer_builder"]
 Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Builder] = {
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    "adafactor": torch.optim.Adafactor,
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),

@@ -54,7 +54,7 @@ class CudaClock:
         work()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3
+        return float(start.elapsed_time(end)) * 1e3
 
     def typical_us(self, times_us: list[float]) -> float:
         """The median: a GPU's clock wanders both ways."""

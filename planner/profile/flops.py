@@ -47,4 +47,5 @@ class _Takes(nn.Module):
 def _attention(inputs: list[Any], _outputs: list[Any]) -> int:
     # Query (…, n, d), key (…, m, d): scores and weighted sum take n·m·d multiply-adds each, per head and sample.
     query, key = (tensor.type().sizes() for tensor in inputs[:2])
-    return 2 * math.prod(query) * int(key[-2])
+    multiply_adds: int = 2 * math.prod(query) * int(key[-2])
+    return multiply_adds

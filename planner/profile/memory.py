@@ -3,8 +3,8 @@
 What the composition needs (`planner.core.costs`) and how it is taken:
 
 - every peak is the allocator's, above what is alive when the layer starts, with the inputs held;
-- inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline; otherwise in-place
-  layers raise, and the harness itself would hold memory;
+- inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline; otherwise
+  in-place layers raise, and the harness itself would hold memory;
 - backward is measured twice: first without gradients (they are allocated), then with (they are accumulated into);
 - what backward keeps of inputs and outputs is seen by dropping them: a storage that stays alive is kept.
 """
@@ -53,7 +53,7 @@ def start_backward(outputs: Sequence[Any]) -> Tensor | None:
     carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     if not carrying:
         return None
-    started: Tensor = _GradientSource.apply(*carrying)
+    started: Tensor = _GradientSource.apply(*carrying)  # type: ignore[no-untyped-call]
     return started
 
 
@@ -129,7 +129,8 @@ def _non_leaves(values: list[Any]) -> list[Any]:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _own_bytes(tensor: Tensor) -> int:

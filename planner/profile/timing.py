@@ -6,9 +6,8 @@ while then slows all of them alike, and no layer finds its data in a cache that 
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 

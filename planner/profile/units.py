@@ -82,7 +82,7 @@ def trace_units(
                 if last:
                     _check_loss(loaded.loss_fn(value, batch.targets))
             if n == 0:
-                digests.append(_digest(tracer.trace, given, last))
+                digests.append(_digest(tracer.trace, given, last=last))
             inputs.setdefault((digests[index], size), given)
             value = _detached(value)
     units = tuple(
@@ -130,7 +130,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _digest(trace: list[Any], given: UnitInput, last: bool) -> str:
+def _digest(trace: list[Any], given: UnitInput, *, last: bool) -> str:
     leaves = [[_shape(leaf), getattr(leaf, "requires_grad", None)] for leaf in given.values]
     text = json.dumps([trace, leaves, str(given.spec), last])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -146,7 +146,7 @@ class _Tracer(TorchDispatchMode):
     """Records every operator with the shapes and numbers it is called with."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,21 +4,22 @@ The step time of a partition (`planner.core.step_time`) is
 
     T = sum F + sum C + (M-1) max(F, C)  +  D  +  optimizer step of stage 0
 
-where D is the makespan of the backward flow shop. Stages are laid from the last to the first, the order in which backward
-visits them. A partial plan that covers layers i..L-1 is a label
+where D is the makespan of the backward flow shop. Stages are laid from the last to the first, the order in which
+backward visits them. A partial plan that covers layers i..L-1 is a label
 
     f   largest forward time of any stage or link so far
     x   largest backward time so far
     a   sum of forward and backward times so far
-    d   the same for the last micro-batch's path: d = max(d, a + (M-2) x) + q for each further stage (see `flow_shop_us`)
+    d   the last micro-batch's path: d = max(d, a + (M-2) x) + q for each further stage (see `flow_shop_us`)
 
-and only labels that no other label of the same first layer dominates in all four are kept. Two things keep them few:
-a label whose bound (its own times, the layers left, and the smallest possible bottlenecks of the layers left) does not beat the
-best complete plan is dropped; and f and x are raised to those smallest possible bottlenecks before labels are compared, since
-nothing below them can decide. The first complete plans come from min-max partitions improved by moving single cuts.
+and only labels that no other label of the same first layer dominates in all four are kept. Two things keep them few: a
+label whose bound (its own times, the layers left, and the smallest possible bottlenecks of the layers left) does not
+beat the best complete plan is dropped; and f and x are raised to those smallest possible bottlenecks before labels are
+compared, since nothing below them can decide. The first complete plans come from min-max partitions improved by moving
+single cuts.
 
-Complexity: O(K L^2) for the bounds, and O(K L^2 · labels) in all; few labels survive on real chains. Exact for any input: no
-candidate is dropped but by a bound or by dominance.
+Complexity: O(K L^2) for the bounds, and O(K L^2 · labels) in all; few labels survive on real chains. Exact for any
+input: no candidate is dropped but by a bound or by dominance.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,10 +82,11 @@ def best_partition(problem: ChainProblem, *, upper_us: float = np.inf) -> Found 
         search = _Search(problem, num_stages)
         if not _beats(search.root_bound(), upper_us):
             continue
-        for find in (search.incumbent, lambda: search.run(upper_us)):
-            found = find()
-            if found is not None and _beats(found.step_us, upper_us):
-                best, upper_us = found, found.step_us
+        first = search.incumbent()
+        if first is not None and _beats(first.step_us, upper_us):
+            best, upper_us = first, first.step_us
+        best = search.run(upper_us) or best
+        upper_us = best.step_us if best is not None else upper_us
     return best
 
 
@@ -136,7 +138,8 @@ class _Search:
         """Bound on the step time of any partition."""
         end = self.num_layers
         forward, backward = self.least_forward[-1][end], self.least_backward[-1][end]
-        return float(_times(self.extra, forward + backward)) + self.problem.work_us[end] + self.problem.optimizer_us[1]
+        bottlenecks = float(_times(self.extra, forward + backward))
+        return bottlenecks + float(self.problem.work_us[end] + self.problem.optimizer_us[1])
 
     # ---- a first plan
 

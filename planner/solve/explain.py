@@ -42,7 +42,7 @@ def explain_infeasible(
     more = _larger_count(profile, inputs, [m for m, _ in candidates])
     if more is not None:
         hints.append(f"M = {more} fits: allow it with `--micro-batches`, or profile smaller micro-batches")
-    if inputs.recompute in ("never", "except-last") and _fits(profile, replace(inputs, recompute="auto"), candidates):
+    if inputs.recompute in ("never", "except-last") and _fits(replace(inputs, recompute="auto"), candidates):
         hints.append("`--recompute auto` fits")
     return InfeasibleError(
         f"no plan fits {_caps(inputs)}: {_worst_layer(needs[best_m], candidates, best_m, inputs, caps[best_m])}",
@@ -51,7 +51,7 @@ def explain_infeasible(
 
 
 def smallest_cap_bytes(need: FloatArray, num_devices: int) -> int:
-    """Smallest cap under which intervals with `need` bytes at [i, j] cover the chain in at most `num_devices` stages."""
+    """Smallest cap under which at most `num_devices` stages, each with `need` bytes at [i, j], cover the chain."""
     best = np.where(np.arange(need.shape[0]) == 0, 0.0, np.inf)
     for _ in range(num_devices):
         best = np.minimum(best, np.min(np.maximum(best[:, None], need), axis=0))
@@ -84,12 +84,12 @@ def _larger_count(profile: Profile, inputs: Inputs, tried: Sequence[int]) -> int
         size = inputs.batch // m
         if inputs.batch % m or m in tried or not covers(profile, size, extrapolate=inputs.extrapolate):
             continue
-        if _fits(profile, inputs, [(m, costs_at(profile, size, extrapolate=inputs.extrapolate))]):
+        if _fits(inputs, [(m, costs_at(profile, size, extrapolate=inputs.extrapolate))]):
             return m
     return None
 
 
-def _fits(profile: Profile, inputs: Inputs, candidates: Sequence[tuple[int, ChainCosts]]) -> bool:
+def _fits(inputs: Inputs, candidates: Sequence[tuple[int, ChainCosts]]) -> bool:
     cap = max(inputs.memory_bytes) - inputs.reserve_bytes
     return any(smallest_cap_bytes(_memories(costs, m, inputs), inputs.devices) <= cap for m, costs in candidates)
 

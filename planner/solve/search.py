@@ -1,4 +1,4 @@
-"""From what was asked to the plan: over all M that the profile covers, the exact search over cuts, and the certificate."""
+"""From what was asked to the plan: the exact search over cuts for every M that the profile covers."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise

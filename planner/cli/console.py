@@ -1,0 +1,83 @@
+"""Results to stdout, everything else to stderr."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from planner.core.errors import FileError, PlannerError
+from planner.show import Style, style_for
+
+__all__ = ["Console", "style_for_stdout"]
+
+
+class Console:
+    """What a command says.
+
+    Args:
+        quiet: Leave out notes and the next command; results, warnings and errors remain.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def result(self, text: str) -> None:
+        """The answer, on stdout. A reader that went away (`| head`) is no error: the answer stands."""
+        try:
+            sys.stdout.write(text if text.endswith("\n") else text + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Python would complain again when it flushes stdout at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def note(self, text: str) -> None:
+        """Something to know; left out with `--quiet`."""
+        if not self._quiet:
+            self._say(text)
+
+    def next(self, command: str) -> None:
+        """The command that usually follows."""
+        self.note(f"next: {command}")
+
+    def warning(self, text: str) -> None:
+        """Something that may be wrong."""
+        self._say(f"warning: {text}")
+
+    def error(self, error: PlannerError) -> None:
+        """What went wrong and what to do."""
+        hint = f"\n\nhint: {error.hint}" if error.hint else ""
+        self._say(f"{_placed(error) if isinstance(error, FileError) else f'error: {error.message}'}{hint}")
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
+        """A bar on a terminal; elsewhere a line at the start. Yields what to call with (item, done, total)."""
+        if self._quiet or not sys.stderr.isatty():
+            self.note(f"{what} …")
+            yield lambda *_: None
+            return
+        from rich.console import Console as RichConsole  # noqa: PLC0415 - only a terminal needs it
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+        columns = (
+            TextColumn("{task.fields[what]}", markup=False),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[item]}", markup=False),
+        )
+        with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
+            task = bar.add_task("", what=what, item="", total=None)
+            yield lambda item, done, total: bar.update(task, item=item, completed=done, total=total)
+
+
+def style_for_stdout() -> Style:
+    """How to draw on this process's standard output."""
+    return style_for(sys.stdout)
+
+
+def _placed(error: FileError) -> str:
+    # `plan.yaml:17: error: …` is what editors and people look for.
+    place = error.path if error.line is None else f"{error.path}:{error.line}"
+    return f"{place}: error: {error.message.removeprefix(place + ': ')}"

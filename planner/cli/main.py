@@ -1,0 +1,102 @@
+"""`gpipe-plan`: the commands put together, and every way to end mapped to its exit code."""
+
+import sys
+import traceback
+from importlib import metadata
+from typing import Annotated, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from planner import __version__
+from planner.cli import check, emit, profile, schema, show, solve
+from planner.cli.console import Console
+from planner.core.errors import ExitCode, PlannerError
+
+__all__ = ["app", "main", "run"]
+
+_HELP = """Plan pipeline-parallel training: where to cut a model into stages, and into how many micro-batches a batch.
+
+\b
+  gpipe-plan profile model.py                 measure every layer         -> profile.yaml
+  gpipe-plan solve --devices 8 --mem 8GB      find the fastest plan       -> plan.yaml
+  gpipe-plan emit                             write what runs it          -> balance.yaml, train.py
+  gpipe-plan check                            does the plan still fit?    (for CI: exit code 0 or 1)
+  gpipe-plan show FILE                        look at a profile, a plan or a run report
+"""
+
+# Plain text: rich's boxes wrap messages, and colour help even into a pipe on CI machines.
+app = typer.Typer(
+    name="gpipe-plan",
+    help=_HELP,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("profile")(profile.profile)
+app.command("solve")(solve.solve)
+app.command("emit")(emit.emit)
+app.command("check")(check.check)
+app.command("show")(show.show)
+app.command("schema")(schema.schema)
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value
+    if wanted:
+        packages = ("torch", "numpy", "fvcore", "typer", "rich")
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
+        typer.echo(f"gpipe-plan {__version__} (python {sys.version.split()[0]}, {versions})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command line and says its exit code; prints errors to stderr, never a traceback without `--debug`."""
+    console = Console(quiet=False)
+    try:
+        code = app(arguments, prog_name="gpipe-plan", standalone_mode=False)
+    except PlannerError as error:
+        console.error(error)
+        code = error.exit_code
+        _debug(arguments)
+    except TyperException as error:
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        console.error(PlannerError(_plain(message), hint="see `gpipe-plan --help`"))
+        code = ExitCode.ERROR
+    except (KeyboardInterrupt, typer.Abort):
+        code = ExitCode.INTERRUPTED
+    except Exception as error:
+        console.error(
+            PlannerError(
+                f"this is a bug in gpipe-plan: {type(error).__name__}: {error}",
+                hint="run again with `--debug` and report the traceback",
+            )
+        )
+        code = ExitCode.ERROR
+        _debug(arguments)
+    return int(code or 0)
+
+
+def main() -> NoReturn:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _debug(arguments: list[str]) -> None:
+    if "--debug" in arguments:
+        traceback.print_exc()
+
+
+def _plain(message: str) -> str:
+    # typer's sentences begin with a capital and end with a full stop; ours do not.
+    return message[:1].lower() + message[1:].rstrip(".")

@@ -1,0 +1,23 @@
+"""`gpipe-plan schema`: the JSON Schema of our files."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from planner import files
+from planner.cli.console import Console
+from planner.core.errors import UsageError
+
+__all__ = ["schema"]
+
+_KINDS = ("profile", "plan", "balance", "run")
+
+
+def schema(
+    kind: Annotated[str, typer.Argument(metavar="profile|plan|balance|run", help="Which file.")],
+) -> None:
+    """Print the JSON Schema of a file, for editors and other tools."""
+    if kind not in _KINDS:
+        raise UsageError(f"no schema called `{kind}`", hint=f"one of {', '.join(_KINDS)}")
+    Console(quiet=False).result(json.dumps(files.json_schema(kind), indent=2))
