@@ -1,10 +1,13 @@
 """The layers of one stage with their initial parameters, equal to those of `torch.manual_seed(S); build_model()`."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
 
 from planner.core.errors import ModelError
+from planner.executor.own_stage import BuildError, build_only
 from planner.model.chain import Chain, Layer, chain_of
 from planner.model.load import LoadedModel
 
@@ -22,19 +25,39 @@ def build_structure(loaded: LoadedModel) -> Chain:
             model = loaded.build()
     except NotImplementedError as error:
         raise ModelError(f"the model cannot be built on the meta device: {error}") from error
-    return chain_of(model.to("meta"))
+    if any(not tensor.is_meta for tensor in _all_tensors(model)):
+        # A finished model (or tensors made elsewhere): leave the user's own as they are.
+        model = copy.deepcopy(model).to("meta")
+    return chain_of(model)
 
 
 def build_layers(loaded: LoadedModel, names: Sequence[str], *, seed: int, device: torch.device) -> tuple[Layer, ...]:
-    """The layers called `names` on `device`; the others are gone when this returns.
+    """The layers called `names` on `device`; no other layer's parameters take memory.
+
+    A model whose construction cannot be followed (it depends on values, say) is built whole, and the others dropped.
 
     Raises:
         ModelError: The model has no such layer.
     """
-    torch.manual_seed(seed)
-    chain = chain_of(loaded.build())
-    by_name = {layer.name: layer for layer in chain.layers}
+
+    def wanted(model: nn.Module) -> list[Tensor]:
+        return [tensor for layer in _select(model, names) for tensor in _all_tensors(layer.module)]
+
+    try:
+        model = build_only(loaded.build, wanted, seed=seed)
+    except BuildError:
+        torch.manual_seed(seed)
+        model = loaded.build()
+    return tuple(Layer(layer.name, layer.module.to(device)) for layer in _select(model, names))
+
+
+def _select(model: nn.Module, names: Sequence[str]) -> list[Layer]:
+    by_name = {layer.name: layer for layer in chain_of(model).layers}
     missing = [name for name in names if name not in by_name]
     if missing:
         raise ModelError(f'the model has no layer "{missing[0]}"', hint="profile, solve and emit again")
-    return tuple(Layer(name, by_name[name].module.to(device)) for name in names)
+    return [by_name[name] for name in names]
+
+
+def _all_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

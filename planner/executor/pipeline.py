@@ -164,13 +164,16 @@ class Pipeline:
     def close(self) -> None:
         """Leaves the job."""
         self._recorder.close()
-        if dist.is_initialized():
+        if self._joined:
             dist.destroy_process_group()
 
     # Private methods
 
     def _join(self) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self._joined = not dist.is_initialized()
+        if not self._joined:
+            return  # the caller's group, which the caller leaves
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=_TIMEOUT)
         else:

@@ -1,0 +1,65 @@
+"""Numbers for people: columns of times in one unit, shares, differences, ranges of layers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.show.rendering import plain
+from planner.show.style import Style
+
+__all__ = ["NOTHING", "TimeScale", "difference", "format_count", "layer_range", "percent"]
+
+NOTHING = "-"
+"""Stands where there is no number to show."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeScale:
+    """One unit for all the times of a column, so that their digits can be compared."""
+
+    unit: str
+    factor: float
+    """Microseconds in the unit."""
+    decimals: int
+
+    @classmethod
+    def fitting(cls, times_us: Iterable[float]) -> "TimeScale":
+        """The unit in which the largest of `times_us` has three or four digits; milliseconds unless far off."""
+        largest = max(times_us, default=0.0)
+        unit, factor = ("us", 1.0) if largest < 1e3 else ("ms", 1e3) if largest < 1e7 else ("s", 1e6)
+        decimals = next((d for d, limit in ((3, 10), (2, 100)) if largest / factor < limit), 1)
+        return cls(unit=unit, factor=factor, decimals=1 if unit == "us" else decimals)
+
+    def text(self, time_us: float) -> str:
+        """The bare number; the unit stands in the header."""
+        return f"{time_us / self.factor:.{self.decimals}f}"
+
+
+def percent(share: float, *, decimals: int = 1) -> str:
+    """A fraction of one as `17.9 %`."""
+    return f"{share * 100:.{decimals}f} %"
+
+
+def difference(predicted: float, measured: float) -> str:
+    """How far `measured` lies above (`+`) or below (`-`) `predicted`, as a share of `predicted`."""
+    if not predicted:
+        return NOTHING
+    return f"{(measured - predicted) / predicted * 100:+.1f} %"
+
+
+def format_count(count: float) -> str:
+    """A large number with three digits and a decimal prefix: `1.75 G`."""
+    value, prefixes = float(count), iter("kMGTPE")
+    prefix = ""
+    while abs(value) >= 999.5:
+        value, prefix = value / 1000, next(prefixes)
+    if not prefix:
+        return f"{value:.0f}"
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {prefix}"
+
+
+def layer_range(first: str, last: str, count: int | None, style: Style) -> str:
+    """Consecutive layers as `block_0 … block_7 (8)`; the count may be unknown."""
+    names = plain(first, style)
+    if first != last:
+        names += f" {style.glyphs.ellipsis} {plain(last, style)}"
+    return names if count is None else f"{names} ({count})"

@@ -1,0 +1,160 @@
+"""A profile: what was measured on what, and the costs of every layer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+from rich.table import Table
+from rich.text import Text
+
+from planner.core.profile import LayerProfile, Profile
+from planner.core.units import format_bytes
+from planner.show.numbers import NOTHING, TimeScale, format_count, layer_range, percent
+from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.show.style import Style
+
+__all__ = ["profile_text"]
+
+_WIDE = 84
+_WIDEST = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figure:
+    """One column of numbers: how a layer's value is read and written. `total`: whether the sum means anything."""
+
+    header: str
+    of: Callable[[LayerProfile], float]
+    text: Callable[[float], str]
+    total: bool = True
+
+
+def profile_text(profile: Profile, style: Style) -> str:
+    """Model, device and the costs of every layer at the largest micro-batch size.
+
+    Neighbouring layers that were measured once for all are one row: `block_0 … block_7 (8)`, with the costs of one.
+    """
+    title = plain(profile.model.source, style) or "profile"
+    size = _largest(profile)
+    caption = f"one micro-batch of {profile.micro_batch_sizes[size]}; rows of several layers give the costs of each"
+    return render(
+        style,
+        heading(title),
+        *_facts(profile, style),
+        BLANK,
+        _layer_table(profile, style),
+        Text(caption, style="dim"),
+        *_notes(profile, style),
+    )
+
+
+def _largest(profile: Profile) -> int:
+    return profile.micro_batch_sizes.index(max(profile.micro_batch_sizes))
+
+
+def _facts(profile: Profile, style: Style) -> list[Text]:
+    device, environment = profile.device, profile.environment
+    gap = f" {style.glyphs.dot} "
+    model = [
+        f"{len(profile.layers)} layers",
+        f"{profile.model.parameters:,} parameters" if profile.model.parameters else "",
+        plain(f"optimizer {profile.optimizer}", style) if profile.optimizer else "",
+        *(plain(f"{name}={value}", style) for name, value in profile.model.settings.items()),
+    ]
+    machine = [
+        plain(f"{device.kind} {device.name}".strip(), style),
+        format_bytes(device.memory_bytes) if device.memory_bytes else "",
+        device.how,
+        plain(environment.dtype, style),
+        plain(f"torch {environment.torch}", style) if environment.torch else "",
+        f"{environment.threads} thread{'' if environment.threads == 1 else 's'}",
+    ]
+    sizes = ", ".join(map(str, profile.micro_batch_sizes))
+    return [
+        flow(filter(None, model), style, gap=gap),
+        flow(filter(None, machine), style, gap=gap),
+        Text(f"micro-batch sizes {sizes}"),
+    ]
+
+
+def _layer_table(profile: Profile, style: Style) -> Table:
+    figures = _figures(profile, style)
+    columns = [Column(header="layer", footer="total", number=False)]
+    columns += [Column(header=f.header, footer=_total(f, profile.layers)) for f in figures]
+    rows = []
+    for group in _alike(profile.layers):
+        first, last = group[0], group[-1]
+        name = plain(first.name, style) if len(group) == 1 else layer_range(first.name, last.name, len(group), style)
+        rows.append([name, *(figure.text(figure.of(first)) for figure in figures)])
+    return table(columns, rows, style)
+
+
+def _alike(layers: Sequence[LayerProfile]) -> list[list[LayerProfile]]:
+    """Runs of neighbours with the same digest and the same costs; a layer without a digest stands alone."""
+
+    def key(numbered: tuple[int, LayerProfile]) -> tuple[object, ...]:
+        n, layer = numbered
+        costs = (layer.parameter_bytes, layer.forward_us, layer.backward_us, layer.saved_bytes, layer.output_bytes)
+        return (layer.digest, *costs) if layer.digest else (n,)
+
+    return [[layer for _, layer in group] for _, group in groupby(enumerate(layers), key)]
+
+
+def _total(figure: _Figure, layers: Sequence[LayerProfile]) -> str:
+    return figure.text(sum(map(figure.of, layers))) if figure.total else ""
+
+
+def _figures(profile: Profile, style: Style) -> list[_Figure]:
+    n = _largest(profile)
+    layers = profile.layers
+    scale = TimeScale.fitting(time for layer in layers for time in (layer.forward_us[n], layer.backward_us[n]))
+    figures = [
+        _Figure(header="parameters", of=lambda x: x.parameter_bytes, text=format_bytes),
+        _Figure(header=f"forward\n{scale.unit}", of=lambda x: x.forward_us[n], text=scale.text),
+        _Figure(header=f"backward\n{scale.unit}", of=lambda x: x.backward_us[n], text=scale.text),
+        _Figure(header="saved", of=lambda x: x.saved_bytes[n], text=format_bytes),
+    ]
+    if style.has_room_for(_WIDE):
+        figures.append(_Figure(header="output", of=lambda x: x.output_bytes[n], text=format_bytes, total=False))
+        figures.append(_Figure(header="forward\nFLOP", of=lambda x: _at(x.forward_flops, n), text=_flops))
+    if style.has_room_for(_WIDEST) and len(profile.micro_batch_sizes) > 1:
+        figures += _per_sample(profile)
+    return figures
+
+
+def _at(values: Sequence[int], n: int) -> int:
+    return values[n] if values else 0
+
+
+def _flops(count: float) -> str:
+    return format_count(count) if count else NOTHING
+
+
+def _per_sample(profile: Profile) -> list[_Figure]:
+    """Forward and backward together, per sample, at the smallest and the largest size: what size gains."""
+    sizes = (min(profile.micro_batch_sizes), max(profile.micro_batch_sizes))
+    scale = TimeScale.fitting(_us_per_sample(profile, size, layer) for size in sizes for layer in profile.layers)
+    return [
+        _Figure(header=f"{scale.unit}/sample\nat {size}", of=partial(_us_per_sample, profile, size), text=scale.text)
+        for size in sizes
+    ]
+
+
+def _us_per_sample(profile: Profile, size: int, layer: LayerProfile) -> float:
+    n = profile.micro_batch_sizes.index(size)
+    return (layer.forward_us[n] + layer.backward_us[n]) / size
+
+
+def _notes(profile: Profile, style: Style) -> list[Text]:
+    notes = [
+        flow([f"{plain(layer.name, style)} shares", *(plain(name, style) for name in layer.tied)], style, gap=" ")
+        for layer in profile.layers
+        if layer.tied
+    ]
+    spreads = [(spread, x.name, n) for x in profile.layers for n, spread in enumerate(x.spread)]
+    if spreads and max(spreads)[0] > 0:
+        spread, name, n = max(spreads)
+        at = f"{plain(name, style)} at {profile.micro_batch_sizes[n]}"
+        notes.append(Text(f"least certain time: {at}, {style.glyphs.plus_minus}{percent(spread)}", style="dim"))
+    return notes

@@ -1,0 +1,140 @@
+"""A run report: what training under a plan really took, beside what the plan predicted."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.core.plan import Plan, Stage
+from planner.core.run_report import RunReport, StageRun
+from planner.core.units import format_bytes
+from planner.show.numbers import NOTHING, TimeScale, difference, layer_range
+from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.show.style import Style
+
+__all__ = ["comparison_text", "run_text"]
+
+_Row = list[str | Text]
+
+
+def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
+    """What the run took; with the plan it ran under, predicted beside measured, else measured stage by stage."""
+    parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {len(report.stages)} stages")]
+    parts += [_facts(report, style), _steps(report, style), BLANK]
+    parts += [_measured(report, style)] if plan is None else _comparison(plan, report, style)
+    return render(style, *parts)
+
+
+def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
+    """Predicted beside measured: the step, and per stage forward, backward and peak memory."""
+    return render(style, *_comparison(plan, report, style))
+
+
+def _facts(report: RunReport, style: Style) -> Text:
+    device, environment = report.device, report.environment
+    facts = [
+        plain(f"{device.kind} {device.name}".strip(), style),
+        plain(environment.dtype, style),
+        plain(f"torch {environment.torch}", style) if environment.torch else "",
+        "" if report.seed is None else f"seed {report.seed}",
+    ]
+    if report.losses:
+        facts.append(f"loss {report.losses[0]:.4g} {style.glyphs.arrow} {report.losses[-1]:.4g}")
+    return flow(filter(None, facts), style, gap=f" {style.glyphs.dot} ")
+
+
+def _timed_steps(report: RunReport) -> Sequence[float]:
+    # A run shorter than its warm-up has nothing better to offer than the warm-up.
+    return report.step_us[report.warmup_steps :] or report.step_us
+
+
+def _step_us(report: RunReport) -> float:
+    steps = _timed_steps(report)
+    return median(steps) if steps else 0.0
+
+
+def _steps(report: RunReport, style: Style) -> Text:
+    steps = _timed_steps(report)
+    if not steps:
+        return Text("no step was timed")
+    scale = TimeScale.fitting(steps)
+    spread = f"fastest {scale.text(min(steps))}, slowest {scale.text(max(steps))}"
+    warm_up = f"after {report.warmup_steps} to warm up" if len(report.step_us) > len(steps) else "warm-up included"
+    return flow(
+        [f"step {scale.text(median(steps))} {scale.unit}, median of {len(steps)} {warm_up};", spread], style, gap=" "
+    )
+
+
+def _measured(report: RunReport, style: Style) -> Table:
+    scale = TimeScale.fitting(time for s in report.stages for time in (s.forward_us, s.backward_us))
+    columns = [
+        Column(header="stage", number=False),
+        Column(header="layers", number=False),
+        Column(header=f"forward\n{scale.unit}"),
+        Column(header=f"backward\n{scale.unit}"),
+        Column(header="parameters"),
+        Column(header="peak\nmemory"),
+    ]
+    rows = [
+        [
+            str(stage.index),
+            layer_range(stage.first, stage.last, None, style),
+            scale.text(stage.forward_us),
+            scale.text(stage.backward_us),
+            format_bytes(stage.parameter_bytes),
+            format_bytes(stage.peak_bytes),
+        ]
+        for stage in report.stages
+    ]
+    return table(columns, rows, style)
+
+
+def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableType]:
+    pairs = list(zip(plan.stages, report.stages, strict=False))
+    rows: list[_Row | None] = _times("step", [(plan.predicted.step_us, _step_us(report))])
+    forward = _times("forward", [(stage.forward_us, run.forward_us) for stage, run in pairs])
+    backward = _times("backward", [(stage.backward_us, run.backward_us) for stage, run in pairs])
+    rows += [None, *forward, None, *backward, None, *map(_memory, pairs)]
+    columns = [Column(header="", number=False), *map(_column, ("predicted", "measured", "difference"))]
+    return [table(columns, rows, style), *_notes(plan, report, style)]
+
+
+def _column(header: str) -> Column:
+    return Column(header=header)
+
+
+def _times(what: str, pairs: Sequence[tuple[float, float]]) -> list[_Row | None]:
+    scale = TimeScale.fitting(time for pair in pairs for time in pair)
+    rows: list[_Row | None] = []
+    for index, (predicted, measured) in enumerate(pairs):
+        label = what if what == "step" else f"{what}, stage {index}"
+        values = [f"{scale.text(time)} {scale.unit}" if time else NOTHING for time in (predicted, measured)]
+        rows.append([label, *values, difference(predicted, measured) if measured else NOTHING])
+    return rows
+
+
+def _memory(pair: tuple[Stage, StageRun]) -> _Row:
+    stage, run = pair
+    # The reserve is for what the device's allocator does not see, so the report does not hold it either.
+    predicted = stage.memory.total - stage.memory.reserve
+    over = run.peak_bytes > stage.memory_bytes - stage.memory.reserve
+    return [
+        f"peak memory, stage {stage.index}",
+        format_bytes(predicted),
+        Text(format_bytes(run.peak_bytes) + (" ! OVER" if over else ""), style="bold red" if over else ""),
+        difference(predicted, run.peak_bytes),
+    ]
+
+
+def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
+    notes = [Text("difference: measured against predicted", style="dim")]
+    reserve = max(stage.memory.reserve for stage in plan.stages)
+    if reserve:
+        notes.append(Text(f"peak memory is without the reserve of {format_bytes(reserve)}", style="dim"))
+    cuts = [[(s.first, s.last) for s in stages] for stages in (plan.stages, report.stages)]
+    if cuts[0] != cuts[1]:
+        words = f"the run had other stages than the plan ({len(report.stages)}, planned {len(plan.stages)})"
+        notes.append(flow([f"! {words}:", "the rows do not describe the same layers"], style, gap=" "))
+    return notes

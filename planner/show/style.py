@@ -1,0 +1,136 @@
+"""How to draw on a given stream: how many columns, which characters, with or without colour."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TextIO
+
+__all__ = ["ASCII", "MIN_WIDTH", "UNICODE", "Glyphs", "Style", "style_for"]
+
+MIN_WIDTH: Final = 60
+"""Layouts are made for at least as many columns; a narrower terminal breaks the lines itself."""
+
+_PIPE_WIDTH: Final = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glyphs:
+    """The characters beyond letters and digits that pictures are drawn with."""
+
+    ellipsis: str
+    times: str
+    dot: str
+    arrow: str
+    plus_minus: str
+    slowest: str
+    """Marks the bottleneck stage."""
+    rule: str
+    origin: str
+    tick: str
+    cap: str
+    forward: str
+    backward: str
+    memory: str
+    """One fill for each kind of `StageMemory.items()`, in that order."""
+
+
+UNICODE: Final = Glyphs(
+    ellipsis="…",
+    times="\u00d7",
+    dot="·",
+    arrow="→",
+    plus_minus="±",
+    slowest="◀",
+    rule="─",
+    origin="├",
+    tick="┼",
+    cap="│",
+    forward="░",
+    backward="▓",
+    memory="█▓▒▀░▄▌·",
+)
+ASCII: Final = Glyphs(
+    ellipsis="...",
+    times="x",
+    dot="|",
+    arrow="->",
+    plus_minus="+/-",
+    slowest="<",
+    rule="-",
+    origin="+",
+    tick="+",
+    cap="|",
+    forward="-",
+    backward="#",
+    memory="#=%b:~*.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How text is drawn."""
+
+    width: int
+    """Columns; pictures fill them, at least `MIN_WIDTH`."""
+    unicode: bool
+    """Whether block and line characters may be used; else everything is ASCII."""
+    color: bool
+    """Whether ANSI codes may be used."""
+    wrap: bool = True
+    """Whether tables must keep within `width`: cells then break over lines and some columns go. Not so in a pipe."""
+
+    @property
+    def columns(self) -> int:
+        """Columns that layouts count on."""
+        return max(self.width, MIN_WIDTH)
+
+    @property
+    def glyphs(self) -> Glyphs:
+        """The characters to draw with."""
+        return UNICODE if self.unicode else ASCII
+
+    def has_room_for(self, columns: int) -> bool:
+        """Whether a table of so many columns may be drawn."""
+        return not self.wrap or self.columns >= columns
+
+
+def style_for(stream: TextIO, environ: Mapping[str, str] | None = None) -> Style:
+    """The style that suits `stream`: a terminal's own width, in a pipe enough of it that nothing is cut.
+
+    Colour only on a terminal with neither `NO_COLOR` nor `TERM=dumb`; `FORCE_COLOR` overrides both.
+    """
+    env = os.environ if environ is None else environ
+    terminal = stream.isatty()
+    columns = _columns(stream, env) if terminal else 0
+    return Style(
+        width=columns if terminal else _PIPE_WIDTH,
+        unicode=_encodes_blocks(stream),
+        color=_wants_color(env, terminal=terminal),
+        wrap=terminal,
+    )
+
+
+def _columns(stream: TextIO, env: Mapping[str, str]) -> int:
+    # `shutil.get_terminal_size` asks stdout whatever the stream; COLUMNS comes first there as here.
+    if env.get("COLUMNS", "").isdecimal() and int(env["COLUMNS"]) > 0:
+        return int(env["COLUMNS"])
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
+def _wants_color(env: Mapping[str, str], *, terminal: bool) -> bool:
+    if env.get("FORCE_COLOR"):
+        return True
+    return terminal and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
+
+
+def _encodes_blocks(stream: TextIO) -> bool:
+    # All of them, not `█` alone: code page 437 has the blocks and lacks the ellipsis. A StringIO has no encoding.
+    every = "".join(getattr(UNICODE, name) for name in Glyphs.__slots__)
+    try:
+        every.encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

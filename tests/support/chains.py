@@ -1,0 +1,118 @@
+"""Chains for tests of the laws and of the solver: layers one by one, random ones, and two that were published."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from planner.core.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile
+
+# AmoebaNet-D (18, 512) on a V100, batch 8, from DAPPLE's profile: forward and backward of 24 layers, in ms.
+AMOEBANET_FORWARD_MS = (
+    *(0.63, 4.90, 4.54, 7.78, 8.30, 8.89, 8.35, 8.61, 8.28, 9.31, 7.79, 7.63),
+    *(7.74, 7.92, 7.75, 7.99, 10.15, 9.95, 13.89, 13.28, 13.84, 12.81, 16.07, 1.31),
+)
+AMOEBANET_BACKWARD_MS = (
+    *(0.54, 12.58, 13.85, 19.01, 18.76, 24.29, 18.23, 20.91, 18.61, 20.04, 21.57, 21.27),
+    *(27.51, 20.03, 22.74, 23.29, 27.38, 29.02, 29.17, 25.40, 33.02, 28.95, 33.11, 0.82),
+)
+# VGG-16 from PipeDream's profile: forward + backward of 40 layers, in ms.
+VGG16_MS = (
+    *(46.920, 9.999, 159.531, 9.766, 9.374, 54.803, 5.097, 75.441, 5.133, 4.999),
+    *(29.149, 2.757, 44.481, 3.103, 48.133, 2.870, 2.682, 23.823, 1.722, 37.259),
+    *(1.527, 40.445, 1.523, 1.583, 12.989, 1.050, 11.466, 0.653, 12.690, 0.630),
+    *(0.787, 0.0, 0.0, 7.050, 0.407, 0.0, 1.443, 0.309, 0.0, 0.941),
+)
+
+_PER_SIZE = (
+    *("forward_us", "backward_us", "output_bytes", "saved_bytes"),
+    *("forward_peak_bytes", "backward_peak_bytes"),
+)
+
+
+def layer(name: str = "layer", **values: Any) -> LayerProfile:
+    """A layer that costs nothing but `values`; a single number stands for a list of one micro-batch size."""
+    required: dict[str, Any] = {"forward_us": 0.0, "backward_us": 0.0, "output_bytes": 0, "saved_bytes": 0}
+    given = {"parameter_bytes": 0, **required, **values}
+    if "detail" in given and not isinstance(given["detail"], tuple):
+        given["detail"] = (given["detail"],)
+    lists = {key: (given[key] if isinstance(given[key], tuple) else (given[key],)) for key in _PER_SIZE if key in given}
+    return LayerProfile(name=name, **{**given, **lists})
+
+
+def chain(*layers: LayerProfile, sizes: Sequence[int] = (1,)) -> Profile:
+    """The profile of `layers`."""
+    return Profile(device=Device(kind="cpu"), micro_batch_sizes=tuple(sizes), layers=layers)
+
+
+def record(
+    *,
+    internal: int = 0,
+    given: Sequence[BoundaryTensor] = (),
+    made: Sequence[BoundaryTensor] = (),
+    forward: int = 0,
+    no_grad: int = 0,
+    first_backward: int = 0,
+    backward: int = 0,
+    target: int = 0,
+) -> MemoryDetail:
+    """An exact memory record with short names."""
+    return MemoryDetail(
+        internal_bytes=internal,
+        inputs=tuple(given),
+        outputs=tuple(made),
+        forward_peak_bytes=forward,
+        no_grad_peak_bytes=no_grad,
+        first_backward_peak_bytes=first_backward,
+        backward_peak_bytes=backward,
+        target_bytes=target,
+    )
+
+
+def tensor(size: int, *, kept: bool = False, alias: int = -1) -> BoundaryTensor:
+    """A tensor that crosses a boundary."""
+    return BoundaryTensor(bytes=size, kept=kept, alias=alias)
+
+
+def random_profile(seed: int, num_layers: int, *, exact: bool = False, sizes: Sequence[int] = (1,)) -> Profile:
+    """A chain with every cost that a profile knows, affine in the micro-batch size."""
+    rng = random.Random(seed)
+    return chain(*_random_layers(rng, num_layers, sizes, exact=exact), sizes=sizes)
+
+
+def _random_layers(
+    rng: random.Random, num_layers: int, sizes: Sequence[int], *, exact: bool
+) -> Iterator[LayerProfile]:
+    crossing = 20  # bytes per sample in front of the layer
+    for n in range(num_layers):
+        forward, backward = rng.choice([0.0, rng.uniform(1, 50)]), rng.uniform(1, 90)
+        fixed, output, saved, peak = rng.uniform(0, 5), rng.randint(0, 60), rng.randint(0, 90), rng.randint(0, 50)
+        parameters = rng.randint(0, 300)
+        details = tuple(
+            record(
+                internal=saved * s,
+                given=[tensor(crossing * s, kept=rng.random() < 0.5)],
+                made=[tensor(output * s, kept=rng.random() < 0.5, alias=rng.choice([-1, -1, 0]))],
+                forward=(saved + output + peak) * s,
+                no_grad=(output + peak) * s,
+                first_backward=(saved + 2 * peak) * s + parameters,
+                backward=(saved + 2 * peak) * s,
+                target=3 * s if n == num_layers - 1 else 0,
+            )
+            for s in sizes
+        )
+        yield layer(
+            f"layers.{n}",
+            parameter_bytes=parameters,
+            optimizer_bytes=2 * parameters,
+            buffer_bytes=rng.randint(0, 9),
+            optimizer_us=rng.uniform(0, 20),
+            optimizer_peak_bytes=rng.randint(0, 400),
+            forward_us=tuple(fixed + forward * s for s in sizes),
+            backward_us=tuple(fixed + backward * s for s in sizes),
+            output_bytes=tuple(output * s for s in sizes),
+            saved_bytes=tuple(saved * s for s in sizes),
+            forward_peak_bytes=tuple(peak * s for s in sizes),
+            backward_peak_bytes=tuple(2 * peak * s for s in sizes),
+            detail=details if exact else (),
+        )
+        crossing = output

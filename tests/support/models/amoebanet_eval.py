@@ -1,0 +1,27 @@
+"""AmoebaNet-D with batch normalisation in evaluation mode: then micro-batches do not change what is computed."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+_SAMPLE = Path(__file__).parents[3] / "sample_models" / "amoebanet_d.py"
+_spec = importlib.util.spec_from_file_location("amoebanet_d_sample", _SAMPLE)
+assert _spec is not None
+assert _spec.loader is not None
+_sample: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_sample)
+
+example_batch = _sample.example_batch
+loss_fn = _sample.loss_fn
+build_optimizer = _sample.build_optimizer
+
+
+def build_model() -> nn.Module:
+    """The sample's model, its batch norms frozen."""
+    model: nn.Module = _sample.build_model()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model

@@ -1,0 +1,78 @@
+"""Starts the gradient worker under torchrun for a list of cases."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from planner.core.balance import Balance, StageBalance
+from planner.core.plan import Recompute, Schedule
+from planner.core.profile import Model, Setting
+from planner.executor.build import build_structure
+from planner.files import write
+from planner.model.load import load_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One pipelined run to compare with the unpipelined model."""
+
+    model: Path
+    balance: tuple[int, ...]
+    recompute: Recompute = "never"
+    micro_batches: int = 4
+    batch: int = 8
+    schedule: Schedule = "gpipe"
+    settings: tuple[tuple[str, Setting], ...] = ()
+    steps: int = 1
+    seed: int = 5
+
+
+def write_balance(case: Case, path: Path) -> None:
+    """The balance configuration of `case`."""
+    loaded = load_model(str(case.model), settings={name: str(value) for name, value in case.settings})
+    names = build_structure(loaded).names
+    stages = enumerate(pairwise(accumulate(case.balance, initial=0)))
+    balance = Balance(
+        plan_digest="sha256:test",
+        model=Model(source=f"{case.model}:build_model", settings=dict(case.settings)),
+        schedule=case.schedule,
+        batch=case.batch,
+        micro_batches=case.micro_batches,
+        balance=case.balance,
+        stages=tuple(
+            StageBalance(index=k, recompute=case.recompute, layers=names[first:end]) for k, (first, end) in stages
+        ),
+    )
+    write(str(path), balance)
+
+
+def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
+    """The worker's results for `cases`, which must all have as many stages."""
+    described = []
+    for n, case in enumerate(cases):
+        path = folder / f"balance_{n}.yaml"
+        write_balance(case, path)
+        described.append({"balance": str(path), "seed": case.seed, "steps": case.steps})
+    (folder / "cases.json").write_text(json.dumps(described))
+    torchrun(
+        len(cases[0].balance), [str(ROOT / "tests/support/gradient_worker.py"), "cases.json", "results.json"], folder
+    )
+    results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+def torchrun(num_processes: int, arguments: Sequence[str], folder: Path, *, check: bool = True) -> str:
+    """Runs a script under torchrun in `folder`; its output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    output = done.stdout + done.stderr
+    if check:
+        assert done.returncode == 0, output
+    return output
