@@ -27,7 +27,9 @@ class BuildError(Exception):
     """The model cannot be built in parts; build it whole."""
 
 
-def build_only(build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]], *, seed: int) -> nn.Module:
+def build_only(
+    build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]], *, seed: int
+) -> nn.Module:
     """`torch.manual_seed(seed); build()` with only the `wanted` tensors in memory, the others on the meta device.
 
     Args:

@@ -27,6 +27,7 @@ from planner.executor.ties import TiedGradients
 from planner.files import read_balance
 from planner.model.chain import chain_digest, tied_parameters
 from planner.model.load import Batch, LoadedModel, load_model, to_device
+from planner.model.machine import cpu_name
 
 __all__ = ["Pipeline"]
 
@@ -138,7 +139,7 @@ class Pipeline:
         dist.gather_object(mine, stages if self.is_first else None)
         if not self.is_first:
             return None
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_name()
         return RunReport(
             generator=Generator(name="gpipe-plan", version=__version__),
             plan_digest=self.balance.plan_digest,

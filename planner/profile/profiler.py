@@ -13,6 +13,7 @@ from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
 from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
 from planner.model.load import LoadedModel
+from planner.model.machine import cpu_name
 from planner.model.meter import meter_for
 from planner.profile.clocks import clock_for
 from planner.profile.flops import forward_flops
@@ -91,7 +92,7 @@ def describe_device(device: torch.device) -> Device:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Device(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
-    return Device(kind="cpu", name=platform.processor() or platform.machine())
+    return Device(kind="cpu", name=cpu_name())
 
 
 @contextmanager
