@@ -118,8 +118,8 @@ def _legend(stages: Sequence[Stage], style: Style) -> Text:
     items: list[Text | str] = [f"stage {fullest.index}:"]
     for name in KINDS:
         if any(getattr(stage.memory, name) for stage in stages):
-            sample = Text(_fill(name, style), _look(name))
-            items.append(sample.append(f" {name.replace('_', ' ')} {format_bytes(sizes[name])}", "not bold default"))
+            words = f" {name.replace('_', ' ')} {format_bytes(sizes[name])}"
+            items.append(Text.assemble((_fill(name, style), _look(name)), words))
     return flow(items, style, indent="  ")
 
 

@@ -1,0 +1,99 @@
+"""Schedules as action lists: complete, in order, and with as many micro-batches waiting as the memory model says."""
+
+from itertools import product
+
+import pytest
+
+from planner.core.errors import UsageError
+from planner.core.plan import Schedule
+from planner.core.schedule import Action, actions_of, num_in_flight
+
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+SIZES = [(1, 1), (1, 5), (2, 2), (2, 3), (3, 7), (4, 4), (4, 9), (8, 8), (8, 32)]
+
+
+def as_text(actions: tuple[Action, ...]) -> str:
+    """`F0 F1 B0 B1`."""
+    return " ".join(map(str, actions))
+
+
+def most_waiting(actions: tuple[Action, ...]) -> int:
+    """The most micro-batches between their forward and their backward, walking the list."""
+    waiting: set[int] = set()
+    most = 0
+    for action in actions:
+        if action.kind == "F":
+            waiting.add(action.micro_batch)
+        else:
+            waiting.remove(action.micro_batch)
+        most = max(most, len(waiting))
+    assert not waiting
+    return most
+
+
+def test_gpipe_does_all_forwards_first() -> None:
+    """Forwards of all micro-batches, then backwards in the same order."""
+    stages = actions_of("gpipe", num_stages=2, micro_batches=3)
+    assert [as_text(stage) for stage in stages] == ["F0 F1 F2 B0 B1 B2"] * 2
+
+
+def test_1f1b_alternates_after_its_warm_up() -> None:
+    """Stage k warms up with K-k forwards, then a backward follows each forward."""
+    stages = actions_of("1f1b", num_stages=3, micro_batches=4)
+    assert [as_text(stage) for stage in stages] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
+def test_every_micro_batch_passes_every_stage_once_each_way(
+    schedule: Schedule, num_stages: int, micro_batches: int
+) -> None:
+    """Each list holds every forward and every backward once, each kind in the order of the micro-batches."""
+    stages = actions_of(schedule, num_stages=num_stages, micro_batches=micro_batches)
+    assert len(stages) == num_stages
+    for stage in stages:
+        for kind in ("F", "B"):
+            assert [a.micro_batch for a in stage if a.kind == kind] == list(range(micro_batches))
+        assert len(stage) == 2 * micro_batches
+
+
+@pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
+def test_1f1b_keeps_as_many_micro_batches_waiting_as_stages_follow(num_stages: int, micro_batches: int) -> None:
+    """Walking the lists counts min(M, K-k) waiting on stage k: what the memory model is told."""
+    stages = actions_of("1f1b", num_stages=num_stages, micro_batches=micro_batches)
+    counted = [most_waiting(stage) for stage in stages]
+    assert counted == [min(micro_batches, num_stages - k) for k in range(num_stages)]
+    assert counted == [num_in_flight("1f1b", k, num_stages, micro_batches) for k in range(num_stages)]
+
+
+@pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
+def test_gpipe_keeps_every_micro_batch_waiting(num_stages: int, micro_batches: int) -> None:
+    """All M wait on every stage, the last included."""
+    stages = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
+    assert {most_waiting(stage) for stage in stages} == {micro_batches}
+    assert {num_in_flight("gpipe", k, num_stages, micro_batches) for k in range(num_stages)} == {micro_batches}
+
+
+def test_gpipe_runs_with_fewer_micro_batches_than_stages() -> None:
+    """Slowly, but correctly: M = 1 on eight stages is one forward and one backward each."""
+    assert {as_text(stage) for stage in actions_of("gpipe", num_stages=8, micro_batches=1)} == {"F0 B0"}
+
+
+def test_1f1b_is_refused_with_fewer_micro_batches_than_stages() -> None:
+    """The engine would refuse it late; here the error names M and K, and what to do."""
+    with pytest.raises(UsageError, match=r"M = 3, K = 4") as refused:
+        actions_of("1f1b", num_stages=4, micro_batches=3)
+    assert "--schedule gpipe" in refused.value.hint
+
+
+def test_no_pair_of_schedules_is_the_same_by_mistake() -> None:
+    """From two stages on, 1F1B and GPipe differ on every stage that does not wait for all M."""
+    for num_stages, micro_batches in product((2, 4), (4, 8)):
+        gpipe = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
+        other = actions_of("1f1b", num_stages=num_stages, micro_batches=micro_batches)
+        differ = [a != b for a, b in zip(gpipe, other, strict=True)]
+        assert differ == [num_stages - k < micro_batches for k in range(num_stages)]

@@ -1,0 +1,200 @@
+"""The closed form of GPipe's step: equal to the simulator, to the paper's bubble, and to published figures."""
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from planner.core.costs import costs_at
+from planner.core.evaluate import Partition, predict, step_us
+from planner.core.plan import Recompute, Schedule
+from planner.core.planning import cluster_of
+from planner.core.schedule import actions_of
+from planner.core.simulate import StageTimes, simulate
+from planner.core.step_time import StepTime, flow_shop_us, gpipe_step
+from tests.support.profiles import inputs_of, profile_of
+
+
+def partition_of(
+    balance: tuple[int, ...], micro_batches: int, *, recompute: Recompute = "never", schedule: Schedule = "gpipe"
+) -> Partition:
+    """The same recomputation on every stage."""
+    return Partition(
+        schedule=schedule, micro_batches=micro_batches, balance=balance, recompute=(recompute,) * len(balance)
+    )
+
+
+def predicted_step_us(num_stages: int, micro_batches: int, num_layers: int = 48, batch: int = 32) -> float:
+    """Step of a chain of equal layers, F:B = 1:2, whose times are proportional to the micro-batch size."""
+    size = Fraction(batch, micro_batches)
+    profile = profile_of([float(size)] * num_layers, [float(2 * size)] * num_layers)
+    balance = (num_layers // num_stages,) * num_stages
+    costs, cluster = costs_at(profile, 1), cluster_of(inputs_of(num_stages, 1))
+    return step_us(costs, partition_of(balance, micro_batches), cluster)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7, 8, 15, 16])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_equal_stages_have_exactly_the_papers_bubble(schedule: Schedule, num_stages: int) -> None:
+    """Idle share (K-1)/(M+K-1), in whole numbers, for GPipe and 1F1B alike, by the simulator and by `predict`."""
+    stages = [StageTimes(forward_us=1, backward_us=2, last_backward_us=2)] * num_stages
+    profile = profile_of([1.0] * num_stages, [2.0] * num_stages)
+    costs, cluster = costs_at(profile, 1), cluster_of(inputs_of(num_stages, 1))
+    tried = 0
+    for micro_batches in (1, 2, 3, 5, 8, 16, 37, 64):
+        if schedule == "1f1b" and micro_batches < num_stages:
+            continue
+        actions = actions_of(schedule, num_stages=num_stages, micro_batches=micro_batches)
+        end = max(event.end_us for event in simulate(actions, stages))
+        assert end == 3 * (micro_batches + num_stages - 1)
+        ideal = Fraction(num_stages - 1, micro_batches + num_stages - 1)
+        assert 1 - Fraction(3 * micro_batches, int(end)) == ideal
+        partition = partition_of((1,) * num_stages, micro_batches, schedule=schedule)
+        figures = predict(costs, partition, cluster)
+        assert figures.step_us == end
+        assert figures.bubble == pytest.approx(float(ideal), abs=1e-15)
+        assert figures.ideal_bubble == float(ideal)
+        tried += 1
+    assert tried >= 3
+
+
+def test_the_closed_form_is_the_simulators_time() -> None:
+    """On 400 random pipelines of unequal stages with links, blocking links, and a cheaper last micro-batch."""
+    rng = random.Random(3)
+    with_links = with_last = 0
+    for _ in range(400):
+        num_stages, micro_batches = rng.randint(1, 7), rng.randint(1, 12)
+        kind = rng.choice(["none", "free", "blocking", "mixed"])
+        stages = []
+        for k in range(num_stages):
+            backward = rng.uniform(0, 19)
+            send = rng.uniform(0, 15) if kind != "none" and k < num_stages - 1 else 0.0
+            stages.append(
+                StageTimes(
+                    forward_us=rng.choice([0.0, rng.uniform(0, 9)]),
+                    backward_us=backward,
+                    last_backward_us=rng.choice([backward, rng.uniform(0, backward)]),
+                    send_us=send,
+                    blocking=rng.random() < 0.5 if kind == "mixed" else kind == "blocking",
+                )
+            )
+        actions = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
+        simulated = max(event.end_us for event in simulate(actions, stages))
+        closed = gpipe_step(stages, micro_batches=micro_batches, optimizer_us=0.0)
+        assert closed.step_us == pytest.approx(simulated, rel=1e-9)
+        with_links += any(s.send_us for s in stages)
+        with_last += any(s.last_backward_us != s.backward_us for s in stages)
+    assert with_links > 100
+    assert with_last > 100
+
+
+def test_forward_and_backward_have_separate_bottlenecks() -> None:
+    """T = ΣF + (M-1) max F + ΣB + (M-1) max B, though the two maxima lie on different stages."""
+    stages = [
+        StageTimes(forward_us=10, backward_us=1, last_backward_us=1),
+        StageTimes(forward_us=2, backward_us=9, last_backward_us=9),
+    ]
+    time = gpipe_step(stages, micro_batches=5, optimizer_us=3.0)
+    assert time == StepTime(forward_us=12 + 4 * 10, backward_us=10 + 4 * 9, optimizer_us=3.0)
+    assert time.step_us == 52 + 46 + 3
+
+
+def test_a_slow_link_is_the_bottleneck() -> None:
+    """T = ΣF + ΣC + (M-1) max(F, C), and the same backward: a link slower than the stages sets the pace."""
+    stages = [
+        StageTimes(forward_us=1, backward_us=2, last_backward_us=2, send_us=7),
+        StageTimes(forward_us=3, backward_us=4, last_backward_us=4),
+    ]
+    time = gpipe_step(stages, micro_batches=4)
+    assert (time.forward_us, time.backward_us) == (1 + 7 + 3 + 3 * 7, 4 + 7 + 2 + 3 * 7)
+
+
+def test_a_blocking_link_adds_to_the_receiver() -> None:
+    """Stage 1 receives and computes 3 + 7 per micro-batch, backward stage 0 receives and computes 2 + 7."""
+    stages = [
+        StageTimes(forward_us=1, backward_us=2, last_backward_us=2, send_us=7, blocking=True),
+        StageTimes(forward_us=3, backward_us=4, last_backward_us=4),
+    ]
+    time = gpipe_step(stages, micro_batches=4)
+    assert (time.forward_us, time.backward_us) == (1 + 10 + 3 * 10, 4 + 9 + 3 * 9)
+
+
+@pytest.mark.parametrize("num_jobs", [1, 2, 3, 8])
+def test_the_flow_shop_equals_its_recursion(num_jobs: int) -> None:
+    """C(job, machine) = max(C(job-1, machine), C(job, machine-1)) + p, on 50 random shops whose last job differs."""
+    rng = random.Random(num_jobs)
+    for _ in range(50):
+        machines = []
+        for _ in range(rng.randint(1, 6)):
+            p = rng.uniform(0, 9)
+            machines.append((p, rng.uniform(0, p)))
+        done = [0.0] * len(machines)
+        for job in range(num_jobs):
+            before = 0.0
+            for n, (p, q) in enumerate(machines):
+                done[n] = before = max(done[n], before) + (q if job == num_jobs - 1 else p)
+        assert flow_shop_us(machines, num_jobs) == pytest.approx(done[-1], rel=1e-12)
+
+
+def test_one_micro_batch_takes_the_sum_of_everything() -> None:
+    """M = 1 is no pipeline: all stages and links one after another, the last micro-batch's backward only."""
+    stages = [
+        StageTimes(forward_us=1, backward_us=100, last_backward_us=2, send_us=5),
+        StageTimes(forward_us=3, backward_us=100, last_backward_us=4),
+    ]
+    assert gpipe_step(stages, micro_batches=1).step_us == 1 + 5 + 3 + 4 + 5 + 2
+
+
+@pytest.mark.parametrize(("num_stages", "published"), [(2, 1.8), (4, 3.4), (8, 6.3)])
+def test_speed_ups_are_those_of_the_paper(num_stages: int, published: float) -> None:
+    """Transformer-48 with M = 32 against K = 2, M = 1: KM/(M+K-1), within 8 % of what the GPipe paper measured."""
+    speed_up = predicted_step_us(2, 1) / predicted_step_us(num_stages, 32)
+    assert speed_up == pytest.approx(num_stages * 32 / (32 + num_stages - 1), rel=1e-12)
+    assert speed_up == pytest.approx(published, rel=0.08)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 32])
+def test_recomputing_all_but_the_last_costs_what_was_published(micro_batches: int) -> None:
+    """With F:B = 1:2 on one device, time without over time with is 3/(3+(M-1)/M): 0.857 at M = 2 (measured 0.858, 0.853)."""
+    profile = profile_of([1.0] * 6, [2.0] * 6)
+    costs, cluster = costs_at(profile, 1), cluster_of(inputs_of(1, 1))
+    without = step_us(costs, partition_of((6,), micro_batches), cluster)
+    spared = step_us(costs, partition_of((6,), micro_batches, recompute="except-last"), cluster)
+    assert without / spared == pytest.approx(3 / (3 + (micro_batches - 1) / micro_batches), rel=1e-12)
+    if micro_batches == 2:
+        assert without / spared == pytest.approx(0.858, rel=0.01)
+        assert without / spared == pytest.approx(0.853, rel=0.01)
+
+
+def test_the_best_cut_depends_on_the_schedule() -> None:
+    """F 30 10 10 10, B 20 20 20 60, M = 32 (findings 8): GPipe pays max F + max B, 1F1B about max(F+B)."""
+    costs = costs_at(profile_of([30, 10, 10, 10], [20, 20, 20, 60]), 1)
+    cluster = cluster_of(inputs_of(2, 32))
+    times = {
+        schedule: {
+            balance: step_us(costs, partition_of(balance, 32, schedule=schedule), cluster)
+            for balance in ((1, 3), (2, 2), (3, 1))
+        }
+        for schedule in ("gpipe", "1f1b")
+    }
+    best = {schedule: min(of, key=lambda balance: of[balance]) for schedule, of in times.items()}
+    assert best == {"gpipe": (3, 1), "1f1b": (2, 2)}
+    assert times["1f1b"][2, 2] < times["gpipe"][3, 1]
+
+
+def test_1f1b_is_never_slower_than_its_list_of_actions_allows() -> None:
+    """On unequal stages 1F1B takes at least M times the largest F+B plus what leads to and from that stage."""
+    rng = random.Random(5)
+    for _ in range(50):
+        num_stages = rng.randint(1, 5)
+        micro_batches = num_stages + rng.randint(0, 6)
+        forward = [rng.uniform(1, 9) for _ in range(num_stages)]
+        backward = [rng.uniform(1, 9) for _ in range(num_stages)]
+        costs = costs_at(profile_of(forward, backward), 1)
+        partition = partition_of((1,) * num_stages, micro_batches, schedule="1f1b")
+        time = step_us(costs, partition, cluster_of(inputs_of(num_stages, 1)))
+        pace = [
+            sum(forward[:k]) + micro_batches * (forward[k] + backward[k]) + sum(backward[:k]) for k in range(num_stages)
+        ]
+        assert time >= max(pace) * (1 - 1e-12)
+        assert time <= sum(forward) + sum(backward) + 2 * micro_batches * (max(forward) + max(backward))

@@ -1,0 +1,170 @@
+"""Values to show, made by the core alone: a chain with awkward names, plans and runs of it, and ideal timelines."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from planner.core.cluster import Link
+from planner.core.costs import costs_at
+from planner.core.evaluate import Partition, timeline
+from planner.core.plan import Inputs, Plan, ProfileReference, Recompute, SolverReport, Stage, StageMemory
+from planner.core.planning import build_plan, cluster_of
+from planner.core.profile import Device, Environment, LayerProfile, Model, Profile
+from planner.core.run_report import RunReport, StageRun
+from planner.core.schedule import actions_of
+from planner.core.simulate import Event, StageTimes, simulate
+from planner.core.verdict import Verdict, judge
+from planner.show import (
+    Style,
+    comparison_text,
+    memory_text,
+    plan_text,
+    profile_text,
+    run_text,
+    timeline_text,
+    verdict_text,
+)
+
+MIB = 2**20
+LONG_NAME = "encoder.layers.11.self_attention.output_projection.dropout.with.a.very.long.module.path"
+AWKWARD = ("[bold]stem[/bold]", "block.0", "block.1", "block.2", "größe\x1b[31m", LONG_NAME)
+
+
+def style(width: int = 84, *, unicode: bool = True, color: bool = False, wrap: bool = True) -> Style:
+    return Style(width=width, unicode=unicode, color=color, wrap=wrap)
+
+
+def bare(text: str) -> str:
+    """Without ANSI codes."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def layer(name: str, *, forward_us: float = 1000.0, digest: str = "", tied: tuple[str, ...] = ()) -> LayerProfile:
+    return LayerProfile(
+        name=name,
+        digest=digest,
+        parameter_bytes=3 * MIB,
+        optimizer_bytes=6 * MIB,
+        buffer_bytes=4096,
+        tied=tied,
+        forward_us=(forward_us, 2 * forward_us),
+        backward_us=(2 * forward_us, 4 * forward_us),
+        spread=(0.01, 0.02),
+        output_bytes=(MIB, 2 * MIB),
+        saved_bytes=(4 * MIB, 8 * MIB),
+        forward_flops=(10**9, 2 * 10**9),
+    )
+
+
+def profile(names: Sequence[str] = AWKWARD) -> Profile:
+    """Neighbours called `block.…` were measured once."""
+    return Profile(
+        model=Model(source="models/[dim]net.py:build_model", settings={"depth": 6}, parameters=4_718_592),
+        device=Device(kind="cuda", name="NVIDIA H100", memory_bytes=80 * 2**30),
+        environment=Environment(torch="2.13.0", python="3.11.7"),
+        optimizer="adamw",
+        micro_batch_sizes=(1, 2),
+        layers=tuple(layer(name, digest="d1" if name.startswith("block") else "") for name in names),
+    )
+
+
+def plan(
+    balance: tuple[int, ...] = (2, 2, 2),
+    *,
+    micro_batches: int = 4,
+    cap: int = 120 * MIB,
+    recompute: Recompute = "never",
+    solver: SolverReport | None = None,
+    devices: int | None = None,
+    reserve_bytes: int = 0,
+    of: Profile | None = None,
+) -> Plan:
+    devices = devices or len(balance)
+    inputs = Inputs(
+        profile=ProfileReference(path="profile.yaml", digest="sha256:0"),
+        devices=devices,
+        memory_bytes=(cap,) * devices,
+        batch=micro_batches,
+        link=Link(latency_us=10.0, bytes_per_s=1e10),
+        reserve_bytes=reserve_bytes,
+    )
+    partition = Partition(
+        schedule="gpipe", micro_batches=micro_batches, balance=balance, recompute=(recompute,) * len(balance)
+    )
+    solver = solver or SolverReport(method="dynamic-programming", status="optimal")
+    return build_plan(costs_at(of or profile(), 1), partition, inputs=inputs, solver=solver)
+
+
+def events_of(planned: Plan) -> tuple[Event, ...]:
+    return timeline(costs_at(profile(), 1), Partition.of(planned), cluster_of(planned.inputs))
+
+
+def equal_stages(num_stages: int, micro_batches: int, *, forward_us: float = 1000.0) -> tuple[Event, ...]:
+    """One GPipe step on equal stages without links, backward twice forward."""
+    times = StageTimes(forward_us=forward_us, backward_us=2 * forward_us, last_backward_us=2 * forward_us)
+    actions = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
+    return simulate(actions, (times,) * num_stages)
+
+
+def stage(index: int = 0, *, cap: int = 100 * MIB, **memory: int) -> Stage:
+    return Stage(
+        index=index,
+        first="a",
+        last="b",
+        layers=2,
+        recompute="never",
+        forward_us=1.0,
+        backward_us=2.0,
+        memory=StageMemory.of(**memory),
+        memory_bytes=cap,
+    )
+
+
+def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99) -> RunReport:
+    """A run that took `time_factor` of what `planned` says, after two slow steps."""
+    step_us = planned.predicted.step_us * time_factor
+    return RunReport(
+        plan_digest="sha256:1",
+        seed=0,
+        device=Device(kind="cuda", name="NVIDIA [H100]"),
+        losses=(8.5, 8.4, 8.3, 8.2, 8.1),
+        step_us=(10 * step_us, 2 * step_us, 0.9 * step_us, step_us, 3 * step_us),
+        warmup_steps=2,
+        stages=tuple(
+            StageRun(
+                index=s.index,
+                first=s.first,
+                last=s.last,
+                forward_us=s.forward_us * time_factor,
+                backward_us=s.backward_us * time_factor,
+                parameter_bytes=s.memory.parameters,
+                peak_bytes=round(s.memory.total * peak_factor),
+            )
+            for s in planned.stages
+        ),
+    )
+
+
+def verdict(*, cap: int = 40 * MIB) -> Verdict:
+    """Of a plan judged against other caps than it was made for."""
+    return judge(plan(), profile(), profile_digest="sha256:0", memory_bytes=(cap,) * 3)
+
+
+def renamed(planned: Plan, name: str) -> Plan:
+    first, *others = planned.stages
+    return replace(planned, stages=(replace(first, first=name), *others))
+
+
+EVERYTHING: dict[str, Callable[[Style], str]] = {
+    "plan": lambda s: plan_text(plan(), events_of(plan()), s),
+    "plan over its caps": lambda s: plan_text(plan(cap=40 * MIB), (), s),
+    "plan far below its caps": lambda s: plan_text(plan(cap=10**15, recompute="except-last"), (), s),
+    "profile": lambda s: profile_text(profile(), s),
+    "run": lambda s: run_text(report(plan()), None, s),
+    "run under a plan": lambda s: run_text(report(plan()), plan(), s),
+    "comparison": lambda s: comparison_text(plan(), report(plan(), peak_factor=2.0), s),
+    "verdict": lambda s: verdict_text(verdict(), s),
+    "memory": lambda s: memory_text(plan().stages, s),
+    "timeline": lambda s: timeline_text(events_of(plan()), 3, s),
+    "timeline of many": lambda s: timeline_text(equal_stages(8, 32), 8, s),
+}

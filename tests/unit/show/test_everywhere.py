@@ -1,0 +1,112 @@
+"""What holds of every text, whatever it shows."""
+
+import subprocess
+import sys
+
+import pytest
+from rich.cells import cell_len
+
+from planner.show import comparison_text, plan_text, profile_text, run_text
+from tests.unit.show.samples import EVERYTHING, LONG_NAME, bare, events_of, plan, profile, renamed, report, style
+
+ALL = pytest.mark.parametrize("show", EVERYTHING.values(), ids=EVERYTHING)
+ESCAPE = "\x1b"
+
+
+@ALL
+@pytest.mark.parametrize("width", [60, 76, 84, 96, 120])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_never_wider_than_the_terminal(show, width, unicode):
+    """On a terminal no line exceeds its width, long layer names included."""
+    lines = show(style(width, unicode=unicode)).splitlines()
+    assert max(map(cell_len, lines)) <= width
+
+
+@ALL
+@pytest.mark.parametrize("width", [1, 20])
+def test_tiny_terminals_are_survived(show, width):
+    """Below 60 columns the layout for 60 is kept."""
+    assert show(style(width)) == show(style(60))
+
+
+@ALL
+@pytest.mark.parametrize("color", [True, False])
+def test_no_trailing_blanks(show, color):
+    """No line ends in blanks, and the text does not end in a line feed."""
+    text = bare(show(style(color=color)))
+    assert all(line == line.rstrip() for line in text.split("\n"))
+    assert not text.endswith("\n")
+
+
+@ALL
+def test_ascii_is_ascii(show):
+    """Without unicode even foreign names, ellipses and fills are ASCII."""
+    show(style(unicode=False)).encode("ascii")
+
+
+@ALL
+def test_no_escape_codes_without_colour(show):
+    """Colour off leaves no ESC, not even one hidden in a layer name."""
+    assert ESCAPE not in show(style(color=False))
+
+
+@ALL
+def test_colour_says_nothing_of_its_own(show):
+    """Colour adds codes and changes no character, so nothing is said by colour alone."""
+    colored = show(style(color=True))
+    assert ESCAPE in colored
+    assert bare(colored) == show(style(color=False))
+
+
+@ALL
+@pytest.mark.parametrize("variable", [("NO_COLOR", "1"), ("FORCE_COLOR", "1"), ("TERM", "dumb"), ("COLUMNS", "20")])
+def test_the_style_alone_decides(show, variable, monkeypatch):
+    """Environment variables do not change what a given style draws."""
+    before = show(style(100, color=True))
+    monkeypatch.setenv(*variable)
+    assert show(style(100, color=True)) == before
+
+
+def test_markup_in_names_is_shown():
+    """`[bold]` in a layer's name is text."""
+    wide = style(120, wrap=False)
+    assert "[bold]stem[/bold]" in plan_text(plan(), (), wide)
+    assert "[bold]stem[/bold]" in profile_text(profile(), wide)
+    assert "models/[dim]net.py" in profile_text(profile(), wide)
+    assert "[bold]stem[/bold]" in run_text(report(plan()), None, wide)
+    assert "NVIDIA [H100]" in run_text(report(plan()), plan(), wide)
+
+
+def test_control_characters_in_names_are_spelled_out():
+    """A layer name cannot send codes to the terminal."""
+    text = plan_text(renamed(plan(), "evil\x1b[2J\nname\u202e"), (), style(120, color=True, wrap=False))
+    assert r"evil\x1b[2J\nname\u202e" in text
+
+
+def test_a_pipe_cuts_nothing():
+    """In a pipe a long name stands whole on one line, with every column beside it."""
+    text = plan_text(plan((1, 4, 1)), events_of(plan((1, 4, 1))), style(120, wrap=False))
+    (line,) = [line for line in text.splitlines() if LONG_NAME in line]
+    assert line.split()[:2] == ["2", LONG_NAME]
+    assert line.endswith(" %")
+
+
+def test_a_narrow_terminal_folds_names():
+    """On a narrow terminal a long name is broken over lines, not cut."""
+    text = plan_text(plan((1, 4, 1)), (), style(60)).split("memory per stage")[0]
+    column = "".join(
+        line[7:30].split("never")[0].strip() for line in text.splitlines() if line.startswith(("2 ", "  "))
+    )
+    assert LONG_NAME in column
+
+
+def test_show_needs_no_torch():
+    """Showing things imports neither torch nor what only other rooms may know."""
+    code = "import sys, planner.show; print(sorted({'torch', 'yaml', 'pydantic', 'typer'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_texts_are_repeatable():
+    """The same values give the same text."""
+    assert comparison_text(plan(), report(plan()), style()) == comparison_text(plan(), report(plan()), style())

@@ -1,0 +1,89 @@
+"""Memory bars: to scale, the cap marked, too much said in words."""
+
+from planner.show import memory_text
+from planner.show.memory import KINDS
+from planner.show.style import ASCII, UNICODE
+from tests.unit.show.samples import MIB, stage, style
+
+
+def bars(text):
+    """Everything from the bar's first column, per stage."""
+    lines = text.splitlines()[1:]
+    return [line[len("stage 0 ") :] for line in lines if line.startswith("stage ") and line[7] != ":"]
+
+
+def test_every_kind_has_its_fill():
+    """No two kinds of memory look the same, in either set of characters."""
+    for glyphs in (UNICODE, ASCII):
+        assert len(glyphs.memory) == len(KINDS) == len(set(glyphs.memory))
+        assert glyphs.cap not in glyphs.memory
+
+
+def test_numbers_beside_the_bar():
+    """Need, cap and share stand beside the bar."""
+    text = memory_text([stage(parameters=93 * MIB)], style())
+    assert "93.0 MiB of 100 MiB · 93 %" in text
+
+
+def test_bar_is_to_scale():
+    """Half the cap fills half the columns up to the mark, split as the kinds are."""
+    (bar,) = bars(memory_text([stage(parameters=25 * MIB, in_flight=25 * MIB)], style(100)))
+    mark = bar.index("│")
+    assert abs(bar.count("█") - mark / 4) <= 1
+    assert abs(bar.count("░") - mark / 4) <= 1
+    assert bar[:mark].count(" ") == mark - bar.count("█") - bar.count("░")
+
+
+def test_full_is_not_over():
+    """A stage that needs its cap to the last byte touches the mark and is not marked as over."""
+    text = memory_text([stage(parameters=100 * MIB)], style())
+    assert "█│" in text
+    assert "OVER" not in text
+
+
+def test_over_the_cap():
+    """A stage one byte over its cap is marked by a word; a stage well over it runs past the mark as well."""
+    text = memory_text([stage(parameters=100 * MIB + 1), stage(1, working=150 * MIB)], style())
+    first, second = bars(text)
+    assert first.endswith("100 % ! OVER")
+    assert second.endswith("150 % ! OVER")
+    assert "▌│▌" in second
+
+
+def test_unequal_caps():
+    """Every stage has its own mark, all on one scale."""
+    text = memory_text([stage(cap=100 * MIB, buffers=30 * MIB), stage(1, cap=50 * MIB, buffers=40 * MIB)], style())
+    first, second = bars(text)
+    assert abs(first.index("│") - 2 * second.index("│")) <= 1
+
+
+def test_caps_out_of_sight():
+    """Under caps far above the needs the bars are drawn to the largest need, and that is said."""
+    text = memory_text([stage(cap=10**18, parameters=MIB), stage(1, cap=10**18, parameters=2 * MIB)], style())
+    first, second = bars(text)
+    assert "to the largest need (2.00 MiB)" in text
+    assert "│" not in text
+    assert abs(2 * first.count("█") - second.count("█")) <= 1
+
+
+def test_small_caps_are_seen_beside_a_huge_one():
+    """A scale by need still marks the caps that lie within it."""
+    text = memory_text([stage(cap=2 * MIB, parameters=MIB), stage(1, cap=10**12, parameters=3 * MIB)], style())
+    first, second = bars(text)
+    assert "│" in first
+    assert "│" not in second
+
+
+def test_legend_names_the_kinds_present():
+    """The legend holds the kinds that some stage has, with the bytes of the stage nearest its cap."""
+    text = memory_text([stage(parameters=MIB, in_flight=MIB), stage(1, parameters=60 * MIB)], style())
+    legend = text[text.index("stage 1:") :]
+    assert "█ parameters 60.0 MiB" in legend
+    assert "in flight 0 B" in legend
+    assert "gradients" not in legend
+
+
+def test_nothing_needed():
+    """A stage without memory, or a cap of zero, has an empty bar."""
+    assert "0 B of 100 MiB" in memory_text([stage()], style())
+    assert "OVER" in memory_text([stage(cap=0, parameters=1)], style())

@@ -1,0 +1,112 @@
+"""A profile's facts and its table of layers."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core.profile import Device, LayerProfile, Profile
+from planner.show import profile_text
+from planner.show.numbers import TimeScale, difference, format_count
+from tests.unit.show.samples import layer, profile, style
+
+WIDE = style(120, wrap=False)
+
+
+def row(text, start):
+    (line,) = [line for line in text.splitlines() if line.startswith(start)]
+    return line
+
+
+def test_facts():
+    """Model, settings, device and how it was measured stand first."""
+    text = profile_text(profile(), WIDE)
+    for fact in (
+        "4,718,592 parameters",
+        "depth=6",
+        "cuda NVIDIA H100",
+        "80.0 GiB",
+        "measured",
+        "micro-batch sizes 1, 2",
+    ):
+        assert fact in text
+
+
+def test_layers_measured_once_are_one_row():
+    """Neighbours with one digest collapse into a row with the costs of one of them."""
+    line = row(profile_text(profile(), WIDE), "block")
+    assert line.startswith("block.0 … block.2 (3) ")
+    assert "3.00 MiB" in line
+
+
+def test_other_costs_under_one_digest_stay_apart():
+    """A digest written by hand does not hide different costs, and layers without a digest never collapse."""
+    layers = (layer("a", digest="x"), layer("b", digest="x", forward_us=5.0), layer("c"), layer("d"))
+    text = profile_text(replace(profile(), layers=layers), WIDE)
+    assert "(" not in text.split("total")[0].split("layer ")[1]
+
+
+def test_costs_at_the_largest_size():
+    """Times, bytes and FLOP are those of the largest micro-batch size; totals count every layer."""
+    text = profile_text(profile(), WIDE)
+    first, total = row(text, "[bold]stem").split(), row(text, "total").split()
+    assert first[3:5] == ["2.000", "4.000"]
+    assert total[1:5] == ["18.0", "MiB", "12.000", "24.000"]
+    assert "12.0 G" in row(text, "total")
+
+
+def test_time_per_sample():
+    """Time per sample at the smallest and the largest size stand side by side."""
+    text = profile_text(profile(), WIDE)
+    assert "at 1" in text
+    assert row(text, "[bold]stem").split()[-2:] == ["3.000", "3.000"]
+
+
+def test_the_least_profile():
+    """A profile written by hand with the required fields alone can be shown."""
+    bare = LayerProfile(
+        name="a", parameter_bytes=0, forward_us=(1.0,), backward_us=(2.0,), output_bytes=(0,), saved_bytes=(0,)
+    )
+    text = profile_text(Profile(device=Device(kind="cpu"), micro_batch_sizes=(4,), layers=(bare,)), WIDE)
+    assert row(text, "a ").split() == ["a", "0", "B", "1.0", "2.0", "0", "B", "0", "B", "-"]
+    assert "certain" not in text
+
+
+def test_tied_layers_and_noise_are_told():
+    """Shared parameters and the least certain time are worth a line."""
+    layers = (layer("wte"), layer("head", tied=("wte.weight",)))
+    text = profile_text(replace(profile(), layers=layers), WIDE)
+    assert "head shares wte.weight" in text
+    assert "±2.0 %" in text
+
+
+@pytest.mark.parametrize(
+    ("largest_us", "text"),
+    [
+        (0.4, "0.4 us"),
+        (999.0, "999.0 us"),
+        (1234.5, "1.234 ms"),
+        (45_678.0, "45.68 ms"),
+        (5e6, "5000.0 ms"),
+        (2e7, "20.00 s"),
+    ],
+)
+def test_units_of_time(largest_us, text):
+    """A column has one unit, chosen by its largest value."""
+    scale = TimeScale.fitting([0.1, largest_us])
+    assert f"{scale.text(largest_us)} {scale.unit}" == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.00 k"), (999_600, "1.00 M"), (1.75e9, "1.75 G"), (218e6, "218 M")],
+)
+def test_large_counts(count, text):
+    """Three digits and a decimal prefix."""
+    assert format_count(count) == text
+
+
+def test_differences():
+    """Measured against predicted, as a share of what was predicted."""
+    assert difference(200.0, 210.0) == "+5.0 %"
+    assert difference(200.0, 190.0) == "-5.0 %"
+    assert difference(0.0, 1.0) == "-"

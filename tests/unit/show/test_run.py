@@ -1,0 +1,79 @@
+"""A run report, alone and beside its plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.show import comparison_text, run_text
+from tests.unit.show.samples import MIB, plan, report, style
+
+WIDE = style(120, wrap=False)
+
+
+def row(text, start):
+    (line,) = [line for line in text.splitlines() if line.startswith(start)]
+    return line
+
+
+@pytest.mark.parametrize(("factor", "text"), [(1.1, "+10.0 %"), (1.0, "+0.0 %"), (0.968, "-3.2 %")])
+def test_times_in_percent(factor, text):
+    """Step, forward and backward are compared as (measured - predicted) / predicted."""
+    lines = comparison_text(plan(), report(plan(), time_factor=factor), WIDE)
+    for start in ("step", "forward, stage 1", "backward, stage 2"):
+        assert row(lines, start).endswith(text)
+
+
+def test_step_is_the_median_after_the_warm_up():
+    """Slow first steps and an outlier do not count: the median of the measured steps does."""
+    planned = plan()
+    measured = row(comparison_text(planned, report(planned, time_factor=2.0), WIDE), "step").split()
+    assert float(measured[3]) == pytest.approx(2 * float(measured[1]), rel=1e-3)
+    assert "median of 3 after 2 to warm up" in run_text(report(planned), planned, WIDE)
+
+
+def test_peak_memory_in_percent():
+    """Peaks are compared in percent, and one over the cap is said in words."""
+    planned = plan()
+    assert row(comparison_text(planned, report(planned, peak_factor=0.99), WIDE), "peak memory, stage 0").endswith(
+        "-1.0 %"
+    )
+    text = comparison_text(planned, report(planned, peak_factor=3.0), WIDE)
+    assert "! OVER" in row(text, "peak memory, stage 0")
+    assert row(text, "peak memory, stage 0").endswith("+200.0 %")
+
+
+def test_the_reserve_is_left_out():
+    """The reserve is not the allocator's: predicted peaks are compared without it, which is said."""
+    planned = plan(reserve_bytes=20 * MIB)
+    run = report(plan(), peak_factor=1.0)
+    text = comparison_text(planned, run, WIDE)
+    assert row(text, "peak memory, stage 0").endswith("+0.0 %")
+    assert "without the reserve of 20.0 MiB" in text
+
+
+def test_run_without_a_plan():
+    """Without a plan the measured values stand alone."""
+    text = run_text(report(plan()), None, WIDE)
+    assert "predicted" not in text
+    assert "[bold]stem[/bold] … block.0" in row(text, "0 ")
+    assert "loss 8.5 → 8.1" in text
+
+
+def test_run_with_a_plan_holds_the_comparison():
+    """With its plan the run is shown as the comparison is."""
+    assert comparison_text(plan(), report(plan()), WIDE) in run_text(report(plan()), plan(), WIDE)
+
+
+def test_a_run_of_other_stages():
+    """A run that is not the plan's is compared as far as it goes, with a warning."""
+    text = comparison_text(plan(), report(plan((3, 3))), WIDE)
+    assert "! the run had other stages than the plan (2, planned 3)" in text
+    assert "! the run" not in comparison_text(plan(), report(plan()), WIDE)
+
+
+def test_a_run_that_only_warmed_up():
+    """A run shorter than its warm-up shows the steps it has; a run of no steps says so."""
+    short = replace(report(plan()), step_us=(5000.0,), losses=(1.0,))
+    assert "step 5.000 ms, median of 1 warm-up included" in run_text(short, None, WIDE)
+    empty = replace(report(plan()), step_us=(), losses=())
+    assert "no step was timed" in run_text(empty, plan(), WIDE)

@@ -1,0 +1,120 @@
+"""The timeline: to scale, without overlaps, legible with and without room for numbers."""
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from planner.core.schedule import actions_of
+from planner.core.simulate import Event, StageTimes, simulate
+from planner.show import timeline_text
+from planner.show.timeline import Scale, boxes_of, idle_share
+from tests.unit.show.samples import equal_stages, events_of, plan, style
+
+
+def rows(text):
+    """What stands right of each stage's label."""
+    return [line.split(" ", 2)[2] for line in text.splitlines() if line.startswith("stage ")]
+
+
+def uneven(num_stages=4, micro_batches=6):
+    times = tuple(
+        StageTimes(forward_us=700.0 + 130 * k, backward_us=1900.0 - 210 * k, last_backward_us=900.0, send_us=90.0)
+        for k in range(num_stages)
+    )
+    return simulate(actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches), times)
+
+
+def test_idle_of_equal_stages():
+    """K = 8 equal stages and M = 32 micro-batches idle (K-1)/(M+K-1) of the time."""
+    assert idle_share(equal_stages(8, 32), 8) == pytest.approx(7 / 39)
+    assert "blank: idle 17.9 %" in timeline_text(equal_stages(8, 32), 8, style())
+
+
+def test_blanks_drawn_are_the_idle_time():
+    """Counting characters in the picture gives the same share as the events, within half a column per gap."""
+    drawn = rows(timeline_text(equal_stages(8, 32), 8, style(1000)))
+    columns = max(map(len, drawn))
+    filled = sum(len(row.replace(" ", "")) for row in drawn)
+    assert 1 - filled / (8 * columns) == pytest.approx(7 / 39, abs=2 / columns)
+
+
+@pytest.mark.parametrize("columns", [20, 52, 76, 112, 500])
+def test_boxes_are_to_scale_and_apart(columns):
+    """Every edge lies within half a column of its time, and boxes of one stage never overlap."""
+    events = uneven()
+    scale = Scale(total_us=max(e.end_us for e in events), columns=columns)
+    for stage in range(4):
+        boxes = boxes_of(events, stage, scale)
+        mine = sorted((e for e in events if e.stage == stage and len(e.kind) == 1), key=lambda e: e.start_us)
+        assert [(b.kind, b.micro_batch) for b in boxes] == [(e.kind, e.micro_batch) for e in mine]
+        for box, event in zip(boxes, mine, strict=True):
+            assert abs(box.start - event.start_us * columns / scale.total_us) <= 0.5
+            assert abs(box.end - event.end_us * columns / scale.total_us) <= 0.5
+            assert 0 <= box.start <= box.end <= columns
+        assert all(left.end <= right.start for left, right in pairwise(boxes))
+
+
+def test_a_picture_by_hand():
+    """K = 2, M = 2, in columns of exactly one millisecond."""
+    events = equal_stages(2, 2, forward_us=6000.0)
+    text = timeline_text(events, 2, style(8 + 54))
+    assert rows(text) == [
+        "F0░░░░F1░░░░" + " " * 18 + "B0▓▓▓▓▓▓▓▓▓▓B1▓▓▓▓▓▓▓▓▓▓",
+        " " * 6 + "F0░░░░F1░░░░B0▓▓▓▓▓▓▓▓▓▓B1▓▓▓▓▓▓▓▓▓▓",
+    ]
+    axis = text.splitlines()[3:5]
+    assert axis == [
+        "        ├─────────┼─────────┼─────────┼─────────┼─────────┼───",
+        "     ms 0         10        20        30        40        50",
+    ]
+
+
+def test_ascii_picture():
+    """In ASCII forward and backward differ by letter and by fill."""
+    drawn = rows(timeline_text(equal_stages(2, 2), 2, style(62, unicode=False)))
+    assert drawn[0].startswith("F0----F1----  ")
+    assert drawn[0].endswith("  B0##########B1##########")
+
+
+def test_no_room_for_numbers():
+    """With M = 32 on 84 columns numbers go, forward and backward stay apart, and the legend promises no number."""
+    text = timeline_text(equal_stages(8, 32), 8, style(84))
+    drawn = rows(text)
+    assert len(drawn) == 8
+    assert all(re.fullmatch(r" *░+ *▓+", row) for row in drawn)
+    assert "number:" not in text
+
+
+def test_numbers_appear_with_room():
+    """On a wide terminal every box that has room for its number shows it, and so do its equals."""
+    drawn = rows(timeline_text(equal_stages(8, 32), 8, style(240)))
+    assert all(re.findall(r"B(\d+)", row) == [str(n) for n in range(32)] for row in drawn)
+
+
+def test_transfers_are_left_out():
+    """Transfers take no room in the rows."""
+    events = events_of(plan())
+    assert any(event.kind == "send F" for event in events)
+    computing = [event for event in events if event.kind in {"F", "B"}]
+    assert timeline_text(events, 3, style()) == timeline_text(computing, 3, style())
+
+
+def test_the_axis_keeps_its_numbers_apart():
+    """Ticks have round numbers that do not touch, at any width and for any length of step."""
+    for total_us in (3.0, 42.0, 999.0, 1e4, 123_456.0, 7e6, 3e9):
+        for width in range(60, 130, 7):
+            events = [Event(kind="F", stage=0, micro_batch=0, start_us=0.0, end_us=total_us)]
+            labels = timeline_text(events, 1, style(width)).splitlines()[3].split()[1:]
+            ticks = [float(label) for label in labels]
+            assert ticks[0] == 0
+            assert len(ticks) >= 2
+            gaps = [right - left for left, right in pairwise(ticks)]
+            assert gaps == pytest.approx([gaps[0]] * len(gaps))
+
+
+def test_nothing_to_draw():
+    """A step without events, or of no time, is said and not drawn."""
+    assert "nothing takes any time" in timeline_text((), 2, style())
+    still = [Event(kind="F", stage=0, micro_batch=0, start_us=0.0, end_us=0.0)]
+    assert "nothing takes any time" in timeline_text(still, 1, style())

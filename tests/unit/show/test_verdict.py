@@ -1,0 +1,46 @@
+"""The verdict on a plan."""
+
+from planner.core.verdict import Finding, Verdict, judge
+from planner.show import verdict_text
+from tests.unit.show.samples import MIB, plan, profile, style, verdict
+
+WIDE = style(120, wrap=False)
+
+
+def test_a_plan_that_does_not_fit():
+    """Each finding has its code and an indented hint, the bars follow, the answer comes last."""
+    lines = verdict_text(verdict(), WIDE).splitlines()
+    assert lines[0].startswith('GP101 error: stage 0 ("[bold]stem[/bold]" to "block.0") needs ')
+    assert lines[1].startswith("      hint: ")
+    assert lines[2] == ""
+    assert sum("! OVER" in line for line in lines) == 3
+    assert lines[-1] == "does not fit (3 errors)"
+
+
+def test_a_plan_that_fits():
+    """Without findings there are the bars and one word."""
+    lines = verdict_text(verdict(cap=120 * MIB), WIDE).splitlines()
+    assert lines[0] == "memory per stage"
+    assert lines[-1] == "fits"
+
+
+def test_warnings_do_not_forbid():
+    """A warning is counted beside the answer."""
+    judged = judge(plan(), profile(), profile_digest="sha256:0", headroom=0.9)
+    text = verdict_text(judged, WIDE)
+    assert text.count("GP102 warning: ") == 3
+    assert text.splitlines()[-1] == "fits (3 warnings)"
+
+
+def test_a_plan_of_another_profile():
+    """Without a recomputed plan there are no bars, and it is the profile that it does not fit."""
+    finding = Finding(code="GP202", severity="error", message="other layers", hint="solve again")
+    text = verdict_text(Verdict(fits=False, findings=(finding,), plan=None), WIDE)
+    assert text == "GP202 error: other layers\n      hint: solve again\n\ndoes not fit this profile (1 error)"
+
+
+def test_a_finding_without_a_hint():
+    """No hint, no empty line for it."""
+    finding = Finding(code="GP203", severity="warning", message="edited")
+    text = verdict_text(Verdict(fits=True, findings=(finding,), plan=None), WIDE)
+    assert text == "GP203 warning: edited\n\nfits (1 warning)"
