@@ -35,7 +35,7 @@ def emit(
             raise FileError(finding.message, path=plan, hint=finding.hint)
         console.warning(f"{finding.code}: {finding.message}")
     profile_folder = str(Path(profile_path(read, plan, profile)).parent)
-    emitted = emit_native(read, measured, folder=output, profile_folder=profile_folder)
+    emitted = emit_native(verdict.plan or read, measured, folder=output, profile_folder=profile_folder)
     script = Path(output, "train.py")
     if script.exists() and not force and is_edited(script):
         raise FileError("was edited since it was emitted", path=str(script), hint="keep it, or pass `--force`")

@@ -9,6 +9,7 @@ import typer
 
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format, integers
+from planner.core.cluster import ExecutorCost
 from planner.core.errors import UsageError
 
 __all__ = ["profile"]
@@ -62,6 +63,8 @@ def profile(
     options = ProfileOptions(micro_batch_sizes=sizes, device=device, threads=threads, repeats=repeat)
     with console.progress(f"profiling {model}") as progress:
         measured = profile_model(loaded, options, progress)
+    if measured.device.kind == "cpu":
+        measured = replace(measured, device=replace(measured.device, executor=_executor(console)))
     measured = replace(measured, model=replace(measured.model, source=_relative(measured.model.source, output)))
     files.write(output, measured, header=_HEADER.format(model=model))
     if output != "-":
@@ -74,6 +77,18 @@ def profile(
 _HEADER = (
     "Measured by `gpipe-plan profile {model}`; times in microseconds, sizes in bytes, one value per micro-batch size."
 )
+
+
+def _executor(console: Console) -> ExecutorCost | None:
+    """What two neighbouring processes on this machine cost, measured once and remembered."""
+    from planner.executor import executor_cost  # noqa: PLC0415 - torch
+
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan")
+    try:
+        return executor_cost(folder / "executor.json")
+    except (OSError, RuntimeError, ValueError) as error:
+        console.warning(f"two processes could not be run, so links are taken to cost nothing: {error}")
+        return None
 
 
 def _relative(source: str, output: str) -> str:

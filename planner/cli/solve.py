@@ -8,11 +8,11 @@ from planner import files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, caps, check_format, integers, link
 from planner.cli.plans import events_of, reference_path
-from planner.core.cluster import Link
+from planner.core.cluster import ExecutorCost, Link
 from planner.core.errors import UsageError
 from planner.core.plan import Inputs, ProfileReference, RecomputePolicy
 from planner.core.profile import Profile
-from planner.core.units import format_bytes, parse_bytes, parse_share, parse_us
+from planner.core.units import format_bytes, format_rate, format_us, parse_bytes, parse_share, parse_us
 from planner.show import plan_text
 from planner.solve import Request
 from planner.solve import solve as solve_plan
@@ -41,7 +41,9 @@ def solve(
             "--link", metavar="25GB/s,5us", help="Links between neighbours; `,blocking` if they do not overlap."
         ),
     ] = None,
-    overhead: Annotated[str, typer.Option(metavar="1ms", help="Executor's time per micro-batch and stage.")] = "0us",
+    overhead: Annotated[
+        str | None, typer.Option(metavar="1ms", help="Executor's time per micro-batch, stage and direction.")
+    ] = None,
     reserve: Annotated[str, typer.Option(metavar="500MB", help="Kept free on every device.")] = "0B",
     headroom: Annotated[str, typer.Option(metavar="5%", help="Share of every cap kept free.")] = "0%",
     balance: Annotated[
@@ -62,17 +64,19 @@ def solve(
     cuts = integers("--balance", balance) if balance is not None else None
     fixed = None if micro_batches == "auto" else integers("--micro-batches", micro_batches)[0]
     share = parse_share(headroom)
-    the_link = link(link_) if link_ is not None else Link()
+    given_link = link(link_) if link_ is not None else None
+    given_overhead_us = parse_us(overhead) if overhead is not None else None
     read = files.read_profile(profile)
+    executor = read.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
     inputs = Inputs(
         profile=ProfileReference(path=reference_path(profile, output), digest=files.digest_of(read)),
         model_digest=read.model.digest,
         devices=devices,
         memory_bytes=tuple(int(cap * (1 - share)) for cap in _caps(mem, devices, read)),
         batch=_batch(batch, read, console),
-        link=the_link,
+        link=executor.link if given_link is None else given_link,
         reserve_bytes=parse_bytes(reserve),
-        overhead_us=parse_us(overhead),
+        overhead_us=executor.overhead_us if given_overhead_us is None else given_overhead_us,
         recompute=_policy(recompute),
         optimizer=read.optimizer,
         extrapolate=extrapolate,
@@ -89,7 +93,7 @@ def solve(
 
 
 _HEADER = """\
-Made by `gpipe-plan solve`. You may edit balance, micro_batches and stages[].recompute by hand:
+Made by `gpipe-plan solve`. You may edit balance, stages[].recompute, and micro_batches with micro_batch_size by hand:
 then run `gpipe-plan check`, which recomputes everything else from the profile."""
 
 
@@ -122,7 +126,11 @@ def _policy(text: str) -> RecomputePolicy:
 def _notes(console: Console, inputs: Inputs, profile: Profile, *, extrapolated: bool) -> None:
     cap = max(inputs.memory_bytes)
     console.note(f"note: cap {cap / 1e9:g} GB = {format_bytes(cap)} per device")
-    if inputs.link == Link() and profile.device.kind == "cuda":
+    if inputs.link != Link():
+        kind = ", not overlapping with compute" if inputs.link.blocking else ""
+        rate = format_rate(inputs.link.bytes_per_s) if inputs.link.bytes_per_s else "unlimited"
+        console.note(f"note: link {rate}, {format_us(inputs.link.latency_us)}{kind}")
+    elif profile.device.kind == "cuda":
         console.note("note: no `--link`: moving tensors between stages is taken to cost nothing")
     if extrapolated:
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be under-estimated")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["Cluster", "Link"]
+__all__ = ["Cluster", "ExecutorCost", "Link"]
 
 
 _FORBID = {"extra": "forbid"}
@@ -27,6 +27,17 @@ class Link:
         if self.bytes_per_s == 0:
             return self.latency_us
         return self.latency_us + size_bytes / self.bytes_per_s * 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorCost:
+    """What the bundled executor itself costs on a machine."""
+
+    __pydantic_config__ = _FORBID
+    overhead_us: float
+    """Per micro-batch, stage and direction."""
+    link: Link
+    """Between two processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,8 @@ class ChainCosts:
     gradients: FloatArray
     optimizer: FloatArray
     optimizer_peak: FloatArray
+    optimizer_peaks_add: bool
+    """Whether the optimizer works on all parameters at once, so that its transients add up."""
     buffers: FloatArray
     ties: tuple[Tie, ...]
     input: FloatArray
@@ -57,6 +59,8 @@ class ChainCosts:
     saved: FloatArray
     unsaved_output: FloatArray
     """The part of `output` that `saved` does not hold: what a stage that ends here holds in addition."""
+    copied_input: FloatArray
+    """What a stage that begins here copies, because its layers write into the input they receive."""
     forward_level: FloatArray
     no_grad_peak: FloatArray
     """Highest during a forward without gradients, layer by layer, input included unless it is the stage's own."""
@@ -108,6 +112,7 @@ def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = Fal
         gradients=_constant(layers, _gradient_bytes),
         optimizer=_constant(layers, lambda layer: layer.optimizer_bytes),
         optimizer_peak=_constant(layers, lambda layer: layer.optimizer_peak_bytes),
+        optimizer_peaks_add=profile.optimizer_peak == "sum",
         buffers=_constant(layers, lambda layer: layer.buffer_bytes),
         ties=_ties(layers),
         target=float(at(np.array([[d.target_bytes] for d in layers[-1].detail]))[0]) if detail else 0.0,
@@ -121,6 +126,7 @@ _RECORD = (
     "output",
     "saved",
     "unsaved_output",
+    "copied_input",
     "forward_level",
     "no_grad_peak",
     "first_backward_level",
@@ -180,6 +186,7 @@ def _additive_memory(layers: Sequence[LayerProfile], n: int) -> list[list[float]
         saved,
         # Whether `saved` already holds the output is not known: a layer that saves nothing holds none of it.
         [max(0.0, out - kept) for out, kept in zip(output, saved, strict=True)],
+        [0.0] * len(layers),
         forward,
         [s + f for s, f in zip(saved, forward, strict=True)],
         backward,
@@ -208,6 +215,7 @@ def _exact_memory(layers: Sequence[LayerProfile], details: Sequence[MemoryDetail
         [float(size) for size in boundaries[1:]],
         saved,
         unkept,
+        [float(boundaries[n]) if _writes_received(details, n) else 0.0 for n in range(len(layers))],
         [held[n] + input_alive[n] + d.forward_peak_bytes for n, d in enumerate(details)],
         [float(d.no_grad_peak_bytes + (boundaries[n] if n else 0)) for n, d in enumerate(details)],
         # Gradients of the layers behind this one are there already: their sum is added for the stage's end, here
@@ -258,7 +266,18 @@ class _Storages:
         return sum(self.bytes[storage] for storage in set(self.behind[layer]))
 
     def unkept_behind(self, layer: int) -> float:
+        """Bytes behind `layer` that no layer keeps."""
         return float(sum(self.bytes[s] for s in set(self.behind[layer]) if not self.kept[s]))
+
+
+def _writes_received(details: Sequence[MemoryDetail], first: int) -> bool:
+    """Whether a stage that begins at `first` writes into what it receives, at once or through views of it."""
+    for detail in details[first:]:
+        if detail.writes_input:
+            return True
+        if all(tensor.alias < 0 for tensor in detail.outputs):
+            return False
+    return False
 
 
 def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:

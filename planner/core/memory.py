@@ -13,7 +13,8 @@ With exact records (`ChainCosts.exact`) what is alive within a moment is compose
 additive bound of `docs/cost-model.md` is used: everything held plus the largest transient.
 
 The engine's habits are those of `planner.executor`: receive buffers live from receiving to the end of that
-micro-batch's backward, outputs until its backward, gradients sent to the previous stage until the end of the step.
+micro-batch's backward; outputs until their backward. In GPipe the handles of sends hold outputs and gradients that
+were sent to neighbours until the end of the step.
 """
 
 from collections.abc import Iterator
@@ -152,10 +153,11 @@ class _Stages:
         self.gradients = tied(costs.gradients, "gradient_bytes")
         self.optimizer = tied(costs.optimizer, "optimizer_bytes")
         self.buffers = sums(costs.buffers)
-        self.optimizer_peak = highest(costs.optimizer_peak)
+        self.optimizer_peak = (sums if costs.optimizer_peaks_add else highest)(costs.optimizer_peak)
         self.output = np.broadcast_to(costs.output[None, :], self.buffers.shape)
         self.unsaved_output = costs.unsaved_output[None, :]
-        self.saved = sums(costs.saved) + self.unsaved_output
+        self.copied_input = costs.copied_input[firsts][:, None]
+        self.saved = sums(costs.saved) + self.unsaved_output + self.copied_input
         # The first stage reads slices of the mini-batch, which its caller holds for the whole step; other stages
         # receive into a buffer per micro-batch in flight, and send that buffer's gradient back.
         self.input = np.where(firsts > 0, costs.input[firsts], 0.0)[:, None]
@@ -164,9 +166,10 @@ class _Stages:
         self.input_gradient = self.input
         self.forward = highest(costs.forward_level) - saved_before
         self.no_grad = highest(costs.no_grad_peak)
-        self.backward = highest(costs.backward_level) - saved_before
+        # The engine holds a stage's output until its backward is done, whether or not a layer keeps it so long.
+        self.backward = highest(costs.backward_level) - saved_before + self.output
         gradients_to_end = np.cumsum(costs.gradients)[None, :]
-        first_backward = highest(costs.first_backward_level) - saved_before
+        first_backward = highest(costs.first_backward_level) - saved_before + self.output
         self.first_backward = first_backward - costs.gradients.sum() + gradients_to_end
         self.transient = highest(np.maximum(costs.forward_level, costs.backward_level))
 
@@ -175,8 +178,10 @@ class _Stages:
         gradients = np.minimum(self.gradients, working)
         return _Moment(gradients, in_flight, self.output_gradient, working - gradients)
 
-    def backward_moment(self, in_flight: FloatArray, working: FloatArray) -> _Moment:
-        return _Moment(self.gradients, in_flight, self.output_gradient + self.input_gradient, working)
+    def backward_moment(self, in_flight: FloatArray, working: FloatArray, *, gpipe: bool) -> _Moment:
+        # GPipe waits for its sends at the end of the phase only: until then their handles hold what was sent.
+        sent = self.input_gradient + (self.output_gradient if gpipe else 0.0)
+        return _Moment(self.gradients, in_flight, self.output_gradient + sent, working)
 
     def optimizer_moment(self) -> _Moment:
         nothing = np.zeros_like(self.gradients)
@@ -194,29 +199,30 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
     gradients = nothing if gpipe else s.gradients
 
     if recompute == "never":
-        own = s.input + s.unsaved_output
-        yield _Moment(gradients, waiting * full + s.input, nothing, s.forward)
+        own = s.input + s.copied_input
+        yield _Moment(gradients, waiting * full + s.input + s.copied_input, nothing, s.forward)
         if gpipe:
             yield s.first_backward_moment(waiting * full + own, s.first_backward)
             if waiting > 0:
-                yield s.backward_moment((waiting - 1) * full + own, s.backward)
+                yield s.backward_moment((waiting - 1) * full + own, s.backward, gpipe=True)
         else:
-            yield s.backward_moment(waiting * full + own, s.backward)
+            yield s.backward_moment(waiting * full + own, s.backward, gpipe=False)
     else:
         # With `except-last` one of the waiting micro-batches, the last one, kept its activations.
         kept = full - edges if recompute == "except-last" and waiting > 0 else nothing
-        again_first = np.maximum(s.forward, s.first_backward)
-        again = np.maximum(s.forward, s.backward)
-        last_forward = s.forward if recompute == "except-last" else s.no_grad
+        # The recomputed output, part of both levels, lives beside the one that was sent.
+        again_first = np.maximum(s.forward, s.first_backward) + s.copied_input
+        again = np.maximum(s.forward, s.backward) + s.copied_input
+        last_forward = (s.forward if recompute == "except-last" else s.no_grad) + s.copied_input
         yield _Moment(gradients, waiting * edges + s.input, nothing, last_forward)
         if gpipe:
             yield s.first_backward_moment(waiting * edges + kept + edges, again_first)
             if waiting > 0:
                 only_last_left = recompute == "except-last" and waiting == 1
                 held = (waiting - 1) * edges + (nothing if only_last_left else kept)
-                yield s.backward_moment(held + edges, again)
+                yield s.backward_moment(held + edges, again, gpipe=True)
         else:
-            yield s.backward_moment(waiting * edges + kept + edges, again)
+            yield s.backward_moment(waiting * edges + kept + edges, again, gpipe=False)
     yield s.optimizer_moment()
 
 
@@ -225,8 +231,8 @@ def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mom
     full = s.input + s.saved
     edges = s.input + s.output
     if recompute == "never":
-        yield s.backward_moment(in_flight * full, s.transient)
+        yield s.backward_moment(in_flight * full, s.transient, gpipe=False)
     else:
         kept = np.maximum(full - edges, 0.0) if recompute == "except-last" and in_flight > 1 else np.zeros_like(full)
-        yield s.backward_moment(in_flight * edges + kept, s.saved + s.transient)
+        yield s.backward_moment(in_flight * edges + kept, s.saved + s.transient, gpipe=False)
     yield s.optimizer_moment()

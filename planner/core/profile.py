@@ -7,6 +7,8 @@ These are the values behind `profile.yaml`; `docs/file-formats.md` describes eve
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from planner.core.cluster import ExecutorCost
+
 __all__ = [
     "PROFILE_SCHEMA",
     "BoundaryTensor",
@@ -27,6 +29,7 @@ Setting = bool | int | float | str
 
 # pydantic, which only `planner.files` knows, reads this attribute: unknown keys are errors.
 _FORBID = {"extra": "forbid"}
+# `planner.files` reads `__compact__`: fields that hold their default are not written.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ class Device:
     name: str = ""
     memory_bytes: int = 0
     how: Literal["measured", "compiled", "estimated"] = "measured"
+    executor: ExecutorCost | None = None
+    """What the bundled executor costs between two processes there: the solver's default for link and overhead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,7 @@ class BoundaryTensor:
     """One tensor that crosses the boundary behind a layer, for one micro-batch."""
 
     __pydantic_config__ = _FORBID
+    __compact__ = True
     bytes: int
     """Size of its storage."""
     kept: bool
@@ -96,6 +102,7 @@ class MemoryDetail:
     """
 
     __pydantic_config__ = _FORBID
+    __compact__ = True
     internal_bytes: int
     """Kept for backward, neither input, output, parameter nor buffer."""
     inputs: tuple[BoundaryTensor, ...]
@@ -108,6 +115,8 @@ class MemoryDetail:
     """Highest during the first micro-batch's backward, which allocates the gradients; what forward kept included."""
     backward_peak_bytes: int
     """Highest during a later backward, which accumulates into the gradients (not counted)."""
+    writes_input: bool = False
+    """Whether it writes into its input: a stage that begins with it works on a copy."""
     target_bytes: int = 0
     """Last layer only: the targets its loss reads."""
 
@@ -159,5 +168,7 @@ class Profile:
     device: Device
     environment: Environment = field(default_factory=Environment)
     optimizer: str = ""
+    optimizer_peak: Literal["largest", "sum"] = "largest"
+    """How layers' `optimizer_peak_bytes` add up: parameter by parameter, or all at once (`foreach`)."""
     micro_batch_sizes: tuple[int, ...]
     layers: tuple[LayerProfile, ...]

@@ -27,7 +27,7 @@ from planner.executor.ties import TiedGradients
 from planner.files import read_balance
 from planner.model.chain import chain_digest, tied_parameters
 from planner.model.load import Batch, LoadedModel, load_model, to_device
-from planner.model.machine import cpu_name
+from planner.model.machine import cpu_name, keep_freed_memory
 
 __all__ = ["Pipeline"]
 
@@ -59,6 +59,8 @@ class Pipeline:
             )
         self.device = _device(device or self.balance.device)
         torch.set_num_threads(self.balance.threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._recorder = Recorder(self.device)
         self.model = _load(self.balance, Path(balance_path).parent)
         self._join()
@@ -86,10 +88,13 @@ class Pipeline:
         return build(iter(parameters or [nn.Parameter(torch.zeros(0))]))
 
     def batches(self, steps: int) -> Iterator[Batch]:
-        """`steps` mini-batches, the same on every rank: the model's `train_batches`, else its `example_batch`."""
+        """`steps` mini-batches: the model's `train_batches`, else its `example_batch`.
+
+        The same on every rank, but inputs are kept on the first and targets on the last: the others are None.
+        """
         if self.model.train_batches is None:
             for step in range(steps):
-                yield self.example_batch(step)
+                yield self._own_part(self.example_batch(step))
             return
         made = 0
         while made < steps:
@@ -97,7 +102,7 @@ class Pipeline:
             for pair in self.model.train_batches(self.balance.batch):
                 if made == steps:
                     return
-                yield Batch(*pair)
+                yield self._own_part(Batch(*pair))
                 made += 1
             if made == before:
                 raise ModelError("`train_batches` is empty")
@@ -115,11 +120,7 @@ class Pipeline:
         Gradients are those of the mean loss over the mini-batch. Yields that loss on the first and last rank.
         """
         batch = Batch(inputs, targets)
-        if batch.num_samples != self.balance.batch:
-            raise UsageError(
-                f"got a mini-batch of {batch.num_samples} samples, the plan is for {self.balance.batch}",
-                hint="drop or pad the last one (`drop_last=True`), or plan for this batch",
-            )
+        self._check_size(batch)
         with self._recorder.step():
             yield self._forward_backward(batch)
 
@@ -169,6 +170,19 @@ class Pipeline:
             dist.destroy_process_group()
 
     # Private methods
+
+    def _own_part(self, batch: Batch) -> Batch:
+        # The size is checked before anything is dropped, so that every rank finds a wrong one.
+        self._check_size(batch)
+        return Batch(batch.inputs if self.is_first else None, batch.targets if self.is_last else None)
+
+    def _check_size(self, batch: Batch) -> None:
+        sizes = {leaf.shape[0] for leaf in tree_flatten(tuple(batch))[0] if isinstance(leaf, Tensor)}
+        for size in sizes - {self.balance.batch}:
+            raise UsageError(
+                f"got a mini-batch of {size} samples, the plan is for {self.balance.batch}",
+                hint="drop or pad the last one (`drop_last=True`), or plan for this batch",
+            )
 
     def _join(self) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"

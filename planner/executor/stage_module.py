@@ -135,17 +135,24 @@ class StageModule(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The tensors behind this stage, contiguous; the loss on the last stage."""
         targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
-        if not self._recomputes(self.micro_batch) or not torch.is_grad_enabled():
-            return self._run(targets, *tensors)
-        result: Tensor | tuple[Tensor, ...] = checkpoint(self._run, targets, *tensors, use_reentrant=False)
+        if not self._recomputes(self.micro_batch) or not self._has_backward(tensors):
+            return self._run(None, targets, *tensors)
+        # The re-entrant kind computes without a graph first, and calls no hook for every tensor that is saved. It
+        # wants an input that requires a gradient, which the first stage does not have.
+        anchor = torch.zeros((), requires_grad=True)
+        result: Tensor | tuple[Tensor, ...] = checkpoint(self._run, anchor, targets, *tensors, use_reentrant=True)
         return result
+
+    def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
+        carrying = any(t.requires_grad for t in (*tensors, *self.parameters()))
+        return carrying and torch.is_grad_enabled()
 
     def _recomputes(self, micro_batch: int) -> bool:
         if self._recompute == "except-last":
             return micro_batch < self._micro_batches - 1
         return self._recompute == "always"
 
-    def _run(self, targets: Any, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def _run(self, _anchor: Tensor | None, targets: Any, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self._copies_input:
             # Received tensors are leaves, and inside a recomputed stage they are read twice: neither may be written.
             tensors = tuple(tensor.clone() for tensor in tensors)

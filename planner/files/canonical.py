@@ -21,9 +21,12 @@ def to_plain(value: Any) -> Any:
 
 def _says_something(field: "Field[Any]", owner: Any) -> bool:
     value = getattr(owner, field.name)
-    if field.name == "schema" or field.default is MISSING:
-        return field.default_factory is MISSING or bool(value)
-    return value is not None and (value != field.default or value is True)
+    has_default = field.default is not MISSING or field.default_factory is not MISSING
+    if not has_default:
+        return True
+    if getattr(owner, "__compact__", False):
+        return bool(value != field.default)
+    return value is not None and value not in ("", (), {})
 
 
 def _plain_field(field: "Field[Any]", value: Any) -> Any:

@@ -56,8 +56,14 @@ class Document:
         except yaml.YAMLError as error:
             raise FileError(f"is not YAML: {error}", path=path) from None
         if node is not None:
-            document.content = document._plain(node, ())
+            document.content = document._content(node)
         return document
+
+    def _content(self, node: yaml.Node) -> Any:
+        try:
+            return self._plain(node, ())
+        except RecursionError:
+            raise FileError("refers to itself", path=self.path) from None
 
     def _plain(self, node: yaml.Node, at: KeyPath) -> Any:
         self.lines[at] = node.start_mark.line + 1
@@ -65,7 +71,11 @@ class Document:
             return self._plain_mapping(node, at)
         if isinstance(node, yaml.SequenceNode):
             return [self._plain(item, (*at, n)) for n, item in enumerate(node.value)]
-        return _plain_scalar(node)
+        try:
+            return _plain_scalar(node)
+        except ValueError:  # an explicit tag, such as `!!int foo`
+            problem = f"`{dotted(at)}`: {node.value} is not of the type {node.tag}"
+            raise FileError(problem, path=self.path, line=self.lines[at]) from None
 
     def _plain_mapping(self, node: yaml.MappingNode, at: KeyPath) -> dict[str, Any]:
         content: dict[str, Any] = {}

@@ -1,9 +1,12 @@
-"""What this machine is called."""
+"""This machine: what its processor is called, and how its C library hands out memory."""
 
+import ctypes
 import platform
 from pathlib import Path
 
-__all__ = ["cpu_name"]
+__all__ = ["cpu_name", "keep_freed_memory"]
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
 
 def cpu_name() -> str:
@@ -14,3 +17,18 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def keep_freed_memory() -> None:
+    """Tells the C library to keep freed memory for the next allocation, as the caching allocators of GPUs do.
+
+    glibc otherwise gives large blocks back to the system, which clears every page again on the next use. Activations
+    come and go with every micro-batch: a recomputing Transformer's step took 1.4 times as long. Does nothing without
+    glibc.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    except (OSError, AttributeError):
+        return

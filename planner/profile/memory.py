@@ -41,6 +41,7 @@ def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
         no_grad_peak_bytes=_no_grad_peak(unit, given, meter),
         first_backward_peak_bytes=max(0, first.backward_peak_bytes),
         backward_peak_bytes=max(0, later.backward_peak_bytes),
+        writes_input=later.writes_input,
         target_bytes=_bytes_of(given.targets),
     )
 
@@ -75,7 +76,9 @@ class _Pass:
         values = _non_leaves(given.fresh())
         outputs: list[Any] = []
         started: list[Tensor | None] = []
+        versions = _versions(values)
         forward = meter.measure(lambda: outputs.extend(unit.run(values, given)))
+        self.writes_input = _versions(values) != versions
         self.forward_peak_bytes = forward.peak_bytes
         known = _storages([*values, *unit.module.parameters(), *unit.module.buffers()])
         made = {key: size for key, size in _storages(outputs).items() if key not in known}
@@ -126,6 +129,11 @@ def _boundaries(unit: Unit, given: UnitInput) -> tuple[tuple[BoundaryTensor, ...
 def _non_leaves(values: list[Any]) -> list[Any]:
     # In a stage the input of a layer is another layer's output, never a leaf; in-place layers rely on it.
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
+
+
+def _versions(values: Sequence[Any]) -> list[int]:
+    # Autograd counts how often a tensor was written into.
+    return [value._version for value in values if isinstance(value, Tensor)]
 
 
 def _key(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from planner.model.meter import Meter
 from planner.profile.clocks import Clock
 
-__all__ = ["OptimizerCost", "measure_optimizer"]
+__all__ = ["OptimizerCost", "measure_optimizer", "peaks_add"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,29 @@ def measure_optimizer(
         peak_bytes=peak_bytes,
         step_us=clock.typical_us([clock.time_us(step) for _ in range(repeats)]),
     )
+
+
+def peaks_add(module: nn.Module, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer], *, meter: Meter) -> bool:
+    """Whether the optimizer's transients grow with the number of parameters (`foreach`) or with the largest one."""
+    once, twice = (_step_peak_bytes(module, build, meter, times) for times in (1, 2))
+    return twice > 1.5 * once > 0
+
+
+def _step_peak_bytes(
+    module: nn.Module, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer], meter: Meter, times: int
+) -> int:
+    copies = [nn.Parameter(p.detach().clone()) for _ in range(times) for p in module.parameters() if p.requires_grad]
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    if not copies:
+        return 0
+    optimizer = build(iter(copies))
+    optimizer.step()
+    return meter.measure(lambda: _discard(optimizer.step())).peak_bytes
+
+
+def _discard(_value: Any) -> None:
+    """Drops what it is given."""
 
 
 def _tensors(state: Any) -> list[Tensor]:

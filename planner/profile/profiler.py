@@ -13,12 +13,12 @@ from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
 from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
 from planner.model.load import LoadedModel
-from planner.model.machine import cpu_name
+from planner.model.machine import cpu_name, keep_freed_memory
 from planner.model.meter import meter_for
 from planner.profile.clocks import clock_for
 from planner.profile.flops import forward_flops
 from planner.profile.memory import measure_memory
-from planner.profile.optimizer import OptimizerCost, measure_optimizer
+from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
 from planner.profile.timing import Times, measure_times
 from planner.profile.units import Unit, trace_units
 
@@ -47,6 +47,8 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
     """
     device = device_of(options.device)
     torch.set_num_threads(options.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
     model = loaded.build().to(device)
     chain = chain_of(model)
     with untouched(model):
@@ -69,6 +71,7 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
             threads=options.threads,
         ),
         optimizer=loaded.optimizer_name,
+        optimizer_peak="sum" if measured.optimizer_peaks_add else "largest",
         micro_batch_sizes=options.micro_batch_sizes,
         layers=layers,
     )
@@ -142,6 +145,8 @@ class _Measured:
                 unit.module, loaded.build_optimizer, meter=meter, clock=clock, repeats=options.repeats
             )
             self.flops[unit.digest] = forward_flops(unit, inputs[unit.digest, self.sizes[0]])
+        largest = max(distinct, key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
+        self.optimizer_peaks_add = peaks_add(largest.module, loaded.build_optimizer, meter=meter)
         self.times: dict[tuple[str, int], Times] = measure_times(
             distinct, inputs, clock=clock, repeats=options.repeats, progress=step
         )

@@ -72,7 +72,7 @@ def trace_units(
     digests: list[str] = []
     for n, size in enumerate(sizes):
         batch = _batch(loaded, size, device)
-        value = batch.inputs
+        value = _detached(batch.inputs)
         for index, layer in enumerate(chain.layers):
             last = index == len(chain.layers) - 1
             given = _given(value, batch.targets if last else None)
@@ -122,8 +122,10 @@ def _given(value: Any, targets: Any) -> UnitInput:
 
 
 def _detached(value: Any) -> Any:
+    # A copy on top of the new leaf: a layer that writes its input must not meet a leaf, nor write what was kept.
     leaves, spec = tree_flatten(value)
-    return tree_unflatten([t.detach().requires_grad_(t.requires_grad) if _is_tensor(t) else t for t in leaves], spec)
+    copies = [t.detach().requires_grad_(t.requires_grad).clone() if _is_tensor(t) else t for t in leaves]
+    return tree_unflatten(copies, spec)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -41,8 +41,8 @@ class _Candidate:
 def solve(profile: Profile, request: Request) -> Plan:
     """The plan with the smallest step time under the caps, over stage counts, cuts, M and recomputation per stage.
 
-    Ties go to fewer micro-batches, then to fewer stages, then to the first found in a fixed order: the same question
-    always gets the same answer.
+    Among plans of equal step time the first found in a fixed order is taken: the same question always gets the same
+    answer.
 
     Raises:
         UsageError: The question contradicts itself or the profile.
@@ -104,6 +104,8 @@ def micro_batch_counts(profile: Profile, request: Request) -> tuple[int, ...]:
 
 def _check_request(profile: Profile, request: Request) -> None:
     num_layers, num_devices = len(profile.layers), request.inputs.devices
+    if request.inputs.schedule != "gpipe":
+        raise UsageError(f"only the GPipe schedule can be solved for so far, not `{request.inputs.schedule}`")
     if num_devices > num_layers:
         raise UsageError(
             f"{num_devices} devices for {num_layers} layers: every stage needs at least one layer",

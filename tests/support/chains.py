@@ -54,6 +54,7 @@ def record(
     first_backward: int = 0,
     backward: int = 0,
     target: int = 0,
+    writes_input: bool = False,
 ) -> MemoryDetail:
     """An exact memory record with short names."""
     return MemoryDetail(
@@ -65,6 +66,7 @@ def record(
         first_backward_peak_bytes=first_backward,
         backward_peak_bytes=backward,
         target_bytes=target,
+        writes_input=writes_input,
     )
 
 
@@ -79,24 +81,25 @@ def random_profile(seed: int, num_layers: int, *, exact: bool = False, sizes: Se
     return chain(*_random_layers(rng, num_layers, sizes, exact=exact), sizes=sizes)
 
 
-def _random_layers(
-    rng: random.Random, num_layers: int, sizes: Sequence[int], *, exact: bool
-) -> Iterator[LayerProfile]:
+def _random_layers(rng: random.Random, num_layers: int, sizes: Sequence[int], *, exact: bool) -> Iterator[LayerProfile]:
     crossing = 20  # bytes per sample in front of the layer
     for n in range(num_layers):
         forward, backward = rng.choice([0.0, rng.uniform(1, 50)]), rng.uniform(1, 90)
         fixed, output, saved, peak = rng.uniform(0, 5), rng.randint(0, 60), rng.randint(0, 90), rng.randint(0, 50)
         parameters = rng.randint(0, 300)
+        keeps_input, keeps_output, alias = rng.random() < 0.5, rng.random() < 0.5, rng.choice([-1, -1, 0])
+        writes_input = alias == 0 and rng.random() < 0.5
         details = tuple(
             record(
                 internal=saved * s,
-                given=[tensor(crossing * s, kept=rng.random() < 0.5)],
-                made=[tensor(output * s, kept=rng.random() < 0.5, alias=rng.choice([-1, -1, 0]))],
+                given=[tensor(crossing * s, kept=keeps_input)],
+                made=[tensor(output * s, kept=keeps_output, alias=alias)],
                 forward=(saved + output + peak) * s,
                 no_grad=(output + peak) * s,
                 first_backward=(saved + 2 * peak) * s + parameters,
                 backward=(saved + 2 * peak) * s,
                 target=3 * s if n == num_layers - 1 else 0,
+                writes_input=writes_input,
             )
             for s in sizes
         )

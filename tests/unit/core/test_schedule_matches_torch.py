@@ -1,7 +1,7 @@
-"""Our action lists are those that torch.distributed.pipelining runs: read from the engine, without processes or tensors.
+"""Our action lists are those that torch.distributed.pipelining runs, read from the engine without processes.
 
-Two sources: the order in which the engine's own loop calls a (mocked) stage, which is what is executed, and the order that
-`_get_pipeline_order` announces, which the engine's visualiser draws.
+Two sources: the order in which the engine's own loop calls a (mocked) stage, which is what is executed, and the order
+that `_get_pipeline_order` announces, which the engine's visualiser draws.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def executed(schedule: Schedule, stage_index: int, num_stages: int, micro_batche
     engine = ENGINE[schedule](stage, micro_batches)
     nothing: list[Any] = [()] * micro_batches
     harness = ("_initialize_stage", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
-    with mock.patch.multiple(engine, **{name: mock.DEFAULT for name in harness}):
+    with mock.patch.multiple(engine, **dict.fromkeys(harness, mock.DEFAULT)):
         engine._step_microbatches(nothing, [{}] * micro_batches)
     return calls
 
@@ -87,7 +87,7 @@ def test_gpipe_actions_are_those_the_engine_announces(num_stages: int, micro_bat
 
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
 def test_1f1b_actions_are_those_the_engine_announces(num_stages: int, micro_batches: int) -> None:
-    """Stage by stage; on the last one torch 2.13 announces its forwards one too high (F1 B0 F2 B1 ...) and runs them right."""
+    """Stage by stage; on the last one torch 2.13 announces forwards one too high (F1 B0 F2 B1), and runs them right."""
     announcement = announced("1f1b", num_stages, micro_batches)
     assert ours("1f1b", num_stages, micro_batches)[:-1] == announcement[:-1]
     last = [action if action[0] == "B" else f"F{int(action[1:]) - 1}" for action in announcement[-1]]

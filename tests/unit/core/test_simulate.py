@@ -105,7 +105,9 @@ def test_nothing_does_two_things_at_once(schedule: Schedule) -> None:
         links_seen += len(tracks) - num_stages
         for events in tracks.values():
             assert all(e.end_us >= e.start_us for e in events)
-            assert all(a.end_us <= b.start_us for a, b in pairwise(sorted(events, key=lambda e: (e.start_us, e.end_us))))
+            assert all(
+                a.end_us <= b.start_us for a, b in pairwise(sorted(events, key=lambda e: (e.start_us, e.end_us)))
+            )
     assert links_seen > 20
 
 
@@ -154,14 +156,16 @@ def test_a_stage_waits_no_longer_than_it_must() -> None:
 
 def test_events_come_sorted_by_start() -> None:
     """What a picture draws from left to right."""
-    events = simulate(actions_of("1f1b", num_stages=3, micro_batches=5), [stage(1, 2, send=1), stage(3, 1, send=2), stage(2, 2)])
+    events = simulate(
+        actions_of("1f1b", num_stages=3, micro_batches=5), [stage(1, 2, send=1), stage(3, 1, send=2), stage(2, 2)]
+    )
     starts = [event.start_us for event in events]
     assert starts == sorted(starts)
     assert len(events) == 3 * 5 * 2 + 2 * 5 * 2
 
 
 def test_waiting_in_a_circle_is_reported() -> None:
-    """Stage 0 wants B0 before F0, so nobody can begin: an error that says where every stage stands, not an endless loop."""
+    """Stage 0 wants B0 before F0, so nobody can begin: an error that says where each stage stands, no endless loop."""
     lists = [[Action("B", 0), Action("F", 0)], [Action("F", 0), Action("B", 0)]]
     with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
         simulate(lists, [stage(1, 1), stage(1, 1)])

@@ -66,7 +66,23 @@ def test_a_bare_number_is_refused(parse: Callable[[str], float]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "GB", "-8GB", "+8GB", "1e9B", "1,5GB", "8 G B", "1_000B", "infGB", "nanGB", "8..5GB", "0x8B", "8GB/", "."],
+    [
+        "",
+        " ",
+        "GB",
+        "-8GB",
+        "+8GB",
+        "1e9B",
+        "1,5GB",
+        "8 G B",
+        "1_000B",
+        "infGB",
+        "nanGB",
+        "8..5GB",
+        "0x8B",
+        "8GB/",
+        ".",
+    ],
 )
 def test_what_is_not_a_size_is_refused_with_its_text(text: str) -> None:
     """A typo never becomes another number."""
@@ -119,7 +135,7 @@ def test_a_time_is_in_microseconds(text: str, time_us: float) -> None:
 
 
 def test_both_letters_mu_mean_micro() -> None:
-    """The Greek letter (U+03BC), which keyboards and Unicode normalisation give, is as good as the micro sign (U+00B5)."""
+    """The Greek letter (U+03BC), which keyboards and normalisation give, is as good as the micro sign (U+00B5)."""
     assert parse_us("5\u00b5s") == 5.0
     assert parse_us("5\u03bcs") == 5.0
 
@@ -177,7 +193,14 @@ def test_rates_are_shown_in_decimal_units(bytes_per_s: float, text: str) -> None
 
 @pytest.mark.parametrize(
     ("time_us", "text"),
-    [(0.0, "0.00 us"), (12.34, "12.3 us"), (999.0, "999 us"), (1000.0, "1.00 ms"), (812_400.0, "812 ms"), (3.6e9, "3600 s")],
+    [
+        (0.0, "0.00 us"),
+        (12.34, "12.3 us"),
+        (999.0, "999 us"),
+        (1000.0, "1.00 ms"),
+        (812_400.0, "812 ms"),
+        (3.6e9, "3600 s"),
+    ],
 )
 def test_times_are_shown_in_the_unit_that_reads_best(time_us: float, text: str) -> None:
     """Three significant digits."""
@@ -195,7 +218,9 @@ def test_times_are_shown_in_the_unit_that_reads_best(time_us: float, text: str) 
         (format_rate, 999.9e3, "1.00 MB/s"),
     ],
 )
-def test_rounding_up_to_the_next_digit_keeps_three_digits(show: Callable[[float], str], value: float, text: str) -> None:
+def test_rounding_up_to_the_next_digit_keeps_three_digits(
+    show: Callable[[float], str], value: float, text: str
+) -> None:
     """A number just below a power of ten is shown as that power, not with a digit too many or in the lower unit."""
     assert show(value) == text
 

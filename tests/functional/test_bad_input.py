@@ -1,0 +1,567 @@
+"""Whatever is wrong with what a user gives, one message says so: exit code 2, no traceback, nothing half-written."""
+
+import contextlib
+import io
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from planner.cli.main import run
+from tests.support.cli import (
+    BUILD,
+    EXAMPLE,
+    FAST,
+    HEAD,
+    LOSS,
+    MODEL,
+    Ran,
+    call,
+    environment,
+    no_calibration,
+    write_model,
+)
+
+SAMPLE_MODELS = Path(__file__).parents[2] / "sample_models"
+SOLVE = ("solve", "--devices", "2", "--mem", "8GB")
+
+Capsys = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model.py, and profile.yaml, plan.yaml (two stages), balance.yaml and train.py made from it."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_model(folder)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.chdir(folder)
+        no_calibration(patch)
+        assert run(["profile", "model.py", "--repeat", "2", "--batch-sizes", "2,4"]) == 0
+        assert run([*SOLVE, "--balance", "2,3", "--batch", "8", "--micro-batches", "4"]) == 0
+        assert run(["emit"]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> Path:
+    """The working directory: a copy of `finished`."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    no_calibration(monkeypatch)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Everything in `folder`, Python's caches left out."""
+    entries = (entry for entry in folder.rglob("*") if "__pycache__" not in entry.parts)
+    return {str(e.relative_to(folder)): e.read_bytes() if e.is_file() else None for e in entries}
+
+
+def refused(capsys: Capsys, folder: Path, *arguments: str) -> Ran:
+    """Runs a command that must be refused, and checks what every refusal has in common."""
+    before = contents(folder)
+    done = call(capsys, *arguments)
+    assert done.code == 2, done
+    assert done.out == ""
+    assert "Traceback" not in done.err
+    assert "bug in gpipe-plan" not in done.err, done.err
+    assert len(done.error.splitlines()) == 1, done.err
+    assert contents(folder) == before
+    return done
+
+
+# Files
+
+READERS = [
+    pytest.param("profile.yaml", SOLVE, id="profile.yaml-solve"),
+    pytest.param("profile.yaml", ("show", "profile.yaml"), id="profile.yaml-show"),
+    pytest.param("profile.yaml", ("check",), id="profile.yaml-check"),
+    pytest.param("plan.yaml", ("check",), id="plan.yaml-check"),
+    pytest.param("plan.yaml", ("emit",), id="plan.yaml-emit"),
+    pytest.param("plan.yaml", ("show",), id="plan.yaml-show"),
+]
+
+
+def _delete(path: Path) -> None:
+    path.unlink()
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _becomes(content: bytes) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_bytes(content)
+
+    return change
+
+
+def _append(text: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_text(path.read_text() + text)
+
+    return change
+
+
+def _replace(pattern: str, new: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        changed, count = re.subn(pattern, new, path.read_text(), count=1)
+        assert count == 1, pattern
+        path.write_text(changed)
+
+    return change
+
+
+@pytest.mark.parametrize(("name", "arguments"), READERS)
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        pytest.param(_delete, "no such file", id="missing"),
+        pytest.param(_folder, "is a directory", id="directory"),
+        pytest.param(_becomes(b""), "is empty", id="empty"),
+        pytest.param(_becomes(b"\n  \n"), "is empty", id="blank"),
+        pytest.param(_becomes(b"\xff\xfe\x00\x01"), "is not UTF-8", id="binary"),
+        pytest.param(_becomes(b"just a line\n"), "`schema`", id="text"),
+        pytest.param(_becomes(b"- 1\n- 2\n"), "`schema`", id="list"),
+        pytest.param(_becomes(b"{a: [1, 2\n"), "is not YAML", id="truncated"),
+        pytest.param(_replace(r"/v1\b", "/v2"), "/v2", id="other-version"),
+        pytest.param(_replace(r"schema: .*", "schema: 7"), "`schema`", id="schema-no-text"),
+        pytest.param(_append("colour: blue\n"), "`colour`", id="unknown-key"),
+        pytest.param(_append("schema: gpipe-plan/plan/v1\n"), "`schema` stands twice", id="key-twice"),
+    ],
+)
+def test_a_broken_file_is_named(
+    here: Path, capsys: Capsys, *, name: str, arguments: tuple[str, ...], spoil: Callable[[Path], None], told: str
+) -> None:
+    """Missing, a folder, empty, of another version, with a key too many: the message begins with the file's name."""
+    spoil(here / name)
+    done = refused(capsys, here, *arguments)
+    assert re.match(rf"{re.escape(name)}(:\d+)?: error: ", done.error), done.error
+    assert told in done.error
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "key", "told"),
+    [
+        ("profile.yaml", _replace(r"saved_bytes: \[\d+", "saved_bytes: [-5"), "layers[0].saved_bytes[0]", "-5"),
+        ("profile.yaml", _replace(r"parameter_bytes: \d+", "parameter_bytes: -1"), "layers[0].parameter_bytes", "-1"),
+        ("profile.yaml", _replace(r"forward_us: \[[\d.]+", "forward_us: [NaN"), "layers[0].forward_us[0]", "NaN"),
+        ("profile.yaml", _replace(r"forward_us: \[[\d.]+", "forward_us: [.nan"), "layers[0].forward_us[0]", ".nan"),
+        ("profile.yaml", _replace(r"forward_us: \[[\d.]+", "forward_us: [1e999"), "layers[0].forward_us[0]", "1e999"),
+        ("profile.yaml", _replace(r"parameter_bytes: \d+", "parameter_bytes: 7.5"), "layers[0].parameter_bytes", "7.5"),
+        ("profile.yaml", _replace(r"parameter_bytes: \d+", "parameter_bytes: 7GB"), "layers[0].parameter_bytes", "7GB"),
+        ("profile.yaml", _replace(r"name: '1'", "name: '0'"), "layers[1].name", '"0" is already layer 0'),
+        ("profile.yaml", _replace(r"name: '1', ", ""), "layers[1].name", "is missing"),
+        ("profile.yaml", _replace(r"forward_us: \[[\d.]+, ", "forward_us: ["), "layers[0].forward_us", "got 1"),
+        ("profile.yaml", _replace(r"buffer_bytes:", "bufer_bytes:"), "layers[0].bufer_bytes", "unknown key"),
+        ("profile.yaml", _replace(r"micro_batch_sizes: \[2,", "micro_batch_sizes: [0,"), "micro_batch_sizes", "0"),
+        ("plan.yaml", _replace(r"balance: \[2, 3\]", "balance: [2, -3]"), "balance[1]", "-3"),
+        ("plan.yaml", _replace(r"balance: \[2, 3\]", "balance: [2, x]"), "balance[1]", "x"),
+        ("plan.yaml", _replace(r"balance: \[2, 3\]", "balance: [2, 2, 1]"), "stages", "3"),
+        ("plan.yaml", _replace(r"micro_batches: 4", "micro_batches: 3"), "micro_batches", "not the batch of 8"),
+        ("plan.yaml", _replace(r"micro_batches: 4", "micro_batches: 0"), "micro_batches", "at least 1"),
+        ("plan.yaml", _replace(r"recompute: never, f", "recompute: maybe, f"), "stages[0].recompute", "never"),
+        ("plan.yaml", _replace(r"total: \d+", "total: -1"), "stages[0].memory.total", "-1"),
+        ("plan.yaml", _replace(r"step_us: [\d.]+", "step_us: .inf"), "predicted.step_us", ".inf"),
+        ("plan.yaml", _replace(r"devices: 2", "devices: 3"), "inputs.memory_bytes", "3 caps"),
+        ("plan.yaml", _replace(r"devices: 2", "devices: true"), "inputs.devices", "true"),
+    ],
+)
+def test_a_broken_value_is_named_with_line_and_key(
+    here: Path, capsys: Capsys, *, name: str, spoil: Callable[[Path], None], key: str, told: str
+) -> None:
+    """`file:line: error: `key`: what is wrong`, at the line where the key stands."""
+    was = (here / name).read_text().splitlines()
+    spoil(here / name)
+    now = (here / name).read_text().splitlines()
+    changed = next(n for n, (a, b) in enumerate(zip(was, now, strict=True), 1) if a != b)
+    done = refused(capsys, here, "show", name)
+    placed = re.match(rf"{re.escape(name)}:(\d+): error: `([^`]*)`: ", done.error)
+    assert placed is not None, done.error
+    assert placed[2] == key
+    assert told in done.error
+    line = int(placed[1])
+    # "Stages" and "memory_bytes" are right in themselves: what they contradict stands on another line.
+    assert line == changed or key in ("stages", "inputs.memory_bytes")
+    assert key.rpartition(".")[2].partition("[")[0] in now[line - 1] or told == "is missing"
+
+
+def test_a_misspelt_key_gets_a_suggestion(here: Path, capsys: Capsys) -> None:
+    """The nearest key there is, for a key that must be there as well."""
+    _replace(r"forward_us:", "foward_us:")(here / "profile.yaml")
+    assert "did you mean `forward_us`?" in call(capsys, *SOLVE).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("solve", "plan.yaml", *SOLVE[1:]), "is a plan, a profile is needed"),
+        (("check", "profile.yaml"), "is a profile, a plan is needed"),
+        (("emit", "balance.yaml"), "is a balance, a plan is needed"),
+        (("check", "--profile", "plan.yaml"), "is a plan, a profile is needed"),
+        (("show", "balance.yaml"), "balance"),
+        (("show", "model.py"), "model.py"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(here: Path, capsys: Capsys, arguments: tuple[str, ...], told: str) -> None:
+    """A plan is no profile."""
+    assert told in refused(capsys, here, *arguments).error
+
+
+def test_stdin_may_be_broken_as_well(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, or bytes that are no text: called `-`, an error of the input like any other."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert refused(capsys, here, "check", "-").error.startswith("-: error: is empty")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert refused(capsys, here, "check", "-").error.startswith("-: error: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [SOLVE, ("profile", "model.py", *FAST), ("emit",)],
+    ids=lambda value: value[0],
+)
+@pytest.mark.parametrize("output", ["model.py/inside.yaml", "x" * 300], ids=["under a file", "name too long"])
+def test_an_output_that_cannot_be_written_is_named(
+    here: Path, capsys: Capsys, arguments: tuple[str, ...], output: str
+) -> None:
+    """And nothing is left behind."""
+    done = refused(capsys, here, *arguments, "-o", output)
+    assert done.error.startswith(output)
+    assert ": error: cannot be written: " in done.error
+
+
+@pytest.mark.parametrize("arguments", [SOLVE, ("profile", "model.py", *FAST)], ids=lambda value: value[0])
+def test_an_output_that_is_a_folder_is_named(here: Path, capsys: Capsys, arguments: tuple[str, ...]) -> None:
+    """`-o .` is no file name."""
+    assert refused(capsys, here, *arguments, "-o", ".").error.startswith(".: error: is a directory")
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("solve", "--devices", "2", "--mem", "8"), ["`8`", "has no unit"]),
+        (("solve", "--devices", "2", "--mem", "banana"), ["`banana`"]),
+        (("solve", "--devices", "2", "--mem", "8XB"), ["`8XB`", "unknown unit `XB`"]),
+        (("solve", "--devices", "2", "--mem", "-8GB"), ["-8GB"]),
+        (("solve", "--devices", "2", "--mem", "8GB,8GB,8GB"), ["3 caps for 2 devices"]),
+        (("solve", "--devices", "2", "--mem", ""), ["``"]),
+        (("solve", "--devices", "2"), ["how much memory"]),
+        (("solve", "--devices", "0", "--mem", "8GB"), ["--devices 0", "at least 1"]),
+        (("solve", "--devices", "-1", "--mem", "8GB"), ["--devices -1", "at least 1"]),
+        (("solve", "--devices", "two", "--mem", "8GB"), ["--devices", "integer"]),
+        (("solve", "--devices", "2.5", "--mem", "8GB"), ["--devices", "integer"]),
+        (("solve", "--devices", "6", "--mem", "8GB"), ["6 devices for 5 layers"]),
+        (("solve", "--mem", "8GB"), ["missing option", "--devices"]),
+        ((*SOLVE, "--batch", "7"), ["batch of 7", "none lies within the profiled sizes 2, 4"]),
+        ((*SOLVE, "--batch", "0"), ["--batch 0"]),
+        ((*SOLVE, "--batch", "-8"), ["--batch -8"]),
+        ((*SOLVE, "--batch", "8", "--micro-batches", "3"), ["batch of 8", "3 equal micro-batches"]),
+        ((*SOLVE, "--micro-batches", "0"), ["--micro-batches 0"]),
+        ((*SOLVE, "--micro-batches", "many"), ["--micro-batches many"]),
+        ((*SOLVE, "--micro-batches", "4,2"), ["--micro-batches 4,2"]),
+        ((*SOLVE, "--balance", "2,2"), ["[2, 2]", "4 layers"]),
+        ((*SOLVE, "--balance", "5,0"), ["--balance 5,0"]),
+        ((*SOLVE, "--balance", "2,1,2"), ["3 stages need 3 devices"]),
+        ((*SOLVE, "--balance", "2;3"), ["--balance 2;3"]),
+        ((*SOLVE, "--link", "5"), ["`5`", "has no unit"]),
+        ((*SOLVE, "--link", "5GB"), ["`5GB`"]),
+        ((*SOLVE, "--link", "0GB/s"), ["rate of zero"]),
+        ((*SOLVE, "--link", "5GB/s,5"), ["`5`"]),
+        ((*SOLVE, "--link", "5GB/s,5us,sometimes"), ["`sometimes`"]),
+        ((*SOLVE, "--overhead", "1"), ["`1`"]),
+        ((*SOLVE, "--reserve", "1"), ["`1`"]),
+        ((*SOLVE, "--headroom", "5"), ["`5`"]),
+        ((*SOLVE, "--headroom", "100%"), ["`100%`"]),
+        ((*SOLVE, "--recompute", "sometimes"), ["--recompute sometimes"]),
+        ((*SOLVE, "--format", "xml"), ["--format xml"]),
+        (("check", "--format", "xml"), ["--format xml"]),
+        (("check", "--mem", "8"), ["`8`"]),
+        (("check", "--mem", "8GB,8GB,8GB"), ["3 caps for 2 devices"]),
+        (("check", "--headroom", "lots"), ["`lots`"]),
+        (("show", "--format", "xml"), ["--format xml"]),
+        (("profile", "model.py", "--format", "xml"), ["--format xml"]),
+        (("schema", "pictures"), ["`pictures`"]),
+        (("schema",), ["missing argument"]),
+        (("profile",), ["missing argument"]),
+        (("check", "a.yaml", "b.yaml"), ["b.yaml"]),
+        (("bake",), ["no such command", "bake"]),
+        (("check", "--frobnicate"), ["no such option", "--frobnicate"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_usage_is_refused(here: Path, capsys: Capsys, arguments: tuple[str, ...], told: list[str]) -> None:
+    """The message names the option or the value that is wrong."""
+    done = refused(capsys, here, *arguments)
+    assert done.error.startswith("error: ")
+    assert [part for part in told if part not in done.error.replace("'", "`")] == [], done.error
+
+
+def test_refusals_say_what_to_do(here: Path, capsys: Capsys) -> None:
+    """The hint after a wrong micro-batch count lists the right ones; after a wrong format, the formats."""
+    for arguments, hint in (
+        ((*SOLVE, "--batch", "8", "--micro-batches", "3"), "one of 1, 2, 4, 8"),
+        ((*SOLVE, "--format", "xml"), "one of text, json"),
+        (("solve", "--devices", "6", "--mem", "8GB"), "`--devices 5` or fewer"),
+        ((*SOLVE, "--batch", "7"), "`--batch-sizes`"),
+        (("solve", "--devices", "2", "--mem", "8"), "8GB"),
+        (("bake",), "gpipe-plan --help"),
+    ):
+        assert hint in refused(capsys, here, *arguments).err.partition("hint: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--batch-sizes", "0,1"), ["--batch-sizes 0,1"]),
+        (("--batch-sizes", "1;2"), ["--batch-sizes 1;2"]),
+        (("--batch-sizes", ""), ["--batch-sizes"]),
+        (("--device", "tpu"), ["`tpu`"]),
+        (("--device", "cpu:banana"), ["cpu:banana"]),
+        (("--optimizer", "magic"), ["`magic`"]),
+        (("--repeat", "1"), ["--repeat 1"]),
+        (("--threads", "0"), ["--threads 0"]),
+        (("--set", "depth=3"), ["`depth`"]),
+        (("--set", "width"), ["--set width"]),
+        (("--set", "width=wide"), ["--set width=wide", "integer"]),
+        (("--set", "width=7.5"), ["--set width=7.5", "integer"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_options_of_profile_are_refused(
+    here: Path, capsys: Capsys, options: tuple[str, ...], told: list[str]
+) -> None:
+    """Before anything is measured, and in the user's own words."""
+    done = refused(capsys, here, "profile", "model.py", *options)
+    assert [part for part in told if part not in done.error] == [], done.error
+
+
+@pytest.mark.parametrize(("text", "right"), [("x=maybe", False), ("x=TRUE", True), ("x=false", True)])
+def test_a_truth_value_is_true_or_false(here: Path, capsys: Capsys, *, text: str, right: bool) -> None:
+    """Not yes, not 1: a setting of type bool takes these two words."""
+    write_model(here, HEAD + BUILD.replace("width: int = 16", "width: int = 16, x: bool = True") + EXAMPLE + LOSS)
+    if right:
+        assert call(capsys, "profile", "model.py", *FAST, "--set", text).code == 0
+    else:
+        assert "true or false" in refused(capsys, here, "profile", "model.py", *FAST, "--set", text).error
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["banana", "", "3x", "-1", "0x-3", "8:floaty", "8:int64:0", "8:int64:-5", "8:int64:many", "8:complex64", "8:a:2:b"],
+)
+@pytest.mark.parametrize("position", ["first", "second"])
+def test_a_bad_input_shape_is_refused(here: Path, capsys: Capsys, shape: str, position: str) -> None:
+    """Wherever it stands among several `--input`, and whatever is wrong with it: it is named, with an example."""
+    write_model(here, HEAD + BUILD + LOSS)
+    shapes = [shape] if position == "first" else ["8", shape]
+    options = [word for text in shapes for word in ("--input", text)]
+    done = refused(capsys, here, "profile", "model.py", *FAST, *options)
+    assert f"--input {shape}" in done.error
+
+
+# Model files
+
+BODY = BUILD + EXAMPLE + LOSS
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        pytest.param(
+            HEAD + "raise ValueError('too bad')\n", "bad.py:3: importing it raised ValueError: too bad", id="raises"
+        ),
+        pytest.param("import nowhere_to_be_found\n", "nowhere_to_be_found", id="import"),
+        pytest.param("def build_model(:\n", "SyntaxError", id="syntax"),
+        pytest.param("x = 1\n\x00", "bad.py", id="null-byte"),
+        pytest.param("raise SystemExit(0)\n", "SystemExit", id="exits"),
+        pytest.param(
+            "import sys\nsys.exit('enough')\n", "bad.py:2: importing it raised SystemExit: enough", id="sys-exit"
+        ),
+        pytest.param("", "no model", id="empty"),
+        pytest.param(HEAD + EXAMPLE, "no model", id="no-model"),
+        pytest.param(
+            HEAD + "class A(nn.ReLU): pass\nclass B(nn.ReLU): pass\n", "2 modules that could be it (`A`, `B`)", id="two"
+        ),
+        pytest.param(HEAD + BUILD + LOSS, "no `example_batch(batch_size)`", id="no-example"),
+        pytest.param(MODEL + "def build_model(): raise KeyError('x')\n", "`build_model()` raised KeyError", id="build"),
+        pytest.param(MODEL + "def build_model(): raise SystemExit(0)\n", "SystemExit", id="build-exits"),
+        pytest.param(MODEL + "def build_model(): return 42\n", "returned int, not an nn.Module", id="no-module"),
+        pytest.param(MODEL + "def build_model(): return None\n", "returned NoneType", id="none"),
+        pytest.param(MODEL + "def build_model(size): return None\n", "size", id="required-argument"),
+        pytest.param(MODEL + "build_model = 42\n", "`build_model`", id="build-is-a-number"),
+        pytest.param(HEAD + EXAMPLE + "model = 42\n", "`model`", id="model-is-a-number"),
+        pytest.param(MODEL + "def build_model(): return nn.Sequential()\n", "empty nn.Sequential", id="no-layers"),
+        pytest.param(MODEL + "def build_model(): return nn.Linear(8, 4)\n", "the model is a Linear", id="one-layer"),
+        pytest.param(
+            MODEL + "def build_model(): return nn.Sequential(nn.LazyLinear(4))\n", 'layer "0"', id="lazy-layer"
+        ),
+        pytest.param(MODEL + "example_batch = 42\n", "`example_batch`", id="example-is-a-number"),
+        pytest.param(MODEL + "def example_batch(n): raise OSError('no data')\n", "no data", id="example-raises"),
+        pytest.param(MODEL + "def example_batch(n): return torch.randn(n, 8)\n", "returned Tensor", id="no-targets"),
+        pytest.param(MODEL + "def example_batch(n): return 1, 2, 3\n", "a tuple of 3", id="three"),
+        pytest.param(
+            MODEL + "def example_batch(n): return torch.randn(3, 8), torch.randn(n, 4)\n", "[3, 8]", id="wrong-size"
+        ),
+        pytest.param(
+            MODEL + "def example_batch(n): return torch.randn(n, 9), None\n", 'layer "0" (Linear)', id="shape"
+        ),
+        pytest.param(MODEL + "def loss_fn(output, target): return output\n", "expected a scalar", id="loss-no-scalar"),
+        pytest.param(MODEL + "def loss_fn(output, target): return 0.5\n", "float, expected a scalar", id="loss-float"),
+        pytest.param(MODEL + "def loss_fn(output, target): raise OSError('x')\n", "`loss_fn", id="loss-raises"),
+        pytest.param(MODEL + "def loss_fn(output): return output.mean()\n", "`loss_fn", id="loss-one-argument"),
+        pytest.param(MODEL + "loss_fn = 42\n", "`loss_fn", id="loss-is-a-number"),
+        pytest.param(MODEL + "def build_optimizer(p): raise OSError('x')\n", "`build_optimizer", id="optimizer-raises"),
+        pytest.param(MODEL + "def build_optimizer(p): return None\n", "`build_optimizer", id="optimizer-is-none"),
+        pytest.param(MODEL + "build_optimizer = 42\n", "`build_optimizer", id="optimizer-is-a-number"),
+        pytest.param(
+            HEAD
+            + "class Out(nn.Module):\n    def forward(self, x): raise SystemExit(0)\n"
+            + "def build_model(): return nn.Sequential(nn.Linear(8, 4), Out())\n"
+            + EXAMPLE,
+            'layer "1" (Out)',
+            id="layer-exits",
+        ),
+    ],
+)
+def test_a_broken_model_is_explained(here: Path, capsys: Capsys, text: str, told: str) -> None:
+    """What the user's own code did, with their file and line where it is known, never as a bug of ours."""
+    write_model(here, text, name="bad.py")
+    done = refused(capsys, here, "profile", "bad.py", *FAST)
+    assert told in done.error
+
+
+def test_errors_in_user_code_name_file_and_line(here: Path, capsys: Capsys) -> None:
+    """The line in the user's file, not one of torch's below it."""
+    text = MODEL + "def helper():\n    return torch.randn(-1)\ndef build_model():\n    return helper()\n"
+    write_model(here, text, name="bad.py")
+    line = text.splitlines().index("    return torch.randn(-1)") + 1
+    assert f"bad.py:{line}: `build_model()` raised RuntimeError: " in refused(capsys, here, "profile", "bad.py").error
+
+
+def test_a_file_without_a_loss_needs_targets_only_for_its_own(here: Path, capsys: Capsys) -> None:
+    """`--input` gives no targets: with a `loss_fn` of the file's own, that is said, not a bug."""
+    write_model(here, HEAD + BUILD + LOSS, name="bad.py")
+    assert "`loss_fn" in refused(capsys, here, "profile", "bad.py", *FAST, "--input", "8").error
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("missing.py", "missing.py: error: no such file"),
+        (".", ".: error: is a directory"),
+        ("profile.yaml", "profile.yaml: error: is not a Python file"),
+        ("model.py:nothing", "model.py has no `nothing`"),
+        ("model.py:torch", "torch"),
+        ("model.py:", "model.py"),
+    ],
+)
+def test_a_wrong_model_argument_is_named(here: Path, capsys: Capsys, source: str, told: str) -> None:
+    """Missing, a folder, no Python, no such entry, an entry that is no model."""
+    assert told in refused(capsys, here, "profile", source, *FAST).error
+
+
+def test_a_finished_model_takes_no_settings(here: Path, capsys: Capsys) -> None:
+    """Nothing is built, so nothing can be set."""
+    write_model(here, HEAD + "model = nn.Sequential(nn.Linear(8, 4))\n" + EXAMPLE, name="bad.py")
+    assert "takes no `--set width" in refused(capsys, here, "profile", "bad.py", "--set", "width=3").error
+
+
+def test_a_model_that_is_no_sequential_is_refused(here: Path, capsys: Capsys) -> None:
+    """A U-Net's skips cannot be cut yet, and that is what is said."""
+    done = refused(capsys, here, "profile", str(SAMPLE_MODELS / "unet.py"), *FAST)
+    assert "the model is a UNet; only an nn.Sequential can be cut" in done.error
+
+
+def test_batch_norm_at_one_sample_names_the_size(here: Path, capsys: Capsys) -> None:
+    """A layer that refuses micro-batches of 1 is named with that size."""
+    write_model(here, MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(width)"), name="bad.py")
+    error = refused(capsys, here, "profile", "bad.py", *FAST).error
+    assert 'layer "1" (BatchNorm1d)' in error
+    assert "micro-batch size 1" in error
+
+
+# The emitted script
+
+
+def _train(folder: Path, *command: str) -> Ran:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.slow
+def test_the_script_refuses_a_wrong_number_of_processes(here: Path) -> None:
+    """Under torchrun or without: one message with the right command, no traceback of ours, exit code not 0."""
+    alone = _train(here, "train.py", "--steps", "1", "--report", "run.json")
+    assert (alone.code, alone.out) == (2, "")
+    assert alone.error == "error: the plan has 2 stages, but 1 processes were started"
+    assert "torchrun --nproc-per-node 2 train.py" in alone.err
+    assert "Traceback" not in alone.err
+
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    three = _train(here, *launcher, "train.py", "--steps", "1", "--report", "run.json")
+    assert three.code != 0
+    assert three.err.count("error: the plan has 2 stages, but 3 processes were started") == 1
+    assert not (here / "run.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("nn.Linear(width, 4)", "nn.Linear(width, 4), nn.ReLU()", "planned were 5 layers"),
+        ("width: int = 16", "width: int = 17", "the model has changed since it was planned"),
+        ("def build_model", "def build_other", "no `build_model`"),
+    ],
+    ids=["one layer more", "another width", "gone"],
+)
+def test_the_script_refuses_a_changed_model(here: Path, capsys: Capsys, old: str, new: str, told: str) -> None:
+    """More layers, other shapes, no entry: told before any step, exit code 2, no report."""
+    assert call(capsys, "solve", "--devices", "1", "--mem", "8GB", "-o", "one.yaml").code == 0
+    assert call(capsys, "emit", "one.yaml", "-o", "one").code == 0
+    write_model(here, MODEL.replace(old, new))
+    changed = _train(here, "one/train.py", "--steps", "1", "--report", "run.json")
+    assert (changed.code, changed.out) == (2, "")
+    assert told in changed.err
+    assert "Traceback" not in changed.err
+    assert not (here / "run.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "told"), [(("--steps", "0"), "--steps"), (("--stepz", "3"), "--stepz"), (("--seed", "x"), "--seed")]
+)
+def test_the_script_refuses_bad_options(here: Path, arguments: tuple[str, ...], told: str) -> None:
+    """As any command: exit code 2, the option named."""
+    done = _train(here, "train.py", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert told in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.slow
+def test_the_script_refuses_a_broken_balance(here: Path) -> None:
+    """File, line and key, as everywhere."""
+    balance = here / "balance.yaml"
+    balance.write_text(balance.read_text().replace("micro_batches: 4", "micro_batches: four"))
+    done = _train(here, "train.py")
+    assert (done.code, done.out) == (2, "")
+    assert re.search(r"balance\.yaml:\d+: .*micro_batches", done.err)
+    assert "Traceback" not in done.err

@@ -1,0 +1,825 @@
+"""The commands as a user types them: what they write, say and exit with."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from planner import files
+from planner.cli.main import run
+from planner.core.errors import ExitCode
+from planner.core.profile import Device
+from planner.core.run_report import RunReport, StageRun
+from planner.emit import decisions_digest
+from tests.support.cli import (
+    BUILD,
+    EXAMPLE,
+    FAST,
+    HEAD,
+    LOSS,
+    MODEL,
+    Ran,
+    call,
+    command,
+    environment,
+    no_calibration,
+    spawn,
+    write_model,
+)
+
+COMMANDS = ("profile", "solve", "emit", "check", "show", "schema")
+SOLVE = ("solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
+
+Capsys = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model.py, and profile.yaml and plan.yaml made from it."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_model(folder)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.chdir(folder)
+        no_calibration(patch)
+        assert run(["profile", "model.py", *FAST]) == 0
+        assert run(list(SOLVE)) == 0
+    return folder
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with nothing in it but model.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    no_calibration(monkeypatch)
+    write_model(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def here(empty: Path, finished: Path) -> Path:
+    """The working directory, with model.py, profile.yaml and plan.yaml."""
+    shutil.copytree(finished, empty, dirs_exist_ok=True)
+    return empty
+
+
+def replace_once(path: Path, old: str, new: str) -> None:
+    """Edits a file by hand."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def visible(folder: Path) -> set[str]:
+    """Names of all files in `folder`, hidden ones too, Python's caches left out."""
+    return {entry.name for entry in folder.iterdir() if entry.name != "__pycache__"}
+
+
+# The road
+
+
+def test_the_commands_of_the_readme_work_as_typed(empty: Path, capsys: Capsys) -> None:
+    """Profile, solve, emit, check and show, with default file names; each says which command comes next."""
+    profiled = call(capsys, "profile", "model.py", *FAST)
+    assert (profiled.code, visible(empty)) == (0, {"model.py", "profile.yaml"})
+    assert "next: gpipe-plan solve --devices 2 --mem 8GB\n" in profiled.err
+
+    solved = call(capsys, *shlex.split(profiled.err.rpartition("next: gpipe-plan ")[2]))
+    assert (solved.code, visible(empty)) == (0, {"model.py", "profile.yaml", "plan.yaml"})
+    assert solved.err.endswith("next: gpipe-plan emit\n")
+
+    emitted = call(capsys, "emit")
+    num_stages = len(files.read_plan("plan.yaml").stages)
+    assert emitted.code == 0
+    assert emitted.out.split() == ["balance.yaml", "train.py"]
+    assert {"balance.yaml", "train.py"} < visible(empty)
+    assert emitted.err.endswith(f"next: torchrun --nproc-per-node {num_stages} train.py\n")
+
+    checked = call(capsys, "check")
+    assert checked.code == 0
+    assert checked.out.splitlines()[-1] == "fits"
+
+    for arguments in ((), ("plan.yaml",), ("profile.yaml",)):
+        shown = call(capsys, "show", *arguments)
+        assert (shown.code, shown.err) == (0, ""), arguments
+        assert "layer" in shown.out
+
+
+def test_every_next_command_names_the_files_that_were_written(here: Path, capsys: Capsys) -> None:
+    """With names of one's own the next command carries them, and works as printed."""
+    solved = call(capsys, *SOLVE, "-o", "plans/two.yaml")
+    assert solved.err.endswith("next: gpipe-plan emit plans/two.yaml\n")
+    profiled = call(capsys, "profile", "model.py", *FAST, "-o", "small.yaml")
+    command_line = profiled.err.rpartition("next: gpipe-plan ")[2]
+    assert "small.yaml" in command_line
+    assert call(capsys, *shlex.split(command_line)).code == 0
+
+
+def test_the_answer_goes_to_stdout_and_all_else_to_stderr(here: Path, capsys: Capsys) -> None:
+    """Notes, progress and the next command are on stderr, and gone with `--quiet`; the answer stays the same."""
+    for arguments in (("profile", "model.py", *FAST), SOLVE, ("emit",), ("check",), ("show",)):
+        loud, quiet = call(capsys, *arguments), call(capsys, *arguments, "--quiet")
+        assert (loud.code, quiet.code, quiet.err) == (0, 0, ""), arguments
+        assert quiet.out, arguments
+        assert not re.search(r"^(note|next|warning|error|wrote|profiling)\b", loud.out, re.MULTILINE), arguments
+        if arguments[0] != "profile":  # whose times differ
+            assert loud.out == quiet.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema"),
+    [
+        (("profile", "model.py", *FAST), "gpipe-plan/profile/v1"),
+        (SOLVE, "gpipe-plan/plan/v1"),
+        (("check",), "gpipe-plan/check/v1"),
+        (("show",), "gpipe-plan/plan/v1"),
+        (("show", "profile.yaml"), "gpipe-plan/profile/v1"),
+        (("profile", "model.py", *FAST, "-o", "-"), "gpipe-plan/profile/v1"),
+        ((*SOLVE, "-o", "-"), "gpipe-plan/plan/v1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+)
+def test_format_json_prints_exactly_one_document(
+    here: Path, capsys: Capsys, arguments: tuple[str, ...], schema: str
+) -> None:
+    """And nothing else; its first key is the schema. Also where the file itself goes to stdout."""
+    done = call(capsys, *arguments, "--format", "json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert next(iter(document)) == "schema"
+    assert document["schema"] == schema
+
+
+def test_what_the_users_model_prints_does_not_mix_with_the_answer(empty: Path, capsys: Capsys) -> None:
+    """A model.py may print while it is imported, built and run; stdout still holds one JSON document."""
+    noisy = MODEL + "print('imported')\n" + BUILD.replace("return", "print('built')\n    return", 1)
+    write_model(empty, noisy.replace("return ((", "print('loss')\n    return (("))
+    done = call(capsys, "profile", "model.py", *FAST, "--format", "json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["schema"] == "gpipe-plan/profile/v1"
+
+
+def test_json_of_a_plan_is_the_plan(here: Path, capsys: Capsys) -> None:
+    """What `--format json` prints can be saved and used as the file itself."""
+    (here / "again.json").write_text(call(capsys, "show", "--format", "json").out)
+    assert files.read_plan("again.json") == files.read_plan("plan.yaml")
+    assert call(capsys, "check", "again.json").code == 0
+
+
+# Files: `-`, -o
+
+
+def test_dash_is_stdin_and_stdout(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`solve - -o -` reads a profile and writes a plan, no file; that plan can be piped into `check - --profile`."""
+    (here / "plan.yaml").unlink()
+    monkeypatch.setattr(sys, "stdin", io.StringIO((here / "profile.yaml").read_text()))
+    solved = call(capsys, SOLVE[0], "-", *SOLVE[1:], "-o", "-")
+    assert solved.code == 0, solved.err
+    assert visible(here) == {"model.py", "profile.yaml"}
+    (here / "copy.yaml").write_text(solved.out)
+    assert files.read_plan("copy.yaml").balance == (2, 3)
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(solved.out))
+    checked = call(capsys, "check", "-", "--profile", "profile.yaml")
+    assert (checked.code, checked.out.splitlines()[-1]) == (0, "fits"), checked.err
+
+
+def test_a_plan_to_stdout_refers_to_the_profile_from_here(
+    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`solve -o -` piped into `check -`, `emit -` and `show -` needs no further option."""
+    plan = call(capsys, *SOLVE, "-o", "-").out
+    for arguments in (("check", "-"), ("emit", "-"), ("show", "-")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(plan))
+        assert call(capsys, *arguments).code == 0, arguments
+
+
+def test_a_profile_to_stdout_can_be_solved(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`profile -o -` writes the profile alone to stdout, and no file."""
+    profiled = call(capsys, "profile", "model.py", *FAST, "-o", "-")
+    assert (profiled.code, visible(empty)) == (0, {"model.py"})
+    monkeypatch.setattr(sys, "stdin", io.StringIO(profiled.out))
+    assert call(capsys, SOLVE[0], "-", *SOLVE[1:]).code == 0
+
+
+def test_a_plan_solved_from_stdin_asks_for_its_profile(
+    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its profile has no name: `check` says to pass `--profile`, and does not wait for the terminal."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO((here / "profile.yaml").read_text()))
+    assert call(capsys, SOLVE[0], "-", *SOLVE[1:]).code == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    checked = call(capsys, "check")
+    assert checked.code == 2
+    assert "--profile" in checked.err
+    assert call(capsys, "check", "--profile", "profile.yaml").code == 0
+
+
+def test_files_may_lie_in_folders_and_move_together(
+    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths in files are relative to the file: profile, plan and script keep finding each other after a move."""
+    assert call(capsys, "profile", "model.py", *FAST, "-o", "a/profiles/p.yaml").code == 0
+    assert call(capsys, SOLVE[0], "a/profiles/p.yaml", *SOLVE[1:], "-o", "a/plans/q.yaml").code == 0
+    assert call(capsys, "emit", "a/plans/q.yaml", "-o", "a/out").code == 0
+    plan = files.read_plan("a/plans/q.yaml")
+    assert plan.inputs.profile.path == "../profiles/p.yaml"
+    assert files.read_balance("a/out/balance.yaml").model.source == "../../model.py:build_model"
+
+    (here / "b").mkdir()
+    shutil.move(here / "a", here / "b" / "a")
+    assert call(capsys, "check", "b/a/plans/q.yaml").code == 0
+    monkeypatch.chdir(here / "b" / "a" / "plans")
+    assert call(capsys, "check", "q.yaml").code == 0
+
+
+def test_an_absolute_model_path_stays_absolute(here: Path, capsys: Capsys) -> None:
+    """So that profiles of a shared model file may go anywhere."""
+    assert call(capsys, "profile", str(here / "model.py"), *FAST, "-o", "a/p.yaml").code == 0
+    assert files.read_profile("a/p.yaml").model.source == f"{here / 'model.py'}:build_model"
+
+
+def test_json_is_written_where_the_suffix_says_so(here: Path, capsys: Capsys) -> None:
+    """A plan in JSON holds the same and is read back like one in YAML."""
+    assert call(capsys, *SOLVE, "-o", "plan.json").code == 0
+    assert json.loads((here / "plan.json").read_text())["balance"] == [2, 3]
+    assert files.read_plan("plan.json") == files.read_plan("plan.yaml")
+    assert call(capsys, "check", "plan.json").code == 0
+
+
+def test_solving_twice_gives_the_same_bytes(here: Path, capsys: Capsys) -> None:
+    """A plan is a function of profile and options: no clock, no random order."""
+    first = call(capsys, "solve", "--devices", "3", "--mem", "8GB", "-o", "one.yaml")
+    second = call(capsys, "solve", "--devices", "3", "--mem", "8GB", "-o", "two.yaml")
+    assert (first.code, second.code) == (0, 0)
+    assert (here / "one.yaml").read_bytes() == (here / "two.yaml").read_bytes()
+
+
+def test_a_special_file_is_written_to_not_replaced(here: Path, capsys: Capsys) -> None:
+    """`-o /dev/stdout` or a named pipe must not put a regular file in its place."""
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        call(capsys, *SOLVE, "-o", "pipe")
+        assert stat.S_ISFIFO(Path("pipe").stat().st_mode)
+    finally:
+        os.close(reader)
+
+
+# profile
+
+
+def test_settings_reach_the_model_and_the_profile(empty: Path, capsys: Capsys) -> None:
+    """`--set` is typed by the signature: 8·24 + 24 + 24·24 + 24 + 24·4 + 4 parameters."""
+    assert call(capsys, "profile", "model.py", *FAST, "--set", "width=24").code == 0
+    profile = files.read_profile("profile.yaml")
+    assert profile.model.settings == {"width": 24}
+    assert profile.model.parameters == 8 * 24 + 24 + 24 * 24 + 24 + 24 * 4 + 4
+    assert profile.layers[0].parameter_bytes == 4 * (8 * 24 + 24)
+    assert profile.micro_batch_sizes == (1, 2, 4)
+
+
+def test_input_stands_in_for_an_example_batch(empty: Path, capsys: Capsys) -> None:
+    """Shape, dtype and bound; without `loss_fn` the mean of the output is trained, and a note says so."""
+    write_model(empty, HEAD + "model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4))\n")
+    done = call(capsys, "profile", "model.py", *FAST, "--input", "6:int64:50")
+    assert done.code == 0, done.err
+    assert re.search(r"^note: .*loss_fn", done.err, re.MULTILINE)
+    profile = files.read_profile("profile.yaml")
+    assert profile.model.inputs == ("6:int64:50",)
+    assert profile.layers[0].output_bytes == tuple(b * 6 * 8 * 4 for b in (1, 2, 4))
+
+
+@pytest.mark.parametrize(("options", "name", "states"), [((), "adamw", 2), (("--optimizer", "sgd"), "sgd", 0)])
+def test_the_optimizer_is_the_one_asked_for(
+    empty: Path, capsys: Capsys, options: tuple[str, ...], name: str, states: int
+) -> None:
+    """AdamW by default (two numbers per parameter, and its step counters), else `--optimizer`."""
+    assert call(capsys, "profile", "model.py", *FAST, *options).code == 0
+    profile = files.read_profile("profile.yaml")
+    assert profile.optimizer == name
+    assert profile.layers[0].optimizer_bytes // profile.layers[0].parameter_bytes == states
+
+
+def test_the_files_own_optimizer_comes_first_and_the_option_before_it(empty: Path, capsys: Capsys) -> None:
+    """`build_optimizer` is used where there is one, unless `--optimizer` says otherwise."""
+    write_model(empty, MODEL + "def build_optimizer(parameters):\n    return torch.optim.SGD(parameters, lr=1.0)\n")
+    assert call(capsys, "profile", "model.py", *FAST).code == 0
+    assert files.read_profile("profile.yaml").layers[0].optimizer_bytes == 0
+    assert call(capsys, "profile", "model.py", *FAST, "--optimizer", "adam").code == 0
+    assert files.read_profile("profile.yaml").layers[0].optimizer_bytes > 0
+
+
+def test_an_entry_is_named_after_a_colon(empty: Path, capsys: Capsys) -> None:
+    """`model.py:NAME` is profiled instead of `build_model`."""
+    write_model(empty, MODEL + "def tiny():\n    return nn.Sequential(nn.Linear(8, 4))\n")
+    assert call(capsys, "profile", "model.py:tiny", *FAST).code == 0
+    profile = files.read_profile("profile.yaml")
+    assert (profile.model.source, len(profile.layers)) == ("model.py:tiny", 1)
+
+
+def test_an_in_place_layer_is_profiled(empty: Path, capsys: Capsys) -> None:
+    """`nn.ReLU(inplace=True)` behind a layer with parameters, as in most vision models."""
+    write_model(empty, MODEL.replace("nn.ReLU()", "nn.ReLU(inplace=True)"))
+    done = call(capsys, "profile", "model.py", *FAST)
+    assert done.code == 0, done.err
+
+
+def test_layer_names_are_shown_as_they_are(empty: Path, capsys: Capsys) -> None:
+    """Brackets are no markup, and neither is anything else in a name."""
+    build = """
+def build_model():
+    from collections import OrderedDict
+    return nn.Sequential(OrderedDict({"[bold]": nn.Linear(8, 8), "[/red]x{y}": nn.ReLU(), "häd:1": nn.Linear(8, 4)}))
+"""
+    write_model(empty, HEAD + build + EXAMPLE + LOSS)
+    outputs = [call(capsys, "profile", "model.py", *FAST)]
+    outputs.append(call(capsys, "solve", "--devices", "3", "--mem", "8GB", "--balance", "1,1,1"))
+    outputs.append(call(capsys, "show", "plan.yaml"))
+    for done in outputs:
+        assert done.code == 0, done.err
+        for name in ("[bold]", "[/red]x{y}", "häd:1"):
+            assert name in done.out
+    over = call(capsys, "check", "--mem", "1B")
+    assert over.code == 1
+    assert "[/red]x{y}" in over.out
+    assert call(capsys, "emit").code == 0
+    assert [stage.layers for stage in files.read_balance("balance.yaml").stages] == [
+        ("[bold]",),
+        ("[/red]x{y}",),
+        ("häd:1",),
+    ]
+
+
+def test_names_that_the_terminal_cannot_show_do_not_stop_a_command(empty: Path, capsys: Capsys) -> None:
+    """JSON and YAML of a layer called `ä` on an ASCII stdout: written with escapes, not refused as a bug."""
+    build = "def build_model():\n    m = nn.Sequential()\n    m.add_module('\u00e4', nn.Linear(8, 4))\n    return m\n"
+    write_model(empty, HEAD + build + EXAMPLE + LOSS)
+    assert call(capsys, "profile", "model.py", *FAST).code == 0
+    shown = spawn(["show", "profile.yaml", "--format", "json"], empty, PYTHONIOENCODING="ascii")
+    assert shown.code == 0, shown.err
+    assert json.loads(shown.out)["layers"][0]["name"] == "ä"
+    solved = spawn(["solve", "--devices", "1", "--mem", "1GB", "-o", "-"], empty, PYTHONIOENCODING="ascii")
+    assert solved.code == 0, solved.err
+
+
+# solve: the answer no
+
+
+def test_an_impossible_cap_is_explained_and_the_advice_works(here: Path, capsys: Capsys) -> None:
+    """Exit code 1, nothing written, the layer or stage in the way, and a `--mem` that does fit."""
+    (here / "plan.yaml").unlink()
+    refused = call(capsys, "solve", "--devices", "2", "--mem", "500B")
+    assert (refused.code, refused.out) == (1, "")
+    assert refused.error.startswith("error: no plan fits 500 B on each of 2 devices: ")
+    assert not (here / "plan.yaml").exists()
+
+    advised = re.search(r"the smallest `--mem` is (\S+) \(M = (\d+)\)", refused.err)
+    assert advised is not None, refused.err
+    followed = call(capsys, "solve", "--devices", "2", "--mem", advised[1])
+    assert followed.code == 0, followed.err
+    assert files.read_plan("plan.yaml").micro_batches == int(advised[2])
+    assert call(capsys, "check").code == 0
+
+
+def test_advice_on_the_number_of_devices_works(here: Path, capsys: Capsys) -> None:
+    """Under a cap that one device cannot keep but several can, the fewest that do are named."""
+    several = call(capsys, "solve", "--devices", "5", "--mem", "1B")
+    smallest = re.search(r"the smallest `--mem` is (\S+) ", several.err)
+    assert smallest is not None, several.err
+    refused = call(capsys, "solve", "--devices", "1", "--mem", smallest[1])
+    assert refused.code == 1
+    advised = re.search(r"`--devices (\d+)` fits", refused.err)
+    assert advised is not None, refused.err
+    assert call(capsys, "solve", "--devices", advised[1], "--mem", smallest[1]).code == 0
+    assert call(capsys, "solve", "--devices", str(int(advised[1]) - 1), "--mem", smallest[1]).code == 1
+
+
+def test_the_cap_is_echoed_in_both_units(here: Path, capsys: Capsys) -> None:
+    """8 GB are 7.45 GiB: people mean either."""
+    assert "8 GB = 7.45 GiB" in call(capsys, *SOLVE).err
+
+
+def test_the_plan_records_what_was_asked(here: Path, capsys: Capsys) -> None:
+    """Every option as it was resolved."""
+    options = ("--batch", "4", "--recompute", "always", "--link", "25GB/s,5us", "--reserve", "1MB", "--headroom", "10%")
+    assert call(capsys, "solve", "--devices", "2", "--mem", "1GB,2GB", *options).code == 0
+    inputs = files.read_plan("plan.yaml").inputs
+    assert (inputs.devices, inputs.batch, inputs.recompute, inputs.reserve_bytes) == (2, 4, "always", 10**6)
+    assert inputs.memory_bytes == (900_000_000, 1_800_000_000)
+    assert (inputs.link.bytes_per_s, inputs.link.latency_us, inputs.link.blocking) == (25e9, 5.0, False)
+    assert inputs.profile.digest == files.digest_of(files.read_profile("profile.yaml"))
+
+
+# check
+
+
+def test_check_says_no_over_the_cap(here: Path, capsys: Capsys) -> None:
+    """Exit code 1, finding GP101 for each stage that is over; a cap that suffices is exit code 0."""
+    over = call(capsys, "check", "--mem", "1kB")
+    assert over.code == 1
+    assert over.out.count("GP101 error: stage ") == 2
+    assert over.out.splitlines()[-1].startswith("does not fit")
+    assert call(capsys, "check", "--mem", "1GB").code == 0
+    one_over = call(capsys, "check", "--mem", "1GB,1kB", "--format", "json")
+    assert one_over.code == 1
+    assert [(f["code"], f["stage"]) for f in json.loads(one_over.out)["findings"]] == [("GP101", 1)]
+
+
+def test_headroom_warns_and_does_not_change_the_answer(here: Path, capsys: Capsys) -> None:
+    """A stage that fits without the wanted room is GP102, a warning."""
+    need = max(stage.memory.total for stage in files.read_plan("plan.yaml").stages)
+    tight = call(capsys, "check", "--mem", f"{need}B", "--headroom", "20%")
+    assert tight.code == 0
+    assert "GP102 warning" in tight.out
+    assert call(capsys, "check", "--mem", f"{need - 1}B").code == 1
+
+
+def test_a_plan_is_stale_once_a_number_of_its_profile_changes(here: Path, capsys: Capsys) -> None:
+    """One digit of one byte count is enough: exit code 1, GP201, the plan's own numbers are not trusted."""
+    saved = files.read_profile("profile.yaml").layers[0].saved_bytes
+    replace_once(
+        here / "profile.yaml",
+        f"saved_bytes: {list(saved)}",
+        f"saved_bytes: {[saved[0] + 1, *saved[1:]]}",
+    )
+    stale = call(capsys, "check")
+    assert stale.code == 1
+    assert "GP201 error: the plan was made from another profile" in stale.out
+    assert stale.out.splitlines()[-1].startswith("does not fit")
+
+
+def test_a_comment_or_other_spacing_does_not_make_a_plan_stale(here: Path, capsys: Capsys) -> None:
+    """The digest is over the meaning of the profile, not its bytes."""
+    text = (here / "profile.yaml").read_text()
+    (here / "profile.yaml").write_text("# measured on a quiet night\n" + text.replace(", ", ",  "))
+    assert call(capsys, "check").code == 0
+
+
+def test_a_profile_of_other_layers_is_told_by_name(here: Path, capsys: Capsys) -> None:
+    """A renamed layer is GP202, and named."""
+    replace_once(here / "profile.yaml", "name: '4'", "name: head")
+    stale = call(capsys, "check")
+    assert stale.code == 1
+    assert "GP202" in stale.out
+    assert '"4"' in stale.out
+    assert '"head"' in stale.out
+
+
+@pytest.mark.parametrize("shown", ["text", "json"])
+def test_a_balance_edited_by_hand_is_recomputed(here: Path, capsys: Capsys, shown: str) -> None:
+    """`check` answers for the edited cuts with the numbers of solving for these cuts; a warning says so."""
+    replace_once(here / "plan.yaml", "balance: [2, 3]", "balance: [4, 1]")
+    checked = call(capsys, "check", "--format", shown)
+    assert checked.code == 0
+    assert "GP203" in checked.out
+    if shown == "json":
+        now = json.loads(checked.out)["plan"]
+        options = ("--balance", "4,1", "--micro-batches", "2", "--format", "json")
+        asked = json.loads(call(capsys, "solve", "--devices", "2", "--mem", "8GB", *options).out)
+        assert [stage["last"] for stage in now["stages"]] == ["3", "4"]
+        assert now["predicted"] == asked["predicted"]
+        assert now["stages"] == asked["stages"]
+
+
+def test_edited_recomputation_is_recomputed_too(here: Path, capsys: Capsys) -> None:
+    """What is asked of the executor changes time and memory."""
+    plan = files.read_plan("plan.yaml")
+    was = plan.stages[0].recompute
+    now = "always" if was == "never" else "never"
+    replace_once(here / "plan.yaml", f"recompute: {was}, forward_us", f"recompute: {now}, forward_us")
+    checked = call(capsys, "check", "--format", "json")
+    assert checked.code == 0
+    document = json.loads(checked.out)
+    assert document["plan"]["stages"][0]["recompute"] == now
+    assert document["plan"]["predicted"]["recompute_share"] != pytest.approx(plan.predicted.recompute_share)
+
+
+@pytest.mark.parametrize(
+    ("balance", "told"),
+    [("[2, 2]", "4 layers"), ("[3, 3]", "6 layers"), ("[5, 0]", "every stage needs at least one layer")],
+)
+def test_a_balance_that_loses_layers_is_refused(here: Path, capsys: Capsys, balance: str, told: str) -> None:
+    """Every layer belongs to exactly one stage and no stage is empty: anything else is no plan."""
+    replace_once(here / "plan.yaml", "balance: [2, 3]", f"balance: {balance}")
+    for arguments in (("check",), ("emit",)):
+        refused = call(capsys, *arguments)
+        assert refused.code == 2
+        assert told in refused.error
+    assert "train.py" not in visible(here)
+
+
+def test_invented_predictions_are_not_believed(here: Path, capsys: Capsys) -> None:
+    """Numbers in the plan that the profile does not bear out are reported, and do not make it fit."""
+    plan = files.read_plan("plan.yaml")
+    total = plan.stages[0].memory.total
+    replace_once(here / "plan.yaml", f"total: {total}", "total: 1")
+    assert "GP203" in call(capsys, "check").out
+    assert call(capsys, "check", "--mem", "100B").code == 1
+
+
+def test_a_moved_profile_is_named_with_an_option(here: Path, capsys: Capsys) -> None:
+    """Without it the missing file is named; with it every command works."""
+    (here / "profile.yaml").rename(here / "moved.yaml")
+    for arguments in (("check",), ("emit",), ("show",)):
+        missing = call(capsys, *arguments)
+        assert missing.code == 2
+        assert missing.error.startswith("profile.yaml: error: no such file")
+        assert call(capsys, *arguments, "--profile", "moved.yaml").code == 0
+
+
+# emit
+
+
+def test_an_edited_script_is_not_overwritten(here: Path, capsys: Capsys) -> None:
+    """Emitting again is fine until a person changed train.py; then only `--force` replaces it."""
+    assert call(capsys, "emit").code == 0
+    assert call(capsys, "emit").code == 0
+    emitted = (here / "train.py").read_text()
+    replace_once(here / "train.py", "STEPS = 20", "STEPS = 30")
+    edited = (here / "train.py").read_text()
+    balance = (here / "balance.yaml").read_text()
+    call(capsys, *SOLVE[:5], "--balance", "3,2")
+
+    refused = call(capsys, "emit")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.error == "train.py: error: was edited since it was emitted"
+    assert "--force" in refused.err
+    assert (here / "train.py").read_text() == edited
+    assert (here / "balance.yaml").read_text() == balance
+
+    assert call(capsys, "emit", "--force").code == 0
+    assert "STEPS = 20" in (here / "train.py").read_text() != emitted
+
+
+def test_somebody_elses_script_is_not_overwritten(here: Path, capsys: Capsys) -> None:
+    """A train.py that was never emitted is a person's own."""
+    (here / "train.py").write_text("print('mine')\n")
+    refused = call(capsys, "emit")
+    assert refused.code == 2
+    assert (here / "train.py").read_text() == "print('mine')\n"
+    assert "balance.yaml" not in visible(here)
+
+
+def test_something_else_in_the_scripts_place_is_told(here: Path, capsys: Capsys) -> None:
+    """A folder called train.py, or a file that is no text, is an error of the user's, not a bug of ours."""
+    (here / "train.py").write_bytes(b"\xff\xfe\x00")
+    refused = call(capsys, "emit")
+    assert refused.code == 2
+    assert refused.error.startswith("train.py: error: ")
+    (here / "train.py").unlink()
+    (here / "train.py").mkdir()
+    refused = call(capsys, "emit", "--force")
+    assert refused.code == 2
+    assert "train.py" in refused.error
+    assert "bug" not in refused.err
+
+
+def test_the_script_describes_the_edited_plan(here: Path, capsys: Capsys) -> None:
+    """After an edit by hand the table in train.py shows the stages that will run, not those that were solved for."""
+    replace_once(here / "plan.yaml", "balance: [2, 3]", "balance: [4, 1]")
+    assert call(capsys, "emit").code == 0
+    assert files.read_balance("balance.yaml").balance == (4, 1)
+    script = (here / "train.py").read_text()
+    assert "stage 0: 4 layers, 0 to 3" in script
+    assert "stage 1: 1 layers, 4 to 4" in script
+
+
+def test_nothing_is_emitted_from_a_stale_plan(here: Path, capsys: Capsys) -> None:
+    """The answer is no, as `check` says: exit code 1, the reason and what to do, no file."""
+    replace_once(here / "profile.yaml", "parameters: 484", "parameters: 485")
+    refused = call(capsys, "emit")
+    assert "another profile" in refused.error
+    assert "solve again" in refused.err
+    assert {"balance.yaml", "train.py"}.isdisjoint(visible(here))
+    assert refused.code == ExitCode.NO
+
+
+# show
+
+
+def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
+    """The report finds plan.yaml beside it; another plan is not compared with, and a warning says so."""
+    plan = files.read_plan("plan.yaml")
+    stages = tuple(
+        StageRun(
+            index=stage.index,
+            first=stage.first,
+            last=stage.last,
+            forward_us=10.0,
+            backward_us=20.0,
+            parameter_bytes=stage.memory.parameters,
+            peak_bytes=stage.memory.total,
+        )
+        for stage in plan.stages
+    )
+    report = RunReport(
+        plan_digest=decisions_digest(plan),
+        device=Device(kind="cpu"),
+        losses=(1.0, 0.5),
+        step_us=(100.0, 90.0),
+        warmup_steps=1,
+        stages=stages,
+    )
+    files.write("run.json", report)
+    beside = call(capsys, "show", "run.json")
+    assert (beside.code, beside.err) == (0, "")
+    assert "predicted" in beside.out
+
+    assert call(capsys, *SOLVE[:5], "--balance", "3,2").code == 0
+    other = call(capsys, "show", "run.json")
+    assert other.code == 0
+    assert other.err.startswith("warning: plan.yaml is not the plan of this run")
+
+    (here / "plan.yaml").unlink()
+    alone = call(capsys, "show", "run.json")
+    assert (alone.code, alone.err) == (0, "")
+    assert json.loads(call(capsys, "show", "run.json", "--format", "json").out)["schema"] == "gpipe-plan/run/v1"
+
+
+# Help, version, schema
+
+
+@pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run"])
+def test_schema_prints_a_json_schema(capsys: Capsys, kind: str) -> None:
+    """One document, of an object whose `schema` key is the kind's."""
+    done = call(capsys, "schema", kind)
+    assert (done.code, done.err) == (0, "")
+    schema = json.loads(done.out)
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert schema["properties"]["schema"]["const"] == f"gpipe-plan/{kind}/v1"
+
+
+def test_version_names_what_the_numbers_depend_on(capsys: Capsys) -> None:
+    """This package, python and torch, on one line."""
+    done = call(capsys, "--version")
+    assert (done.code, done.err) == (0, "")
+    assert re.fullmatch(r"gpipe-plan \d+\.\d+\.\d+ \(python 3\.\d+\.\d+, torch 2\..*\)\n", done.out)
+
+
+OPTIONS = {
+    "profile": "--output --batch-sizes --device --optimizer --set --input --format --quiet --debug",
+    "solve": "--devices --mem --batch --micro-batches --recompute --link --reserve --headroom --balance --output",
+    "emit": "--output --profile --force --quiet",
+    "check": "--mem --headroom --profile --format --quiet",
+    "show": "--plan --profile --format",
+    "schema": "profile|plan|balance|run",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_command_explains_itself(capsys: Capsys, name: str, flag: str) -> None:
+    """`--help` lists every option on stdout, in plain text, and exits with 0."""
+    done = call(capsys, name, flag)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"Usage: gpipe-plan {name} ")
+    assert [option for option in OPTIONS[name].split() if option not in done.out] == []
+    assert "\x1b" not in done.out
+
+
+def test_help_lists_the_commands(capsys: Capsys) -> None:
+    """All of them, and how they follow each other."""
+    done = call(capsys, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert all(re.search(rf"^  {name} ", done.out, re.MULTILINE) for name in COMMANDS)
+    assert "gpipe-plan solve --devices 8 --mem 8GB" in done.out
+
+
+def test_no_command_shows_the_help(capsys: Capsys) -> None:
+    """`gpipe-plan` alone is a question, not a mistake: the same help, no error."""
+    done = call(capsys)
+    assert "Usage: gpipe-plan" in done.out + done.err
+    assert "error:" not in done.err
+
+
+def test_debug_shows_the_traceback(here: Path, capsys: Capsys) -> None:
+    """Which nothing else does."""
+    assert "Traceback" not in call(capsys, "check", "missing.yaml").err
+    assert "Traceback (most recent call last)" in call(capsys, "check", "missing.yaml", "--debug").err
+
+
+# Pipes and signals, in processes of their own
+
+PIPED = (
+    ("check",),
+    ("show",),
+    ("show", "profile.yaml", "--format", "json"),
+    SOLVE,
+    (*SOLVE, "-o", "-"),
+    ("emit",),
+    ("schema", "plan"),
+    ("--help",),
+    ("--version",),
+)
+
+
+@pytest.mark.parametrize("arguments", PIPED, ids=" ".join)
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_reader_that_went_away_changes_nothing(here: Path, arguments: tuple[str, ...], closed: str) -> None:
+    """`| head`, `2>&1 | head`: exit code 0 and no traceback, even if the reader was gone from the start."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: write_end}
+    process = subprocess.Popen(command(*arguments), cwd=here, env=environment(), text=True, **streams)  # type: ignore[call-overload]
+    os.close(write_end)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in (err or ""), "error" in (err or "")) == (0, False, False), err
+    if closed == "stderr":
+        assert out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash for `set -o pipefail`")
+def test_head_does_not_change_the_answer_no(here: Path) -> None:
+    """The exit code of `check | head -1` under pipefail is that of `check`: 1 over the cap."""
+    line = f"set -o pipefail; {shlex.join(command('check', '--mem', '1kB'))} | head -1"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=here, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith("GP101 error")
+    assert "Traceback" not in done.stderr
+
+
+SLOW = """
+import time
+class Slow(nn.Module):
+    def forward(self, value):
+        time.sleep(0.02)
+        return value
+def build_model():
+    return nn.Sequential(nn.Linear(8, 4), Slow())
+"""
+
+
+@pytest.fixture
+def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process in the middle of profiling."""
+    write_model(empty, HEAD + SLOW + EXAMPLE + LOSS)
+    process = subprocess.Popen(
+        command("profile", "model.py", "--repeat", "500"),
+        cwd=empty,
+        env=environment(XDG_CACHE_HOME=str(empty / ".cache")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs, and so perhaps this test run, ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,  # noqa: PLW1509
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen[str]") -> None:
+    """Exit code 130, no traceback, no half-written file."""
+    assert profiling.stderr is not None
+    assert profiling.stderr.readline().startswith("profiling model.py")
+    profiling.send_signal(signal.SIGINT)
+    out, err = profiling.communicate(timeout=60)
+    assert (profiling.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    assert "bug" not in err
+    assert visible(empty) == {"model.py"}
+
+
+def test_an_interrupt_while_writing_leaves_nothing_behind(
+    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither half a plan nor a hidden temporary file; the old plan is untouched."""
+    before, names = (here / "plan.yaml").read_bytes(), visible(here)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
+    assert call(capsys, *SOLVE[:5], "--balance", "1,4").code == 130
+    assert (here / "plan.yaml").read_bytes() == before
+    assert visible(here) == names
+
+
+def test_an_interrupt_anywhere_is_130(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a traceback, not exit code 1 or 2."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "read_plan", interrupted)
+    done: Ran = call(capsys, "check")
+    assert done.code == ExitCode.INTERRUPTED == 130
+    assert "Traceback" not in done.err

@@ -1,0 +1,118 @@
+"""Commands that do not measure start at once: torch and fvcore, many times slower to import than all else, stay out."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import files
+from planner.cli.main import main
+from planner.core.plan import Inputs, ProfileReference
+from planner.core.profile import Model
+from planner.solve import Request, solve
+from tests.support.chains import random_profile
+from tests.support.cli import environment, spawn
+
+HEAVY = ("torch", "fvcore", "networkx", "pulp")
+
+_PROBE = """
+import json, sys
+from planner.cli.main import run
+code = run(sys.argv[1:])
+print(json.dumps({"code": code, "modules": sorted(sys.modules)}), file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with a profile and a plan; no model was run for them."""
+    profile = replace(random_profile(1, 6), model=Model(source="model.py:build_model"))
+    files.write(str(tmp_path / "profile.yaml"), profile)
+    inputs = Inputs(
+        profile=ProfileReference(path="profile.yaml", digest=files.digest_of(profile)),
+        devices=2,
+        memory_bytes=(10**9, 10**9),
+        batch=1,
+    )
+    files.write(str(tmp_path / "plan.yaml"), solve(profile, Request(inputs=inputs)))
+    return tmp_path
+
+
+def probe(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Runs a command in a process of its own: its exit code, and the modules it had imported by the end."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE, *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    told: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("profile", "--help"),
+        ("--version",),
+        ("solve", "--devices", "2", "--mem", "1GB"),
+        ("solve", "--devices", "2", "--mem", "1GB", "--format", "json"),
+        ("check",),
+        ("check", "--format", "json"),
+        ("emit",),
+        ("show",),
+        ("show", "profile.yaml"),
+        ("schema", "plan"),
+        ("profile", "model.py", "--format", "xml"),
+    ],
+    ids=" ".join,
+)
+def test_torch_is_not_imported(here: Path, arguments: tuple[str, ...]) -> None:
+    """By anything but profiling itself; a `profile` with bad options does not wait for it either."""
+    told = probe(here, *arguments)
+    assert told["code"] == (2 if "xml" in arguments else 0)
+    assert "planner.cli.main" in told["modules"]
+    assert [name for name in HEAVY if name in told["modules"]] == []
+
+
+def test_the_probe_sees_torch_where_it_is_imported(here: Path) -> None:
+    """Profiling needs it: so the test above would notice."""
+    (here / "model.py").write_text("raise ValueError\n")
+    told = probe(here, "profile", "model.py")
+    assert told["code"] == 2
+    assert "torch" in told["modules"]
+
+
+def test_python_dash_m_is_the_command(here: Path) -> None:
+    """`python -m planner` is `gpipe-plan`, in its help and its exit codes."""
+    helped = spawn(["--help"], here)
+    assert (helped.code, helped.err) == (0, "")
+    assert helped.out.startswith("Usage: gpipe-plan [OPTIONS] COMMAND")
+    assert spawn(["check"], here).code == 0
+    assert spawn(["check", "--mem", "1B"], here).code == 1
+    assert spawn(["check", "missing.yaml"], here).code == 2
+
+
+def test_the_console_script_is_installed() -> None:
+    """`gpipe-plan` leads to the same function."""
+    (script,) = metadata.entry_points(group="console_scripts", name="gpipe-plan")
+    assert script.value == "planner.cli.main:main"
+
+
+def test_main_exits_with_the_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The console script hands the code of `run` to the shell."""
+    for arguments, code in ((["--help"], 0), (["check", "/nowhere/plan.yaml"], 2)):
+        monkeypatch.setattr(sys, "argv", ["gpipe-plan", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert left.value.code == code
+    assert "no such file" in capsys.readouterr().err

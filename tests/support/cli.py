@@ -1,0 +1,98 @@
+"""The command line as a user meets it: in this process (fast), or in one of its own (pipes, signals, imports)."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from planner.cli.main import run
+from planner.core.cluster import ExecutorCost, Link
+
+HEAD: Final = "import torch\nfrom torch import nn\n"
+BUILD: Final = """
+def build_model(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+"""
+EXAMPLE: Final = """
+def example_batch(batch_size):
+    return torch.randn(batch_size, 8), torch.randn(batch_size, 4)
+"""
+LOSS: Final = """
+def loss_fn(output, target):
+    return ((output - target) ** 2).mean()
+"""
+MODEL: Final = HEAD + BUILD + EXAMPLE + LOSS
+"""A model.py of five layers, named 0 to 4."""
+
+FAST: Final = ("--repeat", "2", "--batch-sizes", "1,2,4")
+"""Options of `profile` for tests that do not care how good its times are."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The paragraph of stderr that tells the error."""
+        told = [part for part in self.err.split("\n\n") if "error: " in part]
+        assert len(told) == 1, self.err
+        return told[0][told[0].rfind("\n", 0, told[0].index("error: ")) + 1 :]
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ran:
+    """Runs `gpipe-plan` with `arguments` in this process; what was printed before is dropped."""
+    capsys.readouterr()
+    code = run(list(arguments))
+    printed = capsys.readouterr()
+    return Ran(code, printed.out, printed.err)
+
+
+def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares `profile` the two processes that measure the executor's own costs on this machine."""
+    import planner.executor
+
+    free = ExecutorCost(overhead_us=0.0, link=Link())
+    monkeypatch.setattr(planner.executor, "executor_cost", lambda *_, **__: free, raising=False)
+
+
+def write_model(folder: Path, text: str = MODEL, name: str = "model.py") -> Path:
+    """A model file in `folder`."""
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def command(*arguments: str) -> list[str]:
+    """The words that start `gpipe-plan` with `arguments` in a process of its own."""
+    return [sys.executable, "-m", "planner", *arguments]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment, with the checkout importable from any folder."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **extra}
+
+
+def spawn(arguments: Sequence[str], folder: Path, **extra: str) -> Ran:
+    """Runs `gpipe-plan` in a process of its own, in `folder`; `extra` goes into its environment."""
+    done = subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)

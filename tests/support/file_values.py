@@ -1,0 +1,134 @@
+"""One value of every kind of file, with every field set, as a tool of ours would write it."""
+
+from planner.core.balance import Balance, StageBalance
+from planner.core.cluster import ExecutorCost, Link
+from planner.core.plan import Plan
+from planner.core.profile import Device, Environment, Generator, LayerProfile, Model, Profile
+from planner.core.run_report import RunReport, StageRun
+from planner.solve import Request, solve
+from tests.support.chains import record, tensor
+from tests.support.profiles import inputs_of
+
+EXECUTOR = ExecutorCost(overhead_us=12.5, link=Link(latency_us=3.0, bytes_per_s=1e9, blocking=True))
+GENERATOR = Generator(name="gpipe-plan", version="0.1.0")
+
+
+def full_layer(n: int) -> LayerProfile:
+    """A layer with nothing left at its default."""
+    details = tuple(
+        record(
+            internal=10 * s,
+            given=[tensor(20 * s, kept=True)],
+            made=[tensor(20 * s, alias=0), tensor(4 * s, kept=True)],
+            forward=50 * s,
+            no_grad=40 * s,
+            first_backward=90 * s,
+            backward=80 * s,
+            target=s,
+            writes_input=True,
+        )
+        for s in (1, 4)
+    )
+    return LayerProfile(
+        name=f"h.{n}",
+        digest=f"{n:08x}",
+        parameter_bytes=1000 + n,
+        gradient_bytes=500,
+        optimizer_bytes=2000,
+        buffer_bytes=8,
+        tied=("head.weight", "1e9"),
+        tied_bytes=100,
+        optimizer_us=3.5,
+        optimizer_peak_bytes=64,
+        forward_us=(10.1 + n, 40.2),
+        backward_us=(20.3, 80.4),
+        spread=(0.01, 0.025),
+        output_bytes=(24, 96),
+        saved_bytes=(30, 120),
+        forward_peak_bytes=(50, 200),
+        backward_peak_bytes=(90, 360),
+        forward_flops=(10**12, 4 * 10**12),
+        detail=details,
+    )
+
+
+def full_profile() -> Profile:
+    """Three such layers."""
+    return Profile(
+        generator=GENERATOR,
+        model=Model(
+            source="model.py:build",
+            settings={
+                "depth": 3,
+                "rate": 0.1,
+                "tiny": 1e-9,
+                "name": "no",
+                "flag": False,
+                "on": True,
+                "text": "a: b # c",
+            },
+            inputs=("3x224x224",),
+            digest="sha256:abc",
+            parameters=3003,
+        ),
+        device=Device(
+            kind="cuda", name="NVIDIA H100 80GB HBM3", memory_bytes=85_017_493_504, how="estimated", executor=EXECUTOR
+        ),
+        environment=Environment(torch="2.13.0", python="3.11.7", dtype="bfloat16", threads=2),
+        optimizer="adamw",
+        optimizer_peak="sum",
+        micro_batch_sizes=(1, 4),
+        layers=tuple(full_layer(n) for n in range(3)),
+    )
+
+
+def full_plan() -> Plan:
+    """An optimal plan for it."""
+    inputs = inputs_of(
+        2,
+        8,
+        memory_bytes=(10**6, 2 * 10**6),
+        link=Link(latency_us=5.0, bytes_per_s=25e9, blocking=True),
+        reserve_bytes=77,
+        overhead_us=0.5,
+    )
+    return solve(full_profile(), Request(inputs=inputs))
+
+
+def full_run() -> RunReport:
+    """Two steps of it."""
+    return RunReport(
+        generator=GENERATOR,
+        plan_digest="sha256:def",
+        seed=7,
+        device=Device(kind="cpu", name="x86_64"),
+        environment=Environment(torch="2.13.0"),
+        losses=(2.5, -0.25),
+        step_us=(1000.5, 900.1),
+        warmup_steps=1,
+        stages=(
+            StageRun(
+                index=0, first="h.0", last="h.1", forward_us=1.5, backward_us=2.5, parameter_bytes=9, peak_bytes=99
+            ),
+        ),
+    )
+
+
+def full_balance() -> Balance:
+    """What `emit` writes of it."""
+    return Balance(
+        generator=GENERATOR,
+        plan_digest="sha256:def",
+        model=full_profile().model,
+        optimizer="adamw",
+        device="cuda",
+        threads=4,
+        schedule="gpipe",
+        batch=8,
+        micro_batches=2,
+        balance=(1, 2),
+        stages=(
+            StageBalance(index=0, recompute="never", layers=("h.0",)),
+            StageBalance(index=1, recompute="except-last", layers=("h.1", "h.2")),
+        ),
+    )

@@ -1,0 +1,72 @@
+"""Small models to load and to measure, without files."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from planner.core.profile import MemoryDetail, Profile, Setting
+from planner.model.load import Batch, LoadedModel
+from planner.model.meter import CpuMeter
+from planner.profile import ProfileOptions, profile_model
+from planner.profile.memory import measure_memory
+from planner.profile.units import Unit, UnitInput
+
+
+def mean_loss(output: Any, _target: Any) -> Tensor:
+    """A scalar from any output."""
+    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([tensor.mean() for tensor in tensors]).mean()
+
+
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """An optimizer without state."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def loaded_model(
+    build: nn.Module | Callable[[], nn.Module],
+    features: int | Callable[[int], Any] = 8,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] = mean_loss,
+    build_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
+    settings: Mapping[str, Setting] | None = None,
+) -> LoadedModel:
+    """As from a model.py.
+
+    Args:
+        build: A finished model, or what builds one.
+        features: Numbers per sample, or a function of the batch size to the model's inputs.
+        loss_fn: The loss; the targets are None.
+        build_optimizer: The optimizer.
+        settings: As from `--set`.
+    """
+
+    def example(size: int) -> Batch:
+        return Batch(torch.randn(size, features) if isinstance(features, int) else features(size), None)
+
+    return LoadedModel(
+        source="model.py:build_model",
+        settings=dict(settings or {}),
+        inputs=(),
+        build=(lambda: build) if isinstance(build, nn.Module) else build,
+        example_batch=example,
+        loss_fn=loss_fn,
+        build_optimizer=build_optimizer,
+        train_batches=None,
+        optimizer_name="sgd",
+    )
+
+
+def profile_of_model(loaded: LoadedModel, *, sizes: Sequence[int] = (2,), repeats: int = 2) -> Profile:
+    """Its profile on one CPU thread."""
+    return profile_model(loaded, ProfileOptions(micro_batch_sizes=tuple(sizes), repeats=repeats))
+
+
+def memory_of(module: nn.Module, value: Any) -> MemoryDetail:
+    """The memory record of `module` for the input `value`, whose tensors carry gradients where they require them."""
+    leaves, spec = tree_flatten(value)
+    unit = Unit(name="layer", module=module, loss_fn=None, digest="")
+    return measure_memory(unit, UnitInput(tuple(leaves), spec, None), CpuMeter())

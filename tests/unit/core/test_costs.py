@@ -1,0 +1,286 @@
+"""A profile as arrays at one micro-batch size: interpolation, additive and exact records, storages, ties."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from planner.core.costs import ChainCosts, costs_at, covers
+from planner.core.errors import UsageError
+from planner.core.memory import stage_memory
+from planner.core.plan import StageMemory
+from tests.support.chains import chain, layer, random_profile, record, tensor
+
+ARRAYS = [
+    f.name for f in dataclasses.fields(ChainCosts) if f.name not in ("micro_batch_size", "names", "ties", "exact")
+]
+
+
+def whole(costs: ChainCosts, first: int, end: int) -> StageMemory:
+    """A stage with one micro-batch."""
+    return stage_memory(costs, first, end, micro_batches=1, in_flight=1, recompute="never")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_costs_between_profiled_sizes_lie_on_the_line(size: int, *, exact: bool) -> None:
+    """What is affine in the micro-batch size is met exactly at every size in between, in whatever order sizes stand."""
+    costs = costs_at(random_profile(4, 6, exact=exact, sizes=(8, 1, 2)), size)
+    truth = costs_at(random_profile(4, 6, exact=exact, sizes=(size,)), size)
+    assert costs.micro_batch_size == size
+    assert costs.exact is truth.exact is exact
+    for name in ARRAYS:
+        np.testing.assert_allclose(getattr(costs, name), getattr(truth, name), rtol=1e-12, atol=1e-9, err_msg=name)
+    assert costs.forward_us.sum() > 0
+    assert costs.saved.sum() > 0
+
+
+def test_a_profiled_size_is_taken_as_it_is() -> None:
+    """No rounding by blending: the very numbers of the file, also where the curve jumps."""
+    profile = chain(
+        layer(forward_us=(0.1, 7.3, 5.9), backward_us=(0.2, 0.3, 0.4), output_bytes=(1, 2, 3), saved_bytes=(5, 6, 9)),
+        sizes=(1, 2, 4),
+    )
+    for size, forward, saved in ((1, 0.1, 5), (2, 7.3, 6), (4, 5.9, 9)):
+        costs = costs_at(profile, size)
+        assert costs.forward_us.tolist() == [forward]
+        assert costs.saved.tolist() == [saved]
+
+
+def test_between_sizes_the_two_neighbours_decide() -> None:
+    """At 3, between 2 and 4, what was measured at 1 and 8 does not matter."""
+    profile = chain(
+        layer(
+            forward_us=(100.0, 6.0, 10.0, 900.0), backward_us=(0.0,) * 4, output_bytes=(0,) * 4, saved_bytes=(0,) * 4
+        ),
+        sizes=(1, 2, 4, 8),
+    )
+    assert costs_at(profile, 3).forward_us.tolist() == [8.0]
+
+
+@pytest.mark.parametrize("size", [1, 9, 100])
+def test_outside_the_profiled_sizes_is_refused(size: int) -> None:
+    """The error names the size and the range, the hint both ways out."""
+    profile = random_profile(1, 2, sizes=(2, 8))
+    assert not covers(profile, size, extrapolate=False)
+    with pytest.raises(UsageError, match=f"micro-batch size {size} is outside the profiled range 2 to 8") as refused:
+        costs_at(profile, size)
+    assert "--batch-sizes" in refused.value.hint
+    assert "--extrapolate" in refused.value.hint
+
+
+@pytest.mark.parametrize("size", [1, 12, 64])
+def test_extrapolation_continues_the_line_where_allowed(size: int) -> None:
+    """Beyond both ends, along the nearest two sizes."""
+    profile = chain(
+        layer(
+            forward_us=(7.0, 11.0, 27.0), backward_us=(4.0, 8.0, 16.0), output_bytes=(2, 4, 8), saved_bytes=(0, 10, 30)
+        ),
+        sizes=(2, 4, 8),
+    )
+    assert covers(profile, size, extrapolate=True)
+    costs = costs_at(profile, size, extrapolate=True)
+    slope = 2.0 if size < 2 else 4.0
+    assert costs.forward_us.tolist() == [11 + slope * (size - 4)]
+    assert costs.backward_us.tolist() == [2.0 * size]
+    assert costs.saved.tolist() == [max(0.0, 10 + 5.0 * (size - 4))]
+
+
+def test_extrapolation_never_goes_below_zero() -> None:
+    """A line that would cross zero below the smallest size stops there."""
+    profile = chain(
+        layer(forward_us=(1.0, 5.0), backward_us=(0.0, 9.0), output_bytes=(0, 8), saved_bytes=(0, 0)), sizes=(2, 4)
+    )
+    costs = costs_at(profile, 1, extrapolate=True)
+    assert costs.forward_us.tolist() == [0.0]
+    assert costs.backward_us.tolist() == [0.0]
+    assert costs.output.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("extrapolate", [False, True])
+def test_a_single_profiled_size_says_nothing_of_others(*, extrapolate: bool) -> None:
+    """One point has no slope: its own size is covered, no other, whatever is allowed."""
+    profile = random_profile(2, 3, sizes=(4,))
+    assert covers(profile, 4, extrapolate=extrapolate)
+    assert costs_at(profile, 4, extrapolate=extrapolate).num_layers == 3
+    assert not covers(profile, 5, extrapolate=extrapolate)
+    with pytest.raises(UsageError, match="micro-batch size 5 is outside the profiled range 4 to 4"):
+        costs_at(profile, 5, extrapolate=extrapolate)
+
+
+def test_nobody_is_told_to_allow_what_is_allowed() -> None:
+    """Where extrapolation is on and impossible, the hint is to profile, not `--extrapolate` again."""
+    with pytest.raises(UsageError) as refused:
+        costs_at(random_profile(2, 3, sizes=(4,)), 5, extrapolate=True)
+    assert "--batch-sizes" in refused.value.hint
+    assert "--extrapolate" not in refused.value.hint
+
+
+def test_no_size_is_smaller_than_one_sample() -> None:
+    """Extrapolation ends at one sample."""
+    assert not covers(random_profile(2, 2, sizes=(2, 4)), 0, extrapolate=True)
+
+
+def test_what_is_left_out_defaults_to_nothing_and_gradients_to_the_parameters() -> None:
+    """A profile written by hand from published numbers has the required fields alone."""
+    costs = costs_at(chain(layer(parameter_bytes=40, forward_us=1.0, saved_bytes=9, output_bytes=9)), 1)
+    assert (costs.gradients.tolist(), costs.parameters.tolist()) == ([40.0], [40.0])
+    for name in ("optimizer", "optimizer_peak", "buffers", "optimizer_us", "forward_level", "backward_level", "input"):
+        assert getattr(costs, name).tolist() == [0.0], name
+    assert (costs.target, costs.ties, costs.exact) == (0.0, (), False)
+
+
+def test_a_frozen_layer_has_no_gradients() -> None:
+    """`gradient_bytes: 0` is not the same as leaving it out."""
+    assert costs_at(chain(layer(parameter_bytes=40, gradient_bytes=0)), 1).gradients.tolist() == [0.0]
+
+
+def test_the_additive_form_takes_the_peaks_as_transients() -> None:
+    """Without exact records: what crosses in front is the previous output; the two peaks stand alone."""
+    profile = chain(
+        layer("a", output_bytes=30, saved_bytes=50, forward_peak_bytes=7, backward_peak_bytes=9),
+        layer("b", output_bytes=40, saved_bytes=25, forward_peak_bytes=3, backward_peak_bytes=1),
+    )
+    costs = costs_at(profile, 1)
+    assert not costs.exact
+    assert costs.input.tolist() == [0, 30]
+    assert costs.output.tolist() == [30, 40]
+    assert costs.saved.tolist() == [50, 25]
+    assert costs.forward_level.tolist() == [7, 3]
+    assert costs.backward_level.tolist() == [9, 1]
+    # b saves 25 bytes, so at least 15 of its 40 bytes of output are not among them.
+    assert costs.unsaved_output.tolist() == [0, 15]
+
+
+def test_exact_records_are_used_only_where_every_layer_has_them() -> None:
+    """One layer without: the additive form for all, never a mixture."""
+    exact = random_profile(8, 4, exact=True)
+    mixed = dataclasses.replace(exact, layers=(*exact.layers[:3], dataclasses.replace(exact.layers[3], detail=())))
+    plain = dataclasses.replace(exact, layers=tuple(dataclasses.replace(x, detail=()) for x in exact.layers))
+    assert costs_at(exact, 1).exact
+    assert not costs_at(mixed, 1).exact
+    for name in ARRAYS:
+        assert np.array_equal(getattr(costs_at(mixed, 1), name), getattr(costs_at(plain, 1), name)), name
+
+
+def test_a_storage_counts_where_it_was_made_if_any_layer_keeps_it() -> None:
+    """Layer 0's output is kept by layer 1 alone: it is part of what layer 0 adds, and nothing of it is unsaved."""
+    profile = chain(
+        layer("a", detail=record(internal=7, given=[tensor(5)], made=[tensor(100)])),
+        layer("b", detail=record(internal=3, given=[tensor(100, kept=True)], made=[tensor(20)])),
+    )
+    costs = costs_at(profile, 1)
+    assert costs.saved.tolist() == [107, 3]
+    assert costs.unsaved_output.tolist() == [0, 20]
+    assert (costs.input.tolist(), costs.output.tolist()) == ([5, 100], [100, 20])
+
+
+def test_a_storage_that_crosses_two_boundaries_counts_once() -> None:
+    """An in-place layer's output is its input's storage; kept behind it, it is counted at the layer that made it."""
+    profile = chain(
+        layer("a", detail=record(internal=7, given=[tensor(5)], made=[tensor(100)])),
+        layer("in place", detail=record(internal=3, given=[tensor(100)], made=[tensor(100, alias=0)])),
+        layer("c", detail=record(internal=1, given=[tensor(100, kept=True)], made=[tensor(4)])),
+    )
+    costs = costs_at(profile, 1)
+    assert costs.saved.tolist() == [107, 3, 1]
+    assert costs.unsaved_output.tolist() == [0, 0, 4]
+    assert costs.output.tolist() == [100, 100, 4]
+
+
+def test_a_storage_that_nobody_keeps_is_saved_nowhere() -> None:
+    """The same chain without the keeper: 100 bytes are unsaved behind both layers they cross."""
+    profile = chain(
+        layer("a", detail=record(internal=7, given=[tensor(5)], made=[tensor(100)])),
+        layer("in place", detail=record(internal=3, given=[tensor(100)], made=[tensor(100, alias=0)])),
+        layer("c", detail=record(internal=1, given=[tensor(100)], made=[tensor(4)])),
+    )
+    costs = costs_at(profile, 1)
+    assert costs.saved.tolist() == [7, 3, 1]
+    assert costs.unsaved_output.tolist() == [100, 100, 4]
+
+
+def test_two_views_of_one_storage_cross_a_boundary_once() -> None:
+    """A layer that hands on its input and a view of it sends that storage once."""
+    given = [tensor(64), tensor(64)]
+    profile = chain(
+        layer("a", detail=record(given=[tensor(5)], made=[tensor(64), tensor(10)])),
+        layer("views", detail=record(given=[tensor(64), tensor(10)], made=[tensor(64, alias=0), tensor(64, alias=0)])),
+        layer("c", detail=record(given=given, made=[tensor(1)])),
+    )
+    assert costs_at(profile, 1).output.tolist() == [74, 64, 1]
+
+
+def test_the_models_input_is_saved_by_no_layer() -> None:
+    """The caller holds it for the whole step; it is the first stage's data, not what a micro-batch adds."""
+    profile = chain(
+        layer("a", detail=record(internal=7, given=[tensor(500, kept=True)], made=[tensor(500, alias=0, kept=True)]))
+    )
+    costs = costs_at(profile, 1)
+    assert costs.saved.tolist() == [7]
+    assert costs.input.tolist() == [500]
+
+
+def test_the_targets_belong_to_the_last_layer() -> None:
+    """Interpolated like everything per micro-batch."""
+    details = (record(target=10), record(target=30))
+    profile = chain(
+        layer(
+            "a", forward_us=(0.0, 0.0), backward_us=(0.0, 0.0), output_bytes=(0, 0), saved_bytes=(0, 0), detail=details
+        ),
+        sizes=(1, 3),
+    )
+    assert costs_at(profile, 2).target == 20.0
+
+
+def test_tied_parameters_count_once_on_a_stage_that_holds_both_layers() -> None:
+    """Embedding and head share 100 bytes: 100 + 30 together, 100 and 130 apart. Gradients and optimizer alike."""
+    profile = chain(
+        layer("wte", parameter_bytes=100, optimizer_bytes=200, tied=("lm_head.weight",), tied_bytes=100),
+        layer("h.0", parameter_bytes=7, optimizer_bytes=14),
+        layer("lm_head", parameter_bytes=130, optimizer_bytes=260, tied=("wte.weight",), tied_bytes=100),
+    )
+    costs = costs_at(profile, 1)
+    assert [(tie.first, tie.second) for tie in costs.ties] == [(0, 2)]
+
+    def held(first: int, end: int) -> tuple[int, int, int]:
+        memory = whole(costs, first, end)
+        return memory.parameters, memory.gradients, memory.optimizer
+
+    assert held(0, 3) == (137, 137, 274)
+    assert held(0, 2) == (107, 107, 214)
+    assert held(2, 3) == (130, 130, 260)
+    assert held(1, 3) == (137, 137, 274)
+
+
+def test_parameters_tied_three_times_count_once_per_stage() -> None:
+    """A stage of any two or all three holders has one copy."""
+    holders = ("a", "b", "c")
+    layers = [
+        layer(name, parameter_bytes=50, tied=tuple(f"{x}.weight" for x in holders if x != name), tied_bytes=50)
+        for name in holders
+    ]
+    costs = costs_at(chain(*layers), 1)
+    assert [whole(costs, first, end).parameters for first, end in ((0, 3), (0, 2), (1, 3), (1, 2))] == [50] * 4
+
+
+def test_a_layer_tied_to_two_others_keeps_the_copy_whose_owner_is_elsewhere() -> None:
+    """Layer c shares 100 bytes with a and 50 with b: a stage of b and c holds 150 bytes, never less."""
+    profile = chain(
+        layer("a", parameter_bytes=100, tied=("c.first",), tied_bytes=100),
+        layer("b", parameter_bytes=50, tied=("c.second",), tied_bytes=50),
+        layer("c", parameter_bytes=150, tied=("a.weight", "b.weight"), tied_bytes=150),
+    )
+    costs = costs_at(profile, 1)
+    assert whole(costs, 1, 3).parameters >= 150
+    assert whole(costs, 0, 3).parameters >= 150
+
+
+def test_a_name_that_begins_like_another_is_not_its_owner() -> None:
+    """`h.10.weight` is tied to the layer `h.10`, not to `h.1`."""
+    profile = chain(
+        layer("h.10", parameter_bytes=100, tied=("head.weight",), tied_bytes=100),
+        layer("h.1", parameter_bytes=20),
+        layer("head", parameter_bytes=100, tied=("h.10.weight",), tied_bytes=100),
+    )
+    assert [(tie.first, tie.second) for tie in costs_at(profile, 1).ties] == [(0, 2)]

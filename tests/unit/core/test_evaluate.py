@@ -1,0 +1,225 @@
+"""A partition's figures against a pencil, the invariants of a partition, and the plan made of it."""
+
+import dataclasses
+
+import pytest
+
+from planner import __version__
+from planner.core.cluster import Link
+from planner.core.costs import ChainCosts, costs_at
+from planner.core.errors import UsageError
+from planner.core.evaluate import (
+    Partition,
+    check_partition,
+    predict,
+    stage_times,
+    stages_of,
+    step_us,
+    timeline,
+)
+from planner.core.memory import stage_memory
+from planner.core.plan import Predicted, Recompute, Schedule, SolverReport
+from planner.core.planning import build_plan, cluster_of
+from planner.core.profile import Profile
+from planner.core.simulate import StageTimes
+from tests.support.chains import chain, layer, random_profile
+from tests.support.profiles import UNLIMITED, inputs_of, profile_of
+
+
+def partition_of(
+    balance: tuple[int, ...],
+    micro_batches: int,
+    recompute: tuple[Recompute, ...] | None = None,
+    schedule: Schedule = "gpipe",
+) -> Partition:
+    """Without recomputation, unless given."""
+    choices: tuple[Recompute, ...] = ("never",) * len(balance) if recompute is None else recompute
+    return Partition(schedule=schedule, micro_batches=micro_batches, balance=balance, recompute=choices)
+
+
+def three_layers() -> Profile:
+    """Times and sizes that differ everywhere, at two samples per micro-batch."""
+    return chain(
+        layer("a", forward_us=2.0, backward_us=4.0, optimizer_us=2.0, output_bytes=50, saved_bytes=60),
+        layer("b", forward_us=3.0, backward_us=5.0, optimizer_us=3.0, output_bytes=20, saved_bytes=30),
+        layer("c", forward_us=4.0, backward_us=9.0, optimizer_us=4.0, output_bytes=0, saved_bytes=10),
+        sizes=(2,),
+    )
+
+
+def by_hand() -> tuple[ChainCosts, Partition]:
+    """Layers a, b | c with M = 4, the second stage always recomputing."""
+    return costs_at(three_layers(), 2), partition_of((2, 1), 4, ("never", "always"))
+
+
+LINK = Link(latency_us=1.0, bytes_per_s=1e7)  # 20 bytes: 1 + 2 us
+
+
+def test_stage_times_are_sums_with_recomputation_links_and_overhead() -> None:
+    """F, B + R and C of both stages; the last stage sends nothing."""
+    costs, partition = by_hand()
+    cluster = cluster_of(inputs_of(2, 8, link=LINK, overhead_us=0.5))
+    assert stage_times(costs, partition, cluster) == (
+        StageTimes(forward_us=5.5, backward_us=9.5, last_backward_us=9.5, send_us=3.0),
+        StageTimes(forward_us=4.5, backward_us=13.5, last_backward_us=13.5),
+    )
+
+
+def test_except_last_spares_the_last_backward_alone() -> None:
+    """B + F for all others, B for the last."""
+    costs = costs_at(three_layers(), 2)
+    (times,) = stage_times(costs, partition_of((3,), 4, ("except-last",)), cluster_of(inputs_of(1, 8)))
+    assert (times.backward_us, times.last_backward_us) == (18 + 9, 18)
+
+
+def test_a_blocking_link_is_marked_on_the_sender() -> None:
+    """And never behind the last stage."""
+    costs, partition = by_hand()
+    cluster = cluster_of(inputs_of(2, 8, link=dataclasses.replace(LINK, blocking=True)))
+    times = stage_times(costs, partition, cluster)
+    assert [(t.send_us, t.blocking) for t in times] == [(3.0, True), (0.0, False)]
+
+
+def test_predicted_figures_by_hand() -> None:
+    """Forward 9 + 3 + 3·5, backward 22 + 3 + 3·13, the optimizer's step of stage 0: 5; busy 4·14 + 4·17 of 2·91."""
+    costs, partition = by_hand()
+    predicted = predict(costs, partition, cluster_of(inputs_of(2, 8, link=LINK)))
+    assert predicted == Predicted(
+        step_us=27 + 64 + 5,
+        samples_per_s=pytest.approx(8 / 96e-6),
+        bubble=pytest.approx(1 - 124 / 182),
+        ideal_bubble=1 / 5,
+        imbalance=pytest.approx(17 / 15.5),
+        recompute_share=pytest.approx(4 * 4 / 124),
+        bottleneck_stage=1,
+    )
+
+
+def test_predicted_1f1b_by_hand() -> None:
+    """Two stages, F 1 and B 2 on both, M = 2: F0 F1 B0 B1 below F0 B0 F1 B1 takes 3·3 = 9, a third of it idle."""
+    costs = costs_at(profile_of([1.0, 1.0], [2.0, 2.0]), 1)
+    predicted = predict(costs, partition_of((1, 1), 2, schedule="1f1b"), cluster_of(inputs_of(2, 2)))
+    assert (predicted.step_us, predicted.ideal_bubble, predicted.imbalance) == (9.0, 1 / 3, 1.0)
+    assert predicted.bubble == pytest.approx(1 / 3)
+
+
+def test_overhead_is_paid_per_micro_batch_stage_and_direction() -> None:
+    """Equal stages without links: (M+K-1) times F + B + 2 overheads."""
+    costs = costs_at(profile_of([3.0] * 4, [5.0] * 4), 1)
+    partition = partition_of((1, 1, 2), 6)
+    base = step_us(costs, partition, cluster_of(inputs_of(3, 6)))
+    slow = step_us(costs, partition, cluster_of(inputs_of(3, 6, overhead_us=0.25)))
+    assert base == (4 + 5 * 2) * 8
+    assert slow - base == pytest.approx((6 + 3 - 1) * 2 * 0.25)
+
+
+def test_a_chain_that_takes_no_time_has_no_bubble_and_no_rate() -> None:
+    """No division by zero: everything is nothing, and even."""
+    costs = costs_at(profile_of([0.0, 0.0]), 1)
+    predicted = predict(costs, partition_of((1, 1), 2), cluster_of(inputs_of(2, 2)))
+    assert (predicted.step_us, predicted.samples_per_s, predicted.bubble) == (0.0, 0.0, 0.0)
+    assert (predicted.imbalance, predicted.recompute_share) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_timeline_ends_with_the_step(schedule: Schedule) -> None:
+    """Its last event and stage 0's optimizer step make the step time; every pass of every stage is in it."""
+    costs = costs_at(random_profile(6, 7), 1)
+    partition = partition_of((2, 4, 1), 5, ("always", "never", "except-last"), schedule)
+    cluster = cluster_of(inputs_of(3, 5, link=Link(latency_us=2.0, bytes_per_s=1e7)))
+    events = timeline(costs, partition, cluster)
+    assert len([e for e in events if e.kind in ("F", "B")]) == 2 * 3 * 5
+    optimizer_us = float(costs.optimizer_us[:2].sum())
+    assert optimizer_us > 0
+    assert step_us(costs, partition, cluster) == pytest.approx(max(e.end_us for e in events) + optimizer_us, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_name_their_layers_and_carry_their_memory(schedule: Schedule) -> None:
+    """Names, counts, times, the cap of their device, and the memory of exactly those layers in flight."""
+    profile = random_profile(6, 7)
+    costs = costs_at(profile, 1)
+    partition = partition_of((2, 4, 1), 5, ("always", "never", "except-last"), schedule)
+    cluster = cluster_of(inputs_of(3, 5, memory_bytes=(10, 20, 30), reserve_bytes=7))
+    stages = stages_of(costs, partition, cluster)
+    assert [(s.index, s.first, s.last, s.layers, s.memory_bytes) for s in stages] == [
+        (0, "layers.0", "layers.1", 2, 10),
+        (1, "layers.2", "layers.5", 4, 20),
+        (2, "layers.6", "layers.6", 1, 30),
+    ]
+    for stage, (first, end), held in zip(
+        stages, ((0, 2), (2, 6), (6, 7)), (5, 5, 5) if schedule == "gpipe" else (3, 2, 1), strict=True
+    ):
+        assert stage.recompute == partition.recompute[stage.index]
+        assert stage.forward_us == float(costs.forward_us[first:end].sum())
+        assert stage.memory == stage_memory(
+            costs, first, end, micro_batches=5, in_flight=held, recompute=stage.recompute, reserve_bytes=7
+        )
+
+
+@pytest.mark.parametrize(
+    ("balance", "recompute", "num_layers", "num_devices", "said"),
+    [
+        ((), (), 3, 2, "every stage needs at least one layer"),
+        ((3, 0), None, 3, 2, r"at least one layer, got the balance \[3, 0\]"),
+        ((4, -1), None, 3, 2, r"at least one layer, got the balance \[4, -1\]"),
+        ((1, 1), None, 3, 2, r"\[1, 1\] adds up to 2 layers, the profile has 3"),
+        ((2, 2), None, 3, 2, r"\[2, 2\] adds up to 4 layers, the profile has 3"),
+        ((1, 1, 1), None, 3, 2, "3 stages need 3 devices, there are 2"),
+        ((2, 1), ("never",), 3, 2, "2 stages, but 1 recompute choices"),
+    ],
+)
+def test_a_partition_that_breaks_an_invariant_is_refused(
+    balance: tuple[int, ...], recompute: tuple[Recompute, ...] | None, num_layers: int, num_devices: int, said: str
+) -> None:
+    """A lost layer, an empty stage, too many stages: the error carries the numbers."""
+    with pytest.raises(UsageError, match=said):
+        check_partition(partition_of(balance, 4, recompute), num_layers=num_layers, num_devices=num_devices)
+
+
+def test_1f1b_with_too_few_micro_batches_is_refused_before_anything_is_computed() -> None:
+    """M = 1 on two stages."""
+    with pytest.raises(UsageError, match="M = 1, K = 2"):
+        check_partition(partition_of((2, 1), 1, schedule="1f1b"), num_layers=3, num_devices=2)
+
+
+@pytest.mark.parametrize("balance", [(3,), (1, 2), (1, 1, 1)])
+def test_a_right_partition_is_accepted(balance: tuple[int, ...]) -> None:
+    """Also with fewer stages than devices."""
+    assert check_partition(partition_of(balance, 1), num_layers=3, num_devices=3) is None  # type: ignore[func-returns-value]
+
+
+def test_intervals_cover_every_layer_once() -> None:
+    """First layer and end of every stage."""
+    assert partition_of((2, 4, 1), 1).intervals() == ((0, 2), (2, 6), (6, 7))
+
+
+def test_a_plan_holds_what_was_asked_and_what_follows() -> None:
+    """Everything but inputs, solver and decisions comes from the cost model; and the partition comes back out of it."""
+    costs, partition = by_hand()
+    inputs = inputs_of(2, 8, link=LINK)
+    solver = SolverReport(method="dynamic-programming", status="optimal", lower_bound_us=96.0)
+    plan = build_plan(costs, partition, inputs=inputs, solver=solver)
+    assert plan.generator is not None
+    assert (plan.generator.name, plan.generator.version) == ("gpipe-plan", __version__)
+    assert (plan.inputs, plan.solver) == (inputs, solver)
+    assert (plan.micro_batches, plan.micro_batch_size, plan.balance) == (4, 2, (2, 1))
+    assert plan.predicted == predict(costs, partition, cluster_of(inputs))
+    assert plan.stages == stages_of(costs, partition, cluster_of(inputs))
+    assert Partition.of(plan) == partition
+    assert {stage.memory_bytes for stage in plan.stages} == {UNLIMITED}
+
+
+def test_given_cuts_carry_no_certificate() -> None:
+    """Nothing is known of how good they are: no bound, no gap."""
+    costs, partition = by_hand()
+    solver = SolverReport(method="given", status="given", gap=0.3, lower_bound_us=50.0)
+    plan = build_plan(costs, partition, inputs=inputs_of(2, 8), solver=solver)
+    assert plan.solver == SolverReport(method="given", status="given")
+
+
+def test_a_link_without_bandwidth_limit_costs_its_latency() -> None:
+    """`bytes_per_s: 0` means unlimited, not forever."""
+    assert Link(latency_us=5.0).transfer_us(1e12) == 5.0
+    assert Link(latency_us=5.0, bytes_per_s=25e9).transfer_us(1e9) == pytest.approx(5.0 + 40_000)
+    assert Link().transfer_us(1e12) == 0.0

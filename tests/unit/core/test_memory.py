@@ -1,0 +1,419 @@
+"""Peak memory of a stage against examples worked out by hand, and what must hold for any chain."""
+
+import dataclasses
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from planner.core.costs import ChainCosts, costs_at
+from planner.core.memory import interval_memory, stage_memory
+from planner.core.plan import Recompute, StageMemory
+from tests.support.chains import chain, layer, random_profile, record, tensor
+
+CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
+ITEMS = ("parameters", "gradients", "optimizer", "buffers", "in_flight", "transfer", "working")
+
+
+def memory_of(
+    costs: ChainCosts, first: int, end: int, *, m: int, recompute: Recompute = "never", in_flight: int | None = None
+) -> StageMemory:
+    """GPipe's memory, unless fewer micro-batches are in flight."""
+    held = m if in_flight is None else in_flight
+    return stage_memory(costs, first, end, micro_batches=m, in_flight=held, recompute=recompute)
+
+
+def additive() -> ChainCosts:
+    """Four layers without exact records; every output is part of what is saved."""
+    layers = [
+        layer(
+            f"layers.{n}",
+            parameter_bytes=100 * (n + 1),
+            optimizer_bytes=200 * (n + 1),
+            buffer_bytes=n,
+            output_bytes=10 * (n + 1),
+            saved_bytes=50 + 10 * n,
+            forward_peak_bytes=5 + n,
+            backward_peak_bytes=15 + n,
+        )
+        for n in range(4)
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+def exact() -> ChainCosts:
+    """Three layers with records; every layer keeps its input. Crossing: 8 | 16 | 32 | 4 (the loss), targets of 2.
+
+    saved: 10 + 16, 20 + 32, 30; behind the last layer 4 bytes that nobody keeps. What a stage sends is kept by the next
+    layer alone, so in this stage's own backward it is there only because the engine holds it.
+    """
+    crossing = (8, 16, 32, 4)
+    peaks = ((40, 25, 70, 60), (60, 45, 120, 100), (50, 35, 90, 80))
+    layers = [
+        layer(
+            f"layers.{n}",
+            parameter_bytes=(5, 7, 11)[n],
+            optimizer_bytes=(10, 14, 22)[n],
+            optimizer_peak_bytes=1,
+            detail=record(
+                internal=10 * (n + 1),
+                given=[tensor(crossing[n], kept=True)],
+                made=[tensor(crossing[n + 1])],
+                forward=peaks[n][0],
+                no_grad=peaks[n][1],
+                first_backward=peaks[n][2],
+                backward=peaks[n][3],
+                target=2 if n == 2 else 0,
+            ),
+        )
+        for n in range(3)
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+# ---- the additive form: everything held at once and the largest transient
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "m", "recompute", "in_flight", "transfer", "working"),
+    [
+        # A waiting micro-batch holds its received input and what was saved; transfer: gradients out and in.
+        (1, 3, 4, "never", 4 * (10 + 130), 30 + 10, 17),
+        (0, 2, 4, "never", 4 * 110, 20, 16),
+        (2, 4, 4, "never", 4 * (20 + 150), 20, 18),
+        (0, 4, 4, "never", 4 * 260, 0, 18),
+        (1, 3, 1, "never", 140, 40, 17),
+        # Recomputed: input and output wait, one micro-batch's saved bytes are there again.
+        (1, 3, 4, "always", 4 * (10 + 30), 40, 130 + 17),
+        (0, 2, 4, "always", 4 * 20, 20, 110 + 16),
+        (2, 4, 4, "always", 4 * (20 + 40), 20, 150 + 18),
+        (1, 3, 1, "always", 40, 40, 130 + 17),
+        # All but the last: that one kept 140 instead of 40.
+        (1, 3, 4, "except-last", 4 * 40 + 100, 40, 130 + 17),
+        (0, 2, 2, "except-last", 2 * 20 + 90, 20, 110 + 16),
+        (2, 4, 2, "except-last", 2 * 60 + 110, 20, 150 + 18),
+        # The only micro-batch is the last: nothing is recomputed.
+        (1, 3, 1, "except-last", 140, 40, 17),
+    ],
+)
+def test_gpipe_by_hand(  # noqa: PLR0917 - one row of the table
+    first: int, end: int, m: int, recompute: Recompute, in_flight: int, transfer: int, working: int
+) -> None:
+    """First, middle and last stage, M = 1, 2, 4, every choice of recomputation: each item as a pencil gives it."""
+    parameters = sum(100 * (n + 1) for n in range(first, end))
+    expected = StageMemory.of(
+        parameters=parameters,
+        gradients=parameters,
+        optimizer=2 * parameters,
+        buffers=sum(range(first, end)),
+        in_flight=in_flight,
+        transfer=transfer,
+        working=working,
+        reserve=0,
+    )
+    assert memory_of(additive(), first, end, m=m, recompute=recompute) == expected
+
+
+@pytest.mark.parametrize(
+    ("waiting", "recompute", "in_flight", "working"),
+    [
+        (3, "never", 3 * 140, 17),
+        (2, "never", 2 * 140, 17),
+        (1, "never", 140, 17),
+        (3, "always", 3 * 40, 147),
+        (1, "always", 40, 147),
+        (3, "except-last", 3 * 40 + 100, 147),
+        (1, "except-last", 40, 147),
+    ],
+)
+def test_1f1b_by_hand(waiting: int, recompute: Recompute, in_flight: int, working: int) -> None:
+    """Layers 1 and 2 with M = 8, of which as many wait as stages follow."""
+    memory = memory_of(additive(), 1, 3, m=8, recompute=recompute, in_flight=waiting)
+    assert (memory.in_flight, memory.transfer, memory.working) == (in_flight, 40, working)
+    assert memory.total == 500 + 500 + 1000 + 3 + in_flight + 40 + working
+
+
+def test_an_output_that_is_not_saved_waits_too() -> None:
+    """A layer saves 4 of its 10 bytes of output: a stage that ends there holds the other 6, a longer one does not."""
+    costs = costs_at(chain(layer("a", output_bytes=10, saved_bytes=4), layer("b", output_bytes=1, saved_bytes=1)), 1)
+    assert memory_of(costs, 0, 1, m=3).in_flight == 3 * 10
+    assert memory_of(costs, 0, 2, m=3).in_flight == 3 * 5
+
+
+# ---- exact records, composed
+
+
+def alive(memory: StageMemory) -> tuple[int, int, int]:
+    """Gradients, the engine's buffers, and what micro-batches hold, waiting or being computed."""
+    assert memory.total == sum(size for _, size in memory.items())
+    return memory.gradients, memory.transfer, memory.in_flight + memory.working
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "m", "recompute", "gradients", "transfer", "held"),
+    [
+        # Two micro-batches wait; the first one's backward allocates the gradients (120 bytes with them) beside input and
+        # output; the output's gradient, 32 bytes, was received.
+        (1, 2, 3, "never", 7, 32, 2 * (16 + 52) + 16 + 32 + 120 - 7),
+        # The first stage receives nothing but holds the mini-batch, the last its targets and no gradient of the loss.
+        (0, 1, 3, "never", 5, 16, 2 * 26 + 16 + 70 - 5 + 3 * 8),
+        (2, 3, 3, "never", 11, 0, 2 * (32 + 34) + 32 + 4 + 90 - 11 + 3 * 2),
+        (1, 2, 1, "never", 7, 32, 16 + 32 + 120 - 7),
+        # Two layers: the backward of layer 1 runs beside what layer 0 saved (26).
+        (0, 2, 1, "never", 12, 32, 32 + 26 + 120 - 12 + 8),
+        # All three wait with input and output, then one is computed again: its output beside the one that was sent.
+        (1, 2, 3, "always", 7, 32, 3 * (16 + 32) + 120 + 32 - 7),
+        # The last one kept its activations, 68 bytes instead of 48.
+        (1, 2, 3, "except-last", 7, 32, 3 * (16 + 32) + 20 + 120 + 32 - 7),
+    ],
+)
+def test_exact_gpipe_by_hand(  # noqa: PLR0917 - one row of the table
+    first: int, end: int, m: int, recompute: Recompute, gradients: int, transfer: int, held: int
+) -> None:
+    """The peak is the first micro-batch's backward here."""
+    memory = memory_of(exact(), first, end, m=m, recompute=recompute)
+    assert alive(memory) == (gradients, transfer, held)
+    parameters = sum((5, 7, 11)[first:end])
+    assert (memory.parameters, memory.optimizer, memory.buffers) == (parameters, 2 * parameters, 0)
+
+
+def test_exact_1f1b_by_hand() -> None:
+    """Forwards go on after the first backward, so the peak is a later one: all gradients, both transfers."""
+    memory = memory_of(exact(), 1, 2, m=5, in_flight=2)
+    assert alive(memory) == (7, 32 + 16, (16 + 52) + 16 + 32 + 100)
+    assert (memory.parameters, memory.optimizer) == (7, 14)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "transfer"),
+    [
+        # GPipe waits for its sends at the end of a phase: output and input gradient of the first are still held.
+        (2, 6 + 4 + 6),
+        # 1F1B, last stage but one of its kind: only the gradients of output and input.
+        (1, 6 + 4),
+    ],
+)
+def test_a_later_backward_can_be_the_peak(waiting: int, transfer: int) -> None:
+    """Many parameters, few activations: with all gradients there, the second micro-batch needs more than the first."""
+    heavy = record(
+        internal=10,
+        given=[tensor(4, kept=True)],
+        made=[tensor(6, kept=True)],
+        forward=20,
+        no_grad=10,
+        first_backward=100,
+        backward=95,
+    )
+    layers = [layer(str(n), parameter_bytes=50 * (n == 1), detail=heavy) for n in range(2)]
+    layers[0] = dataclasses.replace(layers[0], detail=(dataclasses.replace(heavy, outputs=(tensor(4),)),))
+    costs = costs_at(chain(*layers, layer("c", detail=record(given=[tensor(6)], made=[tensor(1)]))), 1)
+    assert alive(memory_of(costs, 1, 2, m=2, in_flight=waiting)) == (50, transfer, 4 + 95)
+
+
+def test_the_received_input_of_a_stage_counts_once() -> None:
+    """A layer that does not keep its input (an activation that keeps its output) begins a stage.
+
+    While it runs forward, the receive buffer is that input: 16 + 1000 bytes, not 16 + 16 + 1000.
+    """
+    costs = costs_at(
+        chain(
+            layer("a", detail=record(given=[tensor(8)], made=[tensor(16)])),
+            layer("relu", detail=record(given=[tensor(16)], made=[tensor(32, kept=True)], forward=1000, no_grad=1000)),
+        ),
+        1,
+    )
+    assert memory_of(costs, 1, 2, m=1).total == 16 + 1000
+
+
+def test_a_recomputed_stage_does_not_count_its_input_twice() -> None:
+    """A strided convolution takes 1000 bytes, gives 1, and works in 1500: its peak is when it is computed again.
+
+    Then input, output, workspace and the output's gradient are alive: 2502 bytes. The forward without gradients needs
+    1000 + 1500; counting the received input again there would make 3500, which is never alive.
+    """
+    convolution = record(
+        given=[tensor(1000, kept=True)],
+        made=[tensor(1)],
+        forward=1500,
+        no_grad=1500,
+        first_backward=1200,
+        backward=1200,
+    )
+    costs = costs_at(
+        chain(
+            layer("a", detail=record(given=[tensor(8)], made=[tensor(1000)])),
+            layer("strided", detail=convolution),
+            layer("c", detail=record(given=[tensor(1)], made=[tensor(1)])),
+        ),
+        1,
+    )
+    assert memory_of(costs, 1, 2, m=1, recompute="always").total == 1000 + 1 + 1500 + 1
+
+
+# ---- what holds for any chain
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_the_total_is_the_sum_of_the_items(*, is_exact: bool) -> None:
+    """Reserve included, in whole bytes."""
+    costs = costs_at(random_profile(3, 6, exact=is_exact, sizes=(1, 4)), 3)
+    seen = 0
+    for first, end in ((0, 6), (0, 2), (2, 4), (5, 6)):
+        for recompute in CHOICES:
+            memory = stage_memory(
+                costs, first, end, micro_batches=3, in_flight=3, recompute=recompute, reserve_bytes=12345
+            )
+            assert memory.total == sum(size for _, size in memory.items())
+            assert memory.reserve == 12345
+            assert all(type(size) is int and size >= 0 for _, size in memory.items())
+            seen += memory.total
+    assert seen > 12 * 12345
+
+
+def test_the_optimizers_step_can_be_the_peak() -> None:
+    """Transient bytes of the step above all that forward and backward hold: then nothing is in flight."""
+    costs = costs_at(
+        chain(
+            layer(
+                "a",
+                parameter_bytes=100,
+                optimizer_bytes=200,
+                optimizer_peak_bytes=5000,
+                output_bytes=10,
+                saved_bytes=90,
+            ),
+            layer("b", optimizer_peak_bytes=40),
+        ),
+        1,
+    )
+    memory = memory_of(costs, 0, 2, m=4)
+    assert memory == StageMemory.of(
+        parameters=100, gradients=100, optimizer=200, buffers=0, in_flight=0, transfer=0, working=5000, reserve=0
+    )
+    assert memory_of(costs, 0, 2, m=64).in_flight == 64 * 90
+
+
+def test_recomputation_can_need_more_than_none() -> None:
+    """With one micro-batch the output waits beside what is saved again (findings 5): never assume that it helps."""
+    peaks = {"forward": 60, "no_grad": 40, "first_backward": 90, "backward": 90}
+    keeps_output = record(given=[tensor(8)], made=[tensor(30, kept=True)], **peaks)
+    exact_costs = costs_at(chain(*(layer(str(n), detail=keeps_output) for n in range(3))), 1)
+    for costs, end in ((additive(), 3), (exact_costs, 2)):
+        assert memory_of(costs, 1, end, m=1, recompute="always").total > memory_of(costs, 1, end, m=1).total
+    assert memory_of(additive(), 1, 3, m=4, recompute="always").total < memory_of(additive(), 1, 3, m=4).total
+
+
+def test_transients_of_an_optimizer_that_takes_all_parameters_at_once_add_up() -> None:
+    """`foreach`, the default on CUDA: 5000 + 40 for both layers; parameter by parameter only the larger counts."""
+    layers = [layer("a", optimizer_peak_bytes=5000), layer("b", optimizer_peak_bytes=40)]
+    for how, peaks in (("largest", (5000, 5000, 40)), ("sum", (5000, 5040, 40))):
+        costs = costs_at(dataclasses.replace(chain(*layers), optimizer_peak=how), 1)
+        assert tuple(memory_of(costs, *stage, m=1).total for stage in ((0, 1), (0, 2), (1, 2))) == peaks
+
+
+def in_place_chain(*, writes: bool) -> ChainCosts:
+    """Layers that make 100 bytes, look at them through a view, write into them (or not), and make 4."""
+    written = [tensor(100, alias=0, kept=True)]
+    layers = [
+        layer("a", detail=record(given=[tensor(8)], made=[tensor(100)])),
+        layer("view", detail=record(given=[tensor(100)], made=[tensor(100, alias=0)])),
+        layer("in place", detail=record(given=[tensor(100)], made=written, writes_input=writes)),
+        layer("d", detail=record(given=[tensor(100)], made=[tensor(4)])),
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_a_stage_that_writes_what_it_receives_works_on_a_copy(m: int) -> None:
+    """At once or through a view; 100 bytes more for every micro-batch in flight. Elsewhere nothing is copied."""
+    copying, plain = in_place_chain(writes=True), in_place_chain(writes=False)
+    more = [memory_of(copying, n, 4, m=m).total - memory_of(plain, n, 4, m=m).total for n in range(4)]
+    assert more == [0, 100 * m, 100 * m, 0]
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("in_flight", [1, 2, 5])
+def test_all_intervals_at_once_equal_one_stage_at_a_time(in_flight: int, *, is_exact: bool) -> None:
+    """Rows in any selection and order, every item and the total: what the solver sees is what the plan says."""
+    costs = costs_at(random_profile(17, 9, exact=is_exact, sizes=(1, 4)), 3)
+    rng = random.Random(1)
+    firsts = np.array(rng.sample(range(9), 9))
+    compared = 0
+    for recompute in CHOICES:
+        rows = interval_memory(costs, firsts, micro_batches=5, in_flight=in_flight, recompute=recompute)
+        totals = rows.total()
+        for row, first in enumerate(firsts):
+            for end in range(int(first) + 1, 10):
+                alone = memory_of(costs, int(first), end, m=5, recompute=recompute, in_flight=in_flight)
+                assert {name: round(float(getattr(rows, name)[row, end - 1])) for name in ITEMS} == {
+                    name: getattr(alone, name) for name in ITEMS
+                }
+                assert totals[row, end - 1] == alone.total
+                compared += 1
+    assert compared == 3 * 45
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_more_micro_batches_in_flight_never_need_less(*, is_exact: bool) -> None:
+    """At the same micro-batch size, for every interval and choice, under GPipe and with fewer in flight."""
+    for seed in range(6):
+        costs = costs_at(random_profile(seed, 6, exact=is_exact), 1)
+        firsts = np.arange(6)
+        valid = np.arange(6)[None, :] >= firsts[:, None]
+        for recompute in CHOICES:
+            totals = [
+                interval_memory(costs, firsts, micro_batches=m, in_flight=m, recompute=recompute).total()[valid]
+                for m in (1, 2, 3, 5, 9)
+            ]
+            for fewer, more in pairwise(totals):
+                assert (more >= fewer).all()
+            assert (totals[-1] > totals[0]).any()
+            for k in (1, 2, 3, 4):
+                partly = interval_memory(costs, firsts, micro_batches=9, in_flight=k, recompute=recompute).total()
+                assert (partly[valid] <= totals[-1]).all()
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_longer_stage_never_holds_less_of_its_own(*, is_exact: bool) -> None:
+    """Parameters, optimizer state and buffers only grow as layers are added at either end."""
+    costs = costs_at(random_profile(23, 7, exact=is_exact), 1)
+    rows = interval_memory(costs, np.arange(7), micro_batches=2, in_flight=2, recompute="never")
+    for name in ("parameters", "optimizer", "buffers"):
+        item = getattr(rows, name)
+        for first in range(7):
+            assert (np.diff(item[first, first:]) >= 0).all()
+            assert all(item[first, end] >= item[first + 1, end] for end in range(first + 1, 7))
+
+
+def test_exact_records_never_say_more_than_the_additive_bound_on_the_same_chain() -> None:
+    """The additive form is a bound: everything held at once. Here from records whose peaks are their transients."""
+    layers = []
+    for n, (internal, output, peak) in enumerate(((10, 16, 5), (20, 32, 9), (30, 4, 3))):
+        crossing = (8, 16, 32)[n]
+        layers.append(
+            layer(
+                f"layers.{n}",
+                parameter_bytes=50,
+                output_bytes=output,
+                saved_bytes=internal + output,
+                forward_peak_bytes=internal + output + peak,
+                backward_peak_bytes=internal + output + crossing + 50 + peak,
+                detail=record(
+                    internal=internal,
+                    given=[tensor(crossing)],
+                    made=[tensor(output, kept=True)],
+                    forward=internal + output + peak,
+                    no_grad=output + peak,
+                    first_backward=internal + output + crossing + 50 + peak,
+                    backward=internal + output + crossing + peak,
+                ),
+            )
+        )
+    profile = chain(*layers)
+    plain = dataclasses.replace(profile, layers=tuple(dataclasses.replace(x, detail=()) for x in profile.layers))
+    for m in (1, 2, 4):
+        for recompute in CHOICES:
+            for first, end in ((1, 2), (1, 3), (2, 3)):
+                bound = memory_of(costs_at(plain, 1), first, end, m=m, recompute=recompute).total
+                assert memory_of(costs_at(profile, 1), first, end, m=m, recompute=recompute).total <= bound

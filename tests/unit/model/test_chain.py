@@ -1,0 +1,241 @@
+"""A Sequential is a chain of its layers, by name; its digest is that of its shape, not of its weights."""
+
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import ModelError
+from planner.core.profile import Setting
+from planner.model.chain import Layer, chain_digest, chain_of, run_layers, tied_parameters
+from tests.support.cli import environment
+
+
+class Twice(nn.Sequential):
+    """A Sequential with a mind of its own."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Not a plain composition."""
+        return super().forward(super().forward(value))
+
+
+def digest(model: nn.Module, **settings: Setting) -> str:
+    """Of the model's chain."""
+    return chain_digest(chain_of(model), settings)
+
+
+def nested() -> nn.Sequential:
+    """Three levels deep."""
+    inner = nn.Sequential(OrderedDict(act=nn.ReLU(), last=nn.Linear(8, 8)))
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), inner), nn.Tanh())
+
+
+def test_nested_sequentials_are_flattened_by_path() -> None:
+    """Names are module paths, so `get_submodule` finds every layer."""
+    model = nested()
+    chain = chain_of(model)
+    assert chain.names == ("0", "1.0", "1.1.act", "1.1.last", "2")
+    assert all(model.get_submodule(layer.name) is layer.module for layer in chain.layers)
+
+
+def test_the_chain_computes_what_the_model_computes() -> None:
+    """Layer after layer."""
+    model, value = nested(), torch.randn(3, 8)
+    assert torch.equal(run_layers([layer.module for layer in chain_of(model).layers], value), model(value))
+    assert run_layers([], value) is value
+
+
+def test_an_instance_used_twice_is_two_layers() -> None:
+    """Each place in the chain is a layer; a shared one with parameters is tied to itself."""
+    shared, act = nn.Linear(8, 8), nn.ReLU()
+    chain = chain_of(nn.Sequential(shared, act, shared, act))
+    assert chain.names == ("0", "1", "2", "3")
+    assert chain.layers[0].module is chain.layers[2].module
+    tied = tied_parameters(chain.layers)
+    assert tied == {
+        "0.weight": ("2.weight",),
+        "0.bias": ("2.bias",),
+        "2.weight": ("0.weight",),
+        "2.bias": ("0.bias",),
+    }
+
+
+def test_a_nested_sequential_used_twice_is_flattened_twice() -> None:
+    """With both names."""
+    block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    assert chain_of(nn.Sequential(block, block)).names == ("0.0", "0.1", "1.0", "1.1")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Twice(nn.Linear(8, 8)),
+        lambda: _hooked(nn.Sequential(nn.Linear(8, 8))),
+        lambda: nn.ModuleList([nn.Linear(8, 8)]),
+        nn.Sequential,
+    ],
+    ids=["own forward", "hooked", "another container", "empty"],
+)
+def test_a_container_that_does_more_stays_one_layer(make: Callable[[], nn.Module]) -> None:
+    """Flattening would lose its forward or its hooks; an empty one passes its input on."""
+    assert chain_of(nn.Sequential(nn.ReLU(), make())).names == ("0", "1")
+
+
+def _hooked(model: nn.Module) -> nn.Module:
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+def test_a_subclass_that_only_adds_a_constructor_is_flattened() -> None:
+    """As people write their models."""
+
+    class Net(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(8, 8), nn.ReLU())
+
+    assert chain_of(Net()).names == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (nn.Linear(8, 8), "the model is a Linear"),
+        (Twice(nn.Linear(8, 8)), "the model is a Twice"),
+        (nn.ModuleList([nn.Linear(8, 8)]), "the model is a ModuleList"),
+        (nn.Sequential(), "empty nn.Sequential"),
+        (nn.Sequential(nn.Sequential(), nn.Sequential()), None),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(model: nn.Module, told: str | None) -> None:
+    """Anything but a non-empty Sequential; one that holds empty ones is a chain of identities."""
+    if told is None:
+        assert chain_of(model).names == ("0", "1")
+        return
+    with pytest.raises(ModelError) as refused:
+        chain_of(model)
+    assert told in str(refused.value)
+
+
+def test_parameter_names_are_those_of_the_model() -> None:
+    """Layer path and name within the layer."""
+    model = nested()
+    names = [name for layer in chain_of(model).layers for name in layer.parameter_names()]
+    assert names == [name for name, _ in model.named_parameters()]
+
+
+# Tied parameters
+
+
+def test_weights_in_one_storage_are_tied() -> None:
+    """The same parameter in two layers, or two parameters over the same memory; three are all named."""
+    one, two, three = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    two.weight = one.weight
+    three.weight = nn.Parameter(one.weight.data)
+    layers = chain_of(nn.Sequential(one, two, three, nn.Linear(8, 8))).layers
+    assert tied_parameters(layers) == {
+        "0.weight": ("1.weight", "2.weight"),
+        "1.weight": ("0.weight", "2.weight"),
+        "2.weight": ("0.weight", "1.weight"),
+    }
+
+
+def test_ties_within_a_layer_do_not_count() -> None:
+    """They never part."""
+    pair = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    pair[1].weight = pair[0].weight  # type: ignore[assignment]
+    assert tied_parameters([Layer("0", pair), Layer("1", nn.Linear(8, 8))]) == {}
+
+
+def test_empty_parameters_are_not_tied() -> None:
+    """Tensors without memory have no address in common."""
+    layers = [Layer(str(n), nn.ParameterList([nn.Parameter(torch.zeros(0))])) for n in range(2)]
+    assert tied_parameters(layers) == {}
+
+
+def test_ties_are_found_on_the_meta_device() -> None:
+    """The executor builds the model there."""
+    with torch.device("meta"):
+        one, two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        two.weight = one.weight
+        model = nn.Sequential(one, two, nn.Linear(8, 8, bias=False))
+    assert tied_parameters(chain_of(model).layers) == {"0.weight": ("1.weight",), "1.weight": ("0.weight",)}
+
+
+# Digest
+
+
+def test_the_digest_knows_no_weights() -> None:
+    """Another initialisation, another training state, another device: the same model."""
+    torch.manual_seed(0)
+    one = nested()
+    torch.manual_seed(1)
+    two = nested()
+    with torch.device("meta"):
+        three = nested()
+    assert not torch.equal(next(one.parameters()), next(two.parameters()))
+    assert digest(one) == digest(two) == digest(three)
+    assert digest(one).startswith("sha256:")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda m: m.append(nn.ReLU()), id="one layer more"),
+        pytest.param(lambda m: m.pop(2), id="one layer less"),
+        pytest.param(lambda m: m.__setitem__(0, nn.Linear(8, 8, bias=False)), id="no bias"),
+        pytest.param(lambda m: m.__setitem__(2, nn.Sigmoid()), id="another class"),
+        pytest.param(lambda m: m.__setitem__(2, nn.Dropout(0.1)), id="a number without parameters"),
+        pytest.param(lambda m: m[0].requires_grad_(False), id="frozen"),
+        pytest.param(lambda m: m.double(), id="another dtype"),
+        pytest.param(lambda m: m[0].register_buffer("b", torch.zeros(3)), id="a buffer"),
+    ],
+)
+def test_the_digest_changes_with_the_model(change: Callable[[nn.Sequential], object]) -> None:
+    """Structure, shapes, dtypes, what is trained."""
+    changed = nested()
+    change(changed)
+    assert digest(changed) != digest(nested())
+
+
+def test_the_digest_tells_dropout_rates_apart() -> None:
+    """Numbers that no parameter shows."""
+    assert digest(nn.Sequential(nn.Dropout(0.1))) != digest(nn.Sequential(nn.Dropout(0.2)))
+
+
+def test_the_digest_changes_with_names_and_settings() -> None:
+    """A renamed layer is another layer; a setting may change what no shape shows."""
+    named = [nn.Sequential(OrderedDict({name: nn.Linear(8, 8)})) for name in ("a", "b")]
+    assert digest(named[0]) != digest(named[1])
+    assert digest(nested(), p=0.1) != digest(nested(), p=0.2)
+    assert digest(nested(), p=1, q=2) == digest(nested(), q=2, p=1)
+
+
+_WITH_A_FUNCTION = """
+import torch
+from torch import nn
+from planner.model.chain import chain_digest, chain_of
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+    def extra_repr(self):
+        return str(self.function)
+junk = [object() for _ in range({junk})]
+print(chain_digest(chain_of(nn.Sequential(Apply(lambda x: x))), {{}}))
+"""
+
+
+def test_the_digest_holds_no_addresses() -> None:
+    """A layer whose repr shows a function or an object is the same layer in the next process."""
+    digests = set()
+    for junk in (0, 200_000):
+        code = _WITH_A_FUNCTION.format(junk=junk)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1

@@ -1,0 +1,408 @@
+"""What a model.py offers is found by name, called with typed settings, and blamed with file and line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import FileError, ModelError, UsageError
+from planner.core.profile import Setting
+from planner.model.inputs import input_tensor
+from planner.model.load import Batch, LoadedModel, load_model, to_device
+from planner.model.optimizers import OPTIMIZERS, optimizer_builder
+from tests.support.cli import BUILD, EXAMPLE, HEAD, LOSS, MODEL, write_model
+
+
+def load(
+    folder: Path,
+    text: str,
+    entry: str = "",
+    *,
+    optimizer: str | None = None,
+    inputs: tuple[str, ...] = (),
+    **settings: str,
+) -> LoadedModel:
+    """Writes a model file and loads it; settings are given as text."""
+    path = write_model(folder, text)
+    return load_model(f"{path}{entry}", settings=settings, inputs=inputs, optimizer=optimizer)
+
+
+# Entries
+
+NET = "class Net(nn.Sequential):\n    def __init__(self, width=8): super().__init__(nn.Linear(8, width))\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "entry", "name", "layers"),
+    [
+        pytest.param(BUILD, "", "build_model", 5, id="build_model"),
+        pytest.param("model = nn.Sequential(nn.Linear(8, 4))\n", "", "model", 1, id="finished"),
+        pytest.param(NET, "", "Net", 1, id="only-class"),
+        pytest.param(BUILD + "model = nn.Sequential(nn.ReLU())\n", "", "build_model", 5, id="build_model-first"),
+        pytest.param("model = nn.Sequential(nn.ReLU(), nn.ReLU())\n" + NET, "", "model", 2, id="model-before-class"),
+        pytest.param(
+            BUILD + "def other(): return nn.Sequential(nn.ReLU())\n", ":other", "other", 1, id="named-function"
+        ),
+        pytest.param(BUILD + NET, ":Net", "Net", 1, id="named-class"),
+        pytest.param(BUILD + "tiny = nn.Sequential(nn.ReLU())\n", ":tiny", "tiny", 1, id="named-model"),
+        pytest.param(
+            NET + "class Block(nn.Module):\n    def __init__(self, width): super().__init__()\n",
+            "",
+            "Net",
+            1,
+            id="class-with-required-argument-is-no-entry",
+        ),
+        pytest.param(
+            NET + "class Block(nn.Module):\n    def __init__(self, *, width): super().__init__()\n",
+            "",
+            "Net",
+            1,
+            id="class-with-required-keyword-is-no-entry",
+        ),
+        pytest.param("from torch.nn import ReLU, Tanh\n" + NET, "", "Net", 1, id="imported-classes-are-no-entries"),
+    ],
+)
+def test_the_entry_is_found(tmp_path: Path, text: str, entry: str, name: str, layers: int) -> None:
+    """`build_model`, then `model`, then the file's only class that needs no arguments; or the one that is named."""
+    loaded = load(tmp_path, HEAD + text + EXAMPLE, entry)
+    assert loaded.source == f"{tmp_path / 'model.py'}:{name}"
+    assert len(list(loaded.build().children())) == layers
+
+
+def test_a_finished_model_is_itself(tmp_path: Path) -> None:
+    """Not a copy: its weights are the user's. A function builds a new one each time."""
+    finished = load(tmp_path, HEAD + "model = nn.Sequential(nn.Linear(8, 4))\n" + EXAMPLE)
+    assert finished.build() is finished.build()
+    built = load(tmp_path, MODEL + "# other\n")
+    assert built.build() is not built.build()
+
+
+@pytest.mark.parametrize(
+    ("text", "entry", "told"),
+    [
+        ("", "", "no model"),
+        ("class A(nn.ReLU): pass\nclass B(nn.ReLU): pass\n", "", "2 modules that could be it (`A`, `B`)"),
+        ("class Block(nn.Module):\n    def __init__(self, width): super().__init__()\n", "", "no model"),
+        (BUILD, ":nothing", "has no `nothing`"),
+        ("model = 3\n", "", "`model`"),
+        ("import math as build_model\n", "", "`build_model`"),
+    ],
+    ids=["empty", "two-classes", "needs-arguments", "no-such-name", "no-module", "not-callable"],
+)
+def test_without_an_entry_the_file_is_refused(tmp_path: Path, text: str, entry: str, told: str) -> None:
+    """And the message says what was found instead."""
+    with pytest.raises(ModelError) as refused:
+        load(tmp_path, HEAD + text + EXAMPLE, entry).build()
+    assert told in str(refused.value)
+    assert "model.py" in str(refused.value)
+
+
+def test_neighbours_are_importable(tmp_path: Path) -> None:
+    """As when the file is run as a script: at the top of the file, and inside the functions as well."""
+    (tmp_path / "parts_of_mine.py").write_text(HEAD + "def part(): return nn.Linear(8, 4)\n")
+    top = HEAD + "from parts_of_mine import part\ndef build_model(): return nn.Sequential(part())\n" + EXAMPLE
+    before = list(sys.path)
+    try:
+        assert len(list(load(tmp_path, top).build().children())) == 1
+        assert sys.path == before
+        sys.modules.pop("parts_of_mine")
+        inside = HEAD + "def build_model():\n    from parts_of_mine import part\n    return nn.Sequential(part())\n"
+        assert len(list(load(tmp_path, inside + EXAMPLE).build().children())) == 1
+    finally:
+        sys.modules.pop("parts_of_mine", None)
+
+
+def test_what_the_file_does_to_the_search_path_stays_its_own_business(tmp_path: Path) -> None:
+    """A file that extends `sys.path` does not leave our entry behind in place of its own."""
+    before = list(sys.path)
+    try:
+        load(tmp_path, "import sys\nsys.path.insert(0, '/somewhere/else')\n" + MODEL)
+        assert "/somewhere/else" in sys.path
+        assert str(tmp_path) not in sys.path
+    finally:
+        sys.path[:] = before
+
+
+# Settings
+
+TYPED = "def build_model(a: int, b: float = 1, c: bool = False, d: str = 'x', e=3, f=0.5, g=True, h='y'):\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("a", "7", 7),
+        ("b", "7", 7.0),
+        ("b", "1e-3", 0.001),
+        ("c", "true", True),
+        ("c", "False", False),
+        ("d", "7", "7"),
+        ("d", "", ""),
+        ("e", "7", 7),
+        ("f", "7", 7.0),
+        ("g", "false", False),
+        ("h", "a=b", "a=b"),
+    ],
+)
+def test_settings_are_typed_by_the_signature(tmp_path: Path, name: str, text: str, value: Setting) -> None:
+    """By the annotation, else by the default."""
+    body = TYPED + "    return nn.Sequential(nn.Linear(8, 4))\n"
+    settings = load(tmp_path, HEAD + body + EXAMPLE, **{name: text}).settings
+    assert settings == {name: value}
+    assert type(settings[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("signature", "future"),
+    [("width: int", True), ("width: int = 3", True), ("width: int | None = None", False), ("width: 'int'", False)],
+)
+def test_annotations_of_every_kind_are_understood(tmp_path: Path, signature: str, *, future: bool) -> None:
+    """As text (`from __future__ import annotations`), and optional ones."""
+    head = ("from __future__ import annotations\n" if future else "") + HEAD
+    text = f"{head}def build_model({signature}): return nn.Sequential(nn.Linear(8, width))\n{EXAMPLE}"
+    assert load(tmp_path, text, width="24").settings == {"width": 24}
+
+
+def test_keyword_settings_may_be_open(tmp_path: Path) -> None:
+    """`build_model(**settings)` takes any name; text that is a number becomes one."""
+    text = "def build_model(**settings): return nn.Sequential(nn.Linear(8, int(settings['width'])))\n"
+    assert int(load(tmp_path, HEAD + text + EXAMPLE, width="24").settings["width"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a", "1.5", "an integer"),
+        ("a", "wide", "an integer"),
+        ("b", "wide", "a number"),
+        ("c", "yes", "true or false"),
+        ("g", "1", "true or false"),
+        ("z", "1", "no setting `z`"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, name: str, text: str, told: str) -> None:
+    """Naming the setting, and what there is."""
+    with pytest.raises(UsageError) as refused:
+        load(tmp_path, HEAD + TYPED + "    return None\n" + EXAMPLE, **{name: text})
+    assert told in str(refused.value)
+    assert name in str(refused.value)
+    if name == "z":
+        assert "`a`, `b`" in refused.value.hint
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_a_setting_is_a_finite_number(tmp_path: Path, text: str) -> None:
+    """What no file could hold is refused at once."""
+    with pytest.raises(UsageError, match="--set b="):
+        load(tmp_path, HEAD + TYPED + "    return None\n" + EXAMPLE, b=text)
+
+
+def test_settings_reach_model_and_example(tmp_path: Path) -> None:
+    """`example_batch` gets those that it has a parameter for."""
+    text = """
+def build_model(*, width: int = 8, depth: int = 1): return nn.Sequential(*[nn.Linear(width, width)] * depth)
+def example_batch(batch_size, *, width: int = 8): return torch.randn(batch_size, width), None
+"""
+    loaded = load(tmp_path, HEAD + text, width="5", depth="3")
+    inputs = loaded.example_batch(2).inputs
+    assert inputs.shape == (2, 5)
+    assert loaded.build()(inputs).shape == (2, 5)
+    assert len(loaded.build()) == 3  # type: ignore[arg-type]
+
+
+# Batches and losses
+
+
+def test_own_functions_are_taken(tmp_path: Path) -> None:
+    """`loss_fn`, `example_batch`, `build_optimizer` and `train_batches` of the file; nothing to note then."""
+    own = """
+def build_optimizer(parameters): return torch.optim.SGD(parameters, lr=0.5)
+def train_batches(batch_size): return [example_batch(batch_size)]
+"""
+    loaded = load(tmp_path, MODEL + own)
+    assert loaded.notes == ()
+    assert float(loaded.loss_fn(torch.zeros(2, 4), torch.ones(2, 4))) == 1.0
+    optimizer = loaded.build_optimizer([nn.Parameter(torch.zeros(1))])
+    assert (loaded.optimizer_name, optimizer.defaults["lr"]) == ("build_optimizer", 0.5)
+    assert loaded.train_batches is not None
+    ((inputs, _),) = loaded.train_batches(3)
+    assert inputs.shape == (3, 8)
+    assert loaded.example_batch(3).num_samples == 3
+
+
+def test_an_optimizer_by_name_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    """Also of a `build_optimizer`."""
+    text = MODEL + "def build_optimizer(parameters): return torch.optim.SGD(parameters, lr=0.5)\n"
+    loaded = load(tmp_path, text, optimizer="adam")
+    assert loaded.optimizer_name == "adam"
+    assert isinstance(loaded.build_optimizer([nn.Parameter(torch.zeros(1))]), torch.optim.Adam)
+
+
+def test_a_missing_loss_is_noted(tmp_path: Path) -> None:
+    """Then the mean of the output is trained: of all its tensors, if it has several."""
+    loaded = load(tmp_path, HEAD + BUILD + EXAMPLE)
+    assert len(loaded.notes) == 1
+    assert "loss_fn" in loaded.notes[0]
+    output = (torch.full((2, 3), 1.0), {"x": torch.full((5,), 2.0)}, torch.tensor([7]))
+    assert float(loaded.loss_fn(output, None)) == 1.5
+    with pytest.raises(ModelError, match="no floating-point tensor"):
+        loaded.loss_fn(torch.tensor([7]), None)
+
+
+def test_without_anything_adamw_is_taken(tmp_path: Path) -> None:
+    """The usual choice."""
+    assert load(tmp_path, MODEL).optimizer_name == "adamw"
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_every_named_optimizer_steps(name: str) -> None:
+    """Over an iterator of parameters, as `model.parameters()` gives."""
+    build, called = optimizer_builder(None, name)
+    parameter = nn.Parameter(torch.ones(3, 3))
+    optimizer = build(iter([parameter]))
+    parameter.sum().backward()
+    optimizer.step()
+    assert called == name
+    assert not torch.equal(parameter, torch.ones(3, 3))
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    """With the list of those there are."""
+    with pytest.raises(UsageError, match="unknown optimizer `magic`") as refused:
+        optimizer_builder(None, "magic")
+    assert all(name in refused.value.hint for name in OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("torch.randn(batch_size, 8)", "returned Tensor"),
+        ("(1, 2, 3)", "a tuple of 3"),
+        ("[torch.randn(batch_size, 8), None]", "returned list"),
+        ("(torch.randn(8, batch_size), None)", "expected 2 samples in its first dimension"),
+        ("(torch.randn(batch_size, 8), torch.tensor(1.0))", "expected 2 samples"),
+        ("(torch.randn(batch_size, 8), {'y': torch.zeros(1, 1)})", "[1, 1]"),
+        ("1 / 0", "`example_batch(2)` raised ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, told: str) -> None:
+    """It must be `(inputs, targets)`, each tensor with one entry per sample."""
+    loaded = load(tmp_path, f"{HEAD}{BUILD}\ndef example_batch(batch_size):\n    return {returned}\n{LOSS}")
+    with pytest.raises(ModelError) as refused:
+        loaded.example_batch(2)
+    assert told in str(refused.value)
+
+
+def test_inputs_may_be_nested(tmp_path: Path) -> None:
+    """A tuple or a dict of tensors; the number of samples is that of the first."""
+    text = "def example_batch(n): return {'a': torch.zeros(n, 2), 'b': (torch.ones(n), 3)}, torch.zeros(n)\n"
+    batch = load(tmp_path, HEAD + BUILD + text).example_batch(6)
+    assert batch.num_samples == 6
+    moved = to_device(batch, torch.device("meta"))
+    assert isinstance(moved, Batch)
+    assert moved.inputs["a"].is_meta
+    assert moved.inputs["b"][1] == 3
+
+
+# --input
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "dtype"),
+    [
+        ("8", (5, 8), torch.float32),
+        ("3x4x2", (5, 3, 4, 2), torch.float32),
+        ("8:float64", (5, 8), torch.float64),
+        ("8:bfloat16", (5, 8), torch.bfloat16),
+        ("8:int64:100", (5, 8), torch.int64),
+        ("2x3:int32", (5, 2, 3), torch.int32),
+        ("8:bool", (5, 8), torch.bool),
+    ],
+)
+def test_an_input_in_words(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Shape without the batch dimension, dtype, and for integers a bound."""
+    made = input_tensor(text, 5)
+    assert (tuple(made.shape), made.dtype) == (shape, dtype)
+
+
+def test_integers_stay_below_their_bound() -> None:
+    """And reach it but for one; without a bound they are 0 or 1."""
+    assert set(input_tensor("1000:int64:3", 4).flatten().tolist()) == {0, 1, 2}
+    assert set(input_tensor("1000:int64", 4).flatten().tolist()) == {0, 1}
+    assert input_tensor("1000", 4).std() > 0.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "x", "3x", "a", "-1", "3x-1", "8:", "8:floaty", "8:int64:x", "8:int64:", "8:int64:0", "8:int64:-1"),
+        *("8:complex64", "8:float32:1:1", "8:nn"),
+    ],
+)
+def test_a_wrong_input_is_a_usage_error(text: str) -> None:
+    """Whatever torch would say of it."""
+    with pytest.raises(UsageError) as refused:
+        input_tensor(text, 2)
+    assert f"`--input {text}`" in str(refused.value)
+
+
+def test_several_inputs_are_a_tuple(tmp_path: Path) -> None:
+    """One is a tensor; targets are None."""
+    one = load(tmp_path, HEAD + BUILD, inputs=("8",))
+    assert isinstance(one.example_batch(3).inputs, Tensor)
+    two = load(tmp_path, HEAD + BUILD, inputs=("8", "2:int64:9"))
+    batch = two.example_batch(3)
+    assert [tuple(t.shape) for t in batch.inputs] == [(3, 8), (3, 2)]
+    assert batch.targets is None
+    assert two.inputs == ("8", "2:int64:9")
+
+
+@pytest.mark.parametrize("inputs", [("x",), ("8", "x")])
+def test_a_wrong_input_is_told_before_anything_is_built(tmp_path: Path, inputs: tuple[str, ...]) -> None:
+    """Every one of them is parsed while loading."""
+    with pytest.raises(UsageError, match="--input x"):
+        load(tmp_path, HEAD + BUILD, inputs=inputs)
+
+
+# Blame
+
+
+def test_errors_of_the_file_say_where(tmp_path: Path) -> None:
+    """`file:line`, of the last frame that lies in the user's file; the cause is kept for `--debug`."""
+    text = MODEL + "def deep():\n    return nn.Linear('a', 3)\ndef build_model():\n    return deep()\n"
+    loaded = load(tmp_path, text)
+    with pytest.raises(ModelError) as refused:
+        loaded.build()
+    line = text.splitlines().index("    return nn.Linear('a', 3)") + 1
+    assert str(refused.value).startswith(f"{tmp_path / 'model.py'}:{line}: `build_model()` raised TypeError: ")
+    assert isinstance(refused.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize("statement", ["raise SystemExit(3)", "import sys; sys.exit('no')", "assert False, 'never'"])
+def test_nothing_that_the_file_raises_gets_through(tmp_path: Path, statement: str) -> None:
+    """`sys.exit` least of all: it would end the command with the user's exit code."""
+    with pytest.raises(ModelError, match="importing it raised"):
+        load(tmp_path, statement + "\n")
+
+
+def test_an_interrupt_does_get_through(tmp_path: Path) -> None:
+    """Ctrl-C while the file is imported is the user's wish."""
+    with pytest.raises(KeyboardInterrupt):
+        load(tmp_path, "raise KeyboardInterrupt\n")
+
+
+def test_a_path_that_is_no_python_file_is_a_file_error(tmp_path: Path) -> None:
+    """Missing, a folder, another suffix."""
+    (tmp_path / "notes.txt").write_text("hello\n")
+    for name in ("missing.py", ".", "notes.txt"):
+        with pytest.raises(FileError):
+            load_model(str(tmp_path / name))
+
+
+def test_dataclasses_and_pickles_find_the_module(tmp_path: Path) -> None:
+    """A file that defines dataclasses can be loaded, and twice."""
+    text = "from dataclasses import dataclass\n@dataclass\nclass C:\n    x: 'int' = 8\n" + MODEL
+    assert load(tmp_path, text).build() is not None
+    assert load(tmp_path, text + "# again\n").build() is not None

@@ -1,0 +1,305 @@
+"""An infeasible problem explains itself, and every way out that it names is one."""
+
+import dataclasses
+import re
+
+import pytest
+
+from planner.core.costs import costs_at
+from planner.core.errors import InfeasibleError
+from planner.core.plan import Inputs
+from planner.core.profile import Profile
+from planner.core.units import parse_bytes
+from planner.solve import Request, solve
+from planner.solve.explain import smallest_cap_bytes
+from planner.solve.intervals import IntervalMemories
+from tests.support.chains import chain, layer, random_profile
+from tests.support.profiles import inputs_of, profile_of
+
+MEM = re.compile(r"with (\d+) devices the smallest `--mem` is ([0-9.]+\w+) \(M = (\d+)\)")
+DEVICES = re.compile(r"`--devices (\d+)` fits in .* \(M = (\d+)\)")
+FITS_M = re.compile(r"M = (\d+) fits")
+
+
+def infeasible(profile: Profile, request: Request) -> InfeasibleError:
+    """The error of a problem that has no plan."""
+    with pytest.raises(InfeasibleError) as raised:
+        solve(profile, request)
+    assert raised.value.exit_code == 1
+    return raised.value
+
+
+def feasible(profile: Profile, request: Request) -> bool:
+    """Whether there is a plan."""
+    try:
+        solve(profile, request)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def with_cap(request: Request, cap: int) -> Request:
+    """The same request with another cap on every device."""
+    inputs = request.inputs
+    return dataclasses.replace(
+        request, inputs=dataclasses.replace(inputs, memory_bytes=(cap,) * len(inputs.memory_bytes))
+    )
+
+
+def with_inputs(request: Request, **changes: object) -> Request:
+    """The same request with other inputs."""
+    return dataclasses.replace(request, inputs=dataclasses.replace(request.inputs, **changes))
+
+
+def gigabytes() -> Profile:
+    """A realistic chain: gigabytes of parameters and activations, at two sizes."""
+    layers = [
+        layer(
+            f"h.{n}",
+            parameter_bytes=123_456_789 * (1 + n % 3),
+            optimizer_bytes=246_913_578,
+            forward_us=(10.0, 20.0),
+            backward_us=(20.0, 40.0),
+            output_bytes=(4_194_304, 8_388_608),
+            saved_bytes=(87_654_321, 175_308_642),
+            forward_peak_bytes=(1_000_000, 2_000_000),
+            backward_peak_bytes=(3_000_000, 6_000_000),
+        )
+        for n in range(10)
+    ]
+    return chain(*layers, sizes=(1, 2))
+
+
+@pytest.mark.parametrize("recompute", ["auto", "never", "except-last", "always"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("reserve", [0, 300_000_000])
+def test_the_smallest_cap_it_names_fits_and_a_percent_less_does_not(recompute: str, devices: int, reserve: int) -> None:
+    """With the very devices, policy and reserve that were asked for."""
+    inputs = dataclasses.replace(inputs_of(devices, 8, memory_bytes=1000, reserve_bytes=reserve), recompute=recompute)
+    request = Request(inputs=inputs)
+    named = MEM.search(infeasible(gigabytes(), request).hint)
+    assert named is not None
+    cap = parse_bytes(named[2])
+    assert int(named[1]) == devices
+    assert cap > 10**8 + reserve
+    assert feasible(gigabytes(), with_cap(request, cap))
+    assert not feasible(gigabytes(), with_cap(request, int(cap * 0.99)))
+    # The M that it names is one that fits there.
+    assert feasible(gigabytes(), dataclasses.replace(with_cap(request, cap), micro_batches=int(named[3])))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_smallest_cap_is_right_on_random_chains(seed: int) -> None:
+    """Additive and exact, in bytes small enough that every one counts."""
+    profile = random_profile(seed, 6, exact=seed % 2 == 0, sizes=(1, 2))
+    request = Request(inputs=inputs_of(3, 4, memory_bytes=1, reserve_bytes=10))
+    named = MEM.search(infeasible(profile, request).hint)
+    assert named is not None
+    cap = parse_bytes(named[2])
+    assert feasible(profile, with_cap(request, cap))
+    assert not feasible(profile, with_cap(request, int(cap * 0.99) - 1))
+
+
+@pytest.mark.parametrize("needed", [999, 1000, 9_999, 123_456, 10**9 + 1, 12_345_123_456_789, 2_345_678_901_234_567])
+def test_the_named_cap_is_rounded_up_never_down(needed: int) -> None:
+    """A layer of any size: what is printed, typed in again, holds it."""
+    profile = chain(layer("a", parameter_bytes=needed, gradient_bytes=0))
+    request = Request(inputs=inputs_of(1, 1, memory_bytes=1))
+    named = MEM.search(infeasible(profile, request).hint)
+    assert named is not None
+    assert needed <= parse_bytes(named[2]) <= needed * 1.01 + 10
+    assert feasible(profile, with_cap(request, parse_bytes(named[2])))
+
+
+def test_the_smallest_number_of_devices_it_names_fits_and_one_less_does_not() -> None:
+    """In the cap that was asked for."""
+    request = Request(inputs=inputs_of(2, 8, memory_bytes=1_600_000_000))
+    error = infeasible(gigabytes(), request)
+    named = DEVICES.search(error.hint)
+    assert named is not None
+    count = int(named[1])
+    assert count > 2
+    for devices, fits in ((count, True), (count - 1, False)):
+        wider = with_inputs(request, devices=devices, memory_bytes=(1_600_000_000,) * devices)
+        assert feasible(gigabytes(), wider) is fits
+    fixed = with_inputs(request, devices=count, memory_bytes=(1_600_000_000,) * count)
+    assert feasible(gigabytes(), dataclasses.replace(fixed, micro_batches=int(named[2])))
+
+
+def test_no_number_of_devices_is_named_where_none_helps() -> None:
+    """A layer that fits nowhere stays so on a thousand devices."""
+    profile = chain(layer("small", parameter_bytes=1), layer("large", parameter_bytes=1000))
+    assert "--devices" not in infeasible(profile, Request(inputs=inputs_of(1, 1, memory_bytes=500))).hint
+
+
+def test_a_layer_that_is_too_large_alone_is_named() -> None:
+    """With what it needs and how much that is over."""
+    profile = chain(
+        layer("h.0", parameter_bytes=100),
+        layer("lm_head", parameter_bytes=1_000_000, saved_bytes=48_576),
+        layer("h.1", parameter_bytes=200),
+    )
+    error = infeasible(profile, Request(inputs=inputs_of(2, 1, memory_bytes=1_048_576)))
+    # 1,000,000 of parameters, as much of gradients, 48,576 saved.
+    assert 'layer "lm_head" alone needs 1.95 MiB with M = 1, 977 KiB over' in error.message
+    assert "no plan fits 1.00 MiB on each of 2 devices" in error.message
+
+
+def test_layers_that_fit_alone_but_not_together_are_told_so() -> None:
+    """Every layer fits, the evenest cut does not: how much it needs."""
+    profile = profile_of([1.0] * 6, parameter_bytes=100)  # 200 bytes each with gradients
+    error = infeasible(profile, Request(inputs=inputs_of(2, 1, memory_bytes=500)))
+    assert "every layer fits alone, but 2 stages do not hold them all" in error.message
+    assert "the evenest cut needs 600 B with M = 1, 100 B over" in error.message
+    assert "the smallest `--mem` is 600B" in error.hint
+    assert "`--devices 3` fits" in error.hint
+
+
+@pytest.mark.parametrize(("micro_batches", "cap", "named"), [(1, 2500, 2), (2, 1500, 4), (1, 700, 8)])
+def test_another_number_of_micro_batches_is_named_if_it_fits(micro_batches: int, cap: int, named: int) -> None:
+    """Fixed too small: smaller micro-batches need less. The smallest M that fits is named, and does fit."""
+    sizes = (1, 2, 4, 8)
+    profile = chain(
+        layer(
+            "a",
+            forward_us=tuple(map(float, sizes)),
+            backward_us=tuple(map(float, sizes)),
+            output_bytes=(0,) * 4,
+            saved_bytes=tuple(10 * s for s in sizes),
+            forward_peak_bytes=tuple(600 * s for s in sizes),
+            backward_peak_bytes=tuple(300 * s for s in sizes),
+        ),
+        sizes=sizes,
+    )
+    request = Request(inputs=inputs_of(1, 8, memory_bytes=cap), micro_batches=micro_batches)
+    said = FITS_M.search(infeasible(profile, request).hint)
+    assert said is not None
+    assert int(said[1]) == named
+    fits = {m: feasible(profile, dataclasses.replace(request, micro_batches=m)) for m in (1, 2, 4, 8)}
+    assert next(m for m in fits if fits[m]) == named
+
+
+def test_no_number_of_micro_batches_is_named_where_none_fits() -> None:
+    """Parameters do not shrink with the micro-batch."""
+    profile = chain(
+        layer(
+            "a",
+            parameter_bytes=1000,
+            forward_us=(1.0, 2.0),
+            backward_us=(1.0, 2.0),
+            output_bytes=(0, 0),
+            saved_bytes=(1, 2),
+        ),
+        sizes=(1, 2),
+    )
+    error = infeasible(profile, Request(inputs=inputs_of(1, 2, memory_bytes=500), micro_batches=1))
+    assert FITS_M.search(error.hint) is None
+
+
+@pytest.mark.parametrize("policy", ["never", "except-last"])
+def test_recomputation_is_advised_only_where_it_helps(policy: str) -> None:
+    """`--recompute auto` fits is said exactly if it does, on chains between tight and hopeless."""
+    advised = 0
+    for seed in range(8):
+        profile = random_profile(seed, 5)
+        request = Request(inputs=dataclasses.replace(inputs_of(2, 8, memory_bytes=10**9), recompute=policy))
+        free = Request(inputs=inputs_of(2, 8))
+        need = MEM.search(infeasible(profile, with_cap(request, 1)).hint)
+        least = MEM.search(infeasible(profile, with_cap(free, 1)).hint)
+        assert need is not None
+        assert least is not None
+        for cap in (parse_bytes(need[2]) * 99 // 100, parse_bytes(least[2]), parse_bytes(least[2]) * 9 // 10):
+            if feasible(profile, with_cap(request, cap)):
+                continue
+            said = "`--recompute auto` fits" in infeasible(profile, with_cap(request, cap)).hint
+            assert said == feasible(profile, with_inputs(with_cap(request, cap), recompute="auto"))
+            advised += said
+    assert advised >= 4
+
+
+def test_recomputation_is_not_advised_to_who_allows_it() -> None:
+    """`auto` has tried it; `always` is all there is."""
+    for policy in ("auto", "always"):
+        inputs = dataclasses.replace(inputs_of(2, 4, memory_bytes=5), recompute=policy)
+        assert "--recompute" not in infeasible(random_profile(1, 4), Request(inputs=inputs)).hint
+
+
+# ---- unequal caps
+
+
+def uneven(**options: object) -> Inputs:
+    """Two devices of 500 and 50 bytes."""
+    return dataclasses.replace(inputs_of(2, 4, memory_bytes=(500, 50)), **options)
+
+
+def test_unequal_caps_are_listed() -> None:
+    """In pipeline order."""
+    profile = profile_of([1.0] * 2, parameter_bytes=10_000)
+    error = infeasible(profile, Request(inputs=uneven()))
+    assert "no plan fits the caps 500 B, 50 B" in error.message
+    assert 'layer "layers.0" alone needs' in error.message
+
+
+def test_nothing_is_over_by_less_than_nothing() -> None:
+    """Both layers would fit on two devices of 500 bytes, but the second has 50: the error names a true excess."""
+    profile = profile_of([1.0] * 2, parameter_bytes=200)  # 400 bytes each with gradients
+    error = infeasible(profile, Request(inputs=uneven()))
+    assert re.search(r"-\d", error.message) is None
+    assert re.search(r"[1-9]\d* B over", error.message)
+
+
+def test_advice_holds_for_the_caps_there_are() -> None:
+    """`--recompute auto` would fit twice 350 bytes, not 350 and 50: it is not advised."""
+    profile = profile_of([1.0] * 2, saved_bytes=100)
+    inputs = dataclasses.replace(uneven(recompute="never"), memory_bytes=(150, 10))
+    assert not feasible(profile, Request(inputs=dataclasses.replace(inputs, recompute="auto")))
+    assert feasible(profile, Request(inputs=dataclasses.replace(inputs, recompute="auto", memory_bytes=(150, 150))))
+    assert "--recompute" not in infeasible(profile, Request(inputs=inputs)).hint
+
+
+def test_a_smallest_cap_is_named_for_unequal_devices_too() -> None:
+    """One cap for all that would do."""
+    profile = profile_of([1.0] * 4, parameter_bytes=200)
+    request = Request(inputs=uneven())
+    named = MEM.search(infeasible(profile, request).hint)
+    assert named is not None
+    assert feasible(profile, with_cap(request, parse_bytes(named[2])))
+    assert not feasible(profile, with_cap(request, parse_bytes(named[2]) * 99 // 100))
+
+
+# ---- given cuts
+
+
+def test_given_cuts_that_do_not_fit_are_what_the_error_speaks_of() -> None:
+    """2 | 2 would fit in 1000 bytes, 1 | 3 was asked for and needs 1200: that stage is named, with its excess."""
+    profile = profile_of([1.0] * 4, parameter_bytes=200)  # 400 bytes each with gradients
+    request = Request(inputs=inputs_of(2, 1, memory_bytes=1000), balance=(1, 3))
+    error = infeasible(profile, request)
+    assert re.search(r"-\d", error.message) is None
+    assert "1.17 KiB" in error.message or "1200 B" in error.message
+    assert "200 B over" in error.message
+
+
+def test_the_smallest_cap_of_given_cuts_is_theirs() -> None:
+    """Typing in the cap that is named helps the request that was made, not another one."""
+    profile = profile_of([1.0] * 4, parameter_bytes=200)
+    request = Request(inputs=inputs_of(2, 1, memory_bytes=1000), balance=(1, 3))
+    for named in re.findall(r"smallest `--mem` is ([0-9.]+\w+)", infeasible(profile, request).hint):
+        assert feasible(profile, with_cap(request, parse_bytes(named)))
+    for count in re.findall(r"`--devices (\d+)` fits", infeasible(profile, request).hint):
+        assert feasible(profile, with_inputs(request, devices=int(count), memory_bytes=(1000,) * int(count)))
+
+
+# ---- the arithmetic behind it
+
+
+def test_the_smallest_cap_is_that_of_the_best_cut() -> None:
+    """Against trying every cap that a stage can need."""
+    for seed in range(6):
+        profile = random_profile(seed, 6)
+        need = IntervalMemories.of(costs_at(profile, 1), micro_batches=2, policy="auto").smallest()
+        for devices in (1, 2, 3):
+            cap = smallest_cap_bytes(need, devices)
+            request = Request(inputs=inputs_of(devices, 2, memory_bytes=cap), micro_batches=2)
+            assert feasible(profile, request)
+            assert not feasible(profile, with_cap(request, cap - 1))

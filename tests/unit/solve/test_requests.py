@@ -1,0 +1,132 @@
+"""A question that contradicts itself or the profile is refused before anything is searched."""
+
+import dataclasses
+
+import pytest
+
+from planner.core.errors import UsageError
+from planner.core.plan import Inputs
+from planner.solve import Request, solve
+from planner.solve.search import micro_batch_counts
+from tests.support.chains import random_profile
+from tests.support.profiles import inputs_of, profile_of
+
+
+def test_more_devices_than_layers_are_refused() -> None:
+    """Every stage needs a layer; the hint is the largest number that works, and it does."""
+    profile = profile_of([1.0] * 3)
+    with pytest.raises(UsageError, match="4 devices for 3 layers") as refused:
+        solve(profile, Request(inputs=inputs_of(4, 2)))
+    assert "`--devices 3`" in refused.value.hint
+    assert sum(solve(profile, Request(inputs=inputs_of(3, 2))).balance) == 3
+
+
+@pytest.mark.parametrize("micro_batches", [5, 7, 13, 24, 0, -1])
+def test_micro_batches_that_do_not_divide_the_batch_are_refused(micro_batches: int) -> None:
+    """With those that do."""
+    with pytest.raises(UsageError, match=f"a batch of 12 cannot be split into {micro_batches} equal") as refused:
+        solve(profile_of([1.0]), Request(inputs=inputs_of(1, 12), micro_batches=micro_batches))
+    assert "1, 2, 3, 4, 6, 12" in refused.value.hint
+
+
+def test_a_batch_that_no_profiled_size_divides_is_refused() -> None:
+    """7 samples are micro-batches of 7 or 1; 2 to 4 were profiled."""
+    profile = random_profile(1, 3, sizes=(2, 4))
+    with pytest.raises(UsageError, match="a batch of 7 gives micro-batches of 7, 1: none lies within") as refused:
+        solve(profile, Request(inputs=inputs_of(2, 7)))
+    assert "2, 4" in refused.value.message
+    for way_out in ("--batch", "--batch-sizes", "--extrapolate"):
+        assert way_out in refused.value.hint
+    assert solve(profile, Request(inputs=inputs_of(2, 7, extrapolate=True))).micro_batches in (1, 7)
+
+
+def test_fixed_micro_batches_of_a_size_that_was_not_profiled_are_refused() -> None:
+    """M = 8 of 8 samples is one sample each, below the profiled sizes."""
+    with pytest.raises(UsageError, match="gives micro-batches of 1"):
+        solve(random_profile(1, 3, sizes=(2, 4)), Request(inputs=inputs_of(2, 8), micro_batches=8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "extrapolate", "counts"),
+    [
+        ((1,), 6, False, (6,)),
+        ((6,), 6, False, (1,)),
+        ((1, 6), 6, False, (1, 2, 3, 6)),
+        ((2, 4), 8, False, (2, 4)),
+        ((2, 4), 8, True, (1, 2, 4, 8)),
+        ((4, 2), 8, False, (2, 4)),
+        ((3,), 6, True, (2,)),
+        ((1, 1000), 1, False, (1,)),
+    ],
+)
+def test_micro_batch_counts_are_divisors_whose_size_is_covered(
+    sizes: tuple[int, ...], batch: int, *, extrapolate: bool, counts: tuple[int, ...]
+) -> None:
+    """In rising order."""
+    profile = random_profile(1, 2, sizes=sizes)
+    assert micro_batch_counts(profile, Request(inputs=inputs_of(1, batch, extrapolate=extrapolate))) == counts
+
+
+@pytest.mark.parametrize(
+    ("balance", "said"),
+    [
+        ((2, 2), "adds up to 4 layers, the profile has 5"),
+        ((3, 3), "adds up to 6 layers, the profile has 5"),
+        ((5, 0), "at least one layer"),
+        ((6, -1), "at least one layer"),
+        ((), "at least one layer"),
+        ((1, 1, 3), "3 stages need 3 devices, there are 2"),
+    ],
+)
+def test_a_wrong_balance_is_refused(balance: tuple[int, ...], said: str) -> None:
+    """A lost or doubled layer, an empty stage, too many stages."""
+    with pytest.raises(UsageError, match=said):
+        solve(profile_of([1.0] * 5), Request(inputs=inputs_of(2, 4), balance=balance))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        inputs_of(0, 4),
+        dataclasses.replace(inputs_of(2, 4), memory_bytes=(10**9,)),
+        dataclasses.replace(inputs_of(2, 4), memory_bytes=(10**9,) * 3),
+        dataclasses.replace(inputs_of(2, 4), memory_bytes=()),
+    ],
+    ids=["no device", "a cap too few", "a cap too many", "no cap"],
+)
+def test_devices_without_caps_and_caps_without_devices_are_refused(inputs: Inputs) -> None:
+    """One cap per device: neither an IndexError nor a plan for another number of devices than was asked."""
+    with pytest.raises(UsageError):
+        solve(profile_of([1.0] * 5), Request(inputs=inputs))
+
+
+@pytest.mark.parametrize("batch", [0, -4])
+def test_a_batch_without_samples_is_refused(batch: int) -> None:
+    """Nothing to train on."""
+    with pytest.raises(UsageError, match=f"{batch}"):
+        solve(profile_of([1.0] * 2), Request(inputs=inputs_of(1, batch)))
+
+
+def test_a_schedule_that_cannot_be_solved_for_is_refused() -> None:
+    """1F1B has other memory and other times: "optimal" for GPipe would be false for it (here by 8 %)."""
+    profile = profile_of([30, 10, 10, 10], [20, 20, 20, 60])
+    inputs = dataclasses.replace(inputs_of(2, 32), schedule="1f1b")
+    with pytest.raises(UsageError, match="1f1b"):
+        solve(profile, Request(inputs=inputs))
+
+
+def test_a_size_between_two_profiled_ones_is_planned_with() -> None:
+    """Batch 6 with sizes 1 and 4: micro-batches of 1, 2 and 3 are covered, 6 is not."""
+    profile = random_profile(2, 4, sizes=(1, 4))
+    plan = solve(profile, Request(inputs=inputs_of(2, 6)))
+    assert plan.micro_batch_size in (1, 2, 3)
+    forced = solve(profile, Request(inputs=inputs_of(2, 6), micro_batches=2))
+    assert (forced.micro_batches, forced.micro_batch_size) == (2, 3)
+
+
+def test_a_prediction_beyond_the_profile_is_marked() -> None:
+    """The plan says that extrapolation was allowed, so that `check` does the same."""
+    profile = random_profile(2, 4, sizes=(2, 4))
+    plan = solve(profile, Request(inputs=inputs_of(2, 8, extrapolate=True), micro_batches=1))
+    assert plan.micro_batch_size == 8
+    assert plan.inputs.extrapolate is True
