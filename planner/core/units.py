@@ -88,30 +88,17 @@ def parse_share(text: str) -> float:
 
 def format_bytes(size_bytes: float) -> str:
     """Bytes for a person, in binary units with three significant digits: `7.45 GiB`."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
+    return _in_units(float(size_bytes), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_rate(bytes_per_s: float) -> str:
     """Bytes per second for a person, in decimal units, as links are sold: `25.0 GB/s`."""
-    rate = float(bytes_per_s)
-    for unit in ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"):
-        if rate < 1000 or unit == "TB/s":
-            break
-        rate /= 1000
-    return f"{_three_digits(rate)} {unit}"
+    return _in_units(float(bytes_per_s), 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def format_us(time_us: float) -> str:
     """Microseconds for a person, in the unit that reads best: `812 ms`."""
-    for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e3, "ms")):
-        if abs(time_us) < limit:
-            return f"{_three_digits(time_us / factor)} {unit}"
-    return f"{_three_digits(time_us / 1e6)} s"
+    return _in_units(float(time_us), 1000, ("us", "ms", "s"))
 
 
 def _split(text: str, sample: str) -> tuple[Fraction, str]:
@@ -126,6 +113,18 @@ def _refuse(text: str, what: str, units: str, sample: str, unit: str) -> UsageEr
     return UsageError(f"{what} is needed, `{text}` {problem}", hint=f"use one of {units}: for example {sample}")
 
 
+def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
+    """`value` in the largest unit in which it is at least 1 once it is rounded to three significant digits."""
+    index = 0
+    while index < len(units) - 1 and abs(float(_three_digits(value))) >= step:
+        value, index = value / step, index + 1
+    text = f"{value:.0f}" if units[index] == "B" else _three_digits(value)
+    return f"{text} {units[index]}"
+
+
 def _three_digits(value: float) -> str:
-    whole_digits = len(str(int(abs(value))))
-    return f"{value:.{max(0, 3 - whole_digits)}f}"
+    for digits in (2, 1):
+        text = f"{value:.{digits}f}"
+        if len(text.lstrip("-").replace(".", "")) <= 3:
+            return text
+    return f"{value:.0f}"

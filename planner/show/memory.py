@@ -120,7 +120,7 @@ def _legend(stages: Sequence[Stage], style: Style) -> Text:
         if any(getattr(stage.memory, name) for stage in stages):
             words = f" {name.replace('_', ' ')} {format_bytes(sizes[name])}"
             items.append(Text.assemble((_fill(name, style), _look(name)), words))
-    return flow(items, style, indent="  ")
+    return flow(items, style, indent="  ") if len(items) > 1 else Text()
 
 
 def _fill(name: str, style: Style) -> str:

@@ -95,6 +95,15 @@ def test_predicted_figures_by_hand() -> None:
     )
 
 
+def test_a_spared_last_micro_batch_is_not_counted_as_busy() -> None:
+    """One stage, three micro-batches, all but the last recomputed: always busy, 2·9 of 99 us again, no bubble."""
+    costs = costs_at(three_layers(), 2)
+    predicted = predict(costs, partition_of((3,), 3, ("except-last",)), cluster_of(inputs_of(1, 6)))
+    assert predicted.step_us == 3 * (9 + 18) + 2 * 9 + 9
+    assert predicted.bubble == pytest.approx(0.0, abs=1e-12)
+    assert predicted.recompute_share == pytest.approx(18 / 99)
+
+
 def test_predicted_1f1b_by_hand() -> None:
     """Two stages, F 1 and B 2 on both, M = 2: F0 F1 B0 B1 below F0 B0 F1 B1 takes 3·3 = 9, a third of it idle."""
     costs = costs_at(profile_of([1.0, 1.0], [2.0, 2.0]), 1)

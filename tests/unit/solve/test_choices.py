@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import random
 import subprocess
 import sys
 import time
@@ -175,16 +176,33 @@ def test_unequal_caps_equal_brute_force() -> None:
 
 
 def test_the_optimizers_step_of_the_first_stage_counts() -> None:
-    """Two equal layers, the second with a long optimizer step: with it in stage 0 the step is longer, so it is not."""
+    """The even cut would put a long optimizer step into stage 0, where nothing hides it: the uneven one is faster."""
     profile = chain(
         layer("a", forward_us=10.0, backward_us=10.0),
-        layer("b", forward_us=1.0, backward_us=1.0, optimizer_us=500.0),
-        layer("c", forward_us=9.0, backward_us=9.0),
+        layer("b", forward_us=10.0, backward_us=10.0, optimizer_us=500.0),
+        layer("c", forward_us=20.0, backward_us=20.0),
     )
     plan = solve(profile, Request(inputs=inputs_of(2, 4)))
+    even = solve(profile, Request(inputs=inputs_of(2, 4), balance=(2, 1)))
     assert plan.balance == (1, 2)
-    heavy_first = solve(profile, Request(inputs=inputs_of(2, 4), balance=(2, 1)))
-    assert heavy_first.predicted.step_us > plan.predicted.step_us + 400
+    assert plan.predicted.step_us == 80 + 3 * 60
+    assert even.predicted.step_us == 80 + 3 * 40 + 500
+
+
+@pytest.mark.parametrize("seed", [0, 11, 51, 89, 191, 196, 259, 347])
+def test_the_search_finds_what_moving_single_cuts_does_not(seed: int) -> None:
+    """Chains on which min-max cuts improved by local moves end up to 4 % above the optimum: against all 232 cuts."""
+    rng = random.Random(seed)
+    forward = [rng.uniform(1, 20) for _ in range(12)]
+    profile = profile_of(forward, [f * rng.uniform(0.2, 5) for f in forward])
+    inputs = inputs_of(4, 8, recompute="never")
+    costs, cluster = costs_at(profile, 1), cluster_of(inputs)
+    times = [
+        step_us(costs, Partition(schedule="gpipe", micro_batches=8, balance=b, recompute=("never",) * len(b)), cluster)
+        for b in partitions(12, 4)
+    ]
+    assert len(times) == 232
+    assert solve(profile, Request(inputs=inputs)).predicted.step_us == pytest.approx(min(times), rel=1e-12)
 
 
 def test_a_given_balance_is_evaluated_not_searched() -> None:
