@@ -59,6 +59,10 @@ class ChainCosts:
     saved: FloatArray
     unsaved_output: FloatArray
     """The part of `output` that `saved` does not hold: what a stage that ends here holds in addition."""
+    unkept_input: FloatArray
+    """The part of `input` that no layer keeps: it counts in `forward_level` while its layer runs."""
+    input_alive: FloatArray
+    """The part of `input` that counts in `no_grad_peak`."""
     copied_input: FloatArray
     """What a stage that begins here copies, because its layers write into the input they receive."""
     forward_level: FloatArray
@@ -96,7 +100,8 @@ def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = Fal
         low, high = min(profile.micro_batch_sizes), max(profile.micro_batch_sizes)
         raise UsageError(
             f"micro-batch size {micro_batch_size} is outside the profiled range {low} to {high}",
-            hint="profile that size too (`gpipe-plan profile --batch-sizes`), or allow `--extrapolate`",
+            hint="profile that size too (`gpipe-plan profile --batch-sizes`)"
+            + (", or allow `--extrapolate`" if len(profile.micro_batch_sizes) > 1 else ""),
         )
     at = _interpolator(profile.micro_batch_sizes, micro_batch_size)
     layers = profile.layers
@@ -126,6 +131,8 @@ _RECORD = (
     "output",
     "saved",
     "unsaved_output",
+    "unkept_input",
+    "input_alive",
     "copied_input",
     "forward_level",
     "no_grad_peak",
@@ -186,7 +193,7 @@ def _additive_memory(layers: Sequence[LayerProfile], n: int) -> list[list[float]
         saved,
         # Whether `saved` already holds the output is not known: a layer that saves nothing holds none of it.
         [max(0.0, out - kept) for out, kept in zip(output, saved, strict=True)],
-        [0.0] * len(layers),
+        *([0.0] * len(layers) for _ in range(3)),
         forward,
         [s + f for s, f in zip(saved, forward, strict=True)],
         backward,
@@ -215,6 +222,8 @@ def _exact_memory(layers: Sequence[LayerProfile], details: Sequence[MemoryDetail
         [float(size) for size in boundaries[1:]],
         saved,
         unkept,
+        input_alive,
+        [0.0, *(float(size) for size in boundaries[1:-1])],
         [float(boundaries[n]) if _writes_received(details, n) else 0.0 for n in range(len(layers))],
         [held[n] + input_alive[n] + d.forward_peak_bytes for n, d in enumerate(details)],
         [float(d.no_grad_peak_bytes + (boundaries[n] if n else 0)) for n, d in enumerate(details)],
@@ -288,15 +297,27 @@ def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
             for first, other in enumerate(layers[:second])
             if any(name == other.name or name.startswith(other.name + ".") for name in layer.tied)
         ]
-        if owners and layer.parameter_bytes:
-            share = layer.tied_bytes / layer.parameter_bytes
+        for first, size in _shared(layers, owners, layer.tied_bytes):
+            share = size / layer.parameter_bytes
             ties.append(
                 Tie(
-                    first=owners[-1],
+                    first=first,
                     second=second,
-                    parameter_bytes=layer.tied_bytes,
+                    parameter_bytes=size,
                     gradient_bytes=_gradient_bytes(layer) * share,
                     optimizer_bytes=layer.optimizer_bytes * share,
                 )
             )
     return tuple(ties)
+
+
+def _shared(layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int) -> list[tuple[int, int]]:
+    """Which earlier layer a stage must hold too, to hold how many of `tied_bytes` once."""
+    if not owners or not tied_bytes:
+        return []
+    theirs = [layers[first].tied_bytes for first in owners]
+    if min(theirs) >= tied_bytes:
+        return [(owners[-1], tied_bytes)]  # all share one and the same: the nearest will do
+    if sum(theirs) <= tied_bytes:
+        return list(zip(owners, theirs, strict=True))  # with each something else
+    return [(owners[0], tied_bytes)]  # not told apart: only a stage that holds them all is sure

@@ -137,8 +137,10 @@ class _Stages:
             between: FloatArray = before[1:][None, :] - before[firsts][:, None]
             return between
 
-        def highest(level: FloatArray) -> FloatArray:
-            running: FloatArray = np.maximum.accumulate(np.where(last >= first, level[None, :], 0.0), axis=1)
+        def highest(level: FloatArray, own_input: FloatArray | None = None) -> FloatArray:
+            # The input of a stage's first layer is what the stage received, and counted as that.
+            levels = level[None, :] if own_input is None else np.where(last == first, level - own_input, level)
+            running: FloatArray = np.maximum.accumulate(np.where(last >= first, levels, 0.0), axis=1)
             return running
 
         def tied(per_layer: FloatArray, name: str) -> FloatArray:
@@ -164,8 +166,8 @@ class _Stages:
         self.data = micro_batches * (np.where(first == 0, costs.input[0], 0.0) + np.where(is_last, costs.target, 0.0))
         self.output_gradient = np.where(is_last, 0.0, self.output)
         self.input_gradient = self.input
-        self.forward = highest(costs.forward_level) - saved_before
-        self.no_grad = highest(costs.no_grad_peak)
+        self.forward = highest(costs.forward_level, costs.unkept_input) - saved_before
+        self.no_grad = highest(costs.no_grad_peak, costs.input_alive)
         # The engine holds a stage's output until its backward is done, whether or not a layer keeps it so long.
         self.backward = highest(costs.backward_level) - saved_before + self.output
         gradients_to_end = np.cumsum(costs.gradients)[None, :]

@@ -57,8 +57,9 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
             while position[stage] < len(todo) and run.try_action(stage, todo[position[stage]]):
                 position[stage] += 1
         if position == before:
-            waiting = {k: str(todo[done]) for k, (todo, done) in enumerate(zip(actions, position, strict=True))}
-            raise ValueError(f"deadlock: every stage waits, at {waiting}")
+            progress = enumerate(zip(actions, position, strict=True))
+            waiting = {k: str(todo[done]) for k, (todo, done) in progress if done < len(todo)}
+            raise ValueError(f"deadlock: stages wait for what never comes, at {waiting}")
     return tuple(sorted(run.events, key=lambda e: (e.start_us, e.stage, e.micro_batch, e.kind)))
 
 

@@ -25,8 +25,8 @@ _BYTES = {
     **{f"{p}b": 1000**n for n, p in enumerate("kmgtp", 1)},
     **{f"{p}ib": 1024**n for n, p in enumerate("kmgtp", 1)},
 }
-_TIMES_US = {"us": Fraction(1), "µs": Fraction(1), "ms": Fraction(1000), "s": Fraction(1_000_000)}
-_QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµ/%]*)\s*")
+_TIMES_US = {"us": Fraction(1), "µs": Fraction(1), "μs": Fraction(1), "ms": Fraction(1000), "s": Fraction(1_000_000)}
+_QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµμ/%]*)\s*")
 
 
 def parse_bytes(text: str) -> int:

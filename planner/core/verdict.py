@@ -10,9 +10,10 @@ GP203  warning  predictions in the plan differ from what the profile says now (e
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from planner.core.costs import costs_at
+from planner.core.costs import costs_at, covers
+from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, check_partition
-from planner.core.plan import Plan, Stage
+from planner.core.plan import Plan, SolverReport, Stage
 from planner.core.planning import build_plan
 from planner.core.profile import Profile
 from planner.core.units import format_bytes
@@ -75,10 +76,18 @@ def judge(
             return _verdict([*findings, renamed], None)
     elif findings:
         return _verdict([*findings, _other_length(partition, profile)], None)
+    if findings and not covers(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate):
+        return _verdict(findings, None)
+    if memory_bytes is not None and len(memory_bytes) != plan.inputs.devices:
+        raise UsageError(f"{len(memory_bytes)} caps for {plan.inputs.devices} devices")
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
     now = build_plan(costs, partition, inputs=inputs, solver=plan.solver)
+    if abs(now.predicted.step_us - plan.predicted.step_us) > _same_us(now):
+        # The certificate was for other cuts, or another profile.
+        given = SolverReport(method="given", status="given")
+        now = build_plan(costs, partition, inputs=inputs, solver=given)
     for stage in now.stages:
         findings.extend(_memory_findings(stage, headroom))
     if profile_digest == plan.inputs.profile.digest and memory_bytes is None:
@@ -89,6 +98,11 @@ def judge(
 def _verdict(findings: list[Finding], plan: Plan | None) -> Verdict:
     fits = all(finding.severity != "error" for finding in findings)
     return Verdict(fits=fits, findings=tuple(findings), plan=plan)
+
+
+def _same_us(plan: Plan) -> float:
+    """Step times that differ by no more are the same, written to 0.1 us."""
+    return 0.1 + 1e-6 * plan.predicted.step_us
 
 
 def _stale(plan: Plan, digest: str) -> Finding:
@@ -135,7 +149,7 @@ def _memory_findings(stage: Stage, headroom: float) -> list[Finding]:
 def _edited(plan: Plan, now: Plan) -> list[Finding]:
     was_us, is_us = plan.predicted.step_us, now.predicted.step_us
     changed = [k for k, (a, b) in enumerate(zip(plan.stages, now.stages, strict=True)) if a.memory != b.memory]
-    if abs(was_us - is_us) <= 0.1 + 1e-6 * is_us and not changed:
+    if abs(was_us - is_us) <= _same_us(now) and not changed:
         return []
     message = f"the plan says {was_us / 1e3:.1f} ms per step, the profile {is_us / 1e3:.1f} ms"
     if changed:

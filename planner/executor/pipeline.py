@@ -131,8 +131,8 @@ class Pipeline:
             index=self.rank,
             first=self.balance.stages[self.rank].layers[0],
             last=self.balance.stages[self.rank].layers[-1],
-            forward_us=self._recorder.typical_us("forward"),
-            backward_us=self._recorder.typical_us("backward"),
+            forward_us=round(self._recorder.typical_us("forward"), 1),
+            backward_us=round(self._recorder.typical_us("backward"), 1),
             parameter_bytes=sum(p.nbytes for _, p in self.named_parameters()),
             peak_bytes=self._recorder.peak_bytes,
         )
@@ -153,7 +153,7 @@ class Pipeline:
                 threads=self.balance.threads,
             ),
             losses=tuple(self.losses),
-            step_us=tuple(self._recorder.step_us),
+            step_us=tuple(round(time, 1) for time in self._recorder.step_us),
             warmup_steps=WARM_UP_STEPS,
             stages=tuple(stages),
         )

@@ -9,9 +9,9 @@ __all__ = ["digest_of", "to_plain"]
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses to plain dicts and lists, optional fields that hold nothing left out, times rounded to 0.1 us."""
+    """Dataclasses to plain dicts and lists, optional fields that hold nothing left out."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain_field(f, getattr(value, f.name)) for f in fields(value) if _says_something(f, value)}
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if _says_something(f, value)}
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -27,15 +27,6 @@ def _says_something(field: "Field[Any]", owner: Any) -> bool:
     if getattr(owner, "__compact__", False):
         return bool(value != field.default)
     return value is not None and value not in ("", (), {})
-
-
-def _plain_field(field: "Field[Any]", value: Any) -> Any:
-    digits = 1 if field.name.endswith("_us") else 6
-    if isinstance(value, float):
-        return round(value, digits)
-    if isinstance(value, tuple) and any(isinstance(item, float) for item in value):
-        return [round(item, digits) for item in value]
-    return to_plain(value)
 
 
 def digest_of(value: Any, *, leave_out: tuple[str, ...] = ("generator",)) -> str:

@@ -20,6 +20,8 @@ def problems_of(value: Profile | Plan | RunReport | Balance) -> Iterator[Problem
         yield from _profile_problems(value)
     elif isinstance(value, Plan):
         yield from _plan_problems(value)
+    elif isinstance(value, Balance):
+        yield from _balance_problems(value)
 
 
 def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
@@ -31,8 +33,14 @@ def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
     elif isinstance(value, tuple):
         for n, item in enumerate(value):
             yield from _bad_numbers(item, (*at, n))
-    elif isinstance(value, (int, float)) and value < 0 and at[0] != "losses":
-        yield at, f"must not be negative, got {value}", ""
+    elif isinstance(value, (int, float)) and at[0] != "losses":
+        if value < 0:
+            yield at, f"must not be negative, got {value}", ""
+        elif value > _LARGEST:
+            yield at, "is too large to compute with", ""
+
+
+_LARGEST = 2**60
 
 
 def _profile_problems(profile: Profile) -> Iterator[Problem]:
@@ -46,6 +54,9 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
         if layer.name in seen:
             yield ("layers", n, "name"), f'"{layer.name}" is already layer {seen[layer.name]}', "layer names are unique"
         seen[layer.name] = n
+        if layer.tied_bytes > layer.parameter_bytes:
+            text = f"{layer.tied_bytes} bytes cannot be shared, the layer has {layer.parameter_bytes}"
+            yield ("layers", n, "tied_bytes"), text, ""
         for field in fields(layer):
             values = getattr(layer, field.name)
             if not isinstance(values, tuple) or field.name == "tied":
@@ -70,3 +81,13 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
             f"{plan.micro_batches * plan.micro_batch_size}, not the batch of {plan.inputs.batch}"
         )
         yield ("micro_batches",), text, "make micro_batches · micro_batch_size = inputs.batch"
+
+
+def _balance_problems(balance: Balance) -> Iterator[Problem]:
+    layers = [len(stage.layers) for stage in balance.stages]
+    if list(balance.balance) != layers or not layers or min(layers) < 1:
+        text = f"{list(balance.balance)} layers per stage, but the stages name {layers}"
+        yield ("balance",), text, "emit again from the plan"
+    if balance.micro_batches < 1 or balance.batch < 1 or balance.batch % balance.micro_batches:
+        text = f"a batch of {balance.batch} cannot be split into {balance.micro_batches} equal micro-batches"
+        yield ("micro_batches",), text, "emit again from the plan"

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,7 @@ from planner.core.plan import PLAN_SCHEMA, Plan
 from planner.core.profile import PROFILE_SCHEMA, Profile
 from planner.core.run_report import RUN_SCHEMA, RunReport
 from planner.files.checks import problems_of
-from planner.files.strict_yaml import Document, Problem
+from planner.files.strict_yaml import Document, KeyPath, Problem
 
 __all__ = ["json_schema", "read", "read_balance", "read_plan", "read_profile", "read_run"]
 
@@ -68,10 +67,15 @@ def read_run(path: str) -> RunReport:
 def _read(path: str, wanted: str | None) -> Value:
     document = Document.parse(path, _read_text(path, wanted))
     schema = _schema(document, wanted)
+    if schema == RUN_SCHEMA:
+        _read_losses(document.content)
     try:
         value = TypeAdapter(_TYPES[schema]).validate_json(json.dumps(document.content), strict=True)
     except ValidationError as error:
-        raise document.refuse([_explain(e, document) for e in error.errors(include_url=False)]) from None
+        keys = _Keys(_TYPES[schema])
+        raise document.refuse(
+            _most_telling([_explain(e, document, keys) for e in error.errors(include_url=False)])
+        ) from None
     problems = list(problems_of(value))
     if problems:
         raise document.refuse(problems)
@@ -79,11 +83,9 @@ def _read(path: str, wanted: str | None) -> Value:
 
 
 def _read_text(path: str, wanted: str | None) -> str:
-    if path == "-":
-        return sys.stdin.read()
     kind = "profile" if wanted is None else _kind(wanted)
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FileError("no such file", path=path, hint=f"make it with `{_MADE_BY[kind]}`, or name another") from None
     except IsADirectoryError:
@@ -107,35 +109,59 @@ _EXPECTED = {
 }
 
 
-def _explain(error: ErrorDetails, document: Document) -> Problem:
+def _read_losses(content: dict[str, Any]) -> None:
+    losses = content.get("losses")
+    if isinstance(losses, list):
+        content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
+
+
+def _most_telling(problems: list[Problem]) -> list[Problem]:
+    """Mistyped keys first: a required key that is missing is then explained already."""
+    return sorted(problems, key=lambda problem: not problem[2].startswith("did you mean"))
+
+
+class _Keys:
+    """The keys that may stand at each place of a file."""
+
+    def __init__(self, value: type[Value]) -> None:
+        self._schema = TypeAdapter(value).json_schema()
+
+    def at(self, place: KeyPath) -> list[str]:
+        """Keys of the mapping at `place`; empty where there is none."""
+        node: Any = self._schema
+        for step in place:
+            node = self._resolved(node)
+            node = node.get("items", {}) if isinstance(step, int) else node.get("properties", {}).get(step, {})
+        return list(self._resolved(node).get("properties", {}))
+
+    def _resolved(self, node: dict[str, Any]) -> dict[str, Any]:
+        for option in node.get("anyOf", ()):
+            if "$ref" in option:
+                node = option
+        name = node.get("$ref", "").rpartition("/")[2]
+        found: dict[str, Any] = self._schema["$defs"][name] if name else node
+        return found
+
+
+def _explain(error: ErrorDetails, document: Document, keys: _Keys) -> Problem:
     # A union (`int | None`) appends the name of the member it tried: keep only what is in the file.
     at = tuple(error["loc"])
     kind = error["type"]
     if kind == "missing":
         return at, "is missing", "see `gpipe-plan schema` for the format"
     if kind == "unexpected_keyword_argument":
-        near = get_close_matches(str(at[-1]), _known_keys(), n=1)
+        absent = [key for key in keys.at(at[:-1]) if (*at[:-1], key) not in document.lines]
+        near = [key for key in absent if key.startswith(f"{at[-1]}_")] or get_close_matches(str(at[-1]), absent, n=1)
         hint = f"did you mean `{near[0]}`?" if near else "remove it; see `gpipe-plan schema` for the keys there are"
         return at, "unknown key", hint
     while at and at not in document.lines:
         at = at[:-1]
     expected = _EXPECTED.get(kind)
+    if kind == "literal_error":
+        return at, f"expected {error['ctx']['expected']}, got {_shown(error['input'])}", ""
     if expected is None:
         return at, str(error["msg"])[:1].lower() + str(error["msg"])[1:], ""
     return at, f"expected {expected}, got {_shown(error['input'])}", ""
-
-
-def _known_keys() -> list[str]:
-    names: set[str] = set()
-    for value in _TYPES.values():
-        names |= set(_all_keys(TypeAdapter(value).json_schema()))
-    return sorted(names)
-
-
-def _all_keys(schema: Mapping[str, Any]) -> Iterator[str]:
-    yield from schema.get("properties", {})
-    for definition in schema.get("$defs", {}).values():
-        yield from definition.get("properties", {})
 
 
 def _shown(value: Any) -> str:
@@ -151,6 +177,8 @@ def _schema(document: Document, wanted: str | None) -> str:
             f"has no key `schema` (expected {expected}): not a file of gpipe-plan", path=document.path, line=1
         )
     found = document.content["schema"]
+    if not isinstance(found, str):
+        found = json.dumps(found)
     line = document.lines["schema",]
     if wanted is not None and found in _TYPES and found != wanted:
         raise FileError(f"is a {_kind(found)}, a {_kind(wanted)} is needed", path=document.path, line=line)
@@ -175,4 +203,7 @@ def _kind(schema: str) -> str:
 def json_schema(kind: str) -> dict[str, Any]:
     """The JSON Schema of `profile`, `plan` or `run`."""
     by_kind = {_kind(schema): value for schema, value in _TYPES.items()}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **TypeAdapter(by_kind[kind]).json_schema()}
+    schema = TypeAdapter(by_kind[kind]).json_schema()
+    # The dataclass has a default for it, the file must not.
+    schema["required"] = ["schema", *schema["required"]]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

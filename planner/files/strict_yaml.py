@@ -3,6 +3,7 @@
 PyYAML's own reader takes `1e9` for a string, `no` for false, `12:30:00` for 45000, and the last of two equal keys.
 """
 
+import json
 import math
 import re
 from typing import Any
@@ -19,6 +20,9 @@ Problem = tuple[KeyPath, str, str]
 """Where, what is wrong, and what to do."""
 
 
+_ESCAPED_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+
+
 class StrictLoader(yaml.CSafeLoader):
     """Scalars as JSON has them; everything else is a string (so `1e9` is a number and `no` is not a boolean)."""
 
@@ -26,12 +30,12 @@ class StrictLoader(yaml.CSafeLoader):
 
 
 for _tag, _pattern, _first in (
-    ("null", r"null|~|", "n~"),
-    ("bool", r"true|false", "tf"),
-    ("int", r"-?(?:0|[1-9][0-9]*)", "-0123456789"),
-    ("float", r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?", "-0123456789"),
+    ("null", r"null|~|", ["n", "~", ""]),
+    ("bool", r"true|false", ["t", "f"]),
+    ("int", r"-?(?:0|[1-9][0-9]*)", list("-0123456789")),
+    ("float", r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?", list("-0123456789")),
 ):
-    StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+    StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
 class Document:
@@ -47,8 +51,11 @@ class Document:
         document = cls(path)
         if not text.strip():
             raise FileError("is empty", path=path)
+        if path.endswith(".json"):
+            # YAML contains nearly all of JSON, and its reader knows the lines; what it does not have are the escapes of
+            # characters beyond 16 bits.
+            text = _ESCAPED_PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text)
         try:
-            # JSON is read by the same reader: YAML 1.2 contains it, and the lines come for free.
             node = yaml.compose(text, Loader=StrictLoader)
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else None

@@ -1,6 +1,7 @@
 """Values to files: deterministic text, one line per layer and per stage, written all at once or not at all."""
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from planner.core.errors import FileError
+from planner.core.run_report import RunReport
 from planner.files.canonical import to_plain
 from planner.files.strict_yaml import StrictLoader
 
@@ -37,9 +39,12 @@ _Dumper.add_representer(_Line, lambda dumper, line: dumper.represent_mapping("ta
 
 def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
     """Deterministic text of `value`: YAML with a line per layer and per stage, or JSON."""
-    plain = to_plain(value)
+    plain = _rounded(to_plain(value))
+    if isinstance(value, RunReport):
+        # A run that diverged reports losses that JSON has no number for.
+        plain["losses"] = [x if math.isfinite(x) else str(x) for x in value.losses]
     if as_json:
-        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return json.dumps(plain, indent=2, allow_nan=False) + "\n"
     for key, item in plain.items():
         if isinstance(item, dict) and not any(isinstance(v, dict) for v in item.values()):
             plain[key] = _Line(item)
@@ -51,6 +56,29 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=True
     )
     return "".join(f"# {line}\n" for line in header.splitlines()) + text
+
+
+_ASKED = ("inputs", "device", "settings")
+"""What was asked for, and what a link can do, is written as it is."""
+
+
+def _rounded(value: Any) -> Any:
+    """Times to 0.1 us and figures of a plan to six digits behind the point: sums end in ...99999 otherwise."""
+    if isinstance(value, dict):
+        return {key: item if key in _ASKED else _round_to(item, _digits(key)) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def _digits(key: str) -> int:
+    return 1 if key.endswith("_us") else 6
+
+
+def _round_to(value: Any, digits: int) -> Any:
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, list) and all(isinstance(item, (int, float)) for item in value):
+        return [_round_to(item, digits) for item in value]
+    return _rounded(value)
 
 
 def write(path: str, value: Any, *, header: str = "") -> None:
@@ -70,21 +98,35 @@ def write_text(path: str, text: str) -> None:
     target = Path(path)
     if target.is_dir():
         raise FileError("is a directory, cannot write a file there", path=path)
-    temporary = ""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            temporary = file.name
-            file.write(text)
-        # A temporary file is private; what it replaces was made under the user's umask.
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(target)
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise FileError(f"cannot be written: {text[error.start]!r} is not a character", path=path) from None
+    try:
+        if target.is_symlink():
+            target = target.resolve()
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)  # a pipe or a device: there is nothing to replace
+            return
+        _replace(target, data)
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise FileError(f"cannot be written: {error.strerror}", path=path) from None
+
+
+def _replace(target: Path, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary: Path | None = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(data)
+        # A temporary file is private; what it replaces was made under the user's umask.
+        temporary.chmod(0o666 & ~_umask())
+        os.replace(temporary, target)  # noqa: PTH105 - all at once, on every system
+    except BaseException:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def _umask() -> int:

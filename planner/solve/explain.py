@@ -1,7 +1,8 @@
 """Why nothing fits, and the nearest things that would: each computed, none guessed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from planner.core.profile import Profile
 from planner.core.units import format_bytes
 from planner.solve.intervals import IntervalMemories
 
-__all__ = ["explain_infeasible", "smallest_cap_bytes"]
+__all__ = ["Question", "explain_infeasible", "least_excess_bytes", "smallest_cap_bytes"]
 
 FloatArray = NDArray[np.float64]
 
@@ -21,99 +22,128 @@ _MOST_DEVICES = 1024
 """Beyond this, "more devices" is no advice."""
 
 
-def explain_infeasible(
-    profile: Profile, inputs: Inputs, candidates: Sequence[tuple[int, ChainCosts]]
-) -> InfeasibleError:
-    """The error that says what is in the way and what would fit.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What was asked and cannot be had."""
 
-    Args:
-        profile: The profile.
-        inputs: What was asked.
-        candidates: The M that were tried, with their costs.
-    """
-    needs = {m: _memories(costs, m, inputs) for m, costs in candidates}
-    caps = {m: smallest_cap_bytes(need, inputs.devices) + inputs.reserve_bytes for m, need in needs.items()}
-    best_m = min(caps, key=lambda m: (caps[m], m))
-    cap = max(inputs.memory_bytes)
-    hints = [f"with {inputs.devices} devices the smallest `--mem` is {_as_option(caps[best_m])} (M = {best_m})"]
-    count = _smallest_count(needs, cap - inputs.reserve_bytes, len(profile.layers))
-    if count is not None and len(set(inputs.memory_bytes)) == 1:
-        hints.append(f"`--devices {count[0]}` fits in {format_bytes(cap)} (M = {count[1]})")
-    more = _larger_count(profile, inputs, [m for m, _ in candidates])
+    profile: Profile
+    inputs: Inputs
+    balance: tuple[int, ...] | None
+    candidates: tuple[tuple[int, ChainCosts], ...]
+    """The M that were tried, with their costs."""
+
+    @property
+    def equal_caps(self) -> bool:
+        """Whether all devices have the same cap."""
+        return len(set(self.inputs.memory_bytes)) == 1
+
+    def needs(self, costs: ChainCosts, micro_batches: int, inputs: Inputs | None = None) -> FloatArray:
+        """Least bytes of every stage i..j-1 at [i, j], the reserve included; infinite where the cuts are given."""
+        policy = (inputs or self.inputs).recompute
+        need = IntervalMemories.of(costs, micro_batches=micro_batches, policy=policy).smallest()
+        if self.balance is not None:
+            given = np.full_like(need, np.inf)
+            for first, end in pairwise(np.cumsum([0, *self.balance])):
+                given[first, end] = need[first, end]
+            need = given
+        return need + self.inputs.reserve_bytes
+
+
+def explain_infeasible(question: Question) -> InfeasibleError:
+    """The error that says what is in the way and what would fit."""
+    inputs = question.inputs
+    needs = {m: question.needs(costs, m) for m, costs in question.candidates}
+    smallest = {m: smallest_cap_bytes(need, inputs.devices) for m, need in needs.items()}
+    best_m = min(smallest, key=lambda m: (smallest[m], m))
+    hints = [f"with {inputs.devices} devices the smallest `--mem` is {_as_option(smallest[best_m])} (M = {best_m})"]
+    if question.equal_caps and question.balance is None:
+        cap = inputs.memory_bytes[0]
+        count = _smallest_count(needs, cap, len(question.profile.layers))
+        if count is not None:
+            hints.append(f"`--devices {count[0]}` fits in {format_bytes(cap)} (M = {count[1]})")
+    more = _larger_count(question)
     if more is not None:
         hints.append(f"M = {more} fits: allow it with `--micro-batches`, or profile smaller micro-batches")
-    if inputs.recompute in ("never", "except-last") and _fits(replace(inputs, recompute="auto"), candidates):
+    if inputs.recompute != "auto" and _fits(question, replace(inputs, recompute="auto"), question.candidates):
         hints.append("`--recompute auto` fits")
-    return InfeasibleError(
-        f"no plan fits {_caps(inputs)}: {_worst_layer(needs[best_m], candidates, best_m, inputs, caps[best_m])}",
-        hint="; ".join(hints),
-    )
+    reason = _reason(question, needs[best_m], best_m)
+    return InfeasibleError(f"no plan fits {_caps(inputs)}: {reason}", hint="; ".join(hints))
 
 
 def smallest_cap_bytes(need: FloatArray, num_devices: int) -> int:
     """Smallest cap under which at most `num_devices` stages, each with `need` bytes at [i, j], cover the chain."""
-    best = np.where(np.arange(need.shape[0]) == 0, 0.0, np.inf)
-    for _ in range(num_devices):
-        best = np.minimum(best, np.min(np.maximum(best[:, None], need), axis=0))
-    return int(best[-1])
+    return int(least_excess_bytes(need, (0,) * num_devices))
 
 
-def _memories(costs: ChainCosts, micro_batches: int, inputs: Inputs) -> FloatArray:
-    return IntervalMemories.of(costs, micro_batches=micro_batches, policy=inputs.recompute).smallest()
+def least_excess_bytes(need: FloatArray, caps: Sequence[int]) -> float:
+    """Smallest possible largest excess of a stage over its device's cap; the chain fits if it is not above 0."""
+    best = np.where(np.arange(need.shape[0]) == 0, -np.inf, np.inf)
+    least = np.inf
+    for cap in caps:
+        best = np.min(np.maximum(best[:, None], need - cap), axis=0)
+        least = min(least, float(best[-1]))
+    return least
 
 
-def _smallest_count(needs: dict[int, FloatArray], cap: float, num_layers: int) -> tuple[int, int] | None:
-    """Fewest stages (and their M) that fit under `cap`, each stage as long as it can be."""
+def _smallest_count(needs: dict[int, FloatArray], cap: int, num_layers: int) -> tuple[int, int] | None:
+    """Fewest stages (and their M) that fit under `cap`."""
     counts = []
     for m, need in needs.items():
-        reached, stages = 0, 0
         # A stage may fit although a shorter one does not (recomputation), so every reachable cut counts.
-        fits = need <= cap
-        reach = {0}
-        while reach and reached < num_layers and stages < min(_MOST_DEVICES, num_layers):
+        fits, reach, stages = need <= cap, {0}, 0
+        while reach and num_layers not in reach and stages < min(_MOST_DEVICES, num_layers):
             reach = {int(j) for i in reach for j in np.flatnonzero(fits[i])}
-            reached, stages = max(reach, default=0), stages + 1
+            stages += 1
         if num_layers in reach:
             counts.append((stages, m))
     return min(counts, default=None)
 
 
-def _larger_count(profile: Profile, inputs: Inputs, tried: Sequence[int]) -> int | None:
+def _larger_count(question: Question) -> int | None:
     """The smallest M not tried that would fit, where the profile covers its micro-batch size."""
+    inputs, profile = question.inputs, question.profile
+    tried = {m for m, _ in question.candidates}
     for m in range(1, inputs.batch + 1):
         size = inputs.batch // m
         if inputs.batch % m or m in tried or not covers(profile, size, extrapolate=inputs.extrapolate):
             continue
-        if _fits(inputs, [(m, costs_at(profile, size, extrapolate=inputs.extrapolate))]):
+        if _fits(question, inputs, [(m, costs_at(profile, size, extrapolate=inputs.extrapolate))]):
             return m
     return None
 
 
-def _fits(inputs: Inputs, candidates: Sequence[tuple[int, ChainCosts]]) -> bool:
-    cap = max(inputs.memory_bytes) - inputs.reserve_bytes
-    return any(smallest_cap_bytes(_memories(costs, m, inputs), inputs.devices) <= cap for m, costs in candidates)
+def _fits(question: Question, inputs: Inputs, candidates: Sequence[tuple[int, ChainCosts]]) -> bool:
+    needs = (question.needs(costs, m, inputs) for m, costs in candidates)
+    return any(least_excess_bytes(need, inputs.memory_bytes) <= 0 for need in needs)
 
 
-def _worst_layer(
-    need: FloatArray, candidates: Sequence[tuple[int, ChainCosts]], m: int, inputs: Inputs, smallest_cap: int
-) -> str:
-    costs = dict(candidates)[m]
-    cap = max(inputs.memory_bytes)
-    alone = np.array([need[i, i + 1] for i in range(costs.num_layers)]) + inputs.reserve_bytes
+def _reason(question: Question, need: FloatArray, m: int) -> str:
+    costs = dict(question.candidates)[m]
+    caps = question.inputs.memory_bytes
+    if question.balance is not None:
+        cuts = pairwise(np.cumsum([0, *question.balance]))
+        over = [float(need[first, end]) - cap for (first, end), cap in zip(cuts, caps, strict=False)]
+        stage = int(np.argmax(over))
+        total = format_bytes(over[stage] + caps[stage])
+        return f"stage {stage} of the given cuts needs {total} with M = {m}, {format_bytes(over[stage])} over"
+    alone = need[np.arange(costs.num_layers), np.arange(1, costs.num_layers + 1)]
     worst = int(alone.argmax())
-    if alone[worst] > cap:
-        over = format_bytes(alone[worst] - cap)
-        return f'layer "{costs.names[worst]}" alone needs {format_bytes(alone[worst])} with M = {m}, {over} over'
-    return (
-        f"every layer fits alone, but {inputs.devices} stages do not hold them all; "
-        f"the evenest cut needs {format_bytes(smallest_cap)} with M = {m}, {format_bytes(smallest_cap - cap)} over"
-    )
+    if alone[worst] > max(caps):
+        over_bytes = format_bytes(alone[worst] - max(caps))
+        return f'layer "{costs.names[worst]}" alone needs {format_bytes(alone[worst])} with M = {m}, {over_bytes} over'
+    least = least_excess_bytes(need, caps)
+    cannot = f"every layer fits alone, but {question.inputs.devices} stages do not hold them all"
+    if question.equal_caps:
+        return (
+            f"{cannot}; the evenest cut needs {format_bytes(least + caps[0])} with M = {m}, {format_bytes(least)} over"
+        )
+    return f"{cannot}; in the best cut with M = {m} a stage is {format_bytes(least)} over its device's cap"
 
 
 def _caps(inputs: Inputs) -> str:
-    caps = sorted(set(inputs.memory_bytes))
-    if len(caps) == 1:
-        return f"{format_bytes(caps[0])} on each of {inputs.devices} device{'s' * (inputs.devices > 1)}"
+    if len(set(inputs.memory_bytes)) == 1:
+        each = format_bytes(inputs.memory_bytes[0])
+        return f"{each} on each of {inputs.devices} device{'s' * (inputs.devices > 1)}"
     return f"the caps {', '.join(format_bytes(cap) for cap in inputs.memory_bytes)}"
 
 
@@ -121,6 +151,6 @@ def _as_option(size_bytes: int) -> str:
     """A cap rounded up to two decimals, as `--mem` takes it."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size_bytes >= factor:
-            hundredths = -(-size_bytes * 100 // factor)
-            return f"{hundredths / 100:g}{unit}"
+            whole, hundredths = divmod(-(-size_bytes * 100 // factor), 100)
+            return f"{whole}{f'.{hundredths:02d}'.rstrip('0') if hundredths else ''}{unit}"
     return f"{size_bytes}B"

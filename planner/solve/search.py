@@ -12,7 +12,7 @@ from planner.core.plan import Inputs, Plan, Recompute, SolverReport
 from planner.core.planning import build_plan, cluster_of
 from planner.core.profile import Profile
 from planner.solve.chain_dp import ChainProblem, Found, best_partition, lower_bound_us
-from planner.solve.explain import explain_infeasible
+from planner.solve.explain import Question, explain_infeasible
 from planner.solve.intervals import CHOICES, IntervalMemories, Intervals, intervals_for, link_us
 
 __all__ = ["Request", "micro_batch_counts", "solve"]
@@ -49,8 +49,8 @@ def solve(profile: Profile, request: Request) -> Plan:
         InfeasibleError: No plan fits; the hint names the nearest things that would.
     """
     inputs = request.inputs
-    counts = micro_batch_counts(profile, request)
     _check_request(profile, request)
+    counts = micro_batch_counts(profile, request)
     candidates = [_candidate(profile, request, count) for count in counts]
     best: tuple[Found, _Candidate] | None = None
     # The most promising M first: its plan rules most others out by their bounds.
@@ -61,7 +61,8 @@ def solve(profile: Profile, request: Request) -> Plan:
         if found is not None:
             best = (found, candidate)
     if best is None:
-        raise explain_infeasible(profile, inputs, [(c.micro_batches, c.costs) for c in candidates])
+        tried = tuple((c.micro_batches, c.costs) for c in candidates)
+        raise explain_infeasible(Question(profile=profile, inputs=inputs, balance=request.balance, candidates=tried))
     found, candidate = best
     partition = Partition(
         schedule=inputs.schedule,
@@ -104,6 +105,8 @@ def micro_batch_counts(profile: Profile, request: Request) -> tuple[int, ...]:
 
 def _check_request(profile: Profile, request: Request) -> None:
     num_layers, num_devices = len(profile.layers), request.inputs.devices
+    if not 1 <= num_devices == len(request.inputs.memory_bytes):
+        raise UsageError(f"{len(request.inputs.memory_bytes)} caps for {num_devices} devices: one for each is needed")
     if request.inputs.schedule != "gpipe":
         raise UsageError(f"only the GPipe schedule can be solved for so far, not `{request.inputs.schedule}`")
     if num_devices > num_layers:

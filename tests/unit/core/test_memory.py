@@ -153,8 +153,8 @@ def alive(memory: StageMemory) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("first", "end", "m", "recompute", "gradients", "transfer", "held"),
     [
-        # Two micro-batches wait; the first one's backward allocates the gradients (120 bytes with them) beside input and
-        # output; the output's gradient, 32 bytes, was received.
+        # Two micro-batches wait; the first one's backward allocates the gradients (120 bytes with them) beside input
+        # and output; the gradient of the output, 32 bytes, was received.
         (1, 2, 3, "never", 7, 32, 2 * (16 + 52) + 16 + 32 + 120 - 7),
         # The first stage receives nothing but holds the mini-batch, the last its targets and no gradient of the loss.
         (0, 1, 3, "never", 5, 16, 2 * 26 + 16 + 70 - 5 + 3 * 8),
@@ -199,7 +199,7 @@ def test_a_later_backward_can_be_the_peak(waiting: int, transfer: int) -> None:
     heavy = record(
         internal=10,
         given=[tensor(4, kept=True)],
-        made=[tensor(6, kept=True)],
+        made=[tensor(6)],
         forward=20,
         no_grad=10,
         first_backward=100,
@@ -208,7 +208,8 @@ def test_a_later_backward_can_be_the_peak(waiting: int, transfer: int) -> None:
     layers = [layer(str(n), parameter_bytes=50 * (n == 1), detail=heavy) for n in range(2)]
     layers[0] = dataclasses.replace(layers[0], detail=(dataclasses.replace(heavy, outputs=(tensor(4),)),))
     costs = costs_at(chain(*layers, layer("c", detail=record(given=[tensor(6)], made=[tensor(1)]))), 1)
-    assert alive(memory_of(costs, 1, 2, m=2, in_flight=waiting)) == (50, transfer, 4 + 95)
+    # Input, output, and the backward's own peak.
+    assert alive(memory_of(costs, 1, 2, m=2, in_flight=waiting)) == (50, transfer, 4 + 6 + 95)
 
 
 def test_the_received_input_of_a_stage_counts_once() -> None:

@@ -89,7 +89,7 @@ def test_the_schema_names_its_dialect_and_its_file(kind: str) -> None:
 def test_required_keys_are_those_the_format_names() -> None:
     """Of a profile and of a layer; all else may be left out of a file written by hand."""
     schema = json_schema("profile")
-    assert set(schema["required"]) == {"device", "micro_batch_sizes", "layers"}
+    assert set(schema["required"]) == {"schema", "device", "micro_batch_sizes", "layers"}
     assert set(schema["$defs"]["LayerProfile"]["required"]) == {
         *("name", "parameter_bytes", "forward_us", "backward_us", "output_bytes", "saved_bytes")
     }

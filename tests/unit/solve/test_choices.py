@@ -189,9 +189,9 @@ def test_the_optimizers_step_of_the_first_stage_counts() -> None:
     assert even.predicted.step_us == 80 + 3 * 40 + 500
 
 
-@pytest.mark.parametrize("seed", [0, 11, 51, 89, 191, 196, 259, 347])
+@pytest.mark.parametrize("seed", [0, 11, 51, 89, 191, 196, 259, 347, 521, 547, 624, 1544, 1595, 1604])
 def test_the_search_finds_what_moving_single_cuts_does_not(seed: int) -> None:
-    """Chains on which min-max cuts improved by local moves end up to 4 % above the optimum: against all 232 cuts."""
+    """Chains on which local moves, or one label per cut, end up to 4 % above the optimum: against all 232 cuts."""
     rng = random.Random(seed)
     forward = [rng.uniform(1, 20) for _ in range(12)]
     profile = profile_of(forward, [f * rng.uniform(0.2, 5) for f in forward])

@@ -1,0 +1,271 @@
+"""The emitted files are the plan: the same cuts in balance.yaml, a short script that names the command that runs it."""
+
+import ast
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+
+from planner.core.errors import UsageError
+from planner.core.plan import Inputs, Plan, ProfileReference
+from planner.core.profile import Environment, Model, Profile
+from planner.emit import decisions_digest, emit_native, is_edited
+from planner.files import digest_of, read_balance
+from planner.solve import Request, solve
+from tests.support.chains import random_profile
+
+NUM_LAYERS = 12
+
+
+def profile_of(source: str = "model.py:build_model", *, names: tuple[str, ...] = ()) -> Profile:
+    """A profile of twelve layers that names a model file."""
+    profile = random_profile(3, NUM_LAYERS, exact=True, sizes=(1, 2, 4))
+    layers = profile.layers
+    if names:
+        layers = tuple(replace(layer, name=name) for layer, name in zip(layers, names, strict=True))
+    model = Model(source=source, settings={"width": 8}, inputs=("8",), digest="sha256:abc", parameters=7)
+    return replace(profile, layers=layers, model=model, optimizer="adamw", environment=Environment(threads=3))
+
+
+def plan_of(profile: Profile, balance: tuple[int, ...], *, micro_batches: int = 4) -> Plan:
+    """A plan with these cuts."""
+    inputs = Inputs(
+        profile=ProfileReference(path="profile.yaml", digest=digest_of(profile)),
+        devices=len(balance),
+        memory_bytes=(10**9,) * len(balance),
+        batch=8,
+    )
+    return solve(profile, Request(inputs=inputs, balance=balance, micro_batches=micro_batches))
+
+
+def write(folder: Path, plan: Plan, profile: Profile, *, folder_name: str = ".", profile_folder: str = ".") -> str:
+    """Emits into `folder`; the script's text."""
+    emitted = emit_native(plan, profile, folder=folder_name, profile_folder=profile_folder)
+    (folder / "balance.yaml").write_text(emitted.balance)
+    (folder / "train.py").write_text(emitted.script)
+    return emitted.script
+
+
+@pytest.mark.parametrize("balance", [(12,), (5, 7), (1, 2, 3, 6), (1,) * 12])
+def test_the_balance_is_the_plans(tmp_path: Path, balance: tuple[int, ...]) -> None:
+    """Read again it gives the same stages, by name, with everything the executor needs."""
+    profile = profile_of()
+    plan = plan_of(profile, balance)
+    write(tmp_path, plan, profile)
+    read = read_balance(str(tmp_path / "balance.yaml"))
+    names = [layer.name for layer in profile.layers]
+    assert read.balance == balance
+    assert read.num_stages == len(balance)
+    assert [list(stage.layers) for stage in read.stages] == [
+        names[first:end] for first, end in pairwise(accumulate(balance, initial=0))
+    ]
+    assert [stage.recompute for stage in read.stages] == [stage.recompute for stage in plan.stages]
+    assert [stage.index for stage in read.stages] == list(range(len(balance)))
+    assert (read.schedule, read.batch, read.micro_batches) == ("gpipe", 8, 4)
+    assert (read.optimizer, read.device, read.threads) == ("adamw", "cpu", 3)
+    assert replace(read.model, source="") == replace(profile.model, source="")
+    assert read.plan_digest == decisions_digest(plan)
+
+
+@pytest.mark.parametrize("balance", [(12,), (5, 7), (1,) * 12])
+def test_the_script_compiles_and_is_short(tmp_path: Path, balance: tuple[int, ...]) -> None:
+    """At most 70 lines; it names the command for exactly this plan, and every stage."""
+    profile = profile_of()
+    script = write(tmp_path, plan_of(profile, balance), profile)
+    compile(script, "train.py", "exec")
+    assert len(script.splitlines()) <= 70
+    described = ast.get_docstring(ast.parse(script)) or ""
+    assert f"torchrun --nproc-per-node {len(balance)} train.py --steps 20 --report run.json" in described
+    assert "M = 4 micro-batches of 2" in described
+    assert f"pipeline of {len(balance)} stage{'s' if len(balance) > 1 else ''}:" in described
+    assert all(f"stage {k}: {layers} layer" in described for k, layers in enumerate(balance))
+
+
+def test_a_long_table_is_cut_short(tmp_path: Path) -> None:
+    """The script stays within 70 lines however many stages there are; balance.yaml has them all."""
+    profile = random_profile(3, 40)
+    profile = replace(profile, model=Model(source="model.py:build_model"))
+    plan = plan_of(profile, (1,) * 40, micro_batches=8)
+    script = write(tmp_path, plan, profile)
+    assert len(script.splitlines()) <= 70
+    assert "… and 25 more stages" in script
+    assert read_balance(str(tmp_path / "balance.yaml")).num_stages == 40
+
+
+def test_lines_of_the_script_are_not_overlong(tmp_path: Path) -> None:
+    """It is meant to be read and edited."""
+    profile = profile_of()
+    script = write(tmp_path, plan_of(profile, (5, 7)), profile)
+    assert max(map(len, script.splitlines())) <= 120
+    assert all(line == line.rstrip() for line in script.splitlines())
+
+
+def test_emitting_is_a_function_of_plan_and_profile() -> None:
+    """The same bytes each time."""
+    profile = profile_of()
+    plan = plan_of(profile, (5, 7))
+    one, two = (emit_native(plan, profile, folder="a", profile_folder="b") for _ in range(2))
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("source", "profile_folder", "folder", "expected"),
+    [
+        ("model.py:build_model", ".", ".", "model.py:build_model"),
+        ("model.py:build_model", ".", "out", "../model.py:build_model"),
+        ("../models/net.py:Net", "profiles", "out/two", "../../models/net.py:Net"),
+        ("net.py:Net", "a/b", "a", "b/net.py:Net"),
+        ("/srv/models/net.py:Net", "profiles", "out", "/srv/models/net.py:Net"),
+        ("C:x/net.py:Net", ".", ".", "C:x/net.py:Net"),
+    ],
+)
+def test_the_models_path_is_relative_to_the_balance(
+    tmp_path: Path, source: str, profile_folder: str, folder: str, expected: str
+) -> None:
+    """Wherever profile and output lie; an absolute one stays as it is."""
+    profile = profile_of(source)
+    write(tmp_path, plan_of(profile, (5, 7)), profile, folder_name=folder, profile_folder=profile_folder)
+    assert read_balance(str(tmp_path / "balance.yaml")).model.source == expected
+
+
+def test_the_command_names_the_script_where_it_is(tmp_path: Path) -> None:
+    """From the folder where `emit` was typed."""
+    profile = profile_of()
+    script = write(tmp_path, plan_of(profile, (5, 7)), profile, folder_name="out/two")
+    assert "torchrun --nproc-per-node 2 out/two/train.py" in script
+
+
+# Signature
+
+
+def test_a_fresh_script_is_not_edited(tmp_path: Path) -> None:
+    """Nor one with other line ends, which some editors and git change by themselves."""
+    profile = profile_of()
+    script = write(tmp_path, plan_of(profile, (5, 7)), profile)
+    path = tmp_path / "train.py"
+    assert not is_edited(path)
+    path.write_bytes(script.replace("\n", "\r\n").encode())
+    assert not is_edited(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("STEPS = 20", "STEPS = 21"),
+        ("optimizer.step()\n", "optimizer.step()  # !\n"),
+        ('"""Train', '"""Train '),
+        ("# As emitted: ", "# As emitted: 0"),
+        ("\n# As emitted:", "\nprint()\n# As emitted:"),
+    ],
+)
+def test_any_edit_is_seen(tmp_path: Path, old: str, new: str) -> None:
+    """A number, a comment, a blank, the signature itself."""
+    profile = profile_of()
+    script = write(tmp_path, plan_of(profile, (5, 7)), profile)
+    path = tmp_path / "train.py"
+    assert old in script
+    path.write_text(script.replace(old, new, 1))
+    assert is_edited(path)
+
+
+@pytest.mark.parametrize("how", ["appended", "without signature", "empty", "another's"])
+def test_other_files_are_edited_ones(tmp_path: Path, how: str) -> None:
+    """What was appended below the signature, a script without one, any other file: not ours to overwrite."""
+    profile = profile_of()
+    script = write(tmp_path, plan_of(profile, (5, 7)), profile)
+    texts = {
+        "appended": script + "print('more')\n",
+        "without signature": script.rpartition("\n# As emitted: ")[0],
+        "empty": "",
+        "another's": "print('hello')\n",
+    }
+    path = tmp_path / "train.py"
+    path.write_text(texts[how])
+    assert is_edited(path)
+
+
+# Names from files in a script
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["[bold]", "{x}", "a\\N{x}", "a\\u12", 'quo"""te', "single'quote", "100%", "%(prog)s", "two\nlines", "ümlaut"],
+)
+@pytest.mark.parametrize("where", ["first", "last", "model"])
+def test_names_cannot_break_the_script(tmp_path: Path, name: str, where: str) -> None:
+    """Layer names and paths come from files: whatever they hold, the script compiles and does what it did."""
+    names = [f"layers.{n}" for n in range(NUM_LAYERS)]
+    if where != "model":
+        names[0 if where == "first" else -1] = name
+    profile = profile_of(f"{name}/net.py:Net" if where == "model" else "model.py:build_model", names=tuple(names))
+    script = write(tmp_path, plan_of(profile, (5, 7)), profile)
+    plain = profile_of()
+    expected = ast.parse(write(tmp_path, plan_of(plain, (5, 7)), plain))
+    made = ast.parse(script)
+    assert ast.get_docstring(made)
+    assert ast.dump(ast.Module(made.body[1:], [])) == ast.dump(ast.Module(expected.body[1:], []))
+
+
+def test_a_name_cannot_smuggle_code_in(tmp_path: Path) -> None:
+    """A profile from somewhere else is data."""
+    smuggled = '"""\nraise SystemExit("smuggled")\n"""'
+    names = tuple(smuggled if n == 4 else f"layers.{n}" for n in range(NUM_LAYERS))
+    profile = profile_of(names=names)
+    script = write(tmp_path, plan_of(profile, (5, 7)), profile)
+    assert not any(isinstance(node, ast.Raise) for node in ast.walk(ast.parse(script)))
+
+
+# Digests and refusals
+
+
+def test_the_digest_of_decisions_ignores_predictions() -> None:
+    """It is that of what runs, so a report finds its plan after numbers were recomputed; any decision changes it."""
+    profile = profile_of()
+    plan = plan_of(profile, (5, 7))
+    digest = decisions_digest(plan)
+    assert decisions_digest(replace(plan, predicted=replace(plan.predicted, step_us=1.0))) == digest
+    stages = (replace(plan.stages[0], recompute="always"), plan.stages[1])
+    other = "never" if plan.stages[0].recompute == "always" else "always"
+    stages = (replace(plan.stages[0], recompute=other), plan.stages[1])  # type: ignore[arg-type]
+    changed = [
+        replace(plan, balance=(6, 6)),
+        replace(plan, micro_batches=8),
+        replace(plan, schedule="1f1b"),
+        replace(plan, stages=stages),
+        replace(plan, inputs=replace(plan.inputs, batch=16)),
+        replace(plan, inputs=replace(plan.inputs, profile=replace(plan.inputs.profile, digest="sha256:other"))),
+    ]
+    assert len({digest, *map(decisions_digest, changed)}) == 1 + len(changed)
+
+
+@pytest.mark.parametrize("balance", [(5, 6), (6, 7), (12, 0), (13, -1)])
+def test_a_balance_that_loses_layers_is_refused(balance: tuple[int, ...]) -> None:
+    """Also by the emitter: every layer exactly once, no empty stage."""
+    profile = profile_of()
+    plan = replace(plan_of(profile, (5, 7)), balance=balance)
+    with pytest.raises(UsageError):
+        emit_native(plan, profile, folder=".", profile_folder=".")
+
+
+def test_a_profile_without_a_model_is_refused() -> None:
+    """One written by hand has nothing to train."""
+    profile = profile_of("")
+    with pytest.raises(UsageError, match="names no model file"):
+        emit_native(plan_of(profile, (5, 7)), profile, folder=".", profile_folder=".")
+
+
+def test_a_gpu_profile_is_emitted_for_gpus(tmp_path: Path) -> None:
+    """The device the plan was made for."""
+    profile = profile_of()
+    profile = replace(profile, device=replace(profile.device, kind="cuda"))
+    write(tmp_path, plan_of(profile, (5, 7)), profile)
+    assert read_balance(str(tmp_path / "balance.yaml")).device == "cuda"
+
+
+def test_one_forward_one_backward_is_named(tmp_path: Path) -> None:
+    """The script says which schedule it runs."""
+    profile = profile_of()
+    plan = replace(plan_of(profile, (5, 7)), schedule="1f1b")
+    assert "1F1B with M = 4" in write(tmp_path, plan, profile)
+    assert read_balance(str(tmp_path / "balance.yaml")).schedule == "1f1b"

@@ -1,0 +1,173 @@
+"""Structure without memory, and the layers of one stage with the values they have in the whole model."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import ModelError
+from planner.executor.build import build_layers, build_structure
+from planner.executor.stage_module import shapes_of
+from planner.model.chain import Layer, chain_digest, chain_of, tied_parameters
+from planner.model.load import LoadedModel
+from tests.support.measure import loaded_model
+
+CPU = torch.device("cpu")
+
+
+def plain() -> nn.Sequential:
+    """Linear, ReLU, linear."""
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def by_value() -> nn.Sequential:
+    """Stochastic depth as it is usually written: rates from a tensor, one `.item()` each."""
+    rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(rates[1]), nn.Linear(16, 4))
+
+
+def on_the_cpu() -> nn.Sequential:
+    """A layer that insists on its device."""
+    return nn.Sequential(nn.Linear(8, 16, device="cpu"), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Masked(nn.Module):
+    """Holds tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mask = torch.ones(8).cumsum(0)
+        self.nested = {"scales": [torch.rand(8)]}
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8)."""
+        result: Tensor = self.linear(value) * self.mask + self.nested["scales"][0]
+        return result
+
+
+def masked() -> nn.Sequential:
+    """Such a layer, twice."""
+    return nn.Sequential(Masked(), Masked())
+
+
+def tied() -> nn.Sequential:
+    """Embedding and head share a table; a layer within shares its own weights."""
+    embedding, head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+    head.weight = embedding.weight
+    inner = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    inner[1].weight = inner[0].weight  # type: ignore[assignment]
+    return nn.Sequential(embedding, _Both(inner), head)
+
+
+class _Both(nn.Module):
+    def __init__(self, inner: nn.ModuleList) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = self.inner[1](self.inner[0](value))
+        return result
+
+
+def all_tensors(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+MODELS = [plain, by_value, on_the_cpu, masked, tied]
+
+
+def finished(build: Callable[[], nn.Sequential]) -> LoadedModel:
+    """The model as a module-level `model`."""
+    return loaded_model(build())
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["built", "finished"])
+@pytest.mark.parametrize("build", MODELS)
+def test_the_structure_is_the_models(build: Callable[[], nn.Sequential], *, ready: bool) -> None:
+    """Names, digest and ties as in the profile; on the meta device; a finished model is not touched."""
+    loaded = finished(build) if ready else loaded_model(build)
+    model = loaded.build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    chain = build_structure(loaded)
+    assert chain.names == chain_of(model).names
+    assert all(tensor.is_meta for layer in chain.layers for tensor in all_tensors(layer.module))
+    assert chain_digest(chain, {}) == chain_digest(chain_of(model), {})
+    assert tied_parameters(chain.layers) == tied_parameters(chain_of(model).layers)
+    if ready:
+        assert loaded.build() is model
+        assert [name for name, value in before.items() if not torch.equal(model.state_dict()[name], value)] == []
+        assert not any(tensor.is_meta for tensor in all_tensors(model))
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["built", "finished"])
+@pytest.mark.parametrize("build", MODELS)
+def test_the_structure_can_be_run_for_its_shapes(build: Callable[[], nn.Sequential], *, ready: bool) -> None:
+    """Whatever the profiler could run, the executor can cut."""
+    loaded = finished(build) if ready else loaded_model(build)
+    inputs = torch.randint(20, (2, 3)) if build is tied else torch.randn(2, 8)
+    shapes = shapes_of(build_structure(loaded).layers, inputs)
+    expected = loaded.build()(inputs).shape
+    assert shapes.boundaries[-1].tensors[0].shape == expected
+
+
+@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("index", [0, -1])
+def test_the_layers_are_those_of_the_seeded_model(build: Callable[[], nn.Sequential], index: int) -> None:
+    """Also where the construction cannot be followed and the whole model is built."""
+    torch.manual_seed(4)
+    expected = chain_of(build()).layers[index]
+    (layer,) = build_layers(loaded_model(build), [expected.name], seed=4, device=CPU)
+    values, made = expected.module.state_dict(), layer.module.state_dict()
+    assert layer.name == expected.name
+    assert values.keys() == made.keys()
+    assert all(torch.equal(made[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_the_layers_run(build: Callable[[], nn.Sequential]) -> None:
+    """Nothing that they need is left on the meta device, plain tensor attributes least of all."""
+    torch.manual_seed(4)
+    model = build().eval()
+    inputs = torch.randint(20, (2, 3)) if build is tied else torch.randn(2, 8)
+    layers = build_layers(loaded_model(lambda: build().eval()), chain_of(model).names, seed=4, device=CPU)
+    value = inputs
+    for layer in layers:
+        value = layer.module(value)
+    assert torch.equal(value, model(inputs))
+
+
+def test_part_of_the_layers_run() -> None:
+    """The same for one layer of several."""
+    torch.manual_seed(4)
+    model, inputs = masked(), torch.randn(2, 8)
+    (layer,) = build_layers(loaded_model(masked), ["1"], seed=4, device=CPU)
+    assert torch.equal(layer.module(inputs), model[1](inputs))
+
+
+def test_layers_of_a_finished_model_are_its_own() -> None:
+    """Its weights may come from a checkpoint: they are kept."""
+    loaded = finished(plain)
+    model = loaded.build()
+    layers: tuple[Layer, ...] = build_layers(loaded, ["0", "2"], seed=4, device=CPU)
+    assert [layer.module for layer in layers] == [model[0], model[2]]  # type: ignore[index]
+
+
+def test_missing_layers_are_named() -> None:
+    """With what to do."""
+    with pytest.raises(ModelError, match='no layer "7"') as refused:
+        build_layers(loaded_model(plain), ["0", "7"], seed=0, device=CPU)
+    assert "emit again" in refused.value.hint
+
+
+def test_a_model_that_fails_says_so() -> None:
+    """An error of the user's constructor is not swallowed by the fall-back."""
+
+    def broken() -> nn.Module:
+        raise ModelError("model.py:3: `build_model()` raised ValueError: no")
+
+    for attempt in (build_structure, lambda loaded: build_layers(loaded, ["0"], seed=0, device=CPU)):
+        with pytest.raises(ModelError, match="raised ValueError: no"):
+            attempt(loaded_model(broken))

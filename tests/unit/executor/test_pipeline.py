@@ -1,0 +1,347 @@
+"""One stage in this process: the pipeline trains what the model file says, and refuses what it cannot train."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.core.balance import Balance, StageBalance
+from planner.core.errors import ModelError, UsageError
+from planner.core.profile import Model
+from planner.core.run_report import RunReport
+from planner.executor import Arguments, Pipeline, pipeline_script, progress
+from planner.files import read_run, write
+from planner.model.chain import chain_digest, chain_of
+from planner.model.load import load_model
+from planner.model.meter import CpuMeter
+from tests.support.cli import BUILD, EXAMPLE, HEAD, LOSS, MODEL, write_model
+
+OPTIMIZER = "\ndef build_optimizer(parameters):\n    return torch.optim.SGD(parameters, lr=0.1)\n"
+FINISHED = BUILD + "model = build_model()\ndel build_model\n"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Not under torchrun; no recording and no process group is left behind for the next test."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def balance_of(folder: Path, text: str = MODEL + OPTIMIZER, *, entry: str = "build_model", num_stages: int = 1) -> Path:
+    """A balance.yaml beside a model file with this text."""
+    path = write_model(folder, text)
+    names = chain_of(load_model(f"{path}:{entry}").build()).names
+    sizes = [len(names) - num_stages + 1] + [1] * (num_stages - 1)
+    stages, first = [], 0
+    for index, size in enumerate(sizes):
+        stages.append(StageBalance(index=index, recompute="never", layers=names[first : first + size]))
+        first += size
+    balance = Balance(
+        plan_digest="sha256:plan",
+        model=Model(source=f"model.py:{entry}"),
+        schedule="gpipe",
+        batch=8,
+        micro_batches=4,
+        balance=tuple(sizes),
+        stages=tuple(stages),
+    )
+    write(str(folder / "balance.yaml"), balance)
+    return folder / "balance.yaml"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Changes values of a balance file."""
+    from planner.files import read_balance
+
+    write(str(path), replace(read_balance(str(path)), **changes))
+
+
+def train(path: Path, *, steps: int = 3, seed: int = 0) -> tuple[RunReport, dict[str, torch.Tensor]]:
+    """Trains; the report, and the parameters at the end."""
+    pipeline = Pipeline(path, seed=seed)
+    try:
+        optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+        for inputs, targets in pipeline.batches(steps):
+            with pipeline.step(inputs, targets):
+                optimizer.step()
+                optimizer.zero_grad()
+        report = pipeline.report()
+        assert report is not None
+        return report, {name: p.detach().clone() for name, p in pipeline.named_parameters()}
+    finally:
+        pipeline.close()
+
+
+def unpipelined(path: Path, *, steps: int, seed: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same training without pipeline or micro-batches."""
+    loaded = load_model(str(path))
+    torch.manual_seed(seed)
+    model = loaded.build()
+    optimizer = loaded.build_optimizer(model.parameters())
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(seed * 1_000_003 + step)
+        batch = loaded.example_batch(8)
+        loss = loaded.loss_fn(model(batch.inputs), batch.targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_it_trains_what_the_seeded_model_trains(tmp_path: Path, seed: int) -> None:
+    """Losses and parameters of `torch.manual_seed(seed); build_model()` on the example batches."""
+    report, parameters = train(balance_of(tmp_path), steps=4, seed=seed)
+    losses, expected = unpipelined(tmp_path / "model.py", steps=4, seed=seed)
+    assert report.losses == pytest.approx(losses, abs=1e-6)
+    assert parameters.keys() == expected.keys()
+    assert all(torch.allclose(parameters[name], value, atol=1e-6) for name, value in expected.items())
+    assert report.losses[-1] != report.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "entry"), [(MODEL + OPTIMIZER, "build_model"), (HEAD + FINISHED + EXAMPLE + LOSS + OPTIMIZER, "model")]
+)
+def test_the_same_seed_gives_the_same_run(tmp_path: Path, text: str, entry: str) -> None:
+    """To the bit; also where the model is made while its file is imported."""
+    path = balance_of(tmp_path, text, entry=entry)
+    torch.manual_seed(100)
+    one, parameters = train(path, seed=3)
+    torch.manual_seed(200)
+    two, again = train(path, seed=3)
+    assert one.losses == two.losses
+    assert all(torch.equal(again[name], value) for name, value in parameters.items())
+
+
+def test_the_report_says_what_was_run(tmp_path: Path) -> None:
+    """Losses, times, memory and names, and it survives a file."""
+    path = balance_of(tmp_path)
+    report, parameters = train(path, steps=4, seed=5)
+    assert (report.plan_digest, report.seed, len(report.losses), len(report.step_us)) == ("sha256:plan", 5, 4, 4)
+    (stage,) = report.stages
+    assert (stage.index, stage.first, stage.last) == (0, "0", "4")
+    assert stage.parameter_bytes == sum(p.nbytes for p in parameters.values())
+    assert stage.peak_bytes > 2 * stage.parameter_bytes  # parameters, gradients, something to compute on
+    assert stage.forward_us > 0 < stage.backward_us
+    write(str(tmp_path / "run.json"), report)
+    assert len(read_run(str(tmp_path / "run.json")).losses) == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(MODEL.replace("nn.ReLU()", "nn.ReLU(inplace=True)"), id="in place"),
+        pytest.param(MODEL.replace("nn.ReLU()", "nn.Dropout(0.5)"), id="dropout"),
+        pytest.param(MODEL.replace(".mean()", ".mean().reshape(1)"), id="loss of shape [1]"),
+        pytest.param(
+            MODEL.replace("nn.ReLU()", "Masked()", 1)
+            + "class Masked(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            + "        self.mask = torch.ones(16).cumsum(0)\n    def forward(self, value): return value * self.mask\n",
+            id="tensor that is no buffer",
+        ),
+        pytest.param(
+            MODEL.replace(
+                "return nn.Seq", "p = [r.item() for r in torch.linspace(0, 0.2, 3)]\n    return nn.Seq"
+            ).replace("nn.ReLU()", "nn.Dropout(p[1])"),
+            id="rates from a tensor",
+        ),
+    ],
+)
+def test_whatever_can_be_profiled_can_be_trained(tmp_path: Path, text: str) -> None:
+    """The profiler runs these models, so the emitted script must."""
+    from tests.support.measure import profile_of_model
+
+    path = balance_of(tmp_path, text + OPTIMIZER)
+    assert len(profile_of_model(load_model(str(tmp_path / "model.py"))).layers) == 5
+    report, _ = train(path, steps=2)
+    assert len(report.losses) == 2
+
+
+def test_own_batches_are_trained_on(tmp_path: Path) -> None:
+    """`train_batches` is asked again when it is used up; without end it is cut off."""
+    text = (
+        MODEL
+        + OPTIMIZER
+        + "def train_batches(n): return [(torch.full((n, 8), k), torch.zeros(n, 4)) for k in (0.0, 1.0)]\n"
+    )
+    pipeline = Pipeline(balance_of(tmp_path, text))
+    seen = [float(batch.inputs[0, 0]) for batch in pipeline.batches(5)]
+    pipeline.close()
+    assert seen == [0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_no_batches_at_all_are_told(tmp_path: Path) -> None:
+    """Instead of waiting for ever."""
+    pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER + "def train_batches(n): return []\n"))
+    with pytest.raises(ModelError, match="`train_batches` is empty"):
+        list(pipeline.batches(1))
+    pipeline.close()
+
+
+def test_example_batches_do_not_touch_the_random_state(tmp_path: Path) -> None:
+    """They are a function of seed and step."""
+    pipeline = Pipeline(balance_of(tmp_path), seed=2)
+    state = torch.get_rng_state()
+    one, two, other = (pipeline.example_batch(step) for step in (1, 1, 2))
+    pipeline.close()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one.inputs, two.inputs)
+    assert not torch.equal(one.inputs, other.inputs)
+
+
+def test_a_batch_of_another_size_is_refused(tmp_path: Path) -> None:
+    """Before anything runs."""
+    pipeline = Pipeline(balance_of(tmp_path))
+    with (
+        pytest.raises(UsageError, match="got a mini-batch of 6 samples, the plan is for 8"),
+        pipeline.step(torch.randn(6, 8), torch.randn(6, 4)),
+    ):
+        pytest.fail("ran")
+    pipeline.close()
+
+
+def test_frozen_parameters_are_not_optimized(tmp_path: Path) -> None:
+    """And a stage without any still gets an optimizer."""
+    text = MODEL.replace("return nn.Sequential(", "frozen = nn.Sequential(") + OPTIMIZER
+    text = text.replace("\ndef example_batch", "    return frozen.requires_grad_(False)\n\ndef example_batch", 1)
+    pipeline = Pipeline(balance_of(tmp_path, text))
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    pipeline.close()
+    assert [p.numel() for group in optimizer.param_groups for p in group["params"]] == [0]
+
+
+def fail(path: Path, error: type[Exception], told: str) -> None:
+    """A pipeline on `path` is refused, and leaves neither a process group nor a recording behind."""
+    with pytest.raises(error) as refused:
+        Pipeline(path)
+    assert told in str(refused.value)
+    assert not dist.is_initialized()
+    assert CpuMeter().measure(lambda: None).peak_bytes == 0
+
+
+def test_a_changed_model_is_refused(tmp_path: Path) -> None:
+    """Other layers by name, other shapes by digest."""
+    path = balance_of(tmp_path)
+    loaded = load_model(str(tmp_path / "model.py"))
+    digest = chain_digest(chain_of(loaded.build()), {})
+    edit(path, model=Model(source="model.py:build_model", digest=digest))
+    Pipeline(path).close()
+    write_model(tmp_path, MODEL.replace("int = 16", "int = 24") + OPTIMIZER)
+    fail(path, ModelError, "the model has changed since it was planned")
+    write_model(tmp_path, MODEL.replace("nn.Linear(8, width), nn.ReLU()", "nn.Linear(8, width)") + OPTIMIZER)
+    fail(path, ModelError, "planned were 5 layers")
+
+
+def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
+    """With the right command."""
+    with pytest.raises(UsageError, match="the plan has 2 stages, but 1 processes") as refused:
+        Pipeline(balance_of(tmp_path, num_stages=2))
+    assert "--nproc-per-node 2" in refused.value.hint
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_missing_gpu_is_told(tmp_path: Path) -> None:
+    """With a way to try it out all the same."""
+    path = balance_of(tmp_path)
+    edit(path, device="cuda")
+    with pytest.raises(UsageError, match="the plan is for CUDA") as refused:
+        Pipeline(path)
+    assert "--device cpu" in refused.value.hint
+    pipeline = Pipeline(path, device="cpu")
+    assert pipeline.device.type == "cpu"
+    pipeline.close()
+
+
+# The script's frame
+
+
+def given(**changes: Any) -> Arguments:
+    """A command line."""
+    return Arguments(**{"steps": 2, "seed": 0, "report": None, "device": None, **changes})
+
+
+def run_script(path: Path, arguments: Arguments, body: Callable[[Pipeline], None] = lambda _: None) -> None:
+    """What every emitted script does."""
+    with pipeline_script(path, arguments) as pipeline:
+        optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+        for step, (inputs, targets) in enumerate(pipeline.batches(arguments.steps)):
+            with pipeline.step(inputs, targets) as loss:
+                optimizer.step()
+                optimizer.zero_grad()
+            progress(pipeline, step, loss)
+        body(pipeline)
+
+
+def test_a_script_says_how_it_goes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line per step, the peak of every stage, the report's name."""
+    report = tmp_path / "run.json"
+    run_script(balance_of(tmp_path), given(steps=3, report=str(report)))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:4]] == ["step 0", "step 1", "step 2", "stage 0"]
+    assert lines[4] == f"wrote {report}"
+    assert len(read_run(str(report)).losses) == 3
+
+
+def test_errors_of_ours_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, no traceback, with the hint; the group is left."""
+    with pytest.raises(SystemExit) as left:
+        run_script(balance_of(tmp_path, num_stages=2), given())
+    err = capsys.readouterr().err
+    assert left.value.code == 2
+    assert err.startswith("error: the plan has 2 stages, but 1 processes were started\n\nhint: run `torchrun ")
+
+    def broken(_pipeline: Pipeline) -> None:
+        raise UsageError("something of ours")
+
+    with pytest.raises(SystemExit):
+        run_script(balance_of(tmp_path), given(), broken)
+    assert "error: something of ours" in capsys.readouterr().err
+    assert not dist.is_initialized()
+
+
+def test_errors_of_the_user_keep_their_traceback(tmp_path: Path) -> None:
+    """Their script is theirs to debug."""
+
+    def broken(_pipeline: Pipeline) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_script(balance_of(tmp_path), given(), broken)
+    assert not dist.is_initialized()
+
+
+def test_an_error_that_one_rank_alone_can_see_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan for two GPUs on a machine with one: rank 0 is content, so rank 1 must speak, or nobody does."""
+    path = balance_of(tmp_path, num_stages=2)
+    edit(path, device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    with pytest.raises(SystemExit) as left:
+        run_script(path, given())
+    assert left.value.code == 2
+    assert "1 CUDA devices" in capsys.readouterr().err
+
+
+def test_named_parameters_are_the_models(tmp_path: Path) -> None:
+    """So that a checkpoint of any stage fits the whole model."""
+    pipeline = Pipeline(balance_of(tmp_path))
+    names = [name for name, _ in pipeline.named_parameters()]
+    model: nn.Module = pipeline.model.build()
+    pipeline.close()
+    assert names == [name for name, _ in model.named_parameters()]
+    assert pipeline.is_first
+    assert pipeline.is_last

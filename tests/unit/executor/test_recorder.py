@@ -1,0 +1,110 @@
+"""What a run took: warm-up left out, memory from the second step, peaks of the allocator."""
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from planner.executor.recorder import WARM_UP_STEPS, Recorder
+from planner.model.meter import CpuMeter
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def recorder() -> "Recorder":
+    """Closed by the tests that do not take it through its warm-up."""
+    return Recorder(CPU)
+
+
+def step(recorder: Recorder, kept: list[Tensor] | None = None, *, size: int = 0) -> None:
+    """One step: forward, backward, and `size` bytes that come and go."""
+    with recorder.step():
+        recorder.timed("forward", lambda: time.sleep(0.001))
+        recorder.timed("backward", lambda: time.sleep(0.002))
+        if size:
+            temporary = torch.empty(size, dtype=torch.uint8)
+            del temporary
+        if kept is not None:
+            kept.append(torch.empty(1000, dtype=torch.uint8))
+
+
+def test_results_are_handed_on(recorder: Recorder) -> None:
+    """`timed` returns what the work returns."""
+    assert recorder.timed("forward", lambda: 42) == 42
+    recorder.close()
+
+
+def test_warm_up_steps_are_left_out_of_times(recorder: Recorder) -> None:
+    """Of the times per stage, not of the list of step times."""
+    for _ in range(WARM_UP_STEPS):
+        step(recorder)
+    assert recorder.typical_us("forward") == 0.0
+    for _ in range(3):
+        step(recorder)
+    assert len(recorder.step_us) == WARM_UP_STEPS + 3
+    assert 1000 <= recorder.typical_us("forward") <= recorder.typical_us("backward")
+    assert all(time_us >= 3000 for time_us in recorder.step_us)
+
+
+def test_the_typical_time_is_the_median(recorder: Recorder) -> None:
+    """One slow micro-batch does not count."""
+    for _ in range(WARM_UP_STEPS):
+        step(recorder)
+    with recorder.step():
+        for seconds in (0.001, 0.001, 0.2):
+            recorder.timed("forward", lambda s=seconds: time.sleep(s))  # type: ignore[misc]
+    assert 1000 <= recorder.typical_us("forward") < 200_000
+
+
+def test_memory_counts_from_the_beginning() -> None:
+    """What was made before the first step and lives on is part of the peak; what went is not."""
+    recorder = Recorder(CPU)
+    gone = torch.empty(50_000, dtype=torch.uint8)
+    model = torch.empty(10_000, dtype=torch.uint8)
+    del gone
+    kept: list[Tensor] = []
+    for size in (700_000, 5000, 900_000, 900_000):
+        step(recorder, kept, size=size)
+    # Second step: 10,000 + 1000 from the first step + 5000.
+    assert recorder.peak_bytes == 16_000
+    del model
+
+
+def test_the_first_step_does_not_count_for_memory() -> None:
+    """Before it the optimizer has no state."""
+    recorder = Recorder(CPU)
+    step(recorder, size=1_000_000)
+    step(recorder, size=100)
+    assert recorder.peak_bytes == 100
+
+
+def test_recording_ends_with_the_warm_up() -> None:
+    """Then the allocator is free for others, and steps are not slowed down."""
+    recorder = Recorder(CPU)
+    for _ in range(WARM_UP_STEPS):
+        step(recorder)
+    assert CpuMeter().measure(lambda: None).peak_bytes == 0
+    step(recorder)
+    recorder.close()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_closing_early_is_fine(steps: int) -> None:
+    """A run may be shorter than the warm-up; closing twice changes nothing."""
+    recorder = Recorder(CPU)
+    for _ in range(steps):
+        step(recorder)
+    recorder.close()
+    recorder.close()
+    assert CpuMeter().measure(lambda: None).peak_bytes == 0
+    assert len(recorder.step_us) == steps
+
+
+def test_a_run_of_one_step_has_a_peak_too() -> None:
+    """Not zero, which would read as "needs nothing"."""
+    recorder = Recorder(CPU)
+    step(recorder, size=5000)
+    recorder.close()
+    assert recorder.peak_bytes >= 5000

@@ -1,0 +1,290 @@
+"""A stage as a module: what crosses its edges, original names, recomputation that changes nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import ModelError
+from planner.core.plan import Recompute
+from planner.executor.stage_module import Boundary, Shapes, StageModule, shapes_of
+from planner.model.chain import Layer, chain_of
+
+
+def shapes(model: nn.Sequential, inputs: Any) -> Shapes:
+    """Of the model's chain, built on the meta device."""
+    return shapes_of(chain_of(model.to("meta")).layers, inputs)
+
+
+class Pair(nn.Module):
+    """(new, the input itself, a number)."""
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Two tensors of the input's shape."""
+        return value * 2, value, 0.5
+
+
+class Sum(nn.Module):
+    """Takes that apart again."""
+
+    def forward(self, parts: tuple[Tensor, Tensor, float]) -> Tensor:
+        """Of the input's shape."""
+        return parts[0] + parts[1] * parts[2]
+
+
+class Writes(nn.Module):
+    """Adds to its input where it stands, by way of a view."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Something new."""
+        value[:, 0].add_(1)
+        return value * 2
+
+
+# Shapes
+
+
+def test_shapes_of_every_boundary() -> None:
+    """Of one micro-batch, whatever device the input is on; nothing is computed."""
+    found = shapes(nn.Sequential(nn.Linear(8, 16), Pair(), Sum(), nn.Linear(16, 4)), torch.randn(3, 8))
+    assert [[tuple(t.shape) for t in b.tensors] for b in found.boundaries] == [
+        [(3, 8)],
+        [(3, 16)],
+        [(3, 16), (3, 16)],
+        [(3, 16)],
+        [(3, 4)],
+    ]
+    assert all(t.is_meta for boundary in found.boundaries for t in boundary.tensors)
+    assert [t.requires_grad for b in found.boundaries for t in b.tensors] == [False] + [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("layer", "writes", "aliases"),
+    [
+        (nn.ReLU, False, False),
+        (lambda: nn.ReLU(inplace=True), True, True),
+        (nn.Identity, False, True),
+        (nn.Flatten, False, True),
+        (lambda: nn.Dropout(0.5, inplace=True), True, True),
+        (lambda: nn.Linear(8, 8), False, False),
+        (Writes, True, False),
+        (Pair, False, True),
+    ],
+)
+def test_writers_and_aliases_are_found(layer: Callable[[], nn.Module], *, writes: bool, aliases: bool) -> None:
+    """Layers that write into their input, and layers whose output lies in it."""
+    found = shapes(nn.Sequential(nn.Linear(8, 8), layer()), torch.randn(3, 8))
+    assert (found.writes[1], found.aliases[1]) == (writes, aliases)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "writes"),
+    [
+        (0, 1, False),
+        (0, 4, False),
+        (1, 2, False),
+        (1, 4, True),
+        (2, 4, True),
+        (3, 4, True),
+        (4, 6, False),
+        (5, 6, True),
+    ],
+)
+def test_stages_that_write_what_they_receive(first: int, end: int, *, writes: bool) -> None:
+    """Directly, or through views; a layer that makes something new in between protects the input."""
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Identity(), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True)
+    )
+    assert shapes(model, torch.randn(3, 8)).stage_writes_input(first, end) is writes
+
+
+def test_layers_that_need_values_are_refused() -> None:
+    """Named, with the reason."""
+
+    class Peeks(nn.Module):
+        def forward(self, value: Tensor) -> Tensor:
+            return value * float(value.sum())
+
+    with pytest.raises(ModelError, match='layer "1" cannot be run on the meta device'):
+        shapes(nn.Sequential(nn.Linear(8, 8), Peeks()), torch.randn(3, 8))
+
+
+def test_a_boundary_is_rebuilt_as_it_was() -> None:
+    """Structure, constants and order; only tensors travel."""
+    value = {"a": (torch.zeros(2, device="meta"), 3), "b": [None, torch.ones(4, device="meta")]}
+    boundary = Boundary.of(value)
+    assert [tuple(t.shape) for t in boundary.tensors] == [(2,), (4,)]
+    received = [torch.full((2,), 5.0), torch.full((4,), 6.0)]
+    rebuilt = boundary.rebuild(received)
+    assert rebuilt["a"][0] is received[0]
+    assert rebuilt["a"][1] == 3
+    assert rebuilt["b"] == [None, received[1]]
+
+
+# The module
+
+
+def stage(
+    layers: Sequence[Layer],
+    received: Any,
+    *,
+    recompute: Recompute = "never",
+    micro_batches: int = 1,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    copies_input: bool = False,
+) -> StageModule:
+    """A stage that receives something like `received`."""
+    return StageModule(
+        layers,
+        received=Boundary.of(received),
+        recompute=recompute,
+        micro_batches=micro_batches,
+        loss_fn=loss_fn,
+        copies_input=copies_input,
+    )
+
+
+def test_parameters_keep_their_names() -> None:
+    """Nested paths too, with a gap where other stages' layers are; so checkpoints of any cut fit together."""
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))),
+        nn.Linear(8, 4),
+    )
+    layers = chain_of(model).layers
+    whole = model.state_dict()
+    for first, end in ((0, 1), (1, 3), (2, 4), (3, 5), (0, 5)):
+        module = stage(layers[first:end], torch.zeros(2, 8))
+        names = [name for layer in layers[first:end] for name in whole if name.startswith(f"{layer.name}.")]
+        assert list(module.state_dict()) == names
+        assert dict(module.named_parameters()).keys() <= dict(model.named_parameters()).keys()
+    assert list(stage(layers, torch.zeros(2, 8)).state_dict()) == list(whole)
+
+
+def test_a_stage_runs_its_layers() -> None:
+    """Received tensors are put together, results taken apart; contiguous, as the engine wants them."""
+
+    class Turn(nn.Module):
+        def forward(self, parts: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor]:
+            return parts[0].t(), parts[1]
+
+    received = (torch.randn(3, 8), torch.randn(3, 8), 0.5)
+    module = stage([Layer("a.b", Turn())], tuple(t.to("meta") if isinstance(t, Tensor) else t for t in received))
+    turned, same = module(received[0], received[1])
+    assert turned.is_contiguous()
+    assert torch.equal(turned, received[0].t())
+    assert torch.equal(same, received[1])
+
+
+def test_the_last_stage_returns_the_loss_of_its_micro_batch() -> None:
+    """With the targets of the micro-batch that is running."""
+    module = stage(
+        [Layer("0", nn.Identity())], torch.zeros(2, 8), micro_batches=2, loss_fn=lambda out, t: (out - t).mean()
+    )
+    module.targets = [torch.zeros(2, 8), torch.ones(2, 8)]
+    for index, loss in enumerate((1.0, 0.0)):
+        module.micro_batch = index
+        assert float(module(torch.ones(2, 8))) == loss
+
+
+def block() -> nn.Sequential:
+    """With dropout, so that recomputation must draw the same numbers."""
+    return nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(32, 8))
+
+
+@pytest.mark.parametrize("recompute", ["always", "except-last"])
+@pytest.mark.parametrize("first_stage", [True, False])
+def test_recomputation_changes_nothing(recompute: Recompute, *, first_stage: bool) -> None:
+    """Outputs and every gradient are equal to the bit, dropout masks included, on each of two micro-batches."""
+    results = []
+    for choice in ("never", recompute):
+        torch.manual_seed(0)
+        module = stage(chain_of(block()).layers, torch.zeros(4, 8), recompute=choice, micro_batches=2)  # type: ignore[arg-type]
+        inputs = [torch.randn(4, 8, requires_grad=not first_stage) for _ in range(2)]
+        found = []
+        outputs = []
+        for index, value in enumerate(inputs):
+            module.micro_batch = index
+            outputs.append(module(value)[0])
+        for output in outputs:
+            torch.rand(3)  # other draws between forward and backward do not matter
+            output.pow(2).sum().backward()
+        found += [output.detach() for output in outputs]
+        found += [value.grad for value in inputs if value.grad is not None]
+        found += [p.grad for p in module.parameters() if p.grad is not None]
+        results.append(found)
+    plain, recomputed = results
+    assert len(plain) == len(recomputed) == 2 + (0 if first_stage else 2) + 4
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "runs"), [("never", [1, 1, 1]), ("except-last", [2, 2, 1]), ("always", [2, 2, 2])]
+)
+def test_layers_run_again_where_the_plan_says(recompute: Recompute, runs: list[int]) -> None:
+    """Once, or twice where activations were dropped."""
+    calls: list[int] = []
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, value: Tensor) -> Tensor:
+            calls.append(1)
+            return self.linear(value).tanh()  # type: ignore[no-any-return]
+
+    module = stage([Layer("0", Counts())], torch.zeros(2, 8), recompute=recompute, micro_batches=3)
+    for index, expected in enumerate(runs):
+        calls.clear()
+        module.micro_batch = index
+        module(torch.randn(2, 8))[0].sum().backward()
+        assert len(calls) == expected
+
+
+def test_recomputation_without_gradients_runs_once() -> None:
+    """In evaluation nothing is kept and nothing is run again."""
+    module = stage(chain_of(block().eval()).layers, torch.zeros(2, 8), recompute="always")
+    with torch.no_grad():
+        (result,) = module(torch.randn(2, 8))
+    assert not result.requires_grad
+
+
+def test_a_frozen_first_stage_recomputes_nothing() -> None:
+    """No parameter, no input takes a gradient: there is no backward to prepare."""
+    module = stage(chain_of(block().requires_grad_(False)).layers, torch.zeros(2, 8), recompute="always")
+    (result,) = module(torch.randn(2, 8))
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_stage_that_writes_its_input_copies_it(recompute: Recompute) -> None:
+    """The received tensor is a leaf, and is read again in recomputation: it must stay as it is."""
+    layers = [Layer("0", nn.ReLU(inplace=True)), Layer("1", nn.Linear(8, 8))]
+    module = stage(layers, torch.zeros(4, 8), recompute=recompute, copies_input=True)
+    received = torch.randn(4, 8, requires_grad=True)
+    before = received.detach().clone()
+    module(received)[0].sum().backward()
+    assert torch.equal(received, before)
+    plain = before.clone().requires_grad_()
+    layers[1].module(plain.relu()).sum().backward()
+    assert received.grad is not None
+    assert plain.grad is not None
+    assert torch.allclose(received.grad, plain.grad)
+
+
+def test_what_a_recomputed_stage_holds() -> None:
+    """Between forward and backward: its output and the random state, not its activations."""
+    from planner.model.meter import CpuMeter
+
+    held = {}
+    for recompute in ("never", "always"):
+        wide = nn.Sequential(nn.Linear(8, 4096), nn.GELU(), nn.Linear(4096, 8))
+        module = stage(chain_of(wide).layers, torch.zeros(16, 8), recompute=recompute)  # type: ignore[arg-type]
+        value = torch.randn(16, 8, requires_grad=True)
+        kept: list[Any] = []
+        held[recompute] = CpuMeter().measure(lambda m=module, v=value, k=kept: k.append(m(v))).end_bytes  # type: ignore[misc]
+    assert held["never"] >= 2 * 4 * 16 * 4096
+    assert held["always"] <= 4 * 16 * 8 + 6000

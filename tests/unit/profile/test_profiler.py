@@ -1,0 +1,467 @@
+"""What a profile says of a model: times, costs by formula, one measurement per distinct layer; the model untouched."""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from planner.core.errors import ModelError, UsageError
+from planner.core.profile import Profile
+from planner.model.chain import chain_digest, chain_of
+from planner.model.load import Batch, LoadedModel
+from planner.model.meter import CpuMeter
+from planner.profile import ProfileOptions, profile_model, profiler
+from planner.profile.clocks import CpuClock, clock_for
+from planner.profile.optimizer import measure_optimizer
+from planner.profile.units import trace_units
+from tests.support.measure import loaded_model, profile_of_model
+
+
+class Attention(nn.Module):
+    """Fused attention with its projections."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, t, d) to (b, t, d)."""
+        parts = self.query_key_value(value).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return scaled_dot_product_attention(*parts.unbind(0), is_causal=True).transpose(1, 2).flatten(2)
+
+
+def deep(layers: int = 6, width: int = 16) -> nn.Sequential:
+    """Equal blocks between a first and a last layer of their own."""
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
+    return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 4))
+
+
+# One measurement per distinct layer
+
+
+def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """14 layers, 4 kinds (first linear, linear, relu, last with the loss), at two sizes: 8 measurements."""
+    measured: list[tuple[str, int]] = []
+    measure = profiler.measure_memory
+
+    def counted(unit: Any, given: Any, meter: Any) -> Any:
+        measured.append((unit.name, given.values[0].shape[0]))
+        return measure(unit, given, meter)
+
+    monkeypatch.setattr(profiler, "measure_memory", counted)
+    profile = profile_of_model(loaded_model(deep()), sizes=(1, 2))
+    assert len(profile.layers) == 14
+    assert len(measured) == len(set(measured)) == 8
+    assert sorted(size for _, size in measured) == [1] * 4 + [2] * 4
+    digests = [layer.digest for layer in profile.layers]
+    assert len(set(digests)) == 4
+    for n in range(3, 13):
+        assert replace(profile.layers[n], name="") == replace(profile.layers[n - 2], name="")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(lambda: nn.Linear(16, 16), lambda: nn.Linear(16, 16, bias=False), id="bias"),
+        pytest.param(nn.ReLU, nn.Tanh, id="operator"),
+        pytest.param(nn.ReLU, lambda: nn.ReLU(inplace=True), id="in place"),
+        pytest.param(lambda: nn.Dropout(0.1), lambda: nn.Dropout(0.2), id="number"),
+        pytest.param(lambda: nn.Dropout(0.1), lambda: nn.Dropout(0.1).eval(), id="mode"),
+        pytest.param(lambda: nn.Linear(16, 16), lambda: nn.Linear(16, 16).requires_grad_(False), id="frozen"),
+        pytest.param(lambda: Block(again=False), lambda: Block(again=True), id="checkpointed by the user"),
+    ],
+)
+def test_unlike_layers_are_told_apart(one: Callable[[], nn.Module], other: Callable[[], nn.Module]) -> None:
+    """Everything that makes a difference in time or memory makes another digest; nothing else does."""
+    model = nn.Sequential(nn.Linear(8, 16), one(), other(), one(), nn.Linear(16, 4))
+    digests = [layer.digest for layer in profile_of_model(loaded_model(model)).layers]
+    assert digests[1] == digests[3] != digests[2]
+
+
+class Block(nn.Module):
+    """A block that recomputes itself, or not."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.again = again
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 16) to (b, 16)."""
+        if not self.again:
+            return self.layers(value)
+        result: Tensor = checkpoint(self.layers, value, use_reentrant=False)
+        return result
+
+
+def test_the_same_layer_on_another_shape_is_another_layer() -> None:
+    """A ReLU on 16 numbers and one on 4."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 4))
+    digests = [layer.digest for layer in profile_of_model(loaded_model(model)).layers]
+    assert digests[1] != digests[3]
+
+
+def test_digests_and_bytes_are_the_same_in_every_profile() -> None:
+    """Two runs differ in times alone."""
+
+    def timeless(profile: Profile) -> Profile:
+        layers = tuple(
+            replace(layer, forward_us=(), backward_us=(), spread=(), optimizer_us=0.0) for layer in profile.layers
+        )
+        return replace(profile, layers=layers)
+
+    one, two = (profile_of_model(loaded_model(deep), sizes=(1, 3)) for _ in range(2))
+    assert timeless(one) == timeless(two)
+    assert len({layer.digest for layer in one.layers}) == 4
+
+
+# The model is left as it was
+
+
+class Counting(nn.Module):
+    """Writes a buffer in place, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """The input, with noise."""
+        self.calls += 1  # type: ignore[operator]
+        return value + torch.rand(16)
+
+
+class Averaging(nn.Module):
+    """Replaces a buffer by a new tensor in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(16))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """The input."""
+        self.average = self.average * 0.9 + value.detach().mean(0) * 0.1
+        return value
+
+
+def stateful() -> nn.Sequential:
+    """With running statistics, dropout, buffers and a frozen layer; one layer in evaluation mode."""
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        nn.BatchNorm1d(16),
+        Counting(),
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(16).eval(),
+        nn.Linear(16, 16).requires_grad_(False),
+        nn.ReLU(inplace=True),
+        nn.Linear(16, 4),
+    )
+
+
+def test_profiling_leaves_the_model_untouched() -> None:
+    """Weights, buffers, training flags, `requires_grad`, hooks and the random state are as before."""
+    model = stateful()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    objects = {name: id(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
+    flags = {name: module.training for name, module in model.named_modules()}
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+
+    profile_of_model(loaded_model(model), sizes=(2, 3))
+
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    assert {name: module.training for name, module in model.named_modules()} == flags
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trained
+    assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
+    after = model.state_dict()
+    assert [name for name, value in state.items() if not torch.equal(after[name], value)] == []
+    assert {name: id(value) for name, value in (*model.named_parameters(), *model.named_buffers())} == objects
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_that_were_there_are_untouched() -> None:
+    """The same tensors with the same values; where there were none, there are none."""
+    model = stateful()
+    model(torch.randn(4, 8)).sum().backward()
+    gradients = {name: (p.grad, None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()}
+    assert {grad is None for grad, _ in gradients.values()} == {True, False}
+
+    profile_of_model(loaded_model(model), sizes=(2,))
+
+    now = {name: p.grad for name, p in model.named_parameters()}
+    assert [name for name, (grad, _) in gradients.items() if now[name] is not grad] == []
+    assert [n for n, (_, value) in gradients.items() if value is not None and not torch.equal(now[n], value)] == []
+
+
+def test_buffers_that_forward_replaces_are_put_back() -> None:
+    """`self.average = …` makes a new tensor; the old one comes back, with its values."""
+    model = nn.Sequential(nn.Linear(8, 16), Averaging())
+    before = model[1].average
+    profile_of_model(loaded_model(model), sizes=(2,))
+    assert torch.equal(model[1].average, torch.zeros(16))
+    assert model[1].average is before
+
+
+def test_a_failure_leaves_the_model_untouched_too() -> None:
+    """Even in the middle."""
+    model = stateful()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    calls = 0
+
+    def failing(_output: Any, _target: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise ValueError
+        return _output.mean()  # type: ignore[no-any-return]
+
+    with pytest.raises((ValueError, ModelError)):
+        profile_of_model(loaded_model(model, loss_fn=failing), sizes=(2,))
+    assert calls == 5
+    after = model.state_dict()
+    assert [name for name, value in state.items() if not torch.equal(after[name], value)] == []
+
+
+# Times
+
+
+def test_layer_times_add_up_to_the_models_time() -> None:
+    """Sum of forward and backward over the layers against the whole model's, smallest of several, in one process."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Linear(512, 512), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(512, 8))
+    loaded = loaded_model(model, 512)
+    clock = CpuClock(1)
+    ratios = []
+    for _ in range(4):  # another process may be in the way of any one try
+        profile = profile_of_model(loaded, sizes=(64,), repeats=6)
+        summed = sum(layer.forward_us[0] + layer.backward_us[0] for layer in profile.layers)
+        inputs = loaded.example_batch(64).inputs
+        whole = min(clock.time_us(lambda x=inputs: loaded.loss_fn(model(x), None).backward()) for _ in range(8))  # type: ignore[misc]
+        ratios.append(summed / whole)
+        if 0.7 < ratios[-1] < 1.3:
+            return
+    pytest.fail(f"sum of layers over whole model: {ratios}")
+
+
+def test_times_and_spreads_are_sane() -> None:
+    """Positive, finite; more work takes longer; one value per size."""
+    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 4))
+    profile = profile_of_model(loaded_model(model), sizes=(1, 64), repeats=4)
+    for layer in profile.layers:
+        assert len(layer.forward_us) == len(layer.backward_us) == len(layer.spread) == 2
+        assert all(time > 0 and math.isfinite(time) for time in (*layer.forward_us, *layer.backward_us))
+        assert all(spread >= 0 and math.isfinite(spread) for spread in layer.spread)
+    big, relu = profile.layers[1], profile.layers[2]
+    assert big.forward_us[1] > relu.forward_us[1]
+    assert big.forward_us[1] > big.forward_us[0]
+
+
+def test_a_frozen_backbone_has_no_backward() -> None:
+    """Nothing in front of the first trained layer takes part in backward; gradients and state are those of the rest."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4))
+    for layer in list(model)[:3]:
+        layer.requires_grad_(False)
+    loaded = loaded_model(model, build_optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
+    layers = profile_of_model(loaded).layers
+    assert [layer.backward_us[0] > 0 for layer in layers] == [False, False, False, True]
+    assert [layer.saved_bytes[0] for layer in layers[:2]] == [0, 0]
+    assert [layer.gradient_bytes for layer in layers] == [0, 0, 0, 4 * (16 * 4 + 4)]
+    assert [layer.optimizer_bytes > 0 for layer in layers] == [False, False, False, True]
+    assert layers[0].parameter_bytes == 4 * (8 * 16 + 16)
+
+
+def test_one_thread_is_timed_by_process_time() -> None:
+    """Which other processes cannot lengthen: sleeping takes none of it; of several repeats the smallest counts."""
+    one, several = clock_for(torch.device("cpu"), 1), clock_for(torch.device("cpu"), 2)
+    assert one.time_us(lambda: time.sleep(0.05)) < several.time_us(lambda: time.sleep(0.05))
+    assert one.typical_us([3.0, 1.0, 2.0]) == 1.0
+
+
+# Costs by formula
+
+
+def test_bytes_and_flops_by_formula() -> None:
+    """Linear layers, at two sizes: a multiply-add is two operations."""
+    profile = profile_of_model(loaded_model(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))), sizes=(3, 5))
+    first, relu, last = profile.layers
+    assert (first.parameter_bytes, first.gradient_bytes) == (4 * (8 * 16 + 16), 4 * (8 * 16 + 16))
+    assert first.forward_flops == (2 * 3 * 8 * 16, 2 * 5 * 8 * 16)
+    assert last.forward_flops == (2 * 3 * 16 * 4, 2 * 5 * 16 * 4)
+    assert relu.forward_flops == (0, 0)
+    assert first.output_bytes == relu.output_bytes == (4 * 3 * 16, 4 * 5 * 16)
+    assert relu.parameter_bytes == relu.buffer_bytes == 0
+    assert profile.model.parameters == 8 * 16 + 16 + 16 * 4 + 4
+
+
+def test_flops_of_attention() -> None:
+    """Projections 2·b·t·d·3d, scores and weighted sum 2·2·b·t·t·d: fvcore alone would count nothing for the latter."""
+    batch, tokens, width = 2, 12, 32
+    loaded = loaded_model(
+        nn.Sequential(Attention(width, 4), nn.Linear(width, 4)), lambda b: torch.randn(b, tokens, width)
+    )
+    attention = profile_of_model(loaded, sizes=(batch,)).layers[0]
+    assert attention.forward_flops == (2 * batch * tokens * width * 3 * width + 4 * batch * tokens * tokens * width,)
+
+
+def test_a_layer_that_cannot_be_traced_has_no_flops() -> None:
+    """The figure informs; planning does without it."""
+
+    class Dict(nn.Module):
+        def forward(self, value: Tensor) -> dict[str, Any]:
+            return {"value": value * 2, "number": 3}
+
+    class Undict(nn.Module):
+        def forward(self, value: dict[str, Any]) -> Tensor:
+            return value["value"] * value["number"]  # type: ignore[no-any-return]
+
+    layers = profile_of_model(loaded_model(nn.Sequential(nn.Linear(8, 8), Dict(), Undict()))).layers
+    assert layers[0].forward_flops[0] > 0
+    assert layers[1].forward_flops == (0,)
+
+
+def test_buffers_and_ties_are_counted() -> None:
+    """Buffers apart from parameters; tied bytes on each of their layers, with the other's name."""
+    embedding, head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, nn.BatchNorm1d(6), nn.Flatten(0, 1), head)
+    layers = profile_of_model(loaded_model(model, lambda b: torch.randint(50, (b, 6)))).layers
+    assert layers[1].buffer_bytes == 2 * 4 * 6 + 8
+    assert (layers[0].tied, layers[0].tied_bytes) == (("3.weight",), 4 * 50 * 8)
+    assert (layers[3].tied, layers[3].tied_bytes) == (("0.weight",), 4 * 50 * 8)
+    assert layers[1].tied == ()
+
+
+# Optimizers
+
+Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    ("build", "numbers", "peak"),
+    [
+        pytest.param(lambda p: torch.optim.SGD(p, lr=0.1), 0, 0, id="sgd"),
+        pytest.param(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1, 0, id="momentum"),
+        pytest.param(lambda p: torch.optim.Adam(p, lr=0.1, foreach=False), 2, 2, id="adam"),
+        pytest.param(lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True), 2, 2, id="adamw foreach"),
+        pytest.param(lambda p: torch.optim.AdamW(p, lr=0.1, fused=True), 2, 0, id="adamw fused"),
+        pytest.param(lambda p: torch.optim.RMSprop(p, lr=0.1), 1, 2, id="rmsprop"),
+    ],
+)
+def test_state_and_peak_of_optimizers(build: Build, numbers: int, peak: int) -> None:
+    """In numbers per parameter (and a step counter each); state that comes with the first step is not missed."""
+    module = nn.Linear(256, 256, bias=False)
+    cost = measure_optimizer(module, build, meter=CpuMeter(), clock=CpuClock(1), repeats=2)
+    size = 4 * 256 * 256
+    assert numbers * size <= cost.state_bytes <= numbers * size + 64
+    assert cost.peak_bytes <= peak * size + 1024
+    assert cost.step_us > 0
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_nothing_to_train_costs_nothing() -> None:
+    """Frozen parameters, or none."""
+    for module in (nn.ReLU(), nn.Linear(8, 8).requires_grad_(False)):
+        cost = measure_optimizer(
+            module, lambda p: torch.optim.Adam(p, lr=0.1), meter=CpuMeter(), clock=CpuClock(1), repeats=2
+        )
+        assert (cost.state_bytes, cost.peak_bytes, cost.step_us) == (0, 0, 0.0)
+
+
+def test_measuring_the_optimizer_does_not_train_the_model() -> None:
+    """It steps over copies."""
+    module = nn.Linear(8, 8)
+    before = module.weight.detach().clone()
+    measure_optimizer(module, lambda p: torch.optim.SGD(p, lr=1.0), meter=CpuMeter(), clock=CpuClock(1), repeats=2)
+    assert torch.equal(module.weight, before)
+
+
+# What the profile says of itself, and refusals
+
+
+def test_the_profile_describes_model_and_machine() -> None:
+    """Digest and parameters of the model, settings, versions, device."""
+    loaded = loaded_model(deep(), settings={"depth": 6})
+    profile = profile_of_model(loaded, sizes=(1, 2))
+    assert profile.model.digest == chain_digest(chain_of(deep()), {"depth": 6})
+    assert profile.model.settings == {"depth": 6}
+    assert profile.environment.torch == torch.__version__
+    assert (profile.environment.threads, profile.environment.dtype) == (1, "float32")
+    assert (profile.device.kind, profile.device.how) == ("cpu", "measured")
+    assert [layer.name for layer in profile.layers] == list(chain_of(deep()).names)
+    assert profile.micro_batch_sizes == (1, 2)
+    assert (
+        profile_of_model(loaded_model(deep().double(), lambda b: torch.randn(b, 8).double())).environment.dtype
+        == "float64"
+    )
+
+
+def test_progress_counts_up_to_the_end() -> None:
+    """Every measurement is announced with the layer's name, and the last is the last."""
+    calls: list[tuple[str, int, int]] = []
+    options = ProfileOptions(micro_batch_sizes=(1, 2), repeats=3)
+    profile_model(loaded_model(deep()), options, lambda *call: calls.append(call))
+    assert [done for _, done, _ in calls] == list(range(len(calls)))
+    assert {total for *_, total in calls} == {len(calls)}
+    assert {"0", "7"} < {name for name, *_ in calls} <= set(chain_of(deep()).names)
+
+
+@pytest.mark.parametrize("device", ["tpu", "banana", "", "cpu:banana", "cuda:x"])
+def test_an_unknown_device_is_a_usage_error(device: str) -> None:
+    """Before anything is built."""
+
+    def never() -> nn.Module:
+        pytest.fail("built")
+
+    with pytest.raises(UsageError):
+        profile_model(loaded_model(never), ProfileOptions(device=device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_missing_gpu_is_a_usage_error() -> None:
+    """And says where to go."""
+    with pytest.raises(UsageError, match="no CUDA device here"):
+        profile_model(loaded_model(deep()), ProfileOptions(device="cuda"))
+
+
+@pytest.mark.parametrize("loss", [lambda out, _: out, lambda _out, _: 1.0, lambda _out, _: None])
+def test_a_loss_must_be_a_scalar(loss: Callable[[Any, Any], Any]) -> None:
+    """A tensor with one element."""
+    with pytest.raises(ModelError, match="expected a scalar tensor"):
+        profile_of_model(loaded_model(deep(), loss_fn=loss))
+
+
+def test_a_layer_that_fails_is_named_with_its_input() -> None:
+    """Name, class, shapes, micro-batch size."""
+    with pytest.raises(ModelError) as refused:
+        profile_of_model(loaded_model(nn.Sequential(nn.Linear(8, 16), nn.Linear(8, 4))), sizes=(3,))
+    told = str(refused.value)
+    assert 'layer "1" (Linear) raised RuntimeError on float32[3, 16]' in told
+    assert "micro-batch size 3" in told
+
+
+def test_every_unit_gets_what_it_gets_in_the_model() -> None:
+    """Inputs of every distinct unit are detached copies with the gradients' marks; the last also gets the targets."""
+    loaded: LoadedModel = replace(
+        loaded_model(deep(2)), example_batch=lambda b: Batch(torch.randn(b, 8), torch.arange(b))
+    )
+    units, inputs = trace_units(chain_of(loaded.build()), loaded, (2,), torch.device("cpu"))
+    first, last = inputs[units[0].digest, 2], inputs[units[-1].digest, 2]
+    assert (first.values[0].requires_grad, last.values[0].requires_grad) == (False, True)
+    assert last.values[0].is_leaf
+    assert first.targets is None
+    assert last.targets.tolist() == [0, 1]
+    assert [unit.loss_fn is not None for unit in units] == [False] * 5 + [True]
+    fresh = last.fresh()[0]
+    assert fresh.data_ptr() != last.values[0].data_ptr()
+    assert fresh.requires_grad
