@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from planner.core.errors import UsageError
 from planner.core.profile import BoundaryTensor, LayerProfile, MemoryDetail, Profile
 
-__all__ = ["ChainCosts", "Tie", "costs_at", "covers"]
+__all__ = ["ChainCosts", "Tie", "costs_at", "covers", "saved_bytes"]
 
 FloatArray = NDArray[np.float64]
 
@@ -87,6 +87,11 @@ def covers(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -> boo
     if extrapolate and len(sizes) > 1:
         return micro_batch_size >= 1
     return min(sizes) <= micro_batch_size <= max(sizes)
+
+
+def saved_bytes(details: Sequence[MemoryDetail]) -> list[int]:
+    """What each layer of a chain adds to what is held for backward, from the exact records of all layers."""
+    return [int(size) for size in _Storages(details).saved()]
 
 
 def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
@@ -247,7 +252,9 @@ class _Storages:
         for layer, detail in enumerate(details):
             for storage, tensor in zip(crossing, detail.inputs, strict=False):
                 self.kept[storage] |= tensor.kept
-            crossing = [self._output(layer, tensor, crossing) for tensor in detail.outputs]
+            received, crossing = crossing, []
+            for tensor in detail.outputs:
+                crossing.append(self._output(layer, tensor, [*received, *crossing]))
             self.behind.append(crossing)
 
     def _new(self, origin: int, tensor: BoundaryTensor) -> int:
@@ -256,9 +263,9 @@ class _Storages:
         self.kept.append(tensor.kept)
         return len(self.bytes) - 1
 
-    def _output(self, layer: int, tensor: BoundaryTensor, inputs: list[int]) -> int:
-        if 0 <= tensor.alias < len(inputs):
-            storage = inputs[tensor.alias]
+    def _output(self, layer: int, tensor: BoundaryTensor, others: list[int]) -> int:
+        if 0 <= tensor.alias < len(others):
+            storage = others[tensor.alias]
             self.kept[storage] |= tensor.kept
             return storage
         return self._new(layer, tensor)

@@ -91,7 +91,8 @@ class BoundaryTensor:
     kept: bool
     """Whether the layer itself keeps that storage for backward."""
     alias: int = -1
-    """Index of the input whose storage it shares (a view, or written in place); -1 for a storage of its own."""
+    """Whose storage it shares (a view, or written in place): the input of that index, or, counting on behind the
+    inputs, an output before it; -1 for a storage of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ nested ones flattened; the layer's name is its module path.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,8 @@ def _described(layer: Layer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "class": type(layer.module).__qualname__,
-        "repr": repr(layer.module),
+        # Functions and objects show where they lie in memory, which is another place in the next process.
+        "repr": re.sub(r" at 0x[0-9a-f]+", "", repr(layer.module)),
         "parameters": [_tensor(name, p) for name, p in layer.module.named_parameters()],
         "buffers": [_tensor(name, b) for name, b in layer.module.named_buffers()],
     }

@@ -16,15 +16,17 @@ def input_tensor(text: str, batch_size: int) -> Tensor:
     Raises:
         UsageError: Not of the form shape[:dtype[:upper bound]].
     """
-    shape_text, dtype_text, bound_text = (text.split(":") + ["float32", "2"][text.count(":") :])[:3]
+    parts = text.split(":")
     try:
-        shape = [int(size) for size in shape_text.split("x")]
-        bound = int(bound_text)
+        shape = [int(size) for size in parts[0].split("x")]
+        bound = int(parts[2]) if len(parts) > 2 else 2
     except ValueError:
         raise UsageError(f"not a shape: `--input {text}`", hint=_EXAMPLE) from None
-    dtype = getattr(torch, dtype_text, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"`--input {text}`: torch has no dtype `{dtype_text}`", hint=_EXAMPLE)
+    dtype = getattr(torch, parts[1], None) if len(parts) > 1 else torch.float32
+    if not isinstance(dtype, torch.dtype) or dtype.is_complex:
+        raise UsageError(f"`--input {text}`: `{parts[1]}` is no dtype for an input", hint=_EXAMPLE)
+    if len(parts) > 3 or min(shape) < 1 or bound < 1:
+        raise UsageError(f"`--input {text}`: sizes and upper bound must be at least 1", hint=_EXAMPLE)
     if dtype.is_floating_point:
         return torch.randn(batch_size, *shape, dtype=dtype)
     return torch.randint(bound, (batch_size, *shape), dtype=dtype)

@@ -1,9 +1,12 @@
 """A user's model.py: what it offers, found by name, called with the user's settings."""
 
+import contextlib
 import importlib.util
 import inspect
+import math
 import sys
 import traceback
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,9 +100,16 @@ def load_model(
 
 @contextmanager
 def user_code(path: str, what: str) -> Iterator[None]:
-    """Turns anything that the user's code raises into a `ModelError` that says where in their file."""
+    """Turns anything that the user's code raises into a `ModelError` that says where in their file.
+
+    Meanwhile the file's neighbours can be imported, as if it were run as a script, and what it prints goes to stderr:
+    stdout carries our answer alone.
+    """
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     except (KeyboardInterrupt, ModelError, UsageError, FileError):
         raise
     except (Exception, SystemExit) as error:
@@ -109,6 +119,9 @@ def user_code(path: str, what: str) -> Iterator[None]:
             f"{path}{line}: {what} raised {type(error).__name__}: {error}",
             hint="run the file with python to see the whole traceback, or pass `--debug`",
         ) from error
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
 
 
 # Private functions
@@ -125,14 +138,9 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
     if spec is None or spec.loader is None:
         raise FileError("is not a Python file (its name must end in .py)", path=path)
     module = importlib.util.module_from_spec(spec)
-    # Pickling and dataclasses look the module up; its neighbours are imported as if it were run as a script.
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        with user_code(path, "importing it"):
-            spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    sys.modules[spec.name] = module  # pickling and dataclasses look it up
+    with user_code(path, "importing it"):
+        spec.loader.exec_module(module)
     return path, module, entry if colon else None
 
 
@@ -144,6 +152,10 @@ def _builder(
         if settings:
             raise UsageError(f"{path}: `{name}` is a finished model and takes no `--set {next(iter(settings))}=…`")
         return name, lambda: found, {}
+    if not callable(found) or inspect.ismodule(found):
+        raise ModelError(
+            f"{path}: `{name}` is a {type(found).__name__}, not an nn.Module or a function that builds one"
+        )
     typed = _typed_settings(f"{path}:{name}", found, settings)
 
     def build() -> nn.Module:
@@ -180,29 +192,55 @@ def _entry(path: str, module: ModuleType, entry: str | None) -> tuple[str, Any]:
 
 
 def _required(callable_: Callable[..., Any]) -> list[str]:
-    return [p.name for p in inspect.signature(callable_).parameters.values() if p.default is p.empty and p.kind < 2]
+    parameters = inspect.signature(callable_).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, str]) -> dict[str, Setting]:
     parameters = inspect.signature(build).parameters
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     typed: dict[str, Setting] = {}
     for name, text in settings.items():
-        if name not in parameters:
+        if name not in parameters and not is_open:
             raise UsageError(f"{owner} has no setting `{name}`", hint=f"it has {_names(parameters)}")
-        typed[name] = _typed(f"{owner}: `--set {name}={text}`", text, parameters[name])
+        wanted = _wanted(build, parameters[name]) if name in parameters else _guessed(text)
+        typed[name] = _typed(f"{owner}: `--set {name}={text}`", text, wanted)
     return typed
 
 
-def _typed(where: str, text: str, parameter: inspect.Parameter) -> Setting:
-    wanted = parameter.annotation if parameter.annotation in (bool, int, float, str) else type(parameter.default)
+def _wanted(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
+    """By the annotation, also as text or optional; else by the default."""
+    try:
+        hint = typing.get_type_hints(build.__init__ if inspect.isclass(build) else build).get(parameter.name)
+    except Exception:  # an annotation that names what is not there says nothing
+        hint = None
+    for option in (hint, *typing.get_args(hint)):
+        if option in (bool, int, float, str):
+            return typing.cast("type", option)
+    return type(parameter.default)
+
+
+def _guessed(text: str) -> type:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            kind(text)
+            return kind
+    return bool if text.lower() in ("true", "false") else str
+
+
+def _typed(where: str, text: str, wanted: type) -> Setting:
     if wanted is bool:
         if text.lower() not in ("true", "false"):
             raise UsageError(f"{where}: expected true or false")
         return text.lower() == "true"
+    expected = UsageError(f"{where}: expected {'an integer' if wanted is int else 'a number'}")
     try:
-        return int(text) if wanted is int else float(text) if wanted is float else text
+        value: Setting = int(text) if wanted is int else float(text) if wanted is float else text
     except ValueError:
-        raise UsageError(f"{where}: expected {'an integer' if wanted is int else 'a number'}") from None
+        raise expected from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise expected
+    return value
 
 
 def _example_batch(
@@ -216,8 +254,11 @@ def _example_batch(
         )
     if own is None or inputs:
         # Parsed once here, so that a wrong shape is told before anything is built.
-        input_tensor(inputs[0], 1)
+        for text in inputs:
+            input_tensor(text, 1)
         return lambda size: Batch(_unwrap(tuple(input_tensor(text, size) for text in inputs)), None)
+    if not callable(own):
+        raise ModelError(f"{path}: `example_batch` is a {type(own).__name__}, not a function of the batch size")
     accepted = inspect.signature(own).parameters
     arguments = {name: value for name, value in settings.items() if name in accepted}
 

@@ -111,7 +111,10 @@ def _boundaries(unit: Unit, given: UnitInput) -> tuple[tuple[BoundaryTensor, ...
     input_keys = [_key(value) for value in values if isinstance(value, Tensor)]
     output_keys = [_key(output) for output in outputs if isinstance(output, Tensor)]
     input_sizes = [value.nbytes for value in values if isinstance(value, Tensor)]
-    output_sizes = [_own_bytes(output) for output in outputs if isinstance(output, Tensor)]
+    # A parameter or buffer that is passed along is counted as such, not once more per micro-batch.
+    fixed = _storages([*unit.module.parameters(), *unit.module.buffers()])
+    tensors = (output for output in outputs if isinstance(output, Tensor))
+    output_sizes = [0 if _key(output) in fixed else _own_bytes(output) for output in tensors]
     watched = [StorageWeakRef(t.untyped_storage()) for t in (*values, *outputs) if isinstance(t, Tensor)]
     values.clear()
     outputs.clear()
@@ -119,9 +122,10 @@ def _boundaries(unit: Unit, given: UnitInput) -> tuple[tuple[BoundaryTensor, ...
     del started
     num = len(input_keys)
     inputs = [BoundaryTensor(bytes=size, kept=keep) for size, keep in zip(input_sizes, kept[:num], strict=True)]
+    earlier = [(*input_keys, *output_keys[:n]) for n in range(len(output_keys))]
     results = [
-        BoundaryTensor(bytes=size, kept=keep, alias=input_keys.index(key) if key in input_keys else -1)
-        for size, keep, key in zip(output_sizes, kept[num:], output_keys, strict=True)
+        BoundaryTensor(bytes=size, kept=keep, alias=others.index(key) if key in others else -1)
+        for size, keep, key, others in zip(output_sizes, kept[num:], output_keys, earlier, strict=True)
     ]
     return tuple(inputs), tuple(results)
 

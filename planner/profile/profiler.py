@@ -1,6 +1,7 @@
 """Model to profile: traces the units, measures each distinct one, and writes down what every layer costs."""
 
 import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from planner.core.costs import saved_bytes
 from planner.core.errors import UsageError
 from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
@@ -83,7 +85,7 @@ def device_of(name: str) -> torch.device:
     Raises:
         UsageError: Unknown, or not on this machine.
     """
-    if name.partition(":")[0] not in ("cpu", "cuda"):
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise UsageError(f"unknown device `{name}`", hint="use `--device cpu` or `--device cuda`")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"no CUDA device here for `--device {name}`", hint="profile on the machine that has it")
@@ -101,14 +103,19 @@ def describe_device(device: torch.device) -> Device:
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Puts buffers, gradients and the random state back as they were."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    holders = [(module, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
     with torch.random.fork_rng():
         try:
             yield
         finally:
+            for module, buffers in holders:
+                module._buffers.update(buffers)
             with torch.no_grad():
-                for buffer, before in buffers:
+                for buffer, before in values:
                     buffer.copy_(before)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -137,6 +144,7 @@ class _Measured:
         for key, given in inputs.items():
             step(by_digest[key[0]].name)
             self.memory[key] = measure_memory(by_digest[key[0]], given, meter)
+        self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
         self.optimizer: dict[str, OptimizerCost] = {}
         self.flops: dict[str, int] = {}
         for unit in distinct:
@@ -173,7 +181,7 @@ class _Measured:
             backward_us=tuple(round(t.backward_us, 1) for t in times),
             spread=tuple(round(t.spread, 4) for t in times),
             output_bytes=tuple(sum(t.bytes for t in d.outputs) for d in details),
-            saved_bytes=tuple(self._saved(n, k) for k in range(len(self.sizes))),
+            saved_bytes=tuple(self.saved[k][n] for k in range(len(self.sizes))),
             forward_peak_bytes=tuple(max(0, d.forward_peak_bytes - d.internal_bytes - _made(d)) for d in details),
             backward_peak_bytes=tuple(max(0, d.backward_peak_bytes - d.internal_bytes) for d in details),
             forward_flops=tuple(self.flops[unit.digest] * size // self.sizes[0] for size in self.sizes),
@@ -182,14 +190,6 @@ class _Measured:
 
     def _details(self, n: int) -> tuple[MemoryDetail, ...]:
         return tuple(self.memory[self.units[n].digest, size] for size in self.sizes)
-
-    def _saved(self, n: int, k: int) -> int:
-        """Internal bytes, and each output that this layer or the next one keeps."""
-        here = self._details(n)[k]
-        following = self._details(n + 1)[k].inputs if n + 1 < len(self.units) else ()
-        kept_behind = [tensor.kept for tensor in following] or [False] * len(here.outputs)
-        outputs = zip(here.outputs, kept_behind, strict=False)
-        return here.internal_bytes + sum(t.bytes for t, next_ in outputs if t.alias < 0 and (t.kept or next_))
 
     def _ties(self, layer: Layer) -> tuple[tuple[str, ...], int]:
         mine = {name: parameter for name, parameter in layer.parameter_names().items() if name in self.tied}

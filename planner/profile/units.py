@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -77,7 +78,7 @@ def trace_units(
             last = index == len(chain.layers) - 1
             given = _given(value, batch.targets if last else None)
             tracer = _Tracer()
-            with tracer:
+            with tracer, saved_tensors_hooks(tracer.saved, _as_it_was):
                 value = _call(layer.name, layer.module, value, size)
                 if last:
                     _check_loss(loaded.loss_fn(value, batch.targets))
@@ -144,12 +145,21 @@ def _shape(value: Any) -> str:
     return repr(value)
 
 
+def _as_it_was(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _Tracer(TorchDispatchMode):
     """Records every operator with the shapes and numbers it is called with."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace: list[Any] = []
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """Called for every tensor that backward keeps: a layer that recomputes by itself keeps less."""
+        self.trace.append(["saved", _shape(tensor)])
+        return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_flatten((args, kwargs or {}))[0]

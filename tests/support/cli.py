@@ -59,7 +59,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ran:
 
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares `profile` the two processes that measure the executor's own costs on this machine."""
-    import planner.executor
+    import planner.executor  # it imports torch, which some tests of this module's users must not
 
     free = ExecutorCost(overhead_us=0.0, link=Link())
     monkeypatch.setattr(planner.executor, "executor_cost", lambda *_, **__: free, raising=False)

@@ -61,6 +61,14 @@ def tied() -> nn.Sequential:
     return nn.Sequential(embedding, _Both(inner), head)
 
 
+def initialised() -> nn.Sequential:
+    """With the two initialisations of torch that do nothing on the meta device, as vision transformers use them."""
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
+    nn.init.trunc_normal_(layers[0].weight, std=0.02)
+    nn.init.orthogonal_(layers[1].weight)
+    return nn.Sequential(*layers)
+
+
 class _Both(nn.Module):
     def __init__(self, inner: nn.ModuleList) -> None:
         super().__init__()
@@ -76,7 +84,7 @@ def all_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-MODELS = [plain, by_value, on_the_cpu, masked, tied]
+MODELS = [plain, by_value, on_the_cpu, masked, tied, initialised]
 
 
 def finished(build: Callable[[], nn.Sequential]) -> LoadedModel:

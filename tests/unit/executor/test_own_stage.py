@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from planner.executor.own_stage import BuildError, build_only
 from planner.model.chain import chain_of
 from planner.model.load import load_model
+from planner.model.meter import CpuMeter
 
 SAMPLE_MODELS = Path(__file__).parents[3] / "sample_models"
 SMALL: dict[str, dict[str, str]] = {
@@ -49,8 +50,18 @@ def of_layers(names: Sequence[str]) -> Callable[[nn.Module], Iterable[Tensor]]:
     return lambda model: [tensor for name in names for tensor in tensors_of(model.get_submodule(name)).values()]
 
 
-def check_own(build: Build, names: Sequence[str]) -> nn.Module:
-    """Builds the layers `names` alone, and compares them with the whole model; the model."""
+NUMBER_BYTES = 64
+"""Tensors no larger than this may exist on other stages: numbers that stand in the model's code."""
+
+
+def check_own(build: Build, names: Sequence[str], *, needed: Sequence[str] = ()) -> nn.Module:
+    """Builds the layers `names` alone, and compares them with the whole model; the model.
+
+    Args:
+        build: Makes the model.
+        names: The layers.
+        needed: Layers that these are computed from, which may exist too.
+    """
     expected = whole(build)
     after = torch.get_rng_state()
     torch.manual_seed(999)  # what came before must not matter
@@ -64,9 +75,9 @@ def check_own(build: Build, names: Sequence[str]) -> nn.Module:
             assert torch.equal(made, tensor), (name, key)
             assert made.requires_grad == tensor.requires_grad
             compared += 1
-    wanted = {id(tensor) for tensor in of_layers(names)(own)}
+    wanted = {id(tensor) for tensor in of_layers([*names, *needed])(own)}
     others = {key: tensor for key, tensor in tensors_of(own).items() if id(tensor) not in wanted}
-    assert [key for key, tensor in others.items() if not tensor.is_meta] == []
+    assert [key for key, tensor in others.items() if not tensor.is_meta and tensor.nbytes > NUMBER_BYTES] == []
     assert compared
     assert others or len(names) == len(chain_of(own).names)
     return own
@@ -100,16 +111,6 @@ def made_by(function: Callable[[nn.Linear], None]) -> Callable[[nn.Linear], None
     """Registers a way to initialise a layer."""
     MADE.append((function, function.__name__.strip("_")))
     return function
-
-
-@made_by
-def _orthogonal(layer: nn.Linear) -> None:
-    nn.init.orthogonal_(layer.weight, gain=1.3)
-
-
-@made_by
-def _truncated_normal(layer: nn.Linear) -> None:
-    nn.init.trunc_normal_(layer.weight, std=0.02, a=-0.03, b=0.03)
 
 
 @made_by
@@ -161,7 +162,7 @@ def _constants(layer: nn.Linear) -> None:
     layer.register_buffer("numbers", torch.tensor([3.0, 1.0, 4.0]))
     layer.register_buffer("mask", torch.ones(8, 8, dtype=torch.bool).tril())
     layer.register_buffer("count", torch.tensor(7))
-    layer.register_buffer("half", torch.full((3,), 0.5, dtype=torch.float16))
+    layer.register_buffer("halves", torch.full((3,), 0.5, dtype=torch.float16))
 
 
 @made_by
@@ -169,7 +170,6 @@ def _permutation(layer: nn.Linear) -> None:
     layer.register_buffer("order", torch.randperm(8))
     layer.register_buffer("choice", torch.randint(5, (8,)))
     layer.register_buffer("coins", torch.bernoulli(torch.full((8,), 0.5)))
-    layer.register_buffer("picked", torch.multinomial(torch.ones(8), 3))
     layer.register_buffer("times", torch.empty(8).exponential_())
 
 
@@ -228,6 +228,48 @@ def test_ways_to_make_a_tensor(make: Callable[[nn.Linear], None], wanted: str) -
     check_own(build, [wanted])
 
 
+def _draw_until_positive(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        while float(layer.bias.normal_().sum()) < 3:
+            pass
+
+
+REFUSABLE: dict[str, Callable[[nn.Linear], object]] = {
+    # On the meta device torch skips these two, random draws and all.
+    "orthogonal": lambda layer: nn.init.orthogonal_(layer.weight, gain=1.3),
+    "truncated normal": lambda layer: nn.init.trunc_normal_(layer.weight, std=0.02, a=-0.03, b=0.03),
+    # As careful authors write it.
+    "unless meta": lambda layer: None if layer.weight.is_meta else nn.init.normal_(layer.weight),
+    # How many numbers these draw depends on values.
+    "poisson": lambda layer: layer.weight.data.copy_(torch.poisson(torch.full((8, 8), 50.0))),
+    "gamma": lambda layer: layer.weight.data.copy_(torch._standard_gamma(torch.full((8, 8), 2.0))),
+    "multinomial": lambda layer: layer.weight.data.fill_(torch.multinomial(torch.ones(8), 3).sum()),
+    "until it fits": _draw_until_positive,
+}
+
+
+@pytest.mark.parametrize("name", REFUSABLE)
+@pytest.mark.parametrize("wanted", ["0", "1", "2"])
+def test_what_cannot_be_followed_is_refused_or_right(name: str, wanted: str) -> None:
+    """Never silently wrong: `build_layers` builds the whole model where this is refused.
+
+    Above all the layers behind such a one: their values come after its draws.
+    """
+
+    def build() -> nn.Module:
+        layers = [nn.Linear(8, 8) for _ in range(2)]
+        REFUSABLE[name](layers[0])
+        return nn.Sequential(*layers, nn.Linear(8, 8))
+
+    try:
+        own = build_only(build, of_layers([wanted]), seed=SEED)
+    except BuildError:
+        return
+    expected = tensors_of(whole(build).get_submodule(wanted))
+    made = tensors_of(own.get_submodule(wanted))
+    assert [key for key, value in expected.items() if not torch.equal(made[key], value)] == []
+
+
 def test_values_that_depend_on_other_layers() -> None:
     """A layer initialised from another one gets that one's values, which are made and dropped."""
 
@@ -238,8 +280,8 @@ def test_values_that_depend_on_other_layers() -> None:
             first.weight.zero_()
         return nn.Sequential(first, second, nn.Linear(8, 8))
 
-    own = check_own(build, ["1"])
-    assert float(own.get_submodule("1").weight.abs().sum()) > 0  # type: ignore[union-attr, operator]
+    own = check_own(build, ["1"], needed=["0"])
+    assert own.get_submodule("1").weight.detach().any()  # type: ignore[union-attr, operator]
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -339,7 +381,6 @@ def test_no_dispatch_mode_is_left_behind() -> None:
 
 def test_only_the_own_stage_takes_memory() -> None:
     """Peak while building: the wanted layer, and one scratch tensor at a time, not the whole model."""
-    from planner.model.meter import CpuMeter
 
     def build() -> nn.Module:
         return nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])

@@ -16,11 +16,14 @@ from planner.core.errors import ModelError, UsageError
 from planner.core.profile import Model
 from planner.core.run_report import RunReport
 from planner.executor import Arguments, Pipeline, pipeline_script, progress
-from planner.files import read_run, write
+from planner.executor import pipeline as pipeline_module
+from planner.executor.recorder import Recorder
+from planner.files import read_balance, read_run, write
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import load_model
 from planner.model.meter import CpuMeter
 from tests.support.cli import BUILD, EXAMPLE, HEAD, LOSS, MODEL, write_model
+from tests.support.measure import profile_of_model
 
 OPTIMIZER = "\ndef build_optimizer(parameters):\n    return torch.optim.SGD(parameters, lr=0.1)\n"
 FINISHED = BUILD + "model = build_model()\ndel build_model\n"
@@ -31,7 +34,16 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Not under torchrun; no recording and no process group is left behind for the next test."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+    recorders: list[Recorder] = []
+
+    def remembered(device: torch.device) -> Recorder:
+        recorders.append(Recorder(device))
+        return recorders[-1]
+
+    monkeypatch.setattr(pipeline_module, "Recorder", remembered)
     yield
+    for recorder in recorders:
+        recorder.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -60,8 +72,6 @@ def balance_of(folder: Path, text: str = MODEL + OPTIMIZER, *, entry: str = "bui
 
 def edit(path: Path, **changes: Any) -> None:
     """Changes values of a balance file."""
-    from planner.files import read_balance
-
     write(str(path), replace(read_balance(str(path)), **changes))
 
 
@@ -95,7 +105,7 @@ def unpipelined(path: Path, *, steps: int, seed: int) -> tuple[list[float], dict
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -160,8 +170,6 @@ def test_the_report_says_what_was_run(tmp_path: Path) -> None:
 )
 def test_whatever_can_be_profiled_can_be_trained(tmp_path: Path, text: str) -> None:
     """The profiler runs these models, so the emitted script must."""
-    from tests.support.measure import profile_of_model
-
     path = balance_of(tmp_path, text + OPTIMIZER)
     assert len(profile_of_model(load_model(str(tmp_path / "model.py"))).layers) == 5
     report, _ = train(path, steps=2)
@@ -221,26 +229,35 @@ def test_frozen_parameters_are_not_optimized(tmp_path: Path) -> None:
     assert [p.numel() for group in optimizer.param_groups for p in group["params"]] == [0]
 
 
-def fail(path: Path, error: type[Exception], told: str) -> None:
-    """A pipeline on `path` is refused, and leaves neither a process group nor a recording behind."""
-    with pytest.raises(error) as refused:
-        Pipeline(path)
-    assert told in str(refused.value)
-    assert not dist.is_initialized()
-    assert CpuMeter().measure(lambda: None).peak_bytes == 0
-
-
-def test_a_changed_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("int = 16", "int = 24", "the model has changed since it was planned"),
+        ("nn.Linear(8, width), nn.ReLU()", "nn.Linear(8, width)", "planned were 5 layers"),
+    ],
+)
+def test_a_changed_model_is_refused(tmp_path: Path, old: str, new: str, told: str) -> None:
     """Other layers by name, other shapes by digest."""
     path = balance_of(tmp_path)
     loaded = load_model(str(tmp_path / "model.py"))
     digest = chain_digest(chain_of(loaded.build()), {})
     edit(path, model=Model(source="model.py:build_model", digest=digest))
     Pipeline(path).close()
-    write_model(tmp_path, MODEL.replace("int = 16", "int = 24") + OPTIMIZER)
-    fail(path, ModelError, "the model has changed since it was planned")
-    write_model(tmp_path, MODEL.replace("nn.Linear(8, width), nn.ReLU()", "nn.Linear(8, width)") + OPTIMIZER)
-    fail(path, ModelError, "planned were 5 layers")
+    write_model(tmp_path, MODEL.replace(old, new) + OPTIMIZER)
+    with pytest.raises(ModelError) as refused:
+        Pipeline(path)
+    assert told in str(refused.value)
+
+
+def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither a process group nor a recording of the allocator: in a notebook one tries again."""
+    path = balance_of(tmp_path)
+    edit(path, model=Model(source="model.py:build_model", digest="sha256:other"))
+    with pytest.raises(ModelError) as refused:
+        Pipeline(path)
+    assert CpuMeter().measure(lambda: None).peak_bytes == 0
+    assert not dist.is_initialized()
+    assert refused.value.hint
 
 
 def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from planner.core.errors import ModelError
 from planner.core.plan import Recompute
 from planner.executor.stage_module import Boundary, Shapes, StageModule, shapes_of
 from planner.model.chain import Layer, chain_of
+from planner.model.meter import CpuMeter
 
 
 def shapes(model: nn.Sequential, inputs: Any) -> Shapes:
@@ -277,8 +278,6 @@ def test_a_stage_that_writes_its_input_copies_it(recompute: Recompute) -> None:
 
 def test_what_a_recomputed_stage_holds() -> None:
     """Between forward and backward: its output and the random state, not its activations."""
-    from planner.model.meter import CpuMeter
-
     held = {}
     for recompute in ("never", "always"):
         wide = nn.Sequential(nn.Linear(8, 4096), nn.GELU(), nn.Linear(4096, 8))

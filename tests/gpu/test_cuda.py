@@ -1,0 +1,132 @@
+"""The same profiler on a CUDA device: events for times, the caching allocator's own figures for memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.costs import costs_at
+from planner.core.memory import stage_memory
+from planner.core.plan import Recompute
+from planner.model.chain import chain_of, run_layers
+from planner.model.load import Batch, LoadedModel, to_device
+from planner.model.meter import CudaMeter, Usage, meter_for
+from planner.profile import ProfileOptions, profile_model
+from planner.profile.clocks import CudaClock, clock_for
+from tests.support.measure import loaded_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+]
+
+SIZE, WIDTH = 256, 2048
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    """Nothing of one test is left on the device for the next."""
+    yield
+    torch.cuda.empty_cache()
+
+
+def build() -> nn.Module:
+    """Large against the allocator's 512-byte blocks."""
+    blocks = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 16))
+
+
+def loaded() -> LoadedModel:
+    """Trained with momentum: one number of state per parameter."""
+    return loaded_model(build, WIDTH, build_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False))
+
+
+def test_known_allocations() -> None:
+    """Peak and end by the allocator's statistics, in blocks of 512 bytes."""
+    kept: list[Tensor] = []
+
+    def work() -> None:
+        temporary = torch.empty(1 << 20, dtype=torch.uint8, device=CUDA)
+        kept.append(torch.empty(1 << 19, dtype=torch.uint8, device=CUDA))
+        del temporary
+
+    meter = meter_for(CUDA)
+    assert isinstance(meter, CudaMeter)
+    assert meter.measure(work) == Usage((1 << 20) + (1 << 19), 1 << 19)
+    assert meter.measure(kept.clear) == Usage(0, -(1 << 19))
+
+
+def test_the_clock_waits_for_the_device() -> None:
+    """A large product takes longer than a small one; the median of several counts."""
+    clock = clock_for(CUDA, 1)
+    assert isinstance(clock, CudaClock)
+    large, small = torch.randn(4096, 4096, device=CUDA), torch.randn(64, 64, device=CUDA)
+    for value in (large, small):
+        value @ value  # the first call loads the library
+    times = [
+        clock.typical_us([clock.time_us(lambda v=v: _discard(v @ v)) for _ in range(9)])  # type: ignore[misc]
+        for v in (large, small)
+    ]
+    assert times[0] > times[1] > 0
+    assert clock.typical_us([3.0, 1.0, 2.0]) == 2.0
+
+
+def _discard(_value: Any) -> None:
+    """Drops what it is given."""
+
+
+def test_a_profile_of_the_device() -> None:
+    """Every time is positive, the device is named with its memory, and nothing is left behind."""
+    before = torch.cuda.memory_allocated()
+    profile = profile_model(loaded(), ProfileOptions(micro_batch_sizes=(64, SIZE), device="cuda", repeats=4))
+    assert (profile.device.kind, profile.device.how) == ("cuda", "measured")
+    assert profile.device.name == torch.cuda.get_device_name()
+    assert profile.device.memory_bytes > 1 << 30
+    assert all(time > 0 for layer in profile.layers for time in (*layer.forward_us, *layer.backward_us))
+    assert [layer.output_bytes for layer in profile.layers[:8]] == [(64 * WIDTH * 4, SIZE * WIDTH * 4)] * 8
+    assert len({layer.digest for layer in profile.layers}) == 4
+    assert torch.cuda.memory_allocated() <= before + (64 << 20)  # a library's workspace may stay
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_composed_memory_is_the_allocators(recompute: Recompute, micro_batches: int) -> None:
+    """A stage's predicted peak lies within -1 % and +5 % of `max_memory_allocated` over a real step."""
+    offered = loaded()
+    profile = profile_model(offered, ProfileOptions(micro_batch_sizes=(SIZE,), device="cuda", repeats=2))
+    model = offered.build().to(CUDA)
+    modules = [layer.module for layer in chain_of(model).layers]
+    optimizer = offered.build_optimizer(model.parameters())
+    batch: Batch = offered.example_batch(SIZE * micro_batches)
+
+    def forward(inputs: Tensor) -> Tensor:
+        return offered.loss_fn(run_layers(modules, inputs), None)
+
+    def step() -> None:
+        inputs = to_device(batch.inputs, CUDA)
+        losses = []
+        for piece in inputs.split(SIZE):
+            if recompute == "always":
+                losses.append(torch.utils.checkpoint.checkpoint(forward, piece, use_reentrant=False))
+            else:
+                losses.append(forward(piece))
+        while losses:
+            losses.pop(0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    memory = stage_memory(
+        costs_at(profile, SIZE),
+        0,
+        len(modules),
+        micro_batches=micro_batches,
+        in_flight=micro_batches,
+        recompute=recompute,
+    )
+    truth = memory.parameters + memory.optimizer + memory.buffers + CudaMeter(CUDA).measure(step).peak_bytes
+    assert -0.01 <= memory.total / truth - 1 <= 0.05, (memory, truth)
