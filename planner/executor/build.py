@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from planner.core.errors import ModelError
-from planner.executor.own_stage import BuildError, build_only
+from planner.executor.own_stage import BuildError, build_only, emptied
 from planner.model.chain import Chain, Layer, chain_of
 from planner.model.load import LoadedModel
 
@@ -15,19 +16,19 @@ __all__ = ["build_layers", "build_structure"]
 
 
 def build_structure(loaded: LoadedModel) -> Chain:
-    """The whole chain on the meta device: names and shapes, no memory.
+    """The whole chain on the meta device: names and shapes, no memory (while it is built, where that needs values).
 
     Raises:
-        ModelError: The model cannot be built there.
+        ModelError: The model cannot be built.
     """
     try:
         with torch.device("meta"):
             model = loaded.build()
-    except NotImplementedError as error:
-        raise ModelError(f"the model cannot be built on the meta device: {error}") from error
+    except Exception:  # construction that depends on values; an error of the user's comes again
+        model = loaded.build()
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
-        # A finished model (or tensors made elsewhere): leave the user's own as they are.
-        model = copy.deepcopy(model).to("meta")
+        # A copy in which every tensor is replaced: a finished model stays as it is, and what is tied stays tied.
+        model = copy.deepcopy(model, {id(tensor): emptied(tensor) for tensor in _all_tensors(model)})
     return chain_of(model)
 
 
@@ -60,4 +61,11 @@ def _select(model: nn.Module, names: Sequence[str]) -> list[Layer]:
 
 
 def _all_tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    """Parameters, buffers, and tensors that are plain attributes, also in lists and dicts."""
+    plain = [vars(part) for part in module.modules()]
+    attributes = [value for held in plain for name, value in held.items() if name not in _HELD_BY_TORCH]
+    loose = [leaf for leaf in tree_flatten(attributes)[0] if isinstance(leaf, Tensor)]
+    return [*module.parameters(), *module.buffers(), *loose]
+
+
+_HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")

@@ -1,11 +1,13 @@
 """Builds a model of which only some tensors exist, with exactly the values they have when the whole model is built.
 
 Initial values come from a random generator that every layer advances in turn, so a rank cannot just build its own
-layers. The model is therefore built twice on the meta device, where tensors have no memory. The first time every
+layers. The model is therefore built twice with fake tensors, which have a shape and no memory. The first time every
 operator is written down with the storages it reads and writes. What the wanted tensors depend on (backward slice) is
-then known, and the second time those operators run for real; every other operator stays on the meta device, and if it
-draws random numbers it draws them into a scratch tensor, which is dropped at once. Peak memory: the wanted tensors
-and the largest single tensor.
+then known, and the second time those operators run for real; every other operator stays fake, and if it draws random
+numbers it draws them into a scratch tensor, which is dropped at once. Peak memory: the wanted tensors, what they are
+made from, and the largest single tensor.
+
+Fake tensors, not the meta device: `nn.init` skips meta tensors, random draws and all.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,14 +15,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-__all__ = ["BuildError", "build_only"]
+__all__ = ["BuildError", "build_only", "emptied"]
 
+_UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
+"""These copy no value, and are called or not depending on who else holds the tensor and whether it is fake."""
 
-_UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-"""Copies no value, and `nn.Parameter` calls it or not, depending on who else holds the tensor."""
+_DRAWS_BY_SHAPE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("uniform", "uniform_", "normal", "normal_", "random_", "bernoulli", "bernoulli_", "exponential_"),
+        *("log_normal_", "cauchy_", "geometric_", "rand", "rand_like", "randn", "randn_like", "randint"),
+        *("randint_like", "randperm", "native_dropout"),
+    )
+)
+"""Random operators that take as many numbers from the generator as the shape says, whatever the values."""
 
 
 class BuildError(Exception):
@@ -38,7 +50,8 @@ def build_only(
         seed: Of torch's generator.
 
     Raises:
-        BuildError: The model's construction depends on values, differs from time to time, or needs real devices.
+        BuildError: The model's construction depends on values, differs from time to time, or draws random numbers in
+            a way that cannot be followed without them.
     """
     notes = _Notes()
     try:
@@ -52,9 +65,18 @@ def build_only(
         raise
     except Exception as error:
         raise BuildError(f"{type(error).__name__}: {error}") from error
-    if any(tensor.is_meta for tensor in wanted(model)):
+    if replay.number != len(notes.names) or any(_is_empty(tensor) for tensor in wanted(model)):
         raise BuildError("some tensors are made in a way that cannot be followed")
+    _empty_all_but(model, {_key(tensor) for tensor in wanted(model)})
     return model
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """The same tensor on the meta device."""
+    shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(shape, requires_grad=tensor.requires_grad)
+    return shape.requires_grad_(tensor.requires_grad)
 
 
 class _Notes(TorchDispatchMode):
@@ -62,13 +84,14 @@ class _Notes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: list[str] = []
         self._touched: list[set[int]] = []
         self._writers: dict[int, list[int]] = {}
         self._alive: list[Tensor] = []  # a storage's address means something only while it lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = _on_meta(func, args, kwargs or {})
+        result = _without_memory(self.fake, func, args, kwargs or {})
         if func in _UNNUMBERED:
             return result
         given, made = _tensors((args, kwargs)), _tensors(result)
@@ -96,39 +119,47 @@ class _Notes(TorchDispatchMode):
 
 
 class _Replay(TorchDispatchMode):
-    """Runs the needed operators on the CPU and the others on the meta device, drawing every random number."""
+    """Runs the needed operators for real and the others fake, drawing every random number."""
 
     def __init__(self, notes: _Notes, needed: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._names = notes.names
         self._needed = needed
-        self._number = 0
+        self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _UNNUMBERED:
-            return func(*args, **(kwargs or {}))
-        number, self._number = self._number, self._number + 1
+            return func(*args, **kwargs)
+        number, self.number = self.number, self.number + 1
         if number >= len(self._names) or self._names[number] != str(func):
             raise BuildError(f"the model is not built the same way twice ({func})")
         if number in self._needed:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            func(*tree_map_only(Tensor, _scratch, args), **tree_map_only(Tensor, _scratch, kwargs or {}))
-        return _on_meta(func, args, kwargs or {})
+            if func._schema.name not in _DRAWS_BY_SHAPE:
+                raise BuildError(f"how many random numbers {func} draws depends on values")
+            func(*tree_map_only(Tensor, _scratch, args), **tree_map_only(Tensor, _scratch, kwargs))
+        return _without_memory(self._fake, func, args, kwargs)
 
 
-def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs an operator without memory, unless all it works on is there already (numbers written in the user's code)."""
+def _without_memory(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs an operator fake, unless all it works on is there already (numbers written in the user's code)."""
     given = _tensors((args, kwargs))
-    if given and not any(tensor.is_meta for tensor in given):
+    if given and not any(_is_empty(tensor) for tensor in given):
         return func(*args, **kwargs)
-    if any(argument.name == "device" for argument in func._schema.arguments):
-        kwargs = {**kwargs, "device": torch.device("meta")}
-    return func(*_to_meta(args), **_to_meta(kwargs))
+    with fake:
+        return func(*args, **kwargs)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    # A parameter made of a fake tensor is one too, but says so only behind its back.
+    return tensor.is_meta or isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor)
 
 
 def _key(tensor: Tensor) -> int:
@@ -141,8 +172,16 @@ def _writes(func: Any) -> bool:
 
 
 def _scratch(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
+    if not _is_empty(tensor):
+        return tensor.clone()
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
 
-def _to_meta(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), value)
+def _empty_all_but(model: nn.Module, kept: set[int]) -> None:
+    """Puts every parameter and buffer whose storage is not in `kept` on the meta device; ties stay."""
+    replaced: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and (_is_empty(tensor) or _key(tensor) not in kept):
+                    held[name] = replaced.setdefault(id(tensor), emptied(tensor))  # type: ignore[assignment]

@@ -29,10 +29,14 @@ from planner.model.chain import chain_digest, tied_parameters
 from planner.model.load import Batch, LoadedModel, load_model, to_device
 from planner.model.machine import cpu_name, keep_freed_memory
 
-__all__ = ["Pipeline"]
+__all__ = ["OneRankError", "Pipeline"]
 
 _TIMEOUT = timedelta(minutes=10)
 """A stage that hears nothing for so long takes its neighbours for dead."""
+
+
+class OneRankError(UsageError):
+    """A mistake that this rank alone can see, so that it must be told by this rank."""
 
 
 class Pipeline:
@@ -61,11 +65,17 @@ class Pipeline:
         torch.set_num_threads(self.balance.threads)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._recorder = Recorder(self.device)
-        self.model = _load(self.balance, Path(balance_path).parent)
-        self._join()
-        self._module, self._engine = self._build()
         self.losses: list[float] = []
+        self._joined = False
+        self._recorder = Recorder(self.device)
+        try:
+            torch.manual_seed(seed)  # a model that is made while its file is imported starts from it, too
+            self.model = _load(self.balance, Path(balance_path).parent)
+            self._join()
+            self._module, self._engine = self._build()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def is_first(self) -> bool:
@@ -275,7 +285,7 @@ def _device(name: str) -> torch.device:
         return torch.device(name)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.device_count() <= local:
-        raise UsageError(
+        raise OneRankError(
             f"the plan is for CUDA, and this machine has {torch.cuda.device_count()} CUDA devices for rank {local}",
             hint="run on the machine it was planned for, or pass `--device cpu` to try it out",
         )

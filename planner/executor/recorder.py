@@ -72,8 +72,9 @@ class Recorder:
         return statistics.median(times) if times else 0.0
 
     def close(self) -> None:
-        """Stops recording, if the run was too short to have stopped by itself."""
-        self._stop_recording()
+        """Stops recording; a run too short to reach the step whose memory is read has the peak of all it did."""
+        if self._recording is not None:
+            self._end_memory()
 
     # Private methods
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from planner.core.errors import ExitCode, PlannerError
 from planner.core.units import format_bytes, format_us
-from planner.executor.pipeline import Pipeline
+from planner.executor.pipeline import OneRankError, Pipeline
 from planner.files import write
 
 __all__ = ["Arguments", "arguments", "pipeline_script", "progress"]
@@ -56,8 +56,8 @@ def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipe
                 write(given.report, report)
                 print(f"wrote {given.report}", flush=True)
     except PlannerError as error:
-        # Every rank finds the same mistake; one message is enough.
-        if int(os.environ.get("RANK", "0")) == 0:
+        # Nearly always every rank finds the same mistake: one message is enough.
+        if isinstance(error, OneRankError) or int(os.environ.get("RANK", "0")) == 0:
             hint = f"\n\nhint: {error.hint}" if error.hint else ""
             print(f"error: {error}{hint}", file=sys.stderr, flush=True)
         sys.exit(ExitCode.ERROR)

@@ -150,7 +150,7 @@ def test_a_broken_file_is_named(
     ("name", "spoil", "key", "told"),
     [
         ("profile.yaml", _replace(r"saved_bytes: \[\d+", "saved_bytes: [-5"), "layers[0].saved_bytes[0]", "-5"),
-        ("profile.yaml", _replace(r"parameter_bytes: \d+", "parameter_bytes: -1"), "layers[0].parameter_bytes", "-1"),
+        ("profile.yaml", _replace(r"buffer_bytes: \d+", "buffer_bytes: -1"), "layers[0].buffer_bytes", "-1"),
         ("profile.yaml", _replace(r"forward_us: \[[\d.]+", "forward_us: [NaN"), "layers[0].forward_us[0]", "NaN"),
         ("profile.yaml", _replace(r"forward_us: \[[\d.]+", "forward_us: [.nan"), "layers[0].forward_us[0]", ".nan"),
         ("profile.yaml", _replace(r"forward_us: \[[\d.]+", "forward_us: [1e999"), "layers[0].forward_us[0]", "1e999"),

@@ -33,6 +33,7 @@ def here(tmp_path: Path) -> Path:
     """A folder with a profile and a plan; no model was run for them."""
     profile = replace(random_profile(1, 6), model=Model(source="model.py:build_model"))
     files.write(str(tmp_path / "profile.yaml"), profile)
+    profile = files.read_profile(str(tmp_path / "profile.yaml"))
     inputs = Inputs(
         profile=ProfileReference(path="profile.yaml", digest=files.digest_of(profile)),
         devices=2,

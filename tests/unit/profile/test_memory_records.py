@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.core.costs import costs_at
 from planner.core.profile import BoundaryTensor
 from tests.support.measure import loaded_model, memory_of, profile_of_model
 
@@ -266,6 +267,16 @@ def test_a_buffer_passed_along_is_not_held_per_micro_batch() -> None:
     assert profile.layers[1].buffer_bytes == 4 * N
     # The product keeps the table alone, for the gradient of the other factor; the sine keeps its input.
     assert profile.layers[1].saved_bytes[0] == profile.layers[1].detail[0].internal_bytes
+
+
+@pytest.mark.parametrize(
+    ("layer", "crossing"), [(Halves, ROW), (Same, 2 * ROW), (WithTable, ROW + 4 * N), (WithInput, 2 * ROW)]
+)
+def test_what_is_sent_is_counted_as_received(layer: type[nn.Module], crossing: int) -> None:
+    """A stage behind the boundary has a buffer for every tensor that is sent: they share nothing there."""
+    model = nn.Sequential(nn.Linear(N, N), layer(), Joined())
+    costs = costs_at(profile_of_model(loaded_model(model, N), sizes=(B,)), B)
+    assert costs.input[2] == crossing
 
 
 def test_a_layer_behind_a_table_of_numbers() -> None:
