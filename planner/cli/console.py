@@ -4,11 +4,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from planner.core.errors import FileError, PlannerError
 from planner.show import Style, style_for
 
-__all__ = ["Console", "style_for_stdout"]
+__all__ = ["Console", "forget", "style_for_stdout"]
 
 
 class Console:
@@ -27,8 +28,7 @@ class Console:
             sys.stdout.write(text if text.endswith("\n") else text + "\n")
             sys.stdout.flush()
         except BrokenPipeError:
-            # Python would complain again when it flushes stdout at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            forget(sys.stdout)
 
     def note(self, text: str) -> None:
         """Something to know; left out with `--quiet`."""
@@ -49,7 +49,10 @@ class Console:
         self._say(f"{_placed(error) if isinstance(error, FileError) else f'error: {error.message}'}{hint}")
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            forget(sys.stderr)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
@@ -70,6 +73,11 @@ class Console:
         with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
             task = bar.add_task("", what=what, item="", total=None)
             yield lambda item, done, total: bar.update(task, item=item, completed=done, total=total)
+
+
+def forget(stream: TextIO) -> None:
+    """Sends what is left for a stream whose reader went away to nowhere: Python would complain of it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def style_for_stdout() -> Style:

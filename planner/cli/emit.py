@@ -9,7 +9,7 @@ from planner import files
 from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
 from planner.cli.plans import profile_for, profile_path
-from planner.core.errors import FileError
+from planner.core.errors import FileError, StaleError
 from planner.core.verdict import judge
 from planner.emit import emit_native, is_edited
 
@@ -32,12 +32,12 @@ def emit(
     verdict = judge(read, measured, profile_digest=files.digest_of(measured))
     for finding in verdict.findings:
         if finding.code in ("GP201", "GP202"):
-            raise FileError(finding.message, path=plan, hint=finding.hint)
+            raise StaleError(finding.message, path=plan, hint=finding.hint)
         console.warning(f"{finding.code}: {finding.message}")
     profile_folder = str(Path(profile_path(read, plan, profile)).parent)
     emitted = emit_native(verdict.plan or read, measured, folder=output, profile_folder=profile_folder)
     script = Path(output, "train.py")
-    if script.exists() and not force and is_edited(script):
+    if not force and is_edited(script):
         raise FileError("was edited since it was emitted", path=str(script), hint="keep it, or pass `--force`")
     files.write_text(str(Path(output, "balance.yaml")), emitted.balance)
     files.write_text(str(script), emitted.script)

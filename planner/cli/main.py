@@ -1,5 +1,6 @@
 """`gpipe-plan`: the commands put together, and every way to end mapped to its exit code."""
 
+import io
 import sys
 import traceback
 from importlib import metadata
@@ -10,7 +11,7 @@ from typer.exceptions import TyperException
 
 from planner import __version__
 from planner.cli import check, emit, profile, schema, show, solve
-from planner.cli.console import Console
+from planner.cli.console import Console, forget
 from planner.core.errors import ExitCode, PlannerError
 
 __all__ = ["app", "main", "run"]
@@ -29,7 +30,6 @@ _HELP = """Plan pipeline-parallel training: where to cut a model into stages, an
 app = typer.Typer(
     name="gpipe-plan",
     help=_HELP,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -63,6 +63,11 @@ def _options(
 def run(arguments: list[str]) -> int:
     """Runs one command line and says its exit code; prints errors to stderr, never a traceback without `--debug`."""
     console = Console(quiet=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
+    if not arguments:
+        arguments = ["--help"]
     try:
         code = app(arguments, prog_name="gpipe-plan", standalone_mode=False)
     except PlannerError as error:
@@ -73,6 +78,10 @@ def run(arguments: list[str]) -> int:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         console.error(PlannerError(_plain(message), hint="see `gpipe-plan --help`"))
         code = ExitCode.ERROR
+    except (SystemExit, BrokenPipeError):
+        # typer leaves this way when the reader of its help went away: the answer was given all the same.
+        forget(sys.stdout)
+        code = ExitCode.OK
     except (KeyboardInterrupt, typer.Abort):
         code = ExitCode.INTERRUPTED
     except Exception as error:

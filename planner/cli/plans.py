@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from planner.core.costs import costs_at
+from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, timeline
 from planner.core.plan import Plan
 from planner.core.planning import cluster_of
@@ -25,6 +26,8 @@ def profile_path(plan: Plan, plan_path: str, override: str | None) -> str:
     """Where the plan's profile stands."""
     if override is not None:
         return override
+    if plan.inputs.profile.path == "-":
+        raise UsageError("the plan's profile came from standard input", hint="say where it is: `--profile FILE`")
     folder = "" if plan_path == "-" else str(Path(plan_path).parent)
     return os.path.normpath(Path(folder, plan.inputs.profile.path))
 

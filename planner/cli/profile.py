@@ -1,6 +1,8 @@
 """`gpipe-plan profile`: measure every layer of a model."""
 
+import contextlib
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -57,21 +59,25 @@ def profile(
     from planner.profile import ProfileOptions, profile_model  # noqa: PLC0415
     from planner.show import profile_text  # noqa: PLC0415
 
-    loaded = load_model(model, settings=_pairs(settings or []), inputs=inputs or [], optimizer=optimizer)
-    for note in loaded.notes:
-        console.note(f"note: {note}")
     options = ProfileOptions(micro_batch_sizes=sizes, device=device, threads=threads, repeats=repeat)
-    with console.progress(f"profiling {model}") as progress:
-        measured = profile_model(loaded, options, progress)
-    if measured.device.kind == "cpu":
-        measured = replace(measured, device=replace(measured.device, executor=_executor(console)))
+    # What the user's code prints is not our answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        loaded = load_model(model, settings=_pairs(settings or []), inputs=inputs or [], optimizer=optimizer)
+        for note in loaded.notes:
+            console.note(f"note: {note}")
+        with console.progress(f"profiling {model}") as progress:
+            measured = profile_model(loaded, options, progress)
+        if measured.device.kind == "cpu":
+            measured = replace(measured, device=replace(measured.device, executor=_executor(console)))
     measured = replace(measured, model=replace(measured.model, source=_relative(measured.model.source, output)))
-    files.write(output, measured, header=_HEADER.format(model=model))
-    if output != "-":
-        console.result(files.dump(measured, as_json=True) if as_json else profile_text(measured, style_for_stdout()))
-        console.note(f"wrote {output}")
-        target = "" if output == "profile.yaml" else f" {output}"
-        console.next(f"gpipe-plan solve{target} --devices 2 --mem 8GB")
+    header = _HEADER.format(model=model)
+    if output == "-":
+        console.result(files.dump(measured, as_json=as_json, header=header))
+        return
+    files.write(output, measured, header=header)
+    console.result(files.dump(measured, as_json=True) if as_json else profile_text(measured, style_for_stdout()))
+    console.note(f"wrote {output}")
+    console.next(f"gpipe-plan solve{'' if output == 'profile.yaml' else f' {output}'} --devices 2 --mem 8GB")
 
 
 _HEADER = (
@@ -86,7 +92,7 @@ def _executor(console: Console) -> ExecutorCost | None:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan")
     try:
         return executor_cost(folder / "executor.json")
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the profile that was just measured is worth more
         console.warning(f"two processes could not be run, so links are taken to cost nothing: {error}")
         return None
 

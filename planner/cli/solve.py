@@ -62,7 +62,7 @@ def solve(
     if devices < 1:
         raise UsageError(f"`--devices {devices}`: at least 1 device is needed")
     cuts = integers("--balance", balance) if balance is not None else None
-    fixed = None if micro_batches == "auto" else integers("--micro-batches", micro_batches)[0]
+    fixed = None if micro_batches == "auto" else _one("--micro-batches", micro_batches)
     share = parse_share(headroom)
     given_link = link(link_) if link_ is not None else None
     given_overhead_us = parse_us(overhead) if overhead is not None else None
@@ -82,9 +82,10 @@ def solve(
         extrapolate=extrapolate,
     )
     plan = solve_plan(read, Request(inputs=inputs, micro_batches=fixed, balance=cuts))
-    files.write(output, plan, header=_HEADER)
     if output == "-":
+        console.result(files.dump(plan, as_json=as_json, header=_HEADER))
         return
+    files.write(output, plan, header=_HEADER)
     text = files.dump(plan, as_json=True) if as_json else plan_text(plan, events_of(plan, read), style_for_stdout())
     console.result(text)
     _notes(console, plan.inputs, read, extrapolated=extrapolate)
@@ -115,6 +116,13 @@ def _batch(batch: int | None, profile: Profile, console: Console) -> int:
     if batch < 1:
         raise UsageError(f"`--batch {batch}`: at least 1 sample is needed")
     return batch
+
+
+def _one(option: str, text: str) -> int:
+    numbers = integers(option, text)
+    if len(numbers) > 1:
+        raise UsageError(f"expected one number, got `{option} {text}`")
+    return numbers[0]
 
 
 def _policy(text: str) -> RecomputePolicy:

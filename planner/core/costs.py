@@ -219,9 +219,10 @@ def _exact_memory(layers: Sequence[LayerProfile], details: Sequence[MemoryDetail
     # The input that nobody keeps is still alive while its layer runs; the model's own input is counted elsewhere.
     input_alive = [0.0, *unkept[:-1]]
     gradients = np.concatenate([[0.0], np.cumsum([_gradient_bytes(layer) for layer in layers])])
-    boundaries = [sum(t.bytes for t in d.inputs) for d in details[:1]] + [
-        storages.bytes_behind(n) for n in range(len(layers))
-    ]
+    # A boundary is crossed tensor by tensor, also where several lie in one storage.
+    received = [sum(t.bytes for t in d.inputs) for d in details]
+    behind = [storages.bytes_behind(n) for n in range(len(layers))]
+    boundaries = [received[0], *(max(pair) for pair in zip(behind, received[1:], strict=False)), behind[-1]]
     return [
         [float(size) for size in boundaries[:-1]],
         [float(size) for size in boundaries[1:]],

@@ -3,6 +3,7 @@
     PlannerError            exit 2: no answer
     ├── UsageError          an option or argument is wrong
     ├── FileError           a file is missing, unreadable or invalid (carries path and line)
+    │   └── StaleError      exit 1: it was made from something that has changed since
     ├── ModelError          the user's model could not be loaded, cut, or run
     ├── MeasurementError    a layer could not be measured
     └── InfeasibleError     exit 1: the question was answered, and the answer is no plan
@@ -19,6 +20,7 @@ __all__ = [
     "MeasurementError",
     "ModelError",
     "PlannerError",
+    "StaleError",
     "UsageError",
 ]
 
@@ -71,6 +73,12 @@ class FileError(PlannerError):
         super().__init__(f"{place}: {message}", hint=hint)
         self.path = path
         self.line = line
+
+
+class StaleError(FileError):
+    """A file was made from another one, which has changed since: the answer is no, make it anew."""
+
+    exit_code = ExitCode.NO
 
 
 class ModelError(PlannerError):

@@ -57,7 +57,14 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
 
 def is_edited(script: Path) -> bool:
     """Whether a script at this path is not, or no longer, as it was emitted."""
-    body, _, signature = script.read_text(encoding="utf-8").rpartition(_SIGNATURE)
+    try:
+        if not script.is_file():
+            return False
+        body, _, signature = script.read_text(encoding="utf-8").rpartition(_SIGNATURE)
+    except UnicodeDecodeError:
+        return True
+    except OSError:
+        return False  # nothing that could be lost; writing will say what is wrong
     return signature.strip() != _digest(body)
 
 
@@ -108,19 +115,19 @@ def _script(plan: Plan, balance: Balance, folder: str) -> str:
     template = resources.files(__package__).joinpath("train_template.py.txt").read_text(encoding="utf-8")
     num_stages = len(plan.stages)
     prediction = (
-        f"{format_us(plan.predicted.step_us)} per step, {plan.predicted.samples_per_s:.3g} samples/s, "
+        f"{format_us(plan.predicted.step_us)} per step, {_three_digits(plan.predicted.samples_per_s)} samples/s, "
         f"bubble {plan.predicted.bubble:.0%}, on {plan.inputs.profile.path}'s device"
     )
     return template.format(
-        model=balance.model.source.rpartition(":")[0],
+        model=_in_docstring(balance.model.source.rpartition(":")[0]),
         stages=f"{num_stages} stage{'s' * (num_stages > 1)}",
         schedule="GPipe" if plan.schedule == "gpipe" else "1F1B",
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
         num_stages=num_stages,
-        script=Path(folder, "train.py").as_posix(),
+        script=_in_docstring(Path(folder, "train.py").as_posix()),
         table=_table(plan),
-        prediction=prediction,
+        prediction=_in_docstring(prediction),
         version=__version__,
         batch=plan.inputs.batch,
     )
@@ -128,9 +135,22 @@ def _script(plan: Plan, balance: Balance, folder: str) -> str:
 
 def _table(plan: Plan) -> str:
     lines = [
-        f"stage {s.index}: {s.layers} layers, {s.first} to {s.last}, recompute {s.recompute}, "
-        f"{format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
+        f"stage {s.index}: {s.layers} layers, {_in_docstring(s.first)} to {_in_docstring(s.last)}, "
+        f"recompute {s.recompute}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
         for s in plan.stages
     ]
     shown = lines if len(lines) <= 16 else [*lines[:15], f"… and {len(lines) - 15} more stages"]
     return "\n".join(f"    {line}" for line in shown)
+
+
+def _in_docstring(text: str) -> str:
+    """Names come from files: whatever they hold, it must neither end the docstring nor be an escape in it."""
+    return "".join(c if c.isprintable() and c not in '\\"' else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return '\\"' if character == '"' else character.encode("unicode_escape").decode()
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

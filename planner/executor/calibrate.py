@@ -10,6 +10,7 @@ and transfer t
 for forward and backward together; two message sizes tell latency and bandwidth apart. Smallest of several steps.
 """
 
+import contextlib
 import json
 import os
 import tempfile
@@ -42,12 +43,15 @@ _SMALL, _LARGE = 1024, 1024 * 1024  # float32 values that cross the boundary: 4 
 def executor_cost(cache: Path) -> ExecutorCost:
     """As `measure_executor`, from `cache` if this machine was measured before with this torch; else written there."""
     machine = {"cpu": cpu_name(), "torch": str(torch.__version__), "gpipe-plan": __version__}
-    known: Any = json.loads(cache.read_text()) if cache.exists() else {}
-    if known.get("machine") == machine:
-        return ExecutorCost(overhead_us=known["overhead_us"], link=Link(**known["link"]))
+    # A cache that cannot be read, or was spoilt, is only a cache.
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        known = json.loads(cache.read_text(encoding="utf-8"))
+        if known["machine"] == machine:
+            return ExecutorCost(overhead_us=float(known["overhead_us"]), link=Link(**known["link"]))
     cost = measure_executor()
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    cache.write_text(json.dumps({"machine": machine, **asdict(cost)}))
+    with contextlib.suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(json.dumps({"machine": machine, **asdict(cost)}), encoding="utf-8")
     return cost
 
 

@@ -96,19 +96,18 @@ def write_text(path: str, text: str) -> None:
         sys.stdout.write(text)
         return
     target = Path(path)
-    if target.is_dir():
-        raise FileError("is a directory, cannot write a file there", path=path)
     try:
         data = text.encode()
-    except UnicodeEncodeError as error:
-        raise FileError(f"cannot be written: {text[error.start]!r} is not a character", path=path) from None
-    try:
+        if target.is_dir():
+            raise FileError("is a directory, cannot write a file there", path=path)
         if target.is_symlink():
             target = target.resolve()
         if target.exists() and not target.is_file():
             target.write_bytes(data)  # a pipe or a device: there is nothing to replace
-            return
-        _replace(target, data)
+        else:
+            _replace(target, data)
+    except UnicodeEncodeError as error:
+        raise FileError(f"cannot be written: {text[error.start]!r} is not a character", path=path) from None
     except OSError as error:
         raise FileError(f"cannot be written: {error.strerror}", path=path) from None
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
 from planner.core.profile import Setting
@@ -55,6 +56,12 @@ def chain_of(model: nn.Module) -> Chain:
             hint="write its forward as an nn.Sequential of layers (tuples of tensors may pass between them)",
         )
     layers = tuple(_flatten(model, ""))
+    lazy = [layer.name for layer in layers if any(map(is_lazy, layer.module.parameters()))]
+    if lazy:
+        raise ModelError(
+            f'layer "{lazy[0]}" has parameters without a shape before the model has run (a lazy module)',
+            hint="give its size, or run the model once in `build_model`",
+        )
     if not layers:
         raise ModelError("the model is an empty nn.Sequential: there is nothing to plan")
     return Chain(layers)

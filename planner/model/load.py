@@ -77,23 +77,26 @@ def load_model(
         UsageError: A setting that the entry does not have or that is not of its type.
     """
     path, module, entry = _import(source)
-    entry_name, build, typed = _builder(path, module, entry, dict(settings or {}))
+    entry_name, build_model, typed = _builder(path, module, entry, dict(settings or {}))
     notes = []
     if not hasattr(module, "loss_fn"):
         notes.append(f"{path} has no `loss_fn(output, target)`: the mean of the output is trained")
     example = _example_batch(path, module, typed, tuple(inputs))
+    for name in ("loss_fn", "build_optimizer", "train_batches"):
+        if not callable(getattr(module, name, len)):
+            raise ModelError(f"{path}: `{name}` is a {type(getattr(module, name)).__name__}, not a function")
     own_optimizer = getattr(module, "build_optimizer", None) if optimizer is None else None
-    build_optimizer, optimizer_name = optimizer_builder(own_optimizer, optimizer or "adamw")
+    build, name_of_it = optimizer_builder(own_optimizer, optimizer or "adamw")
     return LoadedModel(
         source=f"{path}:{entry_name}",
         settings=typed,
         inputs=tuple(inputs),
-        build=build,
+        build=build_model,
         example_batch=example,
         loss_fn=getattr(module, "loss_fn", _mean_of_output),
-        build_optimizer=build_optimizer,
+        build_optimizer=_checked_optimizer(path, build),
         train_batches=getattr(module, "train_batches", None),
-        optimizer_name=optimizer_name,
+        optimizer_name=name_of_it,
         notes=tuple(notes),
     )
 
@@ -277,6 +280,19 @@ def _example_batch(
         return batch
 
     return example
+
+
+def _checked_optimizer(
+    path: str, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+    def checked(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        with user_code(path, "`build_optimizer(parameters)`"):
+            optimizer: Any = build(parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ModelError(f"{path}: `build_optimizer` returned {type(optimizer).__name__}, not an optimizer")
+        return optimizer
+
+    return checked
 
 
 def _mean_of_output(output: Any, _target: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
 from planner.model.chain import Chain
-from planner.model.load import Batch, LoadedModel, to_device
+from planner.model.load import Batch, LoadedModel, to_device, user_code
 
 __all__ = ["Unit", "UnitInput", "trace_units"]
 
@@ -81,7 +81,7 @@ def trace_units(
             with tracer, saved_tensors_hooks(tracer.saved, _as_it_was):
                 value = _call(layer.name, layer.module, value, size)
                 if last:
-                    _check_loss(loaded.loss_fn(value, batch.targets))
+                    _check_loss(loaded, value, batch.targets)
             if n == 0:
                 digests.append(_digest(tracer.trace, given, last=last))
             inputs.setdefault((digests[index], size), given)
@@ -101,7 +101,7 @@ def _batch(loaded: LoadedModel, size: int, device: torch.device) -> Batch:
 def _call(name: str, module: nn.Module, value: Any, size: int) -> Any:
     try:
         return module(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         shapes = ", ".join(_shape(leaf) for leaf in tree_flatten(value)[0])
         raise ModelError(
             f'layer "{name}" ({type(module).__name__}) raised {type(error).__name__} on {shapes}, '
@@ -110,7 +110,9 @@ def _call(name: str, module: nn.Module, value: Any, size: int) -> Any:
         ) from error
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loaded: LoadedModel, output: Any, targets: Any) -> None:
+    with user_code(loaded.source.rpartition(":")[0], "`loss_fn(output, target)`"):
+        loss: Any = loaded.loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"`loss_fn` returned {shape}, expected a scalar tensor", hint="return the mean over samples")

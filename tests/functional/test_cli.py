@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.multiprocessing.spawn import ProcessException
 
+import planner.executor
 from planner import files
 from planner.cli.main import run
 from planner.core.errors import ExitCode
@@ -335,6 +337,22 @@ def test_an_in_place_layer_is_profiled(empty: Path, capsys: Capsys) -> None:
     write_model(empty, MODEL.replace("nn.ReLU()", "nn.ReLU(inplace=True)"))
     done = call(capsys, "profile", "model.py", *FAST)
     assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError, ProcessException])
+def test_a_profile_survives_a_failed_calibration(
+    empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Minutes of measuring are not lost because two processes could not be started: a warning, and the file."""
+
+    def fail(*_: object) -> None:
+        raise ProcessException("exploded", 1, 2) if error is ProcessException else error("exploded")
+
+    monkeypatch.setattr(planner.executor, "executor_cost", fail)
+    done = call(capsys, "profile", "model.py", *FAST)
+    assert done.code == 0, done.err
+    assert re.search(r"^warning: .*exploded", done.err, re.MULTILINE)
+    assert (empty / "profile.yaml").exists()
 
 
 def test_layer_names_are_shown_as_they_are(empty: Path, capsys: Capsys) -> None:

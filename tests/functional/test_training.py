@@ -15,7 +15,7 @@ SMALL = (("layers", 2), ("width", 32), ("feed_forward", 64), ("heads", 2), ("voc
 
 
 def test_loss_and_gradients_equal_the_unpipelined_model(tmp_path: Path) -> None:
-    """For both models of the GPipe paper, with each recomputation, M = 1, 2, 4, 8; exact against the same micro-batches."""
+    """Both models of the GPipe paper, each recomputation, M = 1, 2, 4, 8; exact against the same micro-batches."""
     cases = [
         Case(model=model, balance=balance, settings=settings, recompute=recompute, micro_batches=m)
         for model, balance, settings in ((TRANSFORMER, (2, 2), SMALL), (AMOEBANET, (5, 7), ()))

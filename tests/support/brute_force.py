@@ -1,7 +1,7 @@
 """The oracle: every partition of a small chain, judged by the cost model's own evaluation and by the simulator."""
 
 from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 from planner.core.costs import costs_at, covers
 from planner.core.evaluate import Partition, stages_of, step_us
@@ -17,7 +17,7 @@ def partitions(num_layers: int, max_stages: int) -> Iterator[tuple[int, ...]]:
     for num_stages in range(1, max_stages + 1):
         for cuts in combinations(range(1, num_layers), num_stages - 1):
             bounds = (0, *cuts, num_layers)
-            yield tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+            yield tuple(b - a for a, b in pairwise(bounds))
 
 
 def best_step_us(profile: Profile, inputs: Inputs, micro_batches: int | None = None) -> float | None:

@@ -1,14 +1,14 @@
 """A chain with everything that is awkward at a boundary.
 
-In-place first layers, views, a pair with an integer tensor and a constant, a tensor that is passed on untouched, one that
-nobody reads, tied weights, dropout, a layer without parameters.
+In-place first layers, views, a pair with an integer tensor and a constant, a tensor that is passed on untouched, one
+that nobody reads, tied weights, dropout, a layer without parameters.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class Embed(nn.Module):
@@ -75,7 +75,7 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(b, 8, 32)."""
-        return F.linear(hidden, self.weight)
+        return functional.linear(hidden, self.weight)
 
 
 def build_model(dropout: float = 0.0) -> nn.Module:
@@ -100,7 +100,7 @@ def example_batch(batch_size: int) -> tuple[Tensor, Tensor]:
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     """Cross entropy, mean over tokens."""
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:

@@ -66,7 +66,7 @@ def example_batch(name: str, batch_size: int, settings: dict[str, int]) -> tuple
 def versions(crossing: Tensor | tuple[Tensor, ...]) -> list[int]:
     """Return the counters that autograd raises whenever a tensor is written in place."""
     tensors = crossing if isinstance(crossing, tuple) else (crossing,)
-    return [tensor._version for tensor in tensors]  # noqa: SLF001 - there is no public name for it
+    return [tensor._version for tensor in tensors]
 
 
 # Parameter counts and layers of the papers

@@ -1,0 +1,88 @@
+"""The executor's own cost is measured once per machine, and a spoilt or unwritable cache does no harm."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.core.cluster import ExecutorCost, Link
+from planner.executor import calibrate
+from planner.executor.calibrate import executor_cost, measure_executor
+
+COST = ExecutorCost(overhead_us=12.5, link=Link(latency_us=3.0, bytes_per_s=1e9, blocking=True))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every time that processes would have been started."""
+    calls: list[int] = []
+
+    def measure() -> ExecutorCost:
+        calls.append(1)
+        return COST
+
+    monkeypatch.setattr(calibrate, "measure_executor", measure)
+    return calls
+
+
+def test_it_is_measured_once(tmp_path: Path, measured: list[int]) -> None:
+    """Then remembered, in a folder that is made for it."""
+    cache = tmp_path / "made" / "here" / "executor.json"
+    assert [executor_cost(cache) for _ in range(3)] == [COST] * 3
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("key", ["cpu", "torch", "gpipe-plan"])
+def test_another_machine_or_version_is_measured_anew(tmp_path: Path, measured: list[int], key: str) -> None:
+    """A home folder may be shared by unlike machines; torch may be upgraded."""
+    cache = tmp_path / "executor.json"
+    executor_cost(cache)
+    known = json.loads(cache.read_text())
+    known["machine"][key] = "another"
+    known["overhead_us"] = 99.0
+    cache.write_text(json.dumps(known))
+    assert executor_cost(cache) == COST
+    assert len(measured) == 2
+    assert executor_cost(cache) == COST
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda text: text[: len(text) // 2], id="truncated"),
+        pytest.param(lambda _: "", id="empty"),
+        pytest.param(lambda _: "[]", id="a list"),
+        pytest.param(lambda _: "null", id="null"),
+        pytest.param(lambda text: text.replace("overhead_us", "overhead"), id="key missing"),
+        pytest.param(lambda text: text.replace("latency_us", "latency"), id="key of the link unknown"),
+    ],
+)
+def test_a_spoilt_cache_is_written_anew(tmp_path: Path, measured: list[int], change: object) -> None:
+    """As another version, or a power cut, may leave it: it is no reason to plan without links."""
+    cache = tmp_path / "executor.json"
+    executor_cost(cache)
+    spoilt = change(cache.read_text())  # type: ignore[operator]
+    cache.write_text(spoilt)
+    assert executor_cost(cache) == COST
+    assert len(measured) == 2
+    assert cache.read_text() != spoilt
+    assert executor_cost(cache) == COST
+    assert len(measured) == 2
+
+
+def test_a_cache_that_cannot_be_written_loses_nothing(tmp_path: Path, measured: list[int]) -> None:
+    """What was measured is used all the same (a home folder in a container may be read-only)."""
+    (tmp_path / "file").write_text("not a folder\n")
+    assert executor_cost(tmp_path / "file" / "executor.json") == COST
+    assert len(measured) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_cost_something() -> None:
+    """On this machine: positive and finite; over gloo the link keeps the receiving stage busy."""
+    cost = measure_executor()
+    assert 0 < cost.overhead_us < float("inf")
+    assert cost.link.latency_us >= 0
+    assert 0 < cost.link.bytes_per_s < float("inf")
+    assert cost.link.blocking
