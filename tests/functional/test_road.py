@@ -1,0 +1,33 @@
+"""The whole road on a sample model, as a newcomer types it: profile, solve, emit, torchrun, predicted beside measured."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.cli.main import run
+from planner.files import read_plan, read_run
+from tests.support.training import ROOT, torchrun
+
+pytestmark = pytest.mark.slow
+
+SMALL = ["layers=4", "width=64", "feed_forward=256", "heads=4", "vocabulary=256", "tokens=32"]
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_the_prediction_of_memory_comes_true_and_the_loss_falls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: str
+) -> None:
+    """Peak memory of both stages within -1 % / +5 % of the prediction, by the allocator's own events."""
+    monkeypatch.chdir(tmp_path)
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    assert run(["profile", str(ROOT / "sample_models/transformer_lm.py"), "--repeat", "2", *settings]) == 0
+    assert run(["solve", "--devices", "2", "--mem", "2GB", "--balance", "3,3", "--recompute", recompute]) == 0
+    assert run(["emit"]) == 0
+    assert run(["check"]) == 0
+    torchrun(2, ["train.py", "--steps", "30", "--report", "run.json"], tmp_path)
+    plan, report = read_plan("plan.yaml"), read_run("run.json")
+    for predicted, measured in zip(plan.stages, report.stages, strict=True):
+        assert 0.99 <= predicted.memory.total / measured.peak_bytes <= 1.05
+    assert sum(report.losses[-5:]) < sum(report.losses[:5])
+    assert len(report.step_us) == 30
+    assert run(["show", "run.json"]) == 0
