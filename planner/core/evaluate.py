@@ -13,9 +13,18 @@ from planner.core.memory import stage_memory
 from planner.core.plan import Plan, Predicted, Recompute, Schedule, Stage
 from planner.core.schedule import actions_of, num_in_flight
 from planner.core.simulate import Event, StageTimes, simulate
-from planner.core.step_time import gpipe_step
+from planner.core.step_time import gpipe_step, optimizer_tail_us
 
-__all__ = ["Partition", "check_partition", "predict", "stage_times", "stages_of", "step_us", "timeline"]
+__all__ = [
+    "Partition",
+    "check_partition",
+    "optimizer_us",
+    "predict",
+    "stage_times",
+    "stages_of",
+    "step_us",
+    "timeline",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +100,19 @@ def timeline(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple
     return simulate(actions, stage_times(costs, partition, cluster))
 
 
+def optimizer_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
+    """By how much the optimizers' steps delay the next step."""
+    own = [float(costs.optimizer_us[first:end].sum()) for first, end in partition.intervals()]
+    return optimizer_tail_us(stage_times(costs, partition, cluster), own)
+
+
 def step_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
-    """Step time: closed form for GPipe, simulated for 1F1B."""
-    optimizer_us = float(costs.optimizer_us[: partition.balance[0]].sum())
+    """Step time: closed form for GPipe, simulated for 1F1B; and the optimizers' steps."""
     if partition.schedule == "gpipe":
-        times = stage_times(costs, partition, cluster)
-        return gpipe_step(times, micro_batches=partition.micro_batches, optimizer_us=optimizer_us).step_us
-    return max(event.end_us for event in timeline(costs, partition, cluster)) + optimizer_us
+        pipeline_us = gpipe_step(stage_times(costs, partition, cluster), micro_batches=partition.micro_batches).step_us
+    else:
+        pipeline_us = max(event.end_us for event in timeline(costs, partition, cluster))
+    return pipeline_us + optimizer_us(costs, partition, cluster)
 
 
 def predict(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Predicted:
@@ -105,7 +120,7 @@ def predict(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Predic
     times = stage_times(costs, partition, cluster)
     num_stages, micro_batches = len(times), partition.micro_batches
     total_us = step_us(costs, partition, cluster)
-    pipeline_us = total_us - float(costs.optimizer_us[: partition.balance[0]].sum())
+    pipeline_us = total_us - optimizer_us(costs, partition, cluster)
     busy = [micro_batches * (t.forward_us + t.backward_us) - t.backward_us + t.last_backward_us for t in times]
     again = _recompute_us(costs, partition)
     pair_us = [t.forward_us + t.backward_us for t in times]

@@ -5,6 +5,9 @@ backward): M jobs pass the machines stage 0, link 0, stage 1, …, stage K-1, an
 a flow shop is the sum of the machine times plus (M-1) times the largest (Johnson 1954; every critical path takes M-1
 extra jobs on one machine). Where `except-last` spares the last micro-batch its recomputation, the last job differs,
 and the critical path is found by the recursion in `flow_shop_us`.
+
+The optimizer's steps follow. Stage k ends its last backward before stage 0 does, and begins the next step later: it
+has that much time for its own optimizer. What goes beyond delays the next step (`optimizer_tail_us`).
 """
 
 from collections.abc import Sequence
@@ -22,7 +25,7 @@ class StepTime:
     forward_us: float
     backward_us: float
     optimizer_us: float
-    """Stage 0's, the last to begin; the others overlap with the drain."""
+    """By how much the optimizers' steps delay the next step."""
 
     @property
     def step_us(self) -> float:
@@ -51,8 +54,28 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
     return done
 
 
-def gpipe_step(stages: Sequence[StageTimes], *, micro_batches: int, optimizer_us: float = 0.0) -> StepTime:
-    """Step time of GPipe over `stages` with M micro-batches."""
+def optimizer_tail_us(stages: Sequence[StageTimes], optimizer_us: Sequence[float]) -> float:
+    """How long after the last backward the next step can begin, if steps follow each other without a break.
+
+    Args:
+        stages: The stages.
+        optimizer_us: The optimizer's step of each.
+
+    Returns:
+        max over k of U_k - sum_{j<k} (F_j + B_j + 2 C_j): the drain behind stage k and the fill in front of it hide
+        that much of its optimizer's step. Never less than U_0.
+    """
+    tail = hidden = 0.0
+    for stage, own in zip(stages, optimizer_us, strict=True):
+        tail = max(tail, own - hidden)
+        hidden += stage.forward_us + stage.last_backward_us + 2 * stage.send_us
+    return tail
+
+
+def gpipe_step(
+    stages: Sequence[StageTimes], *, micro_batches: int, optimizer_us: Sequence[float] | None = None
+) -> StepTime:
+    """Step time of GPipe over `stages` with M micro-batches, and with the optimizer's step of each stage."""
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []  # collected from stage 0 on, run from stage K-1 on
     received_us = 0.0
@@ -67,5 +90,5 @@ def gpipe_step(stages: Sequence[StageTimes], *, micro_batches: int, optimizer_us
     return StepTime(
         forward_us=flow_shop_us(forward, micro_batches),
         backward_us=flow_shop_us(backward[::-1], micro_batches),
-        optimizer_us=optimizer_us,
+        optimizer_us=optimizer_tail_us(stages, optimizer_us) if optimizer_us is not None else 0.0,
     )

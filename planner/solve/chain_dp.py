@@ -2,17 +2,19 @@
 
 The step time of a partition (`planner.core.step_time`) is
 
-    T = sum F + sum C + (M-1) max(F, C)  +  D  +  optimizer step of stage 0
+    T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
 
-where D is the makespan of the backward flow shop. Stages are laid from the last to the first, the order in which
-backward visits them. A partial plan that covers layers i..L-1 is a label
+where D is the makespan of the backward flow shop and U what the optimizers' steps add. Stages are laid from the last to
+the first, the order in which backward visits them. A partial plan that covers layers i..L-1 is a label
 
     f   largest forward time of any stage or link so far
     x   largest backward time so far
     a   sum of forward and backward times so far
     d   the last micro-batch's path: d = max(d, a + (M-2) x) + q for each further stage (see `flow_shop_us`)
 
-and only labels that no other label of the same first layer dominates in all four are kept. Two things keep them few: a
+    u   what the optimizers' steps of these stages would add: u = max(U_k, u - (F + B + 2 C)) for a stage k in front
+
+and only labels that no other label of the same first layer dominates in all five are kept. Two things keep them few: a
 label whose bound (its own times, the layers left, and the smallest possible bottlenecks of the layers left) does not
 beat the best complete plan is dropped; and f and x are raised to those smallest possible bottlenecks before labels are
 compared, since nothing below them can decide. The first complete plans come from min-max partitions improved by moving
@@ -50,6 +52,8 @@ class ChainProblem:
     micro_batches: int
     link_us: FloatArray
     """Shape (L+1,): time on the link for a cut in front of layer i."""
+    receive_us: FloatArray
+    """Shape (L+1,): time that a stage behind such a cut is kept busy by receiving, part of its `Intervals`."""
     work_us: FloatArray
     """Shape (L+1,): forward + backward of layers 0..i-1 without recomputation: what every partition pays."""
     optimizer_us: FloatArray
@@ -102,6 +106,7 @@ class _Labels(NamedTuple):
     backward: FloatArray
     total: FloatArray
     done: FloatArray
+    tail: FloatArray
     parent: IntArray
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "_Labels":
@@ -111,6 +116,7 @@ class _Labels(NamedTuple):
             self.backward[index],
             self.total[index],
             self.done[index],
+            self.tail[index],
             self.parent[index],
         )
 
@@ -209,7 +215,7 @@ class _Search:
 
     def _root(self) -> _Labels:
         zero = np.zeros(1)
-        return _Labels(np.array([self.num_layers]), zero, zero, zero, zero, np.array([-1]))
+        return _Labels(np.array([self.num_layers]), zero, zero, zero, zero, zero, np.array([-1]))
 
     def _next_level(self, labels: _Labels, stages_left: int, upper_us: float) -> _Labels:
         """All labels with one more stage in front that can still beat `upper_us`, dominated ones dropped."""
@@ -230,7 +236,8 @@ class _Search:
         least_backward = self.least_backward[stage][new.first]
         backward = np.maximum(new.backward, least_backward)
         done = np.maximum(new.done, new.total + _times(self.extra, least_backward)) + self.problem.work_us[new.first]
-        bound = done + _times(self.extra, forward) + np.where(new.first > 0, self.problem.optimizer_us[1], 0.0)
+        tail = np.where(new.first > 0, self.problem.optimizer_us[1], new.tail)
+        bound = done + _times(self.extra, forward) + tail
         new = new._replace(forward=forward, backward=backward).take(bound < _just_below(upper_us))
         return new.take(_undominated(new))
 
@@ -247,11 +254,13 @@ class _Search:
             follow = total + _times(self.extra - 1, most) if self.extra > 0 else 0.0
             done = np.maximum(done + ahead, follow) + q
         largest = np.maximum(np.maximum(labels.forward[parent], link), forward)
-        done = done + np.where(first == 0, self.problem.optimizer_us[end], 0.0)
-        return _Labels(first, largest, most, total, done, parent)
+        receive, optimizer = self.problem.receive_us, self.problem.optimizer_us
+        hidden = forward + last_backward + 2 * link + receive[end] - receive[first]
+        tail = np.maximum(optimizer[end] - optimizer[first], labels.tail[parent] - hidden)
+        return _Labels(first, largest, most, total, done, tail, parent)
 
     def _step_us(self, labels: _Labels) -> FloatArray:
-        times: FloatArray = labels.done + _times(self.extra, labels.forward)
+        times: FloatArray = labels.done + _times(self.extra, labels.forward) + labels.tail
         return times
 
     def _table(self, stage: int) -> Intervals:
@@ -268,7 +277,7 @@ class _Search:
 
 def _undominated(labels: _Labels) -> IntArray:
     """Indices of the labels that no other label with the same first layer dominates."""
-    costs = np.stack([labels.forward, labels.backward, labels.total, labels.done], axis=1)
+    costs = np.stack([labels.forward, labels.backward, labels.total, labels.done, labels.tail], axis=1)
     order = np.lexsort((*costs.T[::-1], labels.first))
     starts = np.flatnonzero(np.diff(labels.first[order], prepend=-1))
     groups = np.split(order, starts[1:]) if len(order) else [order]

@@ -16,7 +16,7 @@ from planner.core.costs import ChainCosts
 from planner.core.memory import interval_memory
 from planner.core.plan import Recompute, RecomputePolicy
 
-__all__ = ["CHOICES", "IntervalMemories", "Intervals", "intervals_for", "link_us"]
+__all__ = ["CHOICES", "IntervalMemories", "Intervals", "intervals_for", "link_us", "receive_us"]
 
 FloatArray = NDArray[np.float64]
 
@@ -87,7 +87,7 @@ def intervals_for(costs: ChainCosts, memories: IntervalMemories, cluster: Cluste
     again = np.where(choice > 0, forward, 0.0)
     last_again = np.where(choice == CHOICES.index("always"), forward, 0.0)
     nowhere = np.where(choice < 0, np.inf, cluster.overhead_us)
-    receive = _boundary_us(costs, cluster) if cluster.link.blocking else np.zeros(num + 1)
+    receive = receive_us(costs, cluster)
     return Intervals(
         forward=forward + nowhere + receive[:, None],
         backward=backward + again + nowhere + receive[None, :],
@@ -99,6 +99,11 @@ def intervals_for(costs: ChainCosts, memories: IntervalMemories, cluster: Cluste
 def link_us(costs: ChainCosts, cluster: Cluster) -> FloatArray:
     """Time on the link itself for a cut in front of layer i, i = 0..L; 0 at the ends and where links are blocking."""
     return np.zeros(costs.num_layers + 1) if cluster.link.blocking else _boundary_us(costs, cluster)
+
+
+def receive_us(costs: ChainCosts, cluster: Cluster) -> FloatArray:
+    """Time that the receiving stage is kept busy, likewise; 0 where links overlap with compute."""
+    return _boundary_us(costs, cluster) if cluster.link.blocking else np.zeros(costs.num_layers + 1)
 
 
 def _boundary_us(costs: ChainCosts, cluster: Cluster) -> FloatArray:

@@ -13,7 +13,7 @@ from planner.core.planning import build_plan, cluster_of
 from planner.core.profile import Profile
 from planner.solve.chain_dp import ChainProblem, Found, best_partition, lower_bound_us
 from planner.solve.explain import Question, explain_infeasible
-from planner.solve.intervals import CHOICES, IntervalMemories, Intervals, intervals_for, link_us
+from planner.solve.intervals import CHOICES, IntervalMemories, Intervals, intervals_for, link_us, receive_us
 
 __all__ = ["Request", "micro_batch_counts", "solve"]
 
@@ -134,6 +134,7 @@ def _candidate(profile: Profile, request: Request, micro_batches: int) -> _Candi
         devices=devices,
         micro_batches=micro_batches,
         link_us=link_us(costs, cluster),
+        receive_us=receive_us(costs, cluster),
         work_us=np.concatenate([[0.0], np.cumsum(costs.forward_us + costs.backward_us)]),
         optimizer_us=np.concatenate([[0.0], np.cumsum(costs.optimizer_us)]),
     )

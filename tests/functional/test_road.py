@@ -1,4 +1,4 @@
-"""The whole road on a sample model, as a newcomer types it: profile, solve, emit, torchrun, predicted beside measured."""
+"""The whole road on a sample model, as a newcomer types it: profile, solve, emit, torchrun, and what came true."""
 
 from pathlib import Path
 

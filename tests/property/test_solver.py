@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from planner.core.costs import costs_at
 from planner.core.errors import InfeasibleError
-from planner.core.evaluate import Partition, step_us, timeline
+from planner.core.evaluate import Partition, optimizer_us, step_us, timeline
 from planner.core.planning import cluster_of
 from planner.core.verdict import judge
 from planner.solve import Request, solve
@@ -41,6 +41,6 @@ def test_a_plan_survives_its_own_check(problem: Problem) -> None:
     assert verdict.fits, verdict.findings
     costs = costs_at(problem.profile, plan.micro_batch_size)
     partition, cluster = Partition.of(plan), cluster_of(plan.inputs)
-    optimizer_us = costs.optimizer_us[: plan.balance[0]].sum()
-    simulated = max(event.end_us for event in timeline(costs, partition, cluster)) + optimizer_us
+    tail_us = optimizer_us(costs, partition, cluster)
+    simulated = max(event.end_us for event in timeline(costs, partition, cluster)) + tail_us
     assert step_us(costs, partition, cluster) == pytest.approx(simulated, rel=1e-9)

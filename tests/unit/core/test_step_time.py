@@ -11,7 +11,7 @@ from planner.core.plan import Recompute, Schedule
 from planner.core.planning import cluster_of
 from planner.core.schedule import actions_of
 from planner.core.simulate import StageTimes, simulate
-from planner.core.step_time import StepTime, flow_shop_us, gpipe_step
+from planner.core.step_time import StepTime, flow_shop_us, gpipe_step, optimizer_tail_us
 from tests.support.profiles import inputs_of, profile_of
 
 
@@ -80,12 +80,26 @@ def test_the_closed_form_is_the_simulators_time() -> None:
             )
         actions = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
         simulated = max(event.end_us for event in simulate(actions, stages))
-        closed = gpipe_step(stages, micro_batches=micro_batches, optimizer_us=0.0)
+        closed = gpipe_step(stages, micro_batches=micro_batches)
         assert closed.step_us == pytest.approx(simulated, rel=1e-9)
         with_links += any(s.send_us for s in stages)
         with_last += any(s.last_backward_us != s.backward_us for s in stages)
     assert with_links > 100
     assert with_last > 100
+
+
+def test_an_optimizer_step_is_hidden_by_drain_and_fill() -> None:
+    """Stage 0's counts in full; stage k's beyond the backward and forward of the stages in front, and the links."""
+    stages = [
+        StageTimes(forward_us=4, backward_us=9, last_backward_us=7, send_us=1),
+        StageTimes(forward_us=3, backward_us=6, last_backward_us=6, send_us=2),
+        StageTimes(forward_us=1, backward_us=1, last_backward_us=1),
+    ]
+    assert optimizer_tail_us(stages, [5, 0, 0]) == 5
+    assert optimizer_tail_us(stages, [5, 13, 0]) == 5  # 4 + 7 + 2 of it are hidden
+    assert optimizer_tail_us(stages, [5, 20, 0]) == 20 - 13
+    assert optimizer_tail_us(stages, [5, 20, 40]) == 40 - 13 - (3 + 6 + 4)
+    assert optimizer_tail_us(stages, [0, 0, 0]) == 0
 
 
 def test_forward_and_backward_have_separate_bottlenecks() -> None:
@@ -94,7 +108,7 @@ def test_forward_and_backward_have_separate_bottlenecks() -> None:
         StageTimes(forward_us=10, backward_us=1, last_backward_us=1),
         StageTimes(forward_us=2, backward_us=9, last_backward_us=9),
     ]
-    time = gpipe_step(stages, micro_batches=5, optimizer_us=3.0)
+    time = gpipe_step(stages, micro_batches=5, optimizer_us=[3.0, 3.0])
     assert time == StepTime(forward_us=12 + 4 * 10, backward_us=10 + 4 * 9, optimizer_us=3.0)
     assert time.step_us == 52 + 46 + 3
 
