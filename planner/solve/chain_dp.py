@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from planner.solve.intervals import Intervals
 
-__all__ = ["ChainProblem", "Found", "best_partition", "lower_bound_us"]
+__all__ = ["ChainProblem", "Found", "best_partition"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -92,12 +92,6 @@ def best_partition(problem: ChainProblem, *, upper_us: float = np.inf) -> Found 
         best = search.run(upper_us) or best
         upper_us = best.step_us if best is not None else upper_us
     return best
-
-
-def lower_bound_us(problem: ChainProblem) -> float:
-    """A bound below every partition's step time; infinite if there is no partition."""
-    counts = [len(problem.devices)] if problem.alike else range(1, len(problem.devices) + 1)
-    return min(_Search(problem, num_stages).root_bound() for num_stages in counts)
 
 
 class _Labels(NamedTuple):

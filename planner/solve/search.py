@@ -11,7 +11,7 @@ from planner.core.evaluate import Partition, check_partition
 from planner.core.plan import Inputs, Plan, Recompute, SolverReport
 from planner.core.planning import build_plan, cluster_of
 from planner.core.profile import Profile
-from planner.solve.chain_dp import ChainProblem, Found, best_partition, lower_bound_us
+from planner.solve.chain_dp import ChainProblem, Found, best_partition
 from planner.solve.explain import Question, explain_infeasible
 from planner.solve.intervals import CHOICES, IntervalMemories, Intervals, intervals_for, link_us, receive_us
 
@@ -29,15 +29,6 @@ class Request:
     """The cuts, if the user fixed them: then they are evaluated, and only M and recomputation are chosen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    micro_batches: int
-    costs: ChainCosts
-    memories: IntervalMemories
-    problem: ChainProblem
-    bound_us: float
-
-
 def solve(profile: Profile, request: Request) -> Plan:
     """The plan with the smallest step time under the caps, over stage counts, cuts, M and recomputation per stage.
 
@@ -50,30 +41,33 @@ def solve(profile: Profile, request: Request) -> Plan:
     """
     inputs = request.inputs
     _check_request(profile, request)
-    counts = micro_batch_counts(profile, request)
-    candidates = [_candidate(profile, request, count) for count in counts]
-    best: tuple[Found, _Candidate] | None = None
-    # The most promising M first: its plan rules most others out by their bounds.
-    for candidate in sorted(candidates, key=lambda c: (c.bound_us, c.micro_batches)):
-        if not np.isfinite(candidate.bound_us):
+    chains = {
+        m: costs_at(profile, inputs.batch // m, extrapolate=inputs.extrapolate)
+        for m in micro_batch_counts(profile, request)
+    }
+    bounds = {m: _bound_us(costs, m, inputs) for m, costs in chains.items()}
+    best: tuple[float, ChainCosts, Partition] | None = None
+    # The most promising M first: its plan rules most others out by their bounds. One M's tables at a time are held.
+    for m in sorted(chains, key=lambda m: (bounds[m], m)):
+        upper_us = best[0] if best is not None else np.inf
+        if bounds[m] >= upper_us:
             continue
-        found = best_partition(candidate.problem, upper_us=best[0].step_us if best else np.inf)
+        problem = _problem(chains[m], m, request)
+        found = best_partition(problem, upper_us=upper_us)
         if found is not None:
-            best = (found, candidate)
+            best = found.step_us, chains[m], _partition(problem, found)
     if best is None:
-        tried = tuple((c.micro_batches, c.costs) for c in candidates)
-        raise explain_infeasible(Question(profile=profile, inputs=inputs, balance=request.balance, candidates=tried))
-    found, candidate = best
-    partition = Partition(
-        schedule=inputs.schedule,
-        micro_batches=candidate.micro_batches,
-        balance=tuple(end - first for first, end in pairwise(found.cuts)),
-        recompute=_recompute(candidate, found),
-    )
-    plan = build_plan(candidate.costs, partition, inputs=inputs, solver=_report(request, found))
-    if request.balance is None:
-        bound_us = plan.predicted.step_us
-        plan = replace(plan, solver=replace(plan.solver, lower_bound_us=bound_us))
+        question = Question(profile=profile, inputs=inputs, balance=request.balance, candidates=tuple(chains.items()))
+        raise explain_infeasible(question)
+    step_us, costs, partition = best
+    if request.balance is not None:
+        solver = SolverReport(method="given", status="given")
+    else:
+        solver = SolverReport(method="dynamic-programming", status="optimal", gap=0.0, lower_bound_us=step_us)
+    plan = build_plan(costs, partition, inputs=inputs, solver=solver)
+    if solver.status == "optimal":
+        # The same time, added up in the order in which `check` will add it up.
+        plan = replace(plan, solver=replace(solver, lower_bound_us=plan.predicted.step_us))
     return plan
 
 
@@ -121,29 +115,29 @@ def _check_request(profile: Profile, request: Request) -> None:
         check_partition(given, num_layers=num_layers, num_devices=num_devices)
 
 
-def _candidate(profile: Profile, request: Request, micro_batches: int) -> _Candidate:
+def _bound_us(costs: ChainCosts, micro_batches: int, inputs: Inputs) -> float:
+    """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here."""
+    bottlenecks = sum(
+        max(float(times.max()), float(times.sum()) / inputs.devices) for times in (costs.forward_us, costs.backward_us)
+    )
+    return float(costs.forward_us.sum() + costs.backward_us.sum()) + (micro_batches - 1) * bottlenecks
+
+
+def _problem(costs: ChainCosts, micro_batches: int, request: Request) -> ChainProblem:
     inputs = request.inputs
     cluster = cluster_of(inputs)
-    costs = costs_at(profile, inputs.batch // micro_batches, extrapolate=inputs.extrapolate)
     memories = IntervalMemories.of(costs, micro_batches=micro_batches, policy=inputs.recompute)
     tables = {cap: intervals_for(costs, memories, cluster, cap) for cap in set(inputs.memory_bytes)}
     devices = tuple(tables[cap] for cap in inputs.memory_bytes)
     if request.balance is not None:
         devices = _only(devices, request.balance)
-    problem = ChainProblem(
+    return ChainProblem(
         devices=devices,
         micro_batches=micro_batches,
         link_us=link_us(costs, cluster),
         receive_us=receive_us(costs, cluster),
         work_us=np.concatenate([[0.0], np.cumsum(costs.forward_us + costs.backward_us)]),
         optimizer_us=np.concatenate([[0.0], np.cumsum(costs.optimizer_us)]),
-    )
-    return _Candidate(
-        micro_batches=micro_batches,
-        costs=costs,
-        memories=memories,
-        problem=problem,
-        bound_us=lower_bound_us(problem),
     )
 
 
@@ -165,12 +159,11 @@ def _only(devices: tuple[Intervals, ...], balance: tuple[int, ...]) -> tuple[Int
     return tuple(only)
 
 
-def _recompute(candidate: _Candidate, found: Found) -> tuple[Recompute, ...]:
-    stages = enumerate(pairwise(found.cuts))
-    return tuple(CHOICES[candidate.problem.devices[k].choice[first, end]] for k, (first, end) in stages)
-
-
-def _report(request: Request, found: Found) -> SolverReport:
-    if request.balance is not None:
-        return SolverReport(method="given", status="given")
-    return SolverReport(method="dynamic-programming", status="optimal", gap=0.0, lower_bound_us=found.step_us)
+def _partition(problem: ChainProblem, found: Found) -> Partition:
+    stages = tuple(enumerate(pairwise(found.cuts)))
+    return Partition(
+        schedule="gpipe",
+        micro_batches=problem.micro_batches,
+        balance=tuple(end - first for _, (first, end) in stages),
+        recompute=tuple(CHOICES[problem.devices[k].choice[first, end]] for k, (first, end) in stages),
+    )
