@@ -59,6 +59,7 @@ def profile(
     from planner.profile import ProfileOptions, profile_model  # noqa: PLC0415
     from planner.show import profile_text  # noqa: PLC0415
 
+    files.check_writable(output)
     options = ProfileOptions(micro_batch_sizes=sizes, device=device, threads=threads, repeats=repeat)
     # What the user's code prints is not our answer.
     with contextlib.redirect_stdout(sys.stderr):

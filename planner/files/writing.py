@@ -15,7 +15,7 @@ from planner.core.run_report import RunReport
 from planner.files.canonical import to_plain
 from planner.files.strict_yaml import StrictLoader
 
-__all__ = ["dump", "write", "write_text"]
+__all__ = ["check_writable", "dump", "write", "write_text"]
 
 
 class _Line(dict[str, Any]):
@@ -108,6 +108,21 @@ def write_text(path: str, text: str) -> None:
             _replace(target, data)
     except UnicodeEncodeError as error:
         raise FileError(f"cannot be written: {text[error.start]!r} is not a character", path=path) from None
+    except OSError as error:
+        raise FileError(f"cannot be written: {error.strerror}", path=path) from None
+
+
+def check_writable(path: str) -> None:
+    """Refuses a path that `write_text` could not write to, before time is spent on its content; raises as `write`."""
+    target = Path(path)
+    try:
+        if path == "-" or (target.exists() and not target.is_dir()):
+            return
+        if target.is_dir():
+            raise FileError("is a directory, cannot write a file there", path=path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+            pass
     except OSError as error:
         raise FileError(f"cannot be written: {error.strerror}", path=path) from None
 

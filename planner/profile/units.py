@@ -81,7 +81,7 @@ def trace_units(
             with tracer, saved_tensors_hooks(tracer.saved, _as_it_was):
                 value = _call(layer.name, layer.module, value, size)
                 if last:
-                    _check_loss(loaded, value, batch.targets)
+                    _check_loss(loaded, chain, value, batch.targets)
             if n == 0:
                 digests.append(_digest(tracer.trace, given, last=last))
             inputs.setdefault((digests[index], size), given)
@@ -110,12 +110,15 @@ def _call(name: str, module: nn.Module, value: Any, size: int) -> Any:
         ) from error
 
 
-def _check_loss(loaded: LoadedModel, output: Any, targets: Any) -> None:
+def _check_loss(loaded: LoadedModel, chain: Chain, output: Any, targets: Any) -> None:
     with user_code(loaded.source.rpartition(":")[0], "`loss_fn(output, target)`"):
         loss: Any = loaded.loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"`loss_fn` returned {shape}, expected a scalar tensor", hint="return the mean over samples")
+    trainable = any(p.requires_grad for layer in chain.layers for p in layer.module.parameters())
+    if trainable and not loss.requires_grad:
+        raise ModelError("the loss carries no gradient, so nothing would be trained", hint="is something detached?")
 
 
 def _given(value: Any, targets: Any) -> UnitInput:

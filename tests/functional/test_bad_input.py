@@ -565,3 +565,24 @@ def test_the_script_refuses_a_broken_balance(here: Path) -> None:
     assert (done.code, done.out) == (2, "")
     assert re.search(r"balance\.yaml:\d+: .*micro_batches", done.err)
     assert "Traceback" not in done.err
+
+
+def test_an_unwritable_output_is_told_before_anything_is_measured(tmp_path: Path, capsys: Capsys) -> None:
+    """The model is not even loaded: its file would raise."""
+    (tmp_path / "model.py").write_text("raise SystemExit('loaded')\n")
+    (tmp_path / "out").mkdir()
+    assert run(["profile", str(tmp_path / "model.py"), "-o", str(tmp_path / "out")]) == 2
+    assert "is a directory" in capsys.readouterr().err
+
+
+def test_a_loss_without_gradient_is_refused(tmp_path: Path, capsys: Capsys) -> None:
+    """A detached loss would profile with no backward, and train nothing."""
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build_model(): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))\n"
+        "def example_batch(n): return torch.randn(n, 4), torch.randn(n, 2)\n"
+        "def loss_fn(output, target): return (output.detach() - target).square().mean()\n"
+    )
+    assert run(["profile", str(tmp_path / "model.py"), "-o", str(tmp_path / "profile.yaml")]) == 2
+    assert "the loss carries no gradient" in capsys.readouterr().err
+    assert not (tmp_path / "profile.yaml").exists()
