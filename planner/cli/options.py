@@ -1,5 +1,6 @@
 """Options that several commands share, and how their text becomes values."""
 
+from math import inf
 from typing import Annotated
 
 import typer
@@ -8,7 +9,7 @@ from planner.core.cluster import Link
 from planner.core.errors import UsageError
 from planner.core.units import parse_bytes, parse_bytes_per_s, parse_us
 
-__all__ = ["Debug", "Format", "Quiet", "caps", "check_format", "integers", "link"]
+__all__ = ["Debug", "Format", "Quiet", "caps", "check_format", "integers", "link", "names", "speeds"]
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results, warnings and errors.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -53,7 +54,36 @@ def caps(text: str, devices: int) -> tuple[int, ...]:
     return sizes * devices if len(sizes) == 1 else sizes
 
 
-def link(text: str) -> Link:
+def speeds(text: str, devices: int) -> tuple[float, ...]:
+    """`1,1,2.5`: one for each device, or one for all.
+
+    Raises:
+        UsageError: Not numbers above 0, or not as many as devices.
+    """
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"expected numbers with commas between them, got `--speed {text}`") from None
+    if not all(0 < number < inf for number in numbers):
+        raise UsageError(f"`--speed {text}`: a speed is above 0", hint="1 is the profiled device, 2 is twice as fast")
+    if len(numbers) not in (1, devices):
+        raise UsageError(f"`--speed {text}` names {len(numbers)} speeds for {devices} devices", hint="give one each")
+    return numbers * devices if len(numbers) == 1 else numbers
+
+
+def names(option: str, text: str) -> tuple[str, ...]:
+    """`wte,lm_head`: two or more layers.
+
+    Raises:
+        UsageError: Fewer than two different ones.
+    """
+    layers = tuple(part.strip() for part in text.split(","))
+    if len(set(layers)) < 2 or len(set(layers)) < len(layers):
+        raise UsageError(f"expected different layers with commas between them, got `{option} {text}`")
+    return layers
+
+
+def link(text: str, option: str = "--link") -> Link:
     """`25GB/s`, `25GB/s,5us` or `1GB/s,100us,blocking`.
 
     Raises:
@@ -62,7 +92,7 @@ def link(text: str) -> Link:
     rate, _, rest = text.partition(",")
     latency, _, mode = rest.partition(",")
     if mode not in ("", "blocking"):
-        raise UsageError(f"unknown kind of link `{mode}` in `--link {text}`", hint="`blocking`, or nothing")
+        raise UsageError(f"unknown kind of link `{mode}` in `{option} {text}`", hint="`blocking`, or nothing")
     return Link(
         bytes_per_s=parse_bytes_per_s(rate),
         latency_us=parse_us(latency) if latency else 0.0,

@@ -40,4 +40,4 @@ def profile_for(plan: Plan, plan_path: str, override: str | None) -> Profile:
 def events_of(plan: Plan, profile: Profile) -> tuple[Event, ...]:
     """Simulated events of one step of the plan."""
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
-    return timeline(costs, Partition.of(plan), cluster_of(plan.inputs))
+    return timeline(costs, Partition.of(plan, costs.names), cluster_of(plan.inputs))

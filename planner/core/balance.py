@@ -21,6 +21,8 @@ class StageBalance:
     index: int
     recompute: Recompute
     layers: tuple[str, ...]
+    recomputed: tuple[str, ...] = ()
+    """Those of `layers` that are recomputed, each on its own, where `recompute` is `layers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,10 +42,18 @@ class ExecutorCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices of one pipeline. `memory_bytes[k]` is the cap of the device that runs stage k."""
+    """Devices of one pipeline and what joins them. `memory_bytes[d]` is the cap of device d."""
 
     memory_bytes: tuple[int, ...]
+    speeds: tuple[float, ...] = ()
+    """How many times faster than the profiled device each is; empty where all are as fast as it."""
     link: Link = field(default_factory=Link)
+    inter_link: Link | None = None
+    """Between nodes, where that differs."""
+    node_devices: int = 0
+    """Devices per node; 0 where all are in one."""
+    allreduce: Link | None = None
+    """What replicas sum gradients over; None where that costs nothing."""
     reserve_bytes: int = 0
     """Context, libraries and allocator slack on every device; counted inside the cap."""
     overhead_us: float = 0.0
@@ -53,5 +61,31 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """K at most."""
+        """Devices there are."""
         return len(self.memory_bytes)
+
+    def speed(self, device: int) -> float:
+        """How many times faster than the profiled device `device` is."""
+        return self.speeds[device] if self.speeds else 1.0
+
+    def link_behind(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
+        """The link from `device` to the next one of a pipeline of `num_devices`, from the last one back to the first.
+
+        Replicas lie one behind the other: the slowest of their links counts, because all wait for each other.
+        """
+        if self.inter_link is None or self.node_devices == 0:
+            return self.link
+        follows = (device + 1) % num_devices
+        places = [(r * num_devices + device, r * num_devices + follows) for r in range(replicas)]
+        leaves = any(a // self.node_devices != b // self.node_devices for a, b in places)
+        return self.inter_link if leaves else self.link
+
+    def allreduce_us(self, gradient_bytes: float, replicas: int) -> float:
+        """Time to sum gradients over the replicas, as a ring does it, in microseconds.
+
+        Every replica sends and receives 2 (R-1) pieces of 1/R of the bytes, one after the other (Patarasuk and Yuan,
+        "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+        """
+        if self.allreduce is None or replicas == 1 or gradient_bytes <= 0:
+            return 0.0
+        return 2 * (replicas - 1) * self.allreduce.transfer_us(gradient_bytes / replicas)

@@ -6,6 +6,7 @@ in the micro-batch size, and errs on the safe side for peaks, which are maxima o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from planner.core.profile import BoundaryTensor, LayerProfile, MemoryDetail, Pro
 __all__ = ["ChainCosts", "Tie", "costs_at", "covers", "saved_bytes"]
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,20 @@ class ChainCosts:
     """During the first micro-batch's backward; parameter gradients that it allocates are counted."""
     backward_level: FloatArray
     """During a later backward; parameter gradients are not counted."""
+    internal: FloatArray
+    """The part of `saved` that never leaves the layer."""
+    storage_from: IntArray
+    """Shape (S,), as the next four: the layer that makes a storage which crosses boundaries; -1 for the model's input.
+
+    Every output tensor of a layer has an entry; it is of no bytes where the tensor lies in another's storage.
+    """
+    storage_until: IntArray
+    """The last layer that the storage is handed to; L for the model's output."""
+    kept_by_readers: FloatArray
+    """Its bytes where a layer that it is handed to keeps it, else 0."""
+    kept_by_maker: FloatArray
+    """Its bytes where the layer that makes it keeps it, and no other, else 0."""
+    kept_by_nobody: FloatArray
     exact: bool
     """Whether the levels come from exact records; else they are the additive bound of the two transient peaks."""
 
@@ -110,7 +126,13 @@ def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = Fal
         )
     at = _interpolator(profile.micro_batch_sizes, micro_batch_size)
     layers = profile.layers
-    record = at(np.array([_memory_at(layers, n) for n in range(len(profile.micro_batch_sizes))]))
+    sizes = range(len(profile.micro_batch_sizes))
+    record = at(np.array([_memory_at(layers, n) for n in sizes]))
+    crossing = [_crossing_at(layers, n) for n in sizes]
+    # Whether a tensor lies in another's storage may depend on the size: then it counts as one that sometimes does not.
+    places = sorted(set().union(*crossing))
+    by_size = [[c[p].bytes if p in c else (0.0,) * 3 for p in places] for c in crossing]
+    storages = at(np.array(by_size).reshape(len(sizes), len(places), 3)).T
     detail = _has_detail(profile)
     return ChainCosts(
         micro_batch_size=micro_batch_size,
@@ -126,6 +148,11 @@ def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = Fal
         buffers=_constant(layers, lambda layer: layer.buffer_bytes),
         ties=_ties(layers),
         target=float(at(np.array([[d.target_bytes] for d in layers[-1].detail]))[0]) if detail else 0.0,
+        storage_from=np.array([place[0] for place in places], dtype=np.int64),
+        storage_until=np.array([max(c[p].until for c in crossing if p in c) for p in places], dtype=np.int64),
+        kept_by_readers=storages[0],
+        kept_by_maker=storages[1],
+        kept_by_nobody=storages[2],
         exact=detail,
         **dict(zip(_RECORD, record, strict=True)),
     )
@@ -143,6 +170,7 @@ _RECORD = (
     "no_grad_peak",
     "first_backward_level",
     "backward_level",
+    "internal",
 )
 
 
@@ -203,6 +231,8 @@ def _additive_memory(layers: Sequence[LayerProfile], n: int) -> list[list[float]
         [s + f for s, f in zip(saved, forward, strict=True)],
         backward,
         backward,
+        # What is saved holds the output as far as it can, as above.
+        [max(0.0, kept - out) for out, kept in zip(output, saved, strict=True)],
     ]
 
 
@@ -237,7 +267,27 @@ def _exact_memory(layers: Sequence[LayerProfile], details: Sequence[MemoryDetail
         # everything up to and including this layer is taken off.
         [held[n] + d.first_backward_peak_bytes - gradients[n + 1] + gradients[-1] for n, d in enumerate(details)],
         [float(held[n] + d.backward_peak_bytes) for n, d in enumerate(details)],
+        [float(d.internal_bytes) for d in details],
     ]
+
+
+class _Crossing(NamedTuple):
+    """A storage that crosses boundaries."""
+
+    until: int
+    bytes: tuple[float, float, float]
+    """Kept by a layer that gets it, kept by its maker alone, kept by nobody: one of them is its size."""
+
+
+def _crossing_at(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], _Crossing]:
+    """The storages that cross boundaries, by the layer that makes them and the place among its outputs."""
+    if all(len(layer.detail) > n for layer in layers):
+        return _Storages([layer.detail[n] for layer in layers]).crossing()
+    outputs = {}
+    for index, layer in enumerate(layers):
+        output, saved = float(layer.output_bytes[n]), float(layer.saved_bytes[n])
+        outputs[index, 0] = _Crossing(index + 1, (min(output, saved), 0.0, max(0.0, output - saved)))
+    return outputs
 
 
 class _Storages:
@@ -247,29 +297,42 @@ class _Storages:
         self.details = details
         self.bytes: list[int] = []
         self.origin: list[int] = []
+        self.place: list[int] = []
+        self.until: list[int] = []
         self.kept: list[bool] = []
+        self.kept_by_reader: list[bool] = []
         self.behind: list[list[int]] = []
-        crossing = [self._new(-1, tensor) for tensor in details[0].inputs]
+        crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
         for layer, detail in enumerate(details):
+            for storage in crossing:
+                self.until[storage] = layer
             for storage, tensor in zip(crossing, detail.inputs, strict=False):
                 self.kept[storage] |= tensor.kept
+                self.kept_by_reader[storage] |= tensor.kept
             received, crossing = crossing, []
             for tensor in detail.outputs:
-                crossing.append(self._output(layer, tensor, [*received, *crossing]))
+                crossing.append(self._output(layer, tensor, received, crossing))
             self.behind.append(crossing)
+        for storage in crossing:
+            self.until[storage] = len(details)
 
-    def _new(self, origin: int, tensor: BoundaryTensor) -> int:
+    def _new(self, origin: int, place: int, tensor: BoundaryTensor) -> int:
         self.bytes.append(tensor.bytes)
         self.origin.append(origin)
+        self.place.append(place)
+        self.until.append(origin)
         self.kept.append(tensor.kept)
+        self.kept_by_reader.append(False)
         return len(self.bytes) - 1
 
-    def _output(self, layer: int, tensor: BoundaryTensor, others: list[int]) -> int:
+    def _output(self, layer: int, tensor: BoundaryTensor, received: list[int], before: list[int]) -> int:
+        others = [*received, *before]
         if 0 <= tensor.alias < len(others):
             storage = others[tensor.alias]
             self.kept[storage] |= tensor.kept
+            self.kept_by_reader[storage] |= tensor.kept and self.origin[storage] < layer
             return storage
-        return self._new(layer, tensor)
+        return self._new(layer, len(before), tensor)
 
     def saved(self) -> list[float]:
         """Bytes that each layer adds to what is held for backward."""
@@ -278,6 +341,15 @@ class _Storages:
             if kept and origin >= 0:
                 saved[origin] += size
         return saved
+
+    def crossing(self) -> dict[tuple[int, int], _Crossing]:
+        """All of them, by origin and place among its outputs."""
+        found = {}
+        for n, size in enumerate(self.bytes):
+            by = 0 if self.kept_by_reader[n] else 1 if self.kept[n] else 2
+            bytes_by = (float(size * (by == 0)), float(size * (by == 1)), float(size * (by == 2)))
+            found[self.origin[n], self.place[n]] = _Crossing(self.until[n], bytes_by)
+        return found
 
     def bytes_behind(self, layer: int) -> int:
         return sum(self.bytes[storage] for storage in set(self.behind[layer]))
@@ -300,6 +372,8 @@ def _writes_received(details: Sequence[MemoryDetail], first: int) -> bool:
 def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
     ties = []
     for second, layer in enumerate(layers):
+        if not layer.tied:
+            continue
         owners = [
             first
             for first, other in enumerate(layers[:second])

@@ -6,6 +6,7 @@
     │   └── StaleError      exit 1: it was made from something that has changed since
     ├── ModelError          the user's model could not be loaded, cut, or run
     ├── MeasurementError    a layer could not be measured
+    ├── SolverError         the solver failed, or ran out of time
     └── InfeasibleError     exit 1: the question was answered, and the answer is no plan
 
 Every error says what happened with the values, and in `hint` what to do.
@@ -20,6 +21,7 @@ __all__ = [
     "MeasurementError",
     "ModelError",
     "PlannerError",
+    "SolverError",
     "StaleError",
     "UsageError",
 ]
@@ -87,6 +89,10 @@ class ModelError(PlannerError):
 
 class MeasurementError(PlannerError):
     """A layer could not be measured on this device."""
+
+
+class SolverError(PlannerError):
+    """The solver gave no answer: it is not installed, it failed, or its time ran out before it found a plan."""
 
 
 class InfeasibleError(PlannerError):

@@ -17,7 +17,7 @@ micro-batch's backward; outputs until their backward. In GPipe the handles of se
 were sent to neighbours until the end of the step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts
+from planner.core.layer_memory import StageLayers, StageLevels
 from planner.core.plan import Recompute, StageMemory
 
-__all__ = ["IntervalMemory", "interval_memory", "stage_memory"]
+__all__ = ["IntervalMemory", "LinearMoment", "interval_memory", "interval_totals", "linear_moments", "stage_memory"]
 
 FloatArray = NDArray[np.float64]
 
@@ -63,6 +64,7 @@ def stage_memory(
     micro_batches: int,
     in_flight: int,
     recompute: Recompute,
+    recomputed: Collection[int] = (),
     reserve_bytes: int = 0,
 ) -> StageMemory:
     """Peak memory of the stage that runs layers `first`..`end - 1`.
@@ -74,12 +76,15 @@ def stage_memory(
         micro_batches: M.
         in_flight: Most micro-batches waiting for their backward (see `planner.core.schedule.num_in_flight`).
         recompute: On which micro-batches activations are dropped.
+        recomputed: With `recompute="layers"`, the layers that are recomputed, counted along the chain.
         reserve_bytes: Added as an item of its own.
     """
-    memory = interval_memory(
-        costs, np.array([first]), micro_batches=micro_batches, in_flight=in_flight, recompute=recompute
-    )
-    items = {f.name: round(float(getattr(memory, f.name)[0, end - 1])) for f in fields(memory)}
+    stages = _Stages(costs, np.array([first]), micro_batches, slice(first, end))
+    if recompute == "layers":
+        stages.recompute_layers(StageLayers.of(costs, first, end).levels(frozenset(recomputed)))
+        recompute = "never"
+    memory = _peaks(stages, in_flight, recompute)
+    items = {f.name: round(float(getattr(memory, f.name)[0, -1])) for f in fields(memory)}
     return StageMemory.of(**items, reserve=reserve_bytes)
 
 
@@ -90,10 +95,68 @@ def interval_memory(
 
     Complexity: O(L) for each of `firsts`.
     """
-    stages = _Stages(costs, firsts, micro_batches)
-    if micro_batches == 1 and recompute == "except-last":
+    return _peaks(_Stages(costs, firsts, micro_batches), in_flight, recompute)
+
+
+def interval_totals(
+    costs: ChainCosts,
+    firsts: NDArray[np.int64],
+    stop: int,
+    *,
+    micro_batches: int,
+    in_flight: int,
+    choices: Sequence[Recompute],
+) -> list[FloatArray]:
+    """Bytes at the peak of stages whose last layer is one of `firsts[0]`..`stop - 1`, for each recompute choice.
+
+    Returns:
+        Arrays of shape (firsts, stop - firsts[0]); values left of a row's own first layer mean nothing. `firsts` must
+        ascend. Otherwise as `interval_memory`, whose totals they are.
+    """
+    stages = _Stages(costs, firsts, micro_batches, slice(int(firsts[0]), stop))
+    return [_peaks(stages, in_flight, choice).total() for choice in choices]
+
+
+class LinearMoment(NamedTuple):
+    """The bytes of many stages at one moment, as `fixed + weight * saved + level` of each one's `StageLevels`."""
+
+    fixed: FloatArray
+    """Shape (firsts, stop - firsts[0]); parameters, optimizer state, buffers and the mini-batch's part included."""
+    weight: int
+    level: int | None
+    """Which of forward, first backward and backward (0, 1, 2) is part of it."""
+
+
+def linear_moments(
+    costs: ChainCosts, firsts: NDArray[np.int64], stop: int, *, micro_batches: int, in_flight: int
+) -> tuple[LinearMoment, ...]:
+    """The moments of `stage_memory(..., recompute="layers")`, as they depend on which layers are recomputed.
+
+    Stages are those of `interval_totals`; values left of a row's own first layer mean nothing.
+    """
+    stages = _Stages(costs, firsts, micro_batches, slice(int(firsts[0]), stop))
+
+    def totals(*levels: float) -> list[FloatArray]:
+        stages.recompute_layers(StageLevels(*levels))
+        moments = _moments(stages, in_flight, "never") if stages.exact else _additive(stages, in_flight, "never")
+        always = stages.parameters + stages.optimizer + stages.buffers + stages.data
+        return [always + m.gradients + m.in_flight + m.transfer + m.working for m in moments]
+
+    # Linear as they are, their values at five points tell all coefficients.
+    at_zero, *at_one = (totals(*(float(n == one) for n in range(4))) for one in range(-1, 4))
+    moments = []
+    for n, fixed in enumerate(at_zero):
+        weight, *levels = (round(float((raised[n] - fixed)[0, -1])) for raised in at_one)
+        moments.append(LinearMoment(fixed, weight, levels.index(1) if 1 in levels else None))
+    return tuple(moments)
+
+
+def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalMemory:
+    if recompute == "layers":
+        raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
+    if stages.micro_batches == 1 and recompute == "except-last":
         recompute = "never"
-    moments = _moments(stages, in_flight, recompute) if costs.exact else _additive(stages, in_flight, recompute)
+    moments = _moments(stages, in_flight, recompute) if stages.exact else _additive(stages, in_flight, recompute)
     peak = total = None
     for moment in moments:
         alive = moment.gradients + moment.in_flight + moment.transfer + moment.working
@@ -127,19 +190,23 @@ class _Moment(NamedTuple):
 class _Stages:
     """Sums and running maxima over layers first..e, for every first (rows) and every last layer e (columns)."""
 
-    def __init__(self, costs: ChainCosts, firsts: NDArray[np.int64], micro_batches: int) -> None:
+    def __init__(
+        self, costs: ChainCosts, firsts: NDArray[np.int64], micro_batches: int, columns: slice = slice(None)
+    ) -> None:
         first = firsts[:, None]
-        last = np.arange(costs.num_layers)[None, :]
+        last = np.arange(costs.num_layers)[None, columns]
         is_last = last == costs.num_layers - 1
 
         def sums(per_layer: FloatArray) -> FloatArray:
             before: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
-            between: FloatArray = before[1:][None, :] - before[firsts][:, None]
+            between: FloatArray = before[1:][None, columns] - before[firsts][:, None]
             return between
 
         def highest(level: FloatArray, own_input: FloatArray | None = None) -> FloatArray:
             # The input of a stage's first layer is what the stage received, and counted as that.
-            levels = level[None, :] if own_input is None else np.where(last == first, level - own_input, level)
+            levels = level[None, columns]
+            if own_input is not None:
+                levels = np.where(last == first, levels - own_input[None, columns], levels)
             running: FloatArray = np.maximum.accumulate(np.where(last >= first, levels, 0.0), axis=1)
             return running
 
@@ -151,13 +218,14 @@ class _Stages:
 
         saved_before = np.concatenate([[0.0], np.cumsum(costs.saved)])[firsts][:, None]
         self.micro_batches = micro_batches
+        self.exact = costs.exact
         self.parameters = tied(costs.parameters, "parameter_bytes")
         self.gradients = tied(costs.gradients, "gradient_bytes")
         self.optimizer = tied(costs.optimizer, "optimizer_bytes")
         self.buffers = sums(costs.buffers)
         self.optimizer_peak = (sums if costs.optimizer_peaks_add else highest)(costs.optimizer_peak)
-        self.output = np.broadcast_to(costs.output[None, :], self.buffers.shape)
-        self.unsaved_output = costs.unsaved_output[None, :]
+        self.output = np.broadcast_to(costs.output[None, columns], self.buffers.shape)
+        self.unsaved_output = costs.unsaved_output[None, columns]
         self.copied_input = costs.copied_input[firsts][:, None]
         self.saved = sums(costs.saved) + self.unsaved_output + self.copied_input
         # The first stage reads slices of the mini-batch, which its caller holds for the whole step; other stages
@@ -170,10 +238,22 @@ class _Stages:
         self.no_grad = highest(costs.no_grad_peak, costs.input_alive)
         # The engine holds a stage's output until its backward is done, whether or not a layer keeps it so long.
         self.backward = highest(costs.backward_level) - saved_before + self.output
-        gradients_to_end = np.cumsum(costs.gradients)[None, :]
+        gradients_to_end = np.cumsum(costs.gradients)[None, columns]
         first_backward = highest(costs.first_backward_level) - saved_before + self.output
         self.first_backward = first_backward - costs.gradients.sum() + gradients_to_end
         self.transient = highest(np.maximum(costs.forward_level, costs.backward_level))
+
+    def recompute_layers(self, levels: StageLevels) -> None:
+        """Recomputes single layers, in whole bytes; for one stage, in the last column."""
+        for name, values in vars(self).items():
+            if isinstance(values, np.ndarray):
+                setattr(self, name, np.rint(values))
+        # A copy of the input is part of the levels.
+        self.copied_input = np.zeros_like(self.copied_input)
+        shape = self.buffers.shape
+        self.saved, self.forward = np.full(shape, levels.saved), np.full(shape, levels.forward)
+        self.first_backward = np.full(shape, levels.first_backward)
+        self.backward = self.transient = np.full(shape, levels.backward)
 
     def first_backward_moment(self, in_flight: FloatArray, working: FloatArray) -> _Moment:
         # Gradients exist in part; the items show them as far as they are part of what is alive.

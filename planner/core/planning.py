@@ -18,7 +18,11 @@ def cluster_of(inputs: Inputs) -> Cluster:
     """The devices and links that a plan was made for."""
     return Cluster(
         memory_bytes=inputs.memory_bytes,
+        speeds=inputs.speeds,
         link=inputs.link,
+        inter_link=inputs.inter_link,
+        node_devices=inputs.node_devices,
+        allreduce=inputs.allreduce,
         reserve_bytes=inputs.reserve_bytes,
         overhead_us=inputs.overhead_us,
     )
@@ -35,6 +39,8 @@ def build_plan(costs: ChainCosts, partition: Partition, *, inputs: Inputs, solve
         inputs=inputs,
         solver=solver,
         schedule=partition.schedule,
+        chunks=partition.chunks,
+        replicas=partition.replicas,
         micro_batches=partition.micro_batches,
         micro_batch_size=costs.micro_batch_size,
         balance=partition.balance,

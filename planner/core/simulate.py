@@ -1,14 +1,15 @@
 """Event simulator: when each action of a schedule starts and ends on stages of given speed, over links of given cost.
 
 It knows nothing of the closed forms in `planner.core.step_time`; tests hold the two against each other.
-Every stage and every direction of every link does one thing at a time, in the order of the action lists.
+Every device and every direction of every link does one thing at a time, devices in the order of their action lists,
+links in the order in which the sender gets done.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.core.schedule import Action
+from planner.core.schedule import Action, execution_order
 
 __all__ = ["Event", "StageTimes", "simulate"]
 
@@ -34,6 +35,9 @@ class Event:
 
     kind: Literal["F", "B", "send F", "send B"]
     stage: int
+    """Place in the chain."""
+    device: int
+    """The device that runs the stage: `stage` modulo K."""
     micro_batch: int
     start_us: float
     end_us: float
@@ -42,62 +46,58 @@ class Event:
 def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> tuple[Event, ...]:
     """All events of one step, sorted by start time.
 
+    Stage s runs on device s modulo K. What it computes goes to stage s+1 (forward) or s-1 (backward), over the link
+    between their devices; where K = 1, nothing is sent. Chunks share the links: those of devices K-1 and 0 lead back
+    to the front.
+
     Args:
-        actions: Per stage, its actions in order; stage k's F needs stage k-1's F, its B stage k+1's B.
-        stages: Per stage, its times; as many as `actions`.
+        actions: Per device (K of them), its actions in order; stage s's F needs stage s-1's F, its B stage s+1's B.
+        stages: Per stage (K times the chunks of a device), its times, in the order of the chain.
 
     Raises:
-        ValueError: The action lists wait for each other in a circle.
+        ValueError: The action lists wait for each other in a circle, or the stages are not a multiple of the devices.
     """
+    if not actions or len(stages) % len(actions):
+        raise ValueError(f"{len(stages)} stages cannot lie on {len(actions)} devices, each with as many")
     run = _Run(actions, stages)
-    position = [0] * len(actions)
-    while any(done < len(todo) for done, todo in zip(position, actions, strict=True)):
-        before = list(position)
-        for stage, todo in enumerate(actions):
-            while position[stage] < len(todo) and run.try_action(stage, todo[position[stage]]):
-                position[stage] += 1
-        if position == before:
-            progress = enumerate(zip(actions, position, strict=True))
-            waiting = {k: str(todo[done]) for k, (todo, done) in progress if done < len(todo)}
-            raise ValueError(f"deadlock: stages wait for what never comes, at {waiting}")
+    for stage, action in execution_order(actions, len(stages)):
+        run.lay_out(stage, action)
     return tuple(sorted(run.events, key=lambda e: (e.start_us, e.stage, e.micro_batch, e.kind)))
 
 
 class _Run:
-    """Clock of every stage and link while the events are laid out."""
+    """Clock of every device and link while the events are laid out."""
 
     def __init__(self, actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> None:
         self.stages = stages
         self.events: list[Event] = []
-        self.stage_free = [0.0] * len(stages)
-        self.link_free: dict[tuple[int, str], float] = {}
+        self.device_free = [0.0] * len(actions)
+        # By sender and receiver: with K = 2 the link carries forwards of one boundary beside backwards of the next.
+        self.link_free: dict[tuple[int, int], float] = {}
         self.arrival: dict[tuple[int, str, int], float] = {}
-        self.num_forwards = max((a.micro_batch for todo in actions for a in todo), default=-1) + 1
+        self.last_micro_batch = max((a.micro_batch for todo in actions for a in todo), default=-1)
 
-    def try_action(self, stage: int, action: Action) -> bool:
-        """Lays out `action` if what it needs has been computed; says whether it did."""
+    def lay_out(self, stage: int, action: Action) -> None:
+        """Gives `action` its interval; what it needs has been laid out before."""
         step = 1 if action.kind == "F" else -1
-        source = stage - step
-        ready = 0.0
-        if 0 <= source < len(self.stages):
-            arrived = self.arrival.get((stage, action.kind, action.micro_batch))
-            if arrived is None:
-                return False
-            ready = arrived
-        elif action.kind == "B" and (stage, "done", action.micro_batch) not in self.arrival:
-            return False
-        start = max(ready, self.stage_free[stage]) + self._receive_us(stage, source)
+        device = self._device(stage)
+        ready = self.arrival.get((stage, action.kind, action.micro_batch), 0.0)
+        start = max(ready, self.device_free[device]) + self._receive_us(stage, stage - step)
         end = start + self._compute_us(stage, action)
         self._record(action.kind, stage, action.micro_batch, start, end)
-        self.stage_free[stage] = end
-        if action.kind == "F":
-            self.arrival[stage, "done", action.micro_batch] = end
-        if 0 <= stage + step < len(self.stages):
+        self.device_free[device] = end
+        if self._crosses(stage, stage + step):
             self._send(stage, stage + step, action, end)
-        return True
+
+    def _device(self, stage: int) -> int:
+        return stage % len(self.device_free)
+
+    def _crosses(self, stage: int, other: int) -> bool:
+        # Neighbours on one device hand over in place; the device's own order then keeps one after the other.
+        return 0 <= other < len(self.stages) and self._device(stage) != self._device(other)
 
     def _receive_us(self, stage: int, source: int) -> float:
-        if not 0 <= source < len(self.stages):
+        if not self._crosses(stage, source):
             return 0.0
         boundary = self.stages[min(stage, source)]
         return boundary.send_us if boundary.blocking else 0.0
@@ -106,15 +106,16 @@ class _Run:
         times = self.stages[stage]
         if action.kind == "F":
             return times.forward_us
-        return times.last_backward_us if action.micro_batch == self.num_forwards - 1 else times.backward_us
+        return times.last_backward_us if action.micro_batch == self.last_micro_batch else times.backward_us
 
     def _send(self, stage: int, target: int, action: Action, ready: float) -> None:
         boundary = self.stages[min(stage, target)]
         arrived = ready
         if not boundary.blocking:
-            start = max(ready, self.link_free.get((stage, action.kind), 0.0))
+            link = (self._device(stage), self._device(target))
+            start = max(ready, self.link_free.get(link, 0.0))
             arrived = start + boundary.send_us
-            self.link_free[stage, action.kind] = arrived
+            self.link_free[link] = arrived
             if boundary.send_us > 0:
                 kind: Literal["send F", "send B"] = "send F" if action.kind == "F" else "send B"
                 self._record(kind, stage, action.micro_batch, start, arrived)
@@ -123,4 +124,13 @@ class _Run:
     def _record(
         self, kind: Literal["F", "B", "send F", "send B"], stage: int, micro_batch: int, start: float, end: float
     ) -> None:
-        self.events.append(Event(kind=kind, stage=stage, micro_batch=micro_batch, start_us=start, end_us=end))
+        self.events.append(
+            Event(
+                kind=kind,
+                stage=stage,
+                device=self._device(stage),
+                micro_batch=micro_batch,
+                start_us=start,
+                end_us=end,
+            )
+        )

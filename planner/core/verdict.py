@@ -7,6 +7,7 @@ GP202  error    the profile's layers are not those the stages name
 GP203  warning  predictions in the plan differ from what the profile says now (edited by hand?)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -69,7 +70,7 @@ def judge(
     findings: list[Finding] = []
     if profile_digest != plan.inputs.profile.digest:
         findings.append(_stale(plan, profile_digest))
-    partition = Partition.of(plan)
+    partition = Partition.of(plan, [layer.name for layer in profile.layers])
     if sum(partition.balance) == len(profile.layers) and min(partition.balance, default=0) > 0:
         renamed = _renamed(plan, partition, profile)
         if renamed is not None:
@@ -88,8 +89,8 @@ def judge(
         # The certificate was for other cuts, or another profile.
         given = SolverReport(method="given", status="given")
         now = build_plan(costs, partition, inputs=inputs, solver=given)
-    for stage in now.stages:
-        findings.extend(_memory_findings(stage, headroom))
+    for device in range(now.num_devices):
+        findings.extend(_memory_findings(now.stages[device :: now.num_devices], headroom))
     if profile_digest == plan.inputs.profile.digest and memory_bytes is None:
         findings.extend(_edited(plan, now))
     return _verdict(findings, now)
@@ -132,9 +133,14 @@ def _other_length(partition: Partition, profile: Profile) -> Finding:
     return Finding(code="GP202", severity="error", message=message, hint="solve again")
 
 
-def _memory_findings(stage: Stage, headroom: float) -> list[Finding]:
-    need, cap = stage.memory.total, stage.memory_bytes
-    layers = f'stage {stage.index} ("{stage.first}" to "{stage.last}")'
+def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
+    """Of the stages that share a device: one, but for interleaved schedules."""
+    stage, cap = chunks[0], chunks[0].memory_bytes
+    need = sum(chunk.memory.total for chunk in chunks)
+    if len(chunks) == 1:
+        layers = f'stage {stage.index} ("{stage.first}" to "{stage.last}")'
+    else:
+        layers = f"device {stage.index} (stages {', '.join(str(chunk.index) for chunk in chunks)})"
     if need > cap:
         message = f"{layers} needs {format_bytes(need)}, {format_bytes(need - cap)} over its cap of {format_bytes(cap)}"
         hint = "solve again with this cap to see what fits, or raise `--mem`"

@@ -11,7 +11,7 @@ from planner import __version__
 from planner.core.balance import Balance, StageBalance
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, check_partition
-from planner.core.plan import Plan
+from planner.core.plan import Plan, Stage
 from planner.core.planning import GENERATOR
 from planner.core.profile import Profile
 from planner.core.units import format_bytes, format_us
@@ -48,7 +48,8 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
     Raises:
         UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
     """
-    check_partition(Partition.of(plan), num_layers=len(profile.layers), num_devices=plan.inputs.devices)
+    partition = Partition.of(plan, [layer.name for layer in profile.layers])
+    check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
     balance = _balance(plan, profile, _relocated(profile.model.source, profile_folder, folder))
@@ -70,8 +71,14 @@ def is_edited(script: Path) -> bool:
 
 def decisions_digest(plan: Plan) -> str:
     """Digest of what the plan decides (schedule, micro-batches, balance, recompute) and of the profile behind it."""
-    partition = Partition.of(plan)
-    return digest_of({"profile": plan.inputs.profile.digest, "batch": plan.inputs.batch, "partition": repr(partition)})
+    decided = {
+        "profile": plan.inputs.profile.digest,
+        "batch": plan.inputs.batch,
+        "schedule": [plan.schedule, plan.chunks, plan.replicas, plan.micro_batches],
+        "balance": plan.balance,
+        "stages": [[stage.device, stage.recompute, stage.recomputed] for stage in plan.stages],
+    }
+    return digest_of(decided)
 
 
 def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
@@ -89,7 +96,12 @@ def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
         micro_batches=plan.micro_batches,
         balance=plan.balance,
         stages=tuple(
-            StageBalance(index=k, recompute=stage.recompute, layers=tuple(names[first:end]))
+            StageBalance(
+                index=k,
+                recompute=stage.recompute,
+                layers=tuple(names[first:end]),
+                recomputed=tuple(name for name in names[first:end] if name in stage.recomputed),
+            )
             for (k, stage), (first, end) in zip(enumerate(plan.stages), cuts, strict=True)
         ),
     )
@@ -136,11 +148,17 @@ def _script(plan: Plan, balance: Balance, folder: str) -> str:
 def _table(plan: Plan) -> str:
     lines = [
         f"stage {s.index}: {s.layers} layers, {_in_docstring(s.first)} to {_in_docstring(s.last)}, "
-        f"recompute {s.recompute}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
+        f"recompute {_recomputed(s)}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
         for s in plan.stages
     ]
     shown = lines if len(lines) <= 16 else [*lines[:15], f"… and {len(lines) - 15} more stages"]
     return "\n".join(f"    {line}" for line in shown)
+
+
+def _recomputed(stage: Stage) -> str:
+    if stage.recompute != "layers":
+        return stage.recompute
+    return f"{len(stage.recomputed)} layer{'s' * (len(stage.recomputed) > 1)}"
 
 
 def _in_docstring(text: str) -> str:

@@ -214,13 +214,17 @@ class Pipeline:
         first, end = ends[self.rank] - balance.balance[self.rank], ends[self.rank]
         layers = build_layers(self.model, chain.names[first:end], seed=self.seed, device=self.device)
         self._tied = TiedGradients(tied_parameters(chain.layers), layers, self.rank, _owners(balance))
+        stage = balance.stages[self.rank]
+        recomputed = {stage.layers.index(n): shapes.recomputed(chain.names.index(n), end) for n in stage.recomputed}
         module = StageModule(
             layers,
             received=shapes.boundaries[first],
-            recompute=balance.stages[self.rank].recompute,
+            recompute=stage.recompute,
             micro_batches=balance.micro_batches,
             loss_fn=self.model.loss_fn if self.is_last else None,
-            copies_input=shapes.stage_writes_input(first, end),
+            # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
+            copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
+            recomputed=recomputed,
         )
         # From here on only what a step draws (dropout) uses the random state: another one for every stage.
         torch.manual_seed(self.seed * 1_000_003 + 7919 * (self.rank + 1))

@@ -3,10 +3,14 @@
 Over a boundary go plain contiguous tensors; tuples and the like are taken apart at one edge and rebuilt at the next.
 The last stage runs the loss inside its forward. That keeps logits out of what is in flight when the stage recomputes,
 and makes the loss scalar, not the logits, the output that the engine holds for every micro-batch.
+
+Where the plan recomputes single layers, each of them is a checkpoint of its own: its input is kept, and what else it
+saves is computed again just before its backward. The last layer of the last stage is one together with the loss.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.core.errors import ModelError
 from planner.core.plan import Recompute
+from planner.executor.recompute import Recomputed, recomputing
 from planner.model.chain import Layer, run_layers
 
 __all__ = ["Boundary", "Shapes", "StageModule", "shapes_of"]
@@ -71,6 +76,14 @@ class Shapes:
                 return False
         return False
 
+    def recomputed(self, layer: int, end: int) -> Recomputed:
+        """What must be known to recompute `layer` in a stage that ends in front of layer `end`."""
+        carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
+        if layer == len(self.writes) - 1:
+            carries = (any(carries),)  # of the loss, which belongs to the last layer
+        # The checkpoint begins with this layer, as a stage begins with its first one: what it keeps is read twice.
+        return Recomputed(self.stage_writes_input(layer, end), carries)
+
 
 def shapes_of(layers: Sequence[Layer], inputs: Any) -> Shapes:
     """Runs the chain on the meta device, where nothing is computed.
@@ -108,6 +121,15 @@ class StageModule(nn.Module):
     """Layers of one stage, called by the engine with the tensors of one micro-batch.
 
     `micro_batch` is set before each forward; `targets` holds the last stage's targets of every micro-batch.
+
+    Args:
+        layers: The layers.
+        received: What crosses the boundary in front of them.
+        recompute: On which micro-batches the stage is recomputed as a whole; with `layers`, only `recomputed` is.
+        micro_batches: M.
+        loss_fn: The loss, on the last stage.
+        copies_input: Whether the layers must work on a copy of what is received.
+        recomputed: The layers that are recomputed on their own, counted from the stage's first.
     """
 
     def __init__(
@@ -119,6 +141,7 @@ class StageModule(nn.Module):
         micro_batches: int,
         loss_fn: Callable[[Any, Any], Tensor] | None,
         copies_input: bool,
+        recomputed: Mapping[int, Recomputed] | None = None,
     ) -> None:
         super().__init__()
         for layer in layers:
@@ -129,6 +152,7 @@ class StageModule(nn.Module):
         self._micro_batches = micro_batches
         self._loss_fn = loss_fn
         self._copies_input = copies_input
+        self._recomputed = dict(recomputed or {})
         self.micro_batch = 0
         self.targets: list[Any] = []
 
@@ -156,10 +180,32 @@ class StageModule(nn.Module):
         if self._copies_input:
             # Received tensors are leaves, and inside a recomputed stage they are read twice: neither may be written.
             tensors = tuple(tensor.clone() for tensor in tensors)
-        value = run_layers(self._layers, self._received.rebuild(tensors))
+        value = self._received.rebuild(tensors)
+        if self._recomputed:
+            value = self._run_one_by_one(value, targets)
+        else:
+            value = self._with_loss(run_layers(self._layers, value), targets)
         if self._loss_fn is not None:
-            return self._loss_fn(value, targets)
+            loss: Tensor = value
+            return loss
         return tuple(leaf.contiguous() for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+    def _with_loss(self, value: Any, targets: Any) -> Any:
+        return value if self._loss_fn is None else self._loss_fn(value, targets)
+
+    def _run_one_by_one(self, value: Any, targets: Any) -> Any:
+        # No reference to what lies between two layers is kept.
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            run: Callable[[Any], Any] = layer
+            if index == last and self._loss_fn is not None:
+                run = partial(self._layer_with_loss, layer, targets)
+            again = self._recomputed.get(index)
+            value = run(value) if again is None else recomputing(run, again, value)
+        return value
+
+    def _layer_with_loss(self, layer: nn.Module, targets: Any, value: Any) -> Any:
+        return self._with_loss(layer(value), targets)
 
 
 def _register(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -24,7 +24,7 @@ def _says_something(field: "Field[Any]", owner: Any) -> bool:
     has_default = field.default is not MISSING or field.default_factory is not MISSING
     if not has_default:
         return True
-    if getattr(owner, "__compact__", False):
+    if getattr(owner, "__compact__", False) or field.name in getattr(owner, "__quiet__", ()):
         return bool(value != field.default)
     return value is not None and value not in ("", (), {})
 

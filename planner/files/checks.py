@@ -1,11 +1,11 @@
 """Checks of meaning, beyond types: what a profile or a plan must satisfy before anything is computed from it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from planner.core.balance import Balance
-from planner.core.plan import Plan
+from planner.core.balance import Balance, StageBalance
+from planner.core.plan import Plan, Stage
 from planner.core.profile import Profile
 from planner.core.run_report import RunReport
 from planner.files.strict_yaml import KeyPath, Problem
@@ -73,14 +73,33 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     if len(plan.inputs.memory_bytes) != plan.inputs.devices:
         text = f"expected {plan.inputs.devices} caps, one per device, got {len(plan.inputs.memory_bytes)}"
         yield ("inputs", "memory_bytes"), text, ""
+    if len(plan.inputs.speeds) not in (0, plan.inputs.devices) or 0 in plan.inputs.speeds:
+        text = f"expected {plan.inputs.devices} speeds above 0, one per device, got {list(plan.inputs.speeds)}"
+        yield ("inputs", "speeds"), text, ""
     if plan.micro_batches < 1:
         yield ("micro_batches",), "must be at least 1", ""
-    elif plan.micro_batches * plan.micro_batch_size != plan.inputs.batch:
+    elif plan.micro_batches * plan.micro_batch_size * plan.replicas != plan.inputs.batch:
+        side_by_side = f" in each of {plan.replicas} replicas" if plan.replicas > 1 else ""
         text = (
-            f"{plan.micro_batches} micro-batches of {plan.micro_batch_size} samples are "
-            f"{plan.micro_batches * plan.micro_batch_size}, not the batch of {plan.inputs.batch}"
+            f"{plan.micro_batches} micro-batches of {plan.micro_batch_size} samples{side_by_side} are "
+            f"{plan.micro_batches * plan.micro_batch_size * plan.replicas}, not the batch of {plan.inputs.batch}"
         )
-        yield ("micro_batches",), text, "make micro_batches · micro_batch_size = inputs.batch"
+        yield ("micro_batches",), text, "make micro_batches · micro_batch_size (· replicas) = inputs.batch"
+
+
+    yield from _recompute_problems(plan.stages)
+
+
+def _recompute_problems(stages: Sequence[Stage | StageBalance]) -> Iterator[Problem]:
+    for k, stage in enumerate(stages):
+        if stage.recomputed and stage.recompute != "layers":
+            text = f"names layers, but the stage's `recompute` is `{stage.recompute}`"
+            yield ("stages", k, "recomputed"), text, "say `recompute: layers`, or name none"
+        elif stage.recompute == "layers" and not stage.recomputed:
+            yield ("stages", k, "recompute"), "`layers` needs a list of them in `recomputed`", ""
+        twice = [name for n, name in enumerate(stage.recomputed) if name in stage.recomputed[:n]]
+        if twice:
+            yield ("stages", k, "recomputed"), f'names "{twice[0]}" twice', ""
 
 
 def _balance_problems(balance: Balance) -> Iterator[Problem]:
@@ -91,3 +110,8 @@ def _balance_problems(balance: Balance) -> Iterator[Problem]:
     if balance.micro_batches < 1 or balance.batch < 1 or balance.batch % balance.micro_batches:
         text = f"a batch of {balance.batch} cannot be split into {balance.micro_batches} equal micro-batches"
         yield ("micro_batches",), text, "emit again from the plan"
+    yield from _recompute_problems(balance.stages)
+    for k, stage in enumerate(balance.stages):
+        elsewhere = [name for name in stage.recomputed if name not in stage.layers]
+        if elsewhere:
+            yield ("stages", k, "recomputed"), f'"{elsewhere[0]}" is no layer of this stage', "emit again from the plan"

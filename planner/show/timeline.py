@@ -1,11 +1,12 @@
-"""The timeline of one step (Gantt chart): a row per stage, stage 0 on top, time to the right, idle left blank.
+"""The timeline of one step (Gantt chart): a row per device, device 0 on top, time to the right, idle left blank.
 
     stage 0 F0░░F1░░F2░░            B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓
     stage 1     F0░░F1░░F2░░B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓
 
 A letter begins each box and the micro-batch follows, where there is room; without room the fill alone tells forward
-from backward. Boxes are exactly to scale: start and end are rounded to columns, so boxes never overlap and a box
-thinner than a column may vanish.
+from backward. Where devices run several chunks, rows are called devices, `F0.1` is micro-batch 0 on the device's
+chunk 1, and in colour every chunk has a hue of its own. Boxes are exactly to scale: start and end are rounded to
+columns, so boxes never overlap and a box thinner than a column may vanish.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,12 @@ from planner.show.style import Glyphs, Style
 
 __all__ = ["Box", "Scale", "boxes_of", "idle_share", "timeline_parts", "timeline_text"]
 
-# Blue and orange: told apart by all eyes, and by brightness alone. Neighbours take turns in shade.
-_PAPER = {"F": (25, 32), "B": (214, 172)}
+# Blue and orange: told apart by all eyes, and by brightness alone. Neighbours take turns in shade. Later chunks have
+# other hues in the same brightness: green and yellow, purple and pink, grey; then it begins anew.
+_PAPER = {
+    "F": ((25, 32), (22, 29), (54, 91), (236, 240)),
+    "B": ((214, 172), (228, 185), (218, 175), (254, 249)),
+}
 _INK = {"F": 231, "B": 16}
 
 _MIN_TICK_COLUMNS = 10
@@ -58,34 +63,52 @@ class Box:
     end: int
     room: int
     """Columns that its label may take: the same for equal durations, however their edges were rounded."""
+    chunk: int | None = None
+    """Which of its device's stages it belongs to; None where every device has one."""
+
+    @property
+    def name(self) -> str:
+        """`F3`, on chunk 1 of several `F3.1`."""
+        return f"{self.kind}{self.micro_batch}" + ("" if self.chunk is None else f".{self.chunk}")
 
 
-def timeline_text(events: Sequence[Event], num_stages: int, style: Style) -> str:
-    """The timeline of `events` with its time axis and legend. Transfers are left out."""
-    return render(style, *timeline_parts(events, num_stages, style))
+def timeline_text(events: Sequence[Event], num_devices: int, style: Style) -> str:
+    """The timeline of `events` with its time axis and legend. Transfers are left out.
+
+    Args:
+        events: Of one step.
+        num_devices: K, the rows: as many as stages, unless devices run several.
+        style: How to draw.
+    """
+    return render(style, *timeline_parts(events, num_devices, style))
 
 
-def timeline_parts(events: Sequence[Event], num_stages: int, style: Style) -> list[RenderableType]:
+def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
     """What `timeline_text` is made of."""
     computing = [event for event in events if event.kind in _PAPER]
     total_us = max((event.end_us for event in computing), default=0.0)
     if total_us <= 0:
         return [heading("timeline"), "nothing takes any time"]
-    margin = len(f"stage {num_stages - 1} ")
+    chunks = max(event.stage for event in computing) // num_devices + 1
+    # One stage per device: the row is called what tables call it.
+    called = "stage" if chunks == 1 else "device"
+    margin = len(f"{called} {num_devices - 1} ")
     scale = Scale(total_us=total_us, columns=style.columns - margin)
     title = heading("timeline of one step").append(f", {format_us(total_us)} up to the last backward", "not bold")
-    stages = [boxes_of(computing, stage, scale) for stage in range(num_stages)]
+    devices = [boxes_of(computing, device, scale, num_devices) for device in range(num_devices)]
     rows = [
-        Text(f"stage {stage}".ljust(margin)).append_text(_row(boxes, style.glyphs))
-        for stage, boxes in enumerate(stages)
+        Text(f"{called} {device}".ljust(margin)).append_text(_row(boxes, style.glyphs))
+        for device, boxes in enumerate(devices)
     ]
-    legend = _legend(style, idle=idle_share(computing, num_stages), numbered=any(map(_has_number, chain(*stages))))
+    numbered = any(map(_has_number, chain(*devices)))
+    legend = _legend(style, idle=idle_share(computing, num_devices), numbered=numbered, chunks=chunks)
     return [title, *rows, *_axis(scale, margin, style.glyphs), legend]
 
 
-def boxes_of(events: Sequence[Event], stage: int, scale: Scale) -> list[Box]:
-    """The boxes of one stage, from left to right; none overlap."""
-    mine = sorted((e for e in events if e.stage == stage and e.kind in _PAPER), key=lambda e: e.start_us)
+def boxes_of(events: Sequence[Event], device: int, scale: Scale, num_devices: int) -> list[Box]:
+    """The boxes of one of `num_devices` devices, from left to right; none overlap."""
+    mine = sorted((e for e in events if e.device == device and e.kind in _PAPER), key=lambda e: e.start_us)
+    several = any(event.stage >= num_devices for event in events)
     return [
         Box(
             kind=event.kind,
@@ -93,16 +116,17 @@ def boxes_of(events: Sequence[Event], stage: int, scale: Scale) -> list[Box]:
             start=scale.column(event.start_us),
             end=scale.column(event.end_us),
             room=scale.room(event.end_us - event.start_us),
+            chunk=event.stage // num_devices if several else None,
         )
         for event in mine
     ]
 
 
-def idle_share(events: Sequence[Event], num_stages: int) -> float:
-    """Share of the stages' time between the start and the last backward in which they compute nothing."""
+def idle_share(events: Sequence[Event], num_devices: int) -> float:
+    """Share of the devices' time between the start and the last backward in which they compute nothing."""
     busy_us = sum(event.end_us - event.start_us for event in events if event.kind in _PAPER)
     total_us = max(event.end_us for event in events if event.kind in _PAPER)
-    return 1 - busy_us / (num_stages * total_us)
+    return 1 - busy_us / (num_devices * total_us)
 
 
 def _row(boxes: Sequence[Box], glyphs: Glyphs) -> Text:
@@ -117,18 +141,19 @@ def _row(boxes: Sequence[Box], glyphs: Glyphs) -> Text:
 
 
 def _has_number(box: Box) -> bool:
-    return box.room >= len(f"{box.kind}{box.micro_batch}")
+    return box.room >= len(box.name)
 
 
 def _label(box: Box) -> str:
     if _has_number(box):
-        return f"{box.kind}{box.micro_batch}"[: box.end - box.start]
+        return box.name[: box.end - box.start]
     return box.kind if box.room >= 2 else ""
 
 
 def _look(box: Box, ink: int | None = None, *, bold: bool = False) -> str:
     # Ink and paper alike make the fill a solid block in colour, and leave it there for who copies the text.
-    paper = _PAPER[box.kind][box.micro_batch % 2]
+    hues = _PAPER[box.kind]
+    paper = hues[(box.chunk or 0) % len(hues)][box.micro_batch % 2]
     return f"{'bold ' if bold else ''}color({paper if ink is None else ink}) on color({paper})"
 
 
@@ -155,15 +180,22 @@ def _nice(least: float) -> float:
     return next(power * part for part in (0.2, 0.5, 1.0) if power * part >= least * (1 - 1e-9))
 
 
-def _legend(style: Style, *, idle: float, numbered: bool) -> Text:
-    samples: list[Text | str] = []
-    for kind, fill, words in (
-        ("F", style.glyphs.forward, "forward"),
-        ("B", style.glyphs.backward, "backward with any recomputation"),
-    ):
-        box = Box(kind=kind, micro_batch=0, start=0, end=3, room=3)
-        sample = Text(kind, style=_look(box, _INK[kind], bold=True)).append(fill * 2, _look(box))
-        samples.append(Text.assemble(sample, f" {words}"))
+def _legend(style: Style, *, idle: float, numbered: bool, chunks: int) -> Text:
+    samples: list[Text | str] = [
+        Text.assemble(_sample("F", 0, style.glyphs), " forward"),
+        Text.assemble(_sample("B", 0, style.glyphs), " backward with any recomputation"),
+    ]
+    if chunks > 1 and style.color:
+        samples += [
+            Text.assemble(_sample("F", chunk, style.glyphs), _sample("B", chunk, style.glyphs), f" chunk {chunk}")
+            for chunk in range(1, min(chunks, len(_PAPER["F"])))
+        ]
     if numbered:
-        samples.append("number: micro-batch")
+        samples.append("number: micro-batch" + (".chunk" if chunks > 1 else ""))
     return flow([*samples, f"blank: idle {percent(idle)}"], style, gap="   ")
+
+
+def _sample(kind: str, chunk: int, glyphs: Glyphs) -> Text:
+    box = Box(kind=kind, micro_batch=0, start=0, end=3, room=3, chunk=chunk)
+    fill = glyphs.forward if kind == "F" else glyphs.backward
+    return Text(kind, style=_look(box, _INK[kind], bold=True)).append(fill * 2, _look(box))

@@ -1,305 +1,369 @@
-"""Exact search over the cuts of a chain for GPipe with a given M: a label dynamic programme with bounds.
+"""Exact search over the cuts of a chain for a given M: a label dynamic programme with bounds.
 
-The step time of a partition (`planner.core.step_time`) is
+Stages are laid from the last to the first, the order in which backward visits them. A partial plan that covers layers
+i..L-1 is a label (`planner.solve.laws`), and of the labels of one first layer and stage count only those are kept that
+no other dominates. Three things keep them few: a label whose bound (its own times, the layers in front, and the
+smallest possible bottlenecks of the layers in front) does not beat the best complete plan is dropped; what lies below
+those smallest bottlenecks, or below that of the whole chain, is raised to it before labels are compared, since it
+cannot decide; and a stage that alone is slower than the best plan allows is not in the tables (`width_for`). The first
+complete plan comes from the same search with only the most promising label kept of each first layer.
 
-    T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
-
-where D is the makespan of the backward flow shop and U what the optimizers' steps add. Stages are laid from the last to
-the first, the order in which backward visits them. A partial plan that covers layers i..L-1 is a label
-
-    f   largest forward time of any stage or link so far
-    x   largest backward time so far
-    a   sum of forward and backward times so far
-    d   the last micro-batch's path: d = max(d, a + (M-2) x) + q for each further stage (see `flow_shop_us`)
-
-    u   what the optimizers' steps of these stages would add: u = max(U_k, u - (F + B + 2 C)) for a stage k in front
-
-and only labels that no other label of the same first layer dominates in all five are kept. Two things keep them few: a
-label whose bound (its own times, the layers left, and the smallest possible bottlenecks of the layers left) does not
-beat the best complete plan is dropped; and f and x are raised to those smallest possible bottlenecks before labels are
-compared, since nothing below them can decide. The first complete plans come from min-max partitions improved by moving
-single cuts.
-
-Complexity: O(K L^2) for the bounds, and O(K L^2 · labels) in all; few labels survive on real chains. Exact for any
-input: no candidate is dropped but by a bound or by dominance.
+Complexity: with windows of W layers, O(K L W) time for the bounds and O(K L W · labels) for the search, where W is
+about L/K on long chains, and most first layers are out of reach from one side or the other; O(K L + L W) memory. Few
+labels survive on real chains. Exact for any input: no candidate is dropped but by a bound or by dominance.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solve.intervals import Intervals
+from planner.solve.laws import Ahead, Law
+from planner.solve.problem import ChainProblem
 
-__all__ = ["ChainProblem", "Found", "best_partition"]
+__all__ = ["RELATIVE", "Found", "LabelSearch", "OutOfTimeError"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_RELATIVE = 1e-12
+RELATIVE = 1e-12
 """Sums in another order differ by rounding: a plan must be better by more than this to count as better."""
 
+_SLACKS = (1.01, 1.05, 1.25)
+"""A first plan is looked for within so much of the bound."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainProblem:
-    """Where to cut a chain of L layers into stages, for M micro-batches."""
+_MOST_CANDIDATES = 1 << 20  # extended at once, to bound transient memory
 
-    devices: tuple[Intervals, ...]
-    """The intervals each device can run, in pipeline order; one object for all where devices are alike."""
-    micro_batches: int
-    link_us: FloatArray
-    """Shape (L+1,): time on the link for a cut in front of layer i."""
-    receive_us: FloatArray
-    """Shape (L+1,): time that a stage behind such a cut is kept busy by receiving, part of its `Intervals`."""
-    work_us: FloatArray
-    """Shape (L+1,): forward + backward of layers 0..i-1 without recomputation: what every partition pays."""
-    optimizer_us: FloatArray
-    """Shape (L+1,): the optimizer's step over layers 0..i-1."""
 
-    @property
-    def alike(self) -> bool:
-        """Whether all devices can run the same intervals."""
-        return all(device is self.devices[0] for device in self.devices)
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return len(self.link_us) - 1
+class OutOfTimeError(Exception):
+    """The time limit was reached."""
 
 
 class Found(NamedTuple):
-    """A partition: stage k runs layers cuts[k]..cuts[k+1]-1 on device k."""
+    """A partition: stage k runs layers cuts[k]..cuts[k+1]-1 with the recomputation choices[k]."""
 
     step_us: float
     cuts: tuple[int, ...]
+    choices: tuple[int, ...]
+    rank: tuple[float, ...]
+    """What the law compared it by."""
 
 
-def best_partition(problem: ChainProblem, *, upper_us: float = np.inf) -> Found | None:
-    """The fastest partition, or None if none is faster than `upper_us`."""
-    best: Found | None = None
-    # Devices that are alike are searched for all stage counts at once: a plan of K' stages is a label at level K'.
-    counts = [len(problem.devices)] if problem.alike else range(len(problem.devices), 0, -1)
-    for num_stages in counts:
-        search = _Search(problem, num_stages)
-        if not _beats(search.root_bound(), upper_us):
-            continue
-        first = search.incumbent()
-        if first is not None and _beats(first.step_us, upper_us):
-            best, upper_us = first, first.step_us
-        best = search.run(upper_us) or best
-        upper_us = best.step_us if best is not None else upper_us
-    return best
+class _Level(NamedTuple):
+    """Labels with the same number of stages; arrays of shape (n,)."""
 
-
-class _Labels(NamedTuple):
     first: IntArray
-    forward: FloatArray
-    backward: FloatArray
-    total: FloatArray
-    done: FloatArray
-    tail: FloatArray
     parent: IntArray
+    """Position of the label behind the foremost stage, one level up."""
+    choice: NDArray[np.int8]
+    numbers: tuple[FloatArray, ...]
+    bound: FloatArray
+    rank: tuple[FloatArray, ...]
+    """Below the rank of every completion."""
 
-    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "_Labels":
-        return _Labels(
+    def take(self, index: NDArray[np.intp]) -> "_Level":
+        return _Level(
             self.first[index],
-            self.forward[index],
-            self.backward[index],
-            self.total[index],
-            self.done[index],
-            self.tail[index],
             self.parent[index],
+            self.choice[index],
+            tuple(numbers[index] for numbers in self.numbers),
+            self.bound[index],
+            tuple(rank[index] for rank in self.rank),
         )
 
 
-class _Search:
-    """One search: with devices alike for at most `num_stages` stages, else for exactly so many."""
+class LabelSearch:
+    """The search over one problem under one law.
 
-    def __init__(self, problem: ChainProblem, num_stages: int) -> None:
+    Args:
+        problem: The question.
+        law: What labels are and how they grow.
+        deadline: `time.monotonic()` at which `OutOfTimeError` is raised; None for no limit.
+    """
+
+    def __init__(self, problem: ChainProblem, law: Law, *, deadline: float | None = None) -> None:
         self.problem = problem
-        self.num_stages = num_stages
-        self.extra = problem.micro_batches - 1
-        self.num_layers = problem.num_layers
-        self.least_forward = self._bottlenecks([d.forward for d in problem.devices])
-        self.least_backward = self._bottlenecks([d.backward for d in problem.devices])
+        self.law = law
+        self.best_so_far: Found | None = None
+        """The fastest partition found, also where time has run out."""
+        self._deadline = deadline
+        self._work = (problem.forward_us + problem.backward_us) / problem.fastest
+        own = problem.afterwards.own_us(np.array([0]), np.array([1]), problem.fastest)
+        self._own = float(own[0])
+        self._least = self._least_of_prefixes()
 
-    def _bottlenecks(self, times: Sequence[FloatArray]) -> list[FloatArray]:
-        """Smallest possible largest stage of layers 0..i-1 in r stages (at most r if alike), at [r][i]."""
-        best = [np.where(np.arange(times[0].shape[0]) == 0, 0.0, np.inf)]
-        for stage in range(self.num_stages):
-            longer = np.min(np.maximum(best[-1][:, None], times[stage]), axis=0, initial=np.inf)
-            best.append(np.minimum(longer, best[-1]) if self.problem.alike else longer)
+    def root_bound_us(self) -> float:
+        """Below the step time of every partition; infinite if none fits."""
+        empty = self._root()
+        return float(self.law.bound_us(empty.numbers, self._ahead(empty.first, self.problem.num_stages))[0])
+
+    def best(self, *, upper_us: float = np.inf) -> Found | None:
+        """The partition with the smallest time under the law, or None if none is faster than `upper_us`."""
+        root_us = self.root_bound_us()
+        if not root_us < just_below(upper_us):
+            return None
+        # A first plan costs least to find where little is allowed; that there is none then tells nothing.
+        for slack in _SLACKS:
+            allowed_us = min(upper_us, root_us * slack)
+            first = self.run(upper_us=allowed_us, most_labels=1) if root_us < just_below(allowed_us) else None
+            if first is not None:
+                return self.run(upper_us=first.step_us) or first
+            if allowed_us == upper_us:
+                break
+        return self.run(upper_us=upper_us)
+
+    def min_max(self, name: str) -> tuple[int, ...] | None:
+        """The cuts into all the stages whose largest is the smallest possible in one of the law's needs."""
+        least = self._least[name]
+        cuts = [self.problem.num_layers]
+        if not np.isfinite(least[self.problem.num_stages][cuts[0]]):
+            return None
+        for level in range(self.problem.num_stages):
+            end = cuts[-1]
+            stages = self.problem.stages(level, 0, np.array([end]))
+            before = least[self.problem.num_stages - level - 1][stages.first[0]]
+            cuts.append(int(stages.first[0, np.argmin(np.maximum(before, self.law.needs[name].of(stages)[0]))]))
+        return tuple(cuts[::-1])
+
+    def run(
+        self, *, upper_us: float, most_labels: int | None = None, best_rank: tuple[float, ...] | None = None
+    ) -> Found | None:
+        """The partition that ranks first under the law, of those faster than `upper_us`; None if there is none.
+
+        Args:
+            upper_us: Only partitions faster than this are looked for.
+            most_labels: How many labels to keep of each first layer; the answer need not be the first then.
+            best_rank: Only partitions that rank before this are looked for.
+        """
+        levels = [self._root()]
+        best: Found | None = None
+        for level in range(self.problem.num_stages):
+            labels = self._next_level(levels[-1], level, upper_us, best_rank)
+            levels.append(self._reduced(labels, most_labels))
+            rank, index = self._first_of_complete(levels[-1])
+            if rank is not None and (best_rank is None or rank < best_rank):
+                best_rank = rank
+                best = Found(float(levels[-1].bound[index]), *self._trace(levels, level + 1, index), rank)
+                if self.law.rank_is_time:
+                    upper_us = best.step_us
+                    self.best_so_far = best
         return best
 
-    def root_bound(self) -> float:
-        """Bound on the step time of any partition."""
-        end = self.num_layers
-        forward, backward = self.least_forward[-1][end], self.least_backward[-1][end]
-        bottlenecks = float(_times(self.extra, forward + backward))
-        return bottlenecks + float(self.problem.work_us[end] + self.problem.optimizer_us[1])
+    def all_below(self, upper_us: float, most: int) -> tuple[list[Found], bool]:
+        """Every partition faster than `upper_us`, and whether they are all.
 
-    # ---- a first plan
-
-    def incumbent(self) -> Found | None:
-        """A good plan: min-max partitions of weighted stage times, improved by moving single cuts."""
-        plans = {cuts for forward, backward in ((1, 1), (3, 1), (1, 3)) for cuts in self._min_max(forward, backward)}
-        found = [Found(self.step_us(cuts), cuts) for cuts in sorted(plans)]
-        found = sorted(plan for plan in found if np.isfinite(plan.step_us))
-        return min((self._improve(plan) for plan in found[:3]), default=None)
-
-    def _min_max(self, forward: float, backward: float) -> Iterator[tuple[int, ...]]:
-        times = [forward * d.forward + backward * d.backward for d in self.problem.devices]
-        best = np.where(np.arange(self.num_layers + 1) == 0, 0.0, np.inf)
-        sources: list[IntArray] = []
-        for stage in range(self.num_stages):
-            through = np.maximum(best[:, None], times[stage])
-            sources.append(np.argmin(through, axis=0))
-            best = through[sources[-1], np.arange(self.num_layers + 1)]
-            if np.isfinite(best[-1]) and (self.problem.alike or stage == self.num_stages - 1):
-                yield self._trace(sources)
-
-    def _trace(self, sources: list[IntArray]) -> tuple[int, ...]:
-        cuts = [self.num_layers]
-        for source in reversed(sources):
-            cuts.append(int(source[cuts[-1]]))
-        return tuple(reversed(cuts))
-
-    def _improve(self, plan: Found) -> Found:
-        while True:
-            moves = [
-                (*plan.cuts[:k], plan.cuts[k] + step, *plan.cuts[k + 1 :])
-                for k in range(1, len(plan.cuts) - 1)
-                for step in (-1, 1)
-                if plan.cuts[k - 1] < plan.cuts[k] + step < plan.cuts[k + 1]
-            ]
-            better = min((Found(self.step_us(cuts), cuts) for cuts in moves), default=plan)
-            if not _beats(better.step_us, plan.step_us):
-                return plan
-            plan = better
-
-    def step_us(self, cuts: tuple[int, ...]) -> float:
-        """Step time of a partition; infinite if a stage fits nowhere."""
-        labels = self._root()
-        stages = list(enumerate(pairwise(cuts)))
-        for stage, (first, _) in reversed(stages):
-            labels = self._extend(labels, np.zeros(1, dtype=np.int64), np.array([first]), self._table(stage))
-        return float(self._step_us(labels)[0])
-
-    # ---- the search
-
-    def run(self, upper_us: float) -> Found | None:
-        """The best partition, if it beats `upper_us`; None otherwise."""
-        levels: list[_Labels] = [self._root()]
-        best: tuple[float, int, int] | None = None
-        for level in range(self.num_stages):
-            labels = self._next_level(levels[-1], self.num_stages - level, upper_us)
-            complete = np.flatnonzero(labels.first == 0)
-            may_end = self.problem.alike or level == self.num_stages - 1
-            if may_end and len(complete):
-                times = self._step_us(labels)[complete]
-                n = int(np.argmin(times))
-                if _beats(times[n], upper_us):
-                    upper_us = float(times[n])
-                    best = (upper_us, level + 1, int(complete[n]))
+        Where more than `most` partial plans lead to them, the most promising are followed.
+        """
+        levels = [self._root()]
+        found: list[Found] = []
+        all_of_them = True
+        for level in range(self.problem.num_stages):
+            labels = self._next_level(levels[-1], level, upper_us, None)
+            if len(labels.first) > most:
+                labels, all_of_them = labels.take(np.argsort(labels.bound, kind="stable")[:most]), False
             levels.append(labels)
-        return None if best is None else Found(best[0], self._cuts(levels, best[1], best[2]))
+            found += [
+                Found(float(labels.bound[n]), *self._trace(levels, level + 1, int(n)), ())
+                for n in np.flatnonzero(labels.first == 0)
+            ]
+        return found, all_of_them
 
-    def _root(self) -> _Labels:
+    def _first_of_complete(self, labels: "_Level") -> tuple[tuple[float, ...] | None, int]:
+        if not len(labels.first) or labels.first[0] > 0:
+            return None, -1
+        complete = int(np.searchsorted(labels.first, 1))
+        index = int(np.lexsort(tuple(rank[:complete] for rank in labels.rank[::-1]))[0])
+        return tuple(float(rank[index]) for rank in labels.rank), index
+
+    # ---- bounds
+
+    def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
+        """By what the law needs: the least that layers 0..i-1 cost in r stages (at most, or exactly), at [r][i]."""
+        start = np.where(np.arange(self.problem.num_layers + 1) == 0, 0.0, np.inf)
+        least = {name: [start] for name in self.law.needs}
+        rows: dict[str, FloatArray] = {}
+        for count in range(1, self.problem.num_stages + 1):
+            self._check_time()
+            if not rows or self.problem.exact:
+                # With a given number of stages, the foremost of the chain are those of the highest levels; else a
+                # stage may come to lie on any level.
+                levels = [self.problem.num_stages - count] if self.problem.exact else range(self.problem.num_stages)
+                rows = self._least_of_stages(levels)
+            for name, (combine, _) in self.law.needs.items():
+                before, width = least[name][-1], self.problem.width
+                padded = np.concatenate([np.full(width, np.inf), before[:-1]])
+                windows = np.lib.stride_tricks.sliding_window_view(padded, width)
+                longer = (np.maximum if combine == "max" else np.add)(windows, rows[name]).min(axis=1)
+                least[name].append(longer if self.problem.exact else np.minimum(longer, before))
+        return least
+
+    def _least_of_stages(self, levels: Iterable[int]) -> dict[str, FloatArray]:
+        """By what the law needs: the least over the ways to run each stage on some of the levels."""
+        least: dict[str, FloatArray] = {}
+        seen = set()
+        for level in levels:
+            if id(self.problem.tables[level]) in seen:
+                continue
+            seen.add(id(self.problem.tables[level]))
+            for way in range(len(self.problem.tables[level])):
+                for name, values in self._values_of_stages(level, way).items():
+                    least[name] = np.minimum(least[name], values) if name in least else values
+        return least
+
+    def _values_of_stages(self, level: int, way: int) -> dict[str, FloatArray]:
+        num, width = self.problem.num_layers + 1, self.problem.width
+        values = {name: np.empty((num, width)) for name in self.law.needs}
+        size = max(1, _MOST_CANDIDATES // width)
+        for start in range(0, num, size):
+            ends = np.arange(start, min(start + size, num))
+            stages = self.problem.stages(level, way, ends)
+            for name, need in self.law.needs.items():
+                values[name][ends] = need.of(stages)
+        return values
+
+    def _ahead(self, first: IntArray, stages_left: int) -> Ahead:
+        return Ahead(
+            work_us=self._work[first],
+            own_us=self._own,
+            some=first > 0,
+            least={name: tables[stages_left][first] for name, tables in self._least.items()},
+        )
+
+    def _whole(self, ahead: Ahead) -> Ahead:
+        """`ahead`, with largest stages that are not smaller than the smallest possible of the whole chain."""
+        end = self.problem.num_layers
+        largest = {
+            name: np.maximum(least, self._least[name][-1][end])
+            for name, least in ahead.least.items()
+            if self.law.needs[name].combine == "max"
+        }
+        return replace(ahead, least={**ahead.least, **largest})
+
+    # ---- labels
+
+    def _root(self) -> _Level:
         zero = np.zeros(1)
-        return _Labels(np.array([self.num_layers]), zero, zero, zero, zero, zero, np.array([-1]))
+        nowhere = np.array([-1])
+        end = np.array([self.problem.num_layers])
+        return _Level(end, nowhere, nowhere.astype(np.int8), (zero,) * self.law.size, zero, (zero,))
 
-    def _next_level(self, labels: _Labels, stages_left: int, upper_us: float) -> _Labels:
-        """All labels with one more stage in front that can still beat `upper_us`, dominated ones dropped."""
+    def _next_level(
+        self, labels: _Level, level: int, upper_us: float, best_rank: tuple[float, ...] | None
+    ) -> _Level:
+        """All labels with one more stage in front that can still rank before the best."""
+        parts = [
+            self._extended(labels, block, (level, way), upper_us, best_rank)
+            for block in self._blocks(labels)
+            for way in range(len(self.problem.tables[level]))
+        ]
+        if not parts:
+            return labels.take(np.empty(0, dtype=np.intp))
+        if len(parts) == 1:
+            return parts[0]
+        return _Level(
+            np.concatenate([part.first for part in parts]),
+            np.concatenate([part.parent for part in parts]),
+            np.concatenate([part.choice for part in parts]),
+            tuple(np.concatenate(numbers) for numbers in zip(*(part.numbers for part in parts), strict=True)),
+            np.concatenate([part.bound for part in parts]),
+            tuple(np.concatenate(ranks) for ranks in zip(*(part.rank for part in parts), strict=True)),
+        )
+
+    def _blocks(self, labels: _Level) -> Iterator[NDArray[np.intp]]:
         open_ = np.flatnonzero(labels.first > 0)
-        if not len(open_):
-            return labels.take(open_)
-        # Every open label times every first layer of the new stage.
-        ends = labels.first[open_]
-        parent = np.repeat(open_, ends)
-        offsets = np.cumsum(ends) - ends
-        first = np.arange(len(parent)) - np.repeat(offsets, ends)
-        stage = stages_left - 1
-        table = self._table(stage if not self.problem.alike else 0)
-        fits = np.isfinite(table.forward[first, labels.first[parent]])
-        new = self._extend(labels, parent[fits], first[fits], table)
-        # `stages_left - 1` stages are left for the layers in front; without any, only complete labels live.
-        forward = np.maximum(new.forward, self.least_forward[stage][new.first])
-        least_backward = self.least_backward[stage][new.first]
-        backward = np.maximum(new.backward, least_backward)
-        done = np.maximum(new.done, new.total + _times(self.extra, least_backward)) + self.problem.work_us[new.first]
-        tail = np.where(new.first > 0, self.problem.optimizer_us[1], new.tail)
-        bound = done + _times(self.extra, forward) + tail
-        new = new._replace(forward=forward, backward=backward).take(bound < _just_below(upper_us))
-        return new.take(_undominated(new))
+        size = max(1, _MOST_CANDIDATES // self.problem.width)
+        for start in range(0, len(open_), size):
+            self._check_time()
+            yield open_[start : start + size]
 
-    def _extend(self, labels: _Labels, parent: IntArray, first: IntArray, table: Intervals) -> _Labels:
-        """Labels `parent` with the stage `first`..(their first layer) in front, and the link between."""
-        end = labels.first[parent]
-        link = np.where(end < self.num_layers, self.problem.link_us[end], 0.0)
-        forward, backward = table.forward[first, end], table.backward[first, end]
-        last_backward = table.last_backward[first, end]
-        total, most, done = labels.total[parent], labels.backward[parent], labels.done[parent]
-        # Both flow shops are summed up in one: a machine's forward time is simply waited for.
-        for ahead, p, q in ((link, link, link), (forward, backward, last_backward)):
-            total, most = total + ahead + p, np.maximum(most, p)
-            follow = total + _times(self.extra - 1, most) if self.extra > 0 else 0.0
-            done = np.maximum(done + ahead, follow) + q
-        largest = np.maximum(np.maximum(labels.forward[parent], link), forward)
-        receive, optimizer = self.problem.receive_us, self.problem.optimizer_us
-        hidden = forward + last_backward + 2 * link + receive[end] - receive[first]
-        tail = np.maximum(optimizer[end] - optimizer[first], labels.tail[parent] - hidden)
-        return _Labels(first, largest, most, total, done, tail, parent)
+    def _extended(
+        self,
+        labels: _Level,
+        block: NDArray[np.intp],
+        place: tuple[int, int],
+        upper_us: float,
+        best_rank: tuple[float, ...] | None,
+    ) -> _Level:
+        level, way = place
+        stages_left = self.problem.num_stages - level - 1
+        # Labels of one first layer are followed by the same stages.
+        ends, which = np.unique(labels.first[block], return_inverse=True)
+        stages = self.problem.stages(level, way, ends)
+        # What no number of stages can reach from the front is not worth a look.
+        some = next(iter(self._least.values()))[stages_left]
+        reachable = np.isfinite(stages.forward) & np.isfinite(some[stages.first])
+        label, column = np.nonzero(reachable[which])
+        at = stages.at(which[label], column)
+        parent = block[label]
+        numbers = self.law.extend(tuple(number[parent] for number in labels.numbers), at, level)
+        ahead = self._ahead(at.first, stages_left)
+        bound = self.law.bound_us(numbers, ahead)
+        kept = bound < just_below(upper_us)
+        rank = self.law.rank_bound(numbers, ahead, bound)
+        if best_rank is not None:
+            kept &= _before(rank, best_rank)
+        raised = self.law.raised(numbers, self._whole(ahead))
+        return _Level(at.first, parent, at.choice, raised, bound, rank).take(np.flatnonzero(kept))
 
-    def _step_us(self, labels: _Labels) -> FloatArray:
-        times: FloatArray = labels.done + _times(self.extra, labels.forward) + labels.tail
-        return times
+    def _reduced(self, labels: _Level, most_labels: int | None) -> _Level:
+        # Where only a few are kept, those that can still be fast come first.
+        keys = (*labels.rank, *labels.numbers) if most_labels is None else (labels.bound, *labels.rank)
+        labels = labels.take(np.lexsort((*keys[::-1], labels.first)))
+        starts = np.flatnonzero(np.diff(labels.first, prepend=-1))
+        if most_labels is not None:
+            rank = np.arange(len(labels.first)) - np.repeat(starts, np.diff(starts, append=len(labels.first)))
+            return labels.take(np.flatnonzero(rank < most_labels))
+        return labels.take(undominated(labels.first, labels.numbers))
 
-    def _table(self, stage: int) -> Intervals:
-        return self.problem.devices[stage]
-
-    def _cuts(self, levels: list[_Labels], level: int, index: int) -> tuple[int, ...]:
-        cuts = []
+    def _trace(self, levels: list[_Level], level: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        cuts, choices = [], []
         while level >= 0:
             cuts.append(int(levels[level].first[index]))
+            if level:
+                choices.append(int(levels[level].choice[index]))
             index = int(levels[level].parent[index])
             level -= 1
-        return tuple(cuts)
+        return tuple(cuts), tuple(choices)
+
+    def _check_time(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise OutOfTimeError
 
 
-def _undominated(labels: _Labels) -> IntArray:
-    """Indices of the labels that no other label with the same first layer dominates."""
-    costs = np.stack([labels.forward, labels.backward, labels.total, labels.done, labels.tail], axis=1)
-    order = np.lexsort((*costs.T[::-1], labels.first))
-    starts = np.flatnonzero(np.diff(labels.first[order], prepend=-1))
-    groups = np.split(order, starts[1:]) if len(order) else [order]
-    return np.concatenate([_pareto(costs, group) for group in groups])
+def just_below(upper_us: float) -> float:
+    """What a step time must be below to beat `upper_us`, rounding apart."""
+    return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 
-def _pareto(costs: FloatArray, group: IntArray) -> IntArray:
-    # `group` is sorted by the costs, so a row can only be dominated by one before it.
-    if len(group) <= 1:
-        return group
-    kept: list[int] = []
-    front = np.empty((len(group), costs.shape[1]))
-    for index in group:
-        row = costs[index]
-        if not (front[: len(kept)] <= row * (1 + _RELATIVE)).all(axis=1).any():
-            front[len(kept)] = row
-            kept.append(int(index))
-    return np.array(kept)
+def _before(rank: tuple[FloatArray, ...], best: tuple[float, ...]) -> NDArray[np.bool_]:
+    before = np.zeros(rank[0].shape, dtype=bool)
+    for number, of_best in zip(rank[::-1], best[::-1], strict=True):
+        before = (number < of_best * (1 - RELATIVE)) | ((number <= of_best * (1 + RELATIVE)) & before)
+    return before
 
 
-def _times(count: int, time: FloatArray) -> FloatArray:
-    # 0 times infinity is not a number, but "fits nowhere" stays so however often it is done.
-    return np.where(np.isinf(time), time, count * np.where(np.isinf(time), 0.0, time))
+def undominated(group: IntArray, numbers: tuple[FloatArray, ...]) -> NDArray[np.intp]:
+    """Indices of the rows that no other row of the same group dominates.
 
+    Args:
+        group: Shape (n,), ascending; rows of a group in an order in which none is dominated by a later one, equal
+            ones apart.
+        numbers: Each of shape (n,), smaller is better.
 
-def _just_below(upper_us: float) -> float:
-    return upper_us * (1 - _RELATIVE) if np.isfinite(upper_us) else upper_us
-
-
-def _beats(step_us: float, upper_us: float) -> bool:
-    return bool(step_us < _just_below(upper_us))
+    Complexity: O(n) per round, and as many rounds as the largest group has undominated rows.
+    """
+    left = np.arange(len(group))
+    kept = []
+    while len(left):
+        head = np.flatnonzero(np.diff(group[left], prepend=-1))
+        leaders = left[head]
+        kept.append(leaders)
+        owner = np.repeat(leaders, np.diff(head, append=len(left)))
+        alive = np.zeros(len(left), dtype=bool)
+        for number in numbers:
+            alive |= number[owner] > number[left] * (1 + RELATIVE)
+        left = left[alive]
+    return np.sort(np.concatenate(kept)) if kept else left

@@ -1,20 +1,20 @@
 """Why nothing fits, and the nearest things that would: each computed, none guessed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.costs import ChainCosts, costs_at, covers
+from planner.core.costs import ChainCosts
 from planner.core.errors import InfeasibleError
 from planner.core.plan import Inputs
 from planner.core.profile import Profile
 from planner.core.units import format_bytes
-from planner.solve.intervals import IntervalMemories
+from planner.solve.case import Case
+from planner.solve.tables import width_for
 
-__all__ = ["Question", "explain_infeasible", "least_excess_bytes", "smallest_cap_bytes"]
+__all__ = ["Asking", "explain_infeasible", "smallest_cap_bytes"]
 
 FloatArray = NDArray[np.float64]
 
@@ -23,120 +23,181 @@ _MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Asking:
     """What was asked and cannot be had."""
 
     profile: Profile
     inputs: Inputs
+    micro_batches: int | None
     balance: tuple[int, ...] | None
-    candidates: tuple[tuple[int, ChainCosts], ...]
-    """The M that were tried, with their costs."""
-
-    @property
-    def equal_caps(self) -> bool:
-        """Whether all devices have the same cap."""
-        return len(set(self.inputs.memory_bytes)) == 1
-
-    def needs(self, costs: ChainCosts, micro_batches: int, inputs: Inputs | None = None) -> FloatArray:
-        """Least bytes of every stage i..j-1 at [i, j], the reserve included; infinite where the cuts are given."""
-        policy = (inputs or self.inputs).recompute
-        need = IntervalMemories.of(costs, micro_batches=micro_batches, policy=policy).smallest()
-        if self.balance is not None:
-            given = np.full_like(need, np.inf)
-            for first, end in pairwise(np.cumsum([0, *self.balance])):
-                given[first, end] = need[first, end]
-            need = given
-        return need + self.inputs.reserve_bytes
+    cases: tuple[Case, ...]
+    """What was tried."""
+    cases_for: Callable[[Profile, Inputs, int | None], Sequence[Case]]
+    """What would be tried for a profile, for other inputs, and with M fixed or free."""
 
 
-def explain_infeasible(question: Question) -> InfeasibleError:
+def explain_infeasible(asking: Asking) -> InfeasibleError:
     """The error that says what is in the way and what would fit."""
-    inputs = question.inputs
-    needs = {m: question.needs(costs, m) for m, costs in question.candidates}
-    smallest = {m: smallest_cap_bytes(need, inputs.devices) for m, need in needs.items()}
-    best_m = min(smallest, key=lambda m: (smallest[m], m))
-    hints = [f"with {inputs.devices} devices the smallest `--mem` is {_as_option(smallest[best_m])} (M = {best_m})"]
-    if question.equal_caps and question.balance is None:
-        cap = inputs.memory_bytes[0]
-        count = _smallest_count(needs, cap, len(question.profile.layers))
-        if count is not None:
-            hints.append(f"`--devices {count[0]}` fits in {format_bytes(cap)} (M = {count[1]})")
-    more = _larger_count(question)
-    if more is not None:
-        hints.append(f"M = {more} fits: allow it with `--micro-batches`, or profile smaller micro-batches")
-    if inputs.recompute != "auto" and _fits(question, replace(inputs, recompute="auto"), question.candidates):
-        hints.append("`--recompute auto` fits")
-    reason = _reason(question, needs[best_m], best_m)
+    inputs = asking.inputs
+    # Chunks share a device, so that no stage's need can be told alone; one chunk each needs no more.
+    cases = [replace(case, schedule="1f1b" if case.chunks > 1 else case.schedule, chunks=1) for case in asking.cases]
+    smallest = {n: smallest_cap_bytes(case) for n, case in enumerate(cases)}
+    best = min(smallest, key=lambda n: (smallest[n], cases[n].micro_batches))
+    hints = list(_hints(asking, cases, cases[best], smallest[best]))
+    reason = _reason(asking, cases[best])
     return InfeasibleError(f"no plan fits {_caps(inputs)}: {reason}", hint="; ".join(hints))
 
 
-def smallest_cap_bytes(need: FloatArray, num_devices: int) -> int:
-    """Smallest cap under which at most `num_devices` stages, each with `need` bytes at [i, j], cover the chain."""
-    return int(least_excess_bytes(need, (0,) * num_devices))
+def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
+    inputs = asking.inputs
+    if np.isfinite(smallest_bytes):
+        devices = f"{inputs.devices} device{'s' * (inputs.devices > 1)}"
+        cap = _as_option(int(smallest_bytes))
+        yield f"with {devices} the smallest `--mem` is {cap} ({_how(best, inputs)})"
+    if len(set(inputs.memory_bytes)) == 1 and asking.balance is None:
+        count = min(filter(None, map(_smallest_count, cases)), default=None)
+        if count is not None and count[0] > inputs.devices:
+            yield f"`--devices {count[0]}` fits in {format_bytes(inputs.memory_bytes[0])} (M = {count[1]})"
+    if asking.micro_batches is not None:
+        others = asking.cases_for(asking.profile, inputs, None)
+        more = min((case.micro_batches for case in others if _fits(case)), default=None)
+        if more is not None:
+            yield f"M = {more} fits: leave `--micro-batches` out"
+    if inputs.recompute not in ("auto", "layers"):
+        free = replace(inputs, recompute="auto")
+        if any(map(_fits, asking.cases_for(asking.profile, free, asking.micro_batches))):
+            yield "`--recompute auto` fits"
+    if inputs.schedule == "gpipe":
+        other = replace(inputs, schedule="1f1b")
+        if any(map(_fits, asking.cases_for(asking.profile, other, asking.micro_batches))):
+            yield "`--schedule 1f1b` fits"
+    for name, profile in _other_optimizers(asking.profile):
+        if any(map(_fits, asking.cases_for(profile, inputs, asking.micro_batches))):
+            yield f"with {name} as optimizer it fits: profile with `--optimizer {name}`"
+            break
 
 
-def least_excess_bytes(need: FloatArray, caps: Sequence[int]) -> float:
+def _how(case: Case, inputs: Inputs) -> str:
+    side_by_side = f"{case.replicas} replicas, " if inputs.replicas != 1 else ""
+    return f"{side_by_side}M = {case.micro_batches}"
+
+
+def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
+    """What the profile would say of optimizers with less state (findings on torch.optim: momentum keeps one copy)."""
+    for name, copies in (("momentum", 1), ("sgd", 0)):
+        layers = []
+        for layer in profile.layers:
+            gradients = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
+            state = copies * gradients
+            layers.append(replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0))
+        other = replace(profile, layers=tuple(layers))
+        if sum(a.optimizer_bytes for a in other.layers) < sum(a.optimizer_bytes for a in profile.layers):
+            yield name, other
+
+
+def smallest_cap_bytes(case: Case) -> float:
+    """Smallest cap, the reserve included, under which the case has a plan on devices alike; infinite if none has."""
+    static = case.costs.parameters + case.costs.optimizer + case.costs.buffers
+    guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
+    while True:
+        width = width_for(case.costs, longest_us=np.inf, cap_bytes=guess)
+        least = _least_excess_bytes(case, width, (-case.cluster.reserve_bytes,) * case.num_devices)
+        # Stages longer than the window need more than `guess` for their parameters alone.
+        if least - case.cluster.reserve_bytes <= guess or width == case.costs.num_layers:
+            return least
+        guess = least if np.isfinite(least) else 2 * guess
+
+
+def _least_excess_bytes(case: Case, width: int, caps_bytes: Sequence[float]) -> float:
     """Smallest possible largest excess of a stage over its device's cap; the chain fits if it is not above 0."""
-    best = np.where(np.arange(need.shape[0]) == 0, -np.inf, np.inf)
     least = np.inf
-    for cap in caps:
-        best = np.min(np.maximum(best[:, None], need - cap), axis=0)
+    # A device's need depends on how many stages are behind it (1F1B), and its cap on its place from the front.
+    for count in range(1, case.num_devices + 1):
+        if count < case.num_devices and len(set(caps_bytes)) == 1 and case.schedule == "gpipe":
+            continue
+        best = _start(case.costs)
+        for position in range(count):
+            need = _needs(case, width, count - 1 - position) - caps_bytes[position]
+            longer = np.maximum(_windows(best, width), need).min(axis=1)
+            best = np.minimum(best, longer) if len(set(caps_bytes)) == 1 and case.schedule == "gpipe" else longer
         least = min(least, float(best[-1]))
     return least
 
 
-def _smallest_count(needs: dict[int, FloatArray], cap: int, num_layers: int) -> tuple[int, int] | None:
-    """Fewest stages (and their M) that fit under `cap`."""
-    counts = []
-    for m, need in needs.items():
-        # A stage may fit although a shorter one does not (recomputation), so every reachable cut counts.
-        fits, reach, stages = need <= cap, {0}, 0
-        while reach and num_layers not in reach and stages < min(_MOST_DEVICES, num_layers):
-            reach = {int(j) for i in reach for j in np.flatnonzero(fits[i])}
-            stages += 1
-        if num_layers in reach:
-            counts.append((stages, m))
-    return min(counts, default=None)
+def _fits(case: Case) -> bool:
+    width = width_for(case.costs, longest_us=np.inf, cap_bytes=max(case.caps_bytes))
+    return _least_excess_bytes(case, width, case.caps_bytes) <= 0
 
 
-def _larger_count(question: Question) -> int | None:
-    """The smallest M not tried that would fit, where the profile covers its micro-batch size."""
-    inputs, profile = question.inputs, question.profile
-    tried = {m for m, _ in question.candidates}
-    for m in range(1, inputs.batch + 1):
-        size = inputs.batch // m
-        if inputs.batch % m or m in tried or not covers(profile, size, extrapolate=inputs.extrapolate):
-            continue
-        if _fits(question, inputs, [(m, costs_at(profile, size, extrapolate=inputs.extrapolate))]):
-            return m
+def _needs(case: Case, width: int, level: int) -> FloatArray:
+    """Least bytes of every stage in the window, infinite for those that are not wanted; the reserve not included."""
+    need = case.memory(width, level).smallest()
+    ends = np.arange(case.costs.num_layers + 1)[:, None]
+    return np.where(case.rules.forbids(ends + np.arange(-width, 0), ends), np.inf, need)
+
+
+def _start(costs: ChainCosts) -> FloatArray:
+    return np.where(np.arange(costs.num_layers + 1) == 0, -np.inf, np.inf)
+
+
+def _windows(best: FloatArray, width: int) -> FloatArray:
+    padded = np.concatenate([np.full(width, np.inf), best[:-1]])
+    windows: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, width)
+    return windows
+
+
+def _smallest_count(case: Case) -> tuple[int, int] | None:
+    """Fewest stages (and their M) that fit under the cap of the first device."""
+    cap = case.caps_bytes[0]
+    width = width_for(case.costs, longest_us=np.inf, cap_bytes=cap)
+    most = min(_MOST_DEVICES, case.costs.num_layers, case.micro_batches if case.schedule != "gpipe" else _MOST_DEVICES)
+    behind = np.where(np.arange(case.costs.num_layers + 1) == case.costs.num_layers, True, False)
+    # From the last stage to the first, so that a stage's place from the end is known (1F1B).
+    for count in range(1, most + 1):
+        fits = _needs(case, width, count - 1) <= cap
+        reached = np.zeros_like(behind)
+        for end in np.flatnonzero(behind):
+            first = np.arange(end - width, end)
+            good = fits[end] & (first >= 0)
+            reached[first[good]] = True
+        if reached[0]:
+            return count, case.micro_batches
+        behind = reached
+        if not behind.any():
+            return None
     return None
 
 
-def _fits(question: Question, inputs: Inputs, candidates: Sequence[tuple[int, ChainCosts]]) -> bool:
-    needs = (question.needs(costs, m, inputs) for m, costs in candidates)
-    return any(least_excess_bytes(need, inputs.memory_bytes) <= 0 for need in needs)
-
-
-def _reason(question: Question, need: FloatArray, m: int) -> str:
-    costs = dict(question.candidates)[m]
-    caps = question.inputs.memory_bytes
-    if question.balance is not None:
-        cuts = pairwise(np.cumsum([0, *question.balance]))
-        over = [float(need[first, end]) - cap for (first, end), cap in zip(cuts, caps, strict=False)]
+def _reason(asking: Asking, case: Case) -> str:
+    """What is in the way with the M that comes closest to fitting."""
+    costs, m = case.costs, case.micro_batches
+    reserve = case.cluster.reserve_bytes
+    caps = [cap + reserve for cap in case.caps_bytes]
+    width = costs.num_layers if asking.balance is not None else 1
+    need = _needs(case, width, 0) + reserve
+    if asking.balance is not None:
+        ends = np.cumsum(asking.balance)
+        over = [
+            float(need[end, width - count]) - cap for end, count, cap in zip(ends, asking.balance, caps, strict=False)
+        ]
         stage = int(np.argmax(over))
         total = format_bytes(over[stage] + caps[stage])
         return f"stage {stage} of the given cuts needs {total} with M = {m}, {format_bytes(over[stage])} over"
-    alone = need[np.arange(costs.num_layers), np.arange(1, costs.num_layers + 1)]
+    alone = need[1:, -1]
     worst = int(alone.argmax())
-    if alone[worst] > max(caps):
+    if np.isfinite(alone[worst]) and alone[worst] > max(caps):
         over_bytes = format_bytes(alone[worst] - max(caps))
         return f'layer "{costs.names[worst]}" alone needs {format_bytes(alone[worst])} with M = {m}, {over_bytes} over'
-    least = least_excess_bytes(need, caps)
-    cannot = f"every layer fits alone, but {question.inputs.devices} stages do not hold them all"
-    if question.equal_caps:
-        return (
-            f"{cannot}; the evenest cut needs {format_bytes(least + caps[0])} with M = {m}, {format_bytes(least)} over"
-        )
+    if asking.inputs.together or asking.inputs.apart:
+        return f"no cut keeps layers together and apart as asked and fits (M = {m})"
+    count = f"{case.num_devices} stage{'s' * (case.num_devices > 1)}"
+    cannot = f"every layer fits alone, but {count} do not hold them all"
+    if len(set(caps)) == 1:
+        smallest = smallest_cap_bytes(case)
+        over_bytes = format_bytes(smallest - caps[0])
+        return f"{cannot}; the evenest cut needs {format_bytes(smallest)} with M = {m}, {over_bytes} over"
+    wide = width_for(costs, longest_us=np.inf, cap_bytes=2 * max(caps))
+    least = _least_excess_bytes(case, wide, case.caps_bytes)
     return f"{cannot}; in the best cut with M = {m} a stage is {format_bytes(least)} over its device's cap"
 
 

@@ -1,21 +1,32 @@
-"""From what was asked to the plan: the exact search over cuts for every M that the profile covers."""
+"""From what was asked to the plan: over schedules, replicas, micro-batch counts and cuts, with a certificate."""
 
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-
-import numpy as np
+from math import inf
+from typing import Literal
 
 from planner.core.costs import ChainCosts, costs_at, covers
-from planner.core.errors import UsageError
+from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.evaluate import Partition, check_partition
-from planner.core.plan import Inputs, Plan, Recompute, SolverReport
+from planner.core.plan import Inputs, Plan, Recompute, Schedule, SolverReport
 from planner.core.planning import build_plan, cluster_of
 from planner.core.profile import Profile
-from planner.solve.chain_dp import ChainProblem, Found, best_partition
-from planner.solve.explain import Question, explain_infeasible
-from planner.solve.intervals import CHOICES, IntervalMemories, Intervals, intervals_for, link_us, receive_us
+from planner.solve.answer import Answer
+from planner.solve.case import Case, Rules, positions
+from planner.solve.chain_dp import OutOfTimeError
+from planner.solve.explain import Asking, explain_infeasible
+from planner.solve.gpipe import gpipe_answer
+from planner.solve.layered import layered_answer
+from planner.solve.simulated import simulated_answer
 
-__all__ = ["Request", "micro_batch_counts", "solve"]
+__all__ = ["Request", "Solver", "cases_of", "micro_batch_counts", "solve"]
+
+_MOST_CHUNKS = 4
+"""Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""
+
+
+Solver = Literal["auto", "dp", "milp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,67 +38,152 @@ class Request:
     """M, if the user fixed it."""
     balance: tuple[int, ...] | None = None
     """The cuts, if the user fixed them: then they are evaluated, and only M and recomputation are chosen."""
+    time_limit_s: float | None = None
+    """After which the best plan found is given, with a proven gap."""
+    solver: Solver = "auto"
+    """`auto` takes the integer programme only for what the dynamic programme cannot hold: devices in any order."""
 
 
 def solve(profile: Profile, request: Request) -> Plan:
-    """The plan with the smallest step time under the caps, over stage counts, cuts, M and recomputation per stage.
+    """The plan with the smallest step time under the caps.
 
-    Among plans of equal step time the first found in a fixed order is taken: the same question always gets the same
-    answer.
+    Over stage counts, cuts, M, recomputation, and where they are left open schedules, chunks and replicas. Among plans
+    of equal step time the one with the lowest peak memory, then the fewest bytes moved, then the evenest stages is
+    taken, then the first found in a fixed order: the same question always gets the same answer.
 
     Raises:
         UsageError: The question contradicts itself or the profile.
         InfeasibleError: No plan fits; the hint names the nearest things that would.
     """
-    inputs = request.inputs
     _check_request(profile, request)
-    chains = {
-        m: costs_at(profile, inputs.batch // m, extrapolate=inputs.extrapolate)
-        for m in micro_batch_counts(profile, request)
-    }
-    bounds = {m: _bound_us(costs, m, inputs) for m, costs in chains.items()}
-    best: tuple[float, ChainCosts, Partition] | None = None
-    # The most promising M first: its plan rules most others out by their bounds. One M's tables at a time are held.
-    for m in sorted(chains, key=lambda m: (bounds[m], m)):
-        upper_us = best[0] if best is not None else np.inf
-        if bounds[m] >= upper_us:
+    deadline = None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
+    cases = cases_of(profile, request)
+    best: Answer | None = None
+    bound_us, complete = inf, True
+    # The most promising case first: its plan rules most others out by their bounds.
+    for case in sorted(cases, key=lambda case: (case.bound_us, case.replicas, case.micro_batches)):
+        upper_us = best.step_us if best is not None else inf
+        if case.bound_us >= upper_us:
             continue
-        problem = _problem(chains[m], m, request)
-        found = best_partition(problem, upper_us=upper_us)
-        if found is not None:
-            best = found.step_us, chains[m], _partition(problem, found)
+        try:
+            answer = _answer(case, request, upper_us, deadline)
+        except OutOfTimeError:
+            complete = False
+            bound_us = min(bound_us, case.bound_us)
+            continue
+        bound_us = min(bound_us, answer.lower_bound_us)
+        best = answer if answer.partition is not None and answer.step_us < upper_us else best
     if best is None:
-        question = Question(profile=profile, inputs=inputs, balance=request.balance, candidates=tuple(chains.items()))
-        raise explain_infeasible(question)
-    step_us, costs, partition = best
+        raise _infeasible(profile, request, cases) if complete else _out_of_time(request)
+    return _plan(best, min(bound_us, best.step_us), request)
+
+
+def _answer(case: Case, request: Request, upper_us: float, deadline: float | None) -> Answer:
+    if request.solver == "milp" or request.inputs.any_order:
+        # Its modules are dear to import, and most questions do without.
+        from planner.solve.programme import programme_answer  # noqa: PLC0415
+
+        return programme_answer(case, upper_us=upper_us, deadline=deadline, any_order=request.inputs.any_order)
+    if case.policy == "layers":
+        return layered_answer(case, upper_us=upper_us, deadline=deadline)
+    if case.schedule == "gpipe":
+        return gpipe_answer(case, upper_us=upper_us, deadline=deadline)
+    return simulated_answer(case, upper_us=upper_us, deadline=deadline)
+
+
+def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
+    assert answer.partition is not None
     if request.balance is not None:
         solver = SolverReport(method="given", status="given")
-    else:
-        solver = SolverReport(method="dynamic-programming", status="optimal", gap=0.0, lower_bound_us=step_us)
-    plan = build_plan(costs, partition, inputs=inputs, solver=solver)
-    if solver.status == "optimal":
+        return build_plan(answer.costs, answer.partition, inputs=request.inputs, solver=solver)
+    plan = build_plan(
+        answer.costs,
+        answer.partition,
+        inputs=request.inputs,
+        solver=SolverReport(method=answer.method, status="optimal"),
+    )
+    step_us = plan.predicted.step_us
+    if bound_us >= step_us * (1 - 1e-9):
         # The same time, added up in the order in which `check` will add it up.
-        plan = replace(plan, solver=replace(solver, lower_bound_us=plan.predicted.step_us))
-    return plan
+        return replace(plan, solver=replace(plan.solver, lower_bound_us=step_us))
+    gap = 1 - bound_us / step_us
+    return replace(plan, solver=replace(plan.solver, status="feasible", gap=gap, lower_bound_us=bound_us))
 
 
-def micro_batch_counts(profile: Profile, request: Request) -> tuple[int, ...]:
-    """The M to choose among: divisors of the batch whose micro-batch size the profile covers.
+def cases_of(profile: Profile, request: Request) -> list[Case]:
+    """Every combination of schedule, chunks, replicas and M that may be tried."""
+    inputs = request.inputs
+    names = [layer.name for layer in profile.layers]
+    rules = Rules(
+        together=_named(inputs.together, names, "--together"),
+        apart=_named(inputs.apart, names, "--apart"),
+        balance=request.balance,
+    )
+    costs: dict[int, ChainCosts] = {}
+    cases = []
+    for replicas in _replica_counts(inputs):
+        for m in micro_batch_counts(profile, request, replicas=replicas):
+            size = inputs.batch // (m * replicas)
+            if size not in costs:
+                costs[size] = costs_at(profile, size, extrapolate=inputs.extrapolate)
+            for schedule, chunks, num_devices in _schedules(inputs, m, len(names), replicas):
+                cases.append(
+                    Case(
+                        costs=costs[size],
+                        cluster=cluster_of(inputs),
+                        schedule=schedule,
+                        micro_batches=m,
+                        num_devices=num_devices,
+                        replicas=replicas,
+                        policy=inputs.recompute,
+                        rules=rules,
+                        chunks=chunks,
+                    )
+                )
+    return cases
+
+
+def _replica_counts(inputs: Inputs) -> list[int]:
+    if inputs.replicas:
+        return [inputs.replicas]
+    return [r for r in range(1, inputs.devices + 1) if inputs.batch % r == 0]
+
+
+def _schedules(inputs: Inputs, micro_batches: int, num_layers: int, replicas: int) -> Iterator[tuple[Schedule, int, int]]:
+    """Schedule, chunks, and how many devices a pipeline may have at most."""
+    devices = min(inputs.devices // replicas, num_layers)
+    if inputs.schedule in ("gpipe", "auto"):
+        yield "gpipe", 1, devices
+    if inputs.schedule in ("1f1b", "auto"):
+        # 1F1B does not run with fewer micro-batches than stages.
+        yield "1f1b", 1, min(devices, micro_batches)
+    if inputs.schedule in ("interleaved", "auto"):
+        counts = [inputs.chunks] if inputs.chunks else range(2, _MOST_CHUNKS + 1)
+        if inputs.schedule == "auto" and not inputs.chunks:
+            counts = range(2, _MOST_CHUNKS + 1)
+        for chunks in counts:
+            if num_layers >= 2 * chunks and devices >= 2:
+                yield "interleaved", chunks, min(devices, num_layers // chunks)
+
+
+def micro_batch_counts(profile: Profile, request: Request, *, replicas: int = 1) -> tuple[int, ...]:
+    """The M to choose among: divisors of each replica's batch whose micro-batch size the profile covers.
 
     Raises:
-        UsageError: There are none.
+        UsageError: There are none, and no other number of replicas could have some.
     """
     inputs = request.inputs
-    batch = inputs.batch
+    batch = inputs.batch // replicas
     divisors = [m for m in range(1, batch + 1) if batch % m == 0]
-    if request.micro_batches is not None and request.micro_batches not in divisors:
+    alone = inputs.replicas != 0
+    if request.micro_batches is not None and request.micro_batches not in divisors and alone:
         raise UsageError(
             f"a batch of {batch} cannot be split into {request.micro_batches} equal micro-batches",
-            hint=f"M must divide the batch: one of {', '.join(map(str, divisors))}",
+            hint=f"M must divide the batch{' of each replica' * (replicas > 1)}: one of {', '.join(map(str, divisors))}",
         )
-    wanted = divisors if request.micro_batches is None else [request.micro_batches]
+    wanted = [m for m in divisors if request.micro_batches in (None, m)]
     counts = tuple(m for m in wanted if covers(profile, batch // m, extrapolate=inputs.extrapolate))
-    if not counts:
+    if not counts and (alone or replicas == 1):
         sizes = ", ".join(str(batch // m) for m in wanted)
         profiled = ", ".join(map(str, profile.micro_batch_sizes))
         raise UsageError(
@@ -97,73 +193,101 @@ def micro_batch_counts(profile: Profile, request: Request) -> tuple[int, ...]:
     return counts
 
 
+def _named(groups: Sequence[Sequence[str]], names: Sequence[str], option: str) -> tuple[tuple[int, ...], ...]:
+    try:
+        return positions(groups, names)
+    except KeyError as error:
+        near = f'the layers are "{names[0]}" to "{names[-1]}"; `gpipe-plan show` lists them'
+        raise UsageError(f'`{option}` names the layer "{error.args[0]}", the profile has no such layer', hint=near) from None
+
+
 def _check_request(profile: Profile, request: Request) -> None:
-    num_layers, num_devices = len(profile.layers), request.inputs.devices
-    if not 1 <= num_devices == len(request.inputs.memory_bytes):
-        raise UsageError(f"{len(request.inputs.memory_bytes)} caps for {num_devices} devices: one for each is needed")
-    if request.inputs.schedule != "gpipe":
-        raise UsageError(f"only the GPipe schedule can be solved for so far, not `{request.inputs.schedule}`")
-    if num_devices > num_layers:
+    inputs = request.inputs
+    num_layers, num_devices = len(profile.layers), inputs.devices
+    if not 1 <= num_devices == len(inputs.memory_bytes):
+        raise UsageError(f"{len(inputs.memory_bytes)} caps for {num_devices} devices: one for each is needed")
+    if inputs.speeds and len(inputs.speeds) != num_devices:
+        raise UsageError(f"{len(inputs.speeds)} speeds for {num_devices} devices: one for each is needed")
+    _check_replicas(inputs)
+    if num_devices > num_layers and inputs.replicas == 1:
         raise UsageError(
             f"{num_devices} devices for {num_layers} layers: every stage needs at least one layer",
-            hint=f"use `--devices {num_layers}` or fewer, or profile the model in finer layers",
+            hint=f"use `--devices {num_layers}` or fewer, `--replicas auto`, or profile the model in finer layers",
         )
+    if inputs.recompute == "layers" and inputs.schedule != "gpipe":
+        raise UsageError(
+            f"single layers are recomputed under the GPipe schedule only, not `{inputs.schedule}`",
+            hint="use `--schedule gpipe`, or `--recompute auto`",
+        )
+    _check_solver(request)
+    if inputs.chunks > 1 and inputs.schedule not in ("interleaved", "auto"):
+        raise UsageError(f"{inputs.chunks} chunks per device need `--schedule interleaved`, not `{inputs.schedule}`")
+    if inputs.chunks > 1 and inputs.chunks * 2 > num_layers:
+        raise UsageError(f"{inputs.chunks} chunks on each of 2 devices or more: there are only {num_layers} layers")
     if request.balance is not None:
-        never: Recompute = "never"
-        recompute = tuple(never for _ in request.balance)
-        given = Partition(schedule="gpipe", micro_batches=1, balance=request.balance, recompute=recompute)
-        check_partition(given, num_layers=num_layers, num_devices=num_devices)
+        _check_balance(request, request.balance, num_layers)
 
 
-def _bound_us(costs: ChainCosts, micro_batches: int, inputs: Inputs) -> float:
-    """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here."""
-    bottlenecks = sum(
-        max(float(times.max()), float(times.sum()) / inputs.devices) for times in (costs.forward_us, costs.backward_us)
-    )
-    return float(costs.forward_us.sum() + costs.backward_us.sum()) + (micro_batches - 1) * bottlenecks
-
-
-def _problem(costs: ChainCosts, micro_batches: int, request: Request) -> ChainProblem:
+def _check_solver(request: Request) -> None:
     inputs = request.inputs
-    cluster = cluster_of(inputs)
-    memories = IntervalMemories.of(costs, micro_batches=micro_batches, policy=inputs.recompute)
-    tables = {cap: intervals_for(costs, memories, cluster, cap) for cap in set(inputs.memory_bytes)}
-    devices = tuple(tables[cap] for cap in inputs.memory_bytes)
-    if request.balance is not None:
-        devices = _only(devices, request.balance)
-    return ChainProblem(
-        devices=devices,
-        micro_batches=micro_batches,
-        link_us=link_us(costs, cluster),
-        receive_us=receive_us(costs, cluster),
-        work_us=np.concatenate([[0.0], np.cumsum(costs.forward_us + costs.backward_us)]),
-        optimizer_us=np.concatenate([[0.0], np.cumsum(costs.optimizer_us)]),
+    if not inputs.any_order and request.solver != "milp":
+        return
+    what = "`--devices-any-order`" if inputs.any_order else "`--solver milp`"
+    if request.solver == "dp":
+        raise UsageError(f"{what} needs the integer programme, not `--solver dp`")
+    if inputs.schedule != "gpipe":
+        raise UsageError(f"{what} plans for the GPipe schedule only, not `{inputs.schedule}`")
+    if inputs.recompute == "layers":
+        raise UsageError(f"{what} recomputes stage by stage only", hint="use `--recompute auto`")
+    if inputs.any_order and inputs.inter_link is not None:
+        raise UsageError(f"{what} and nodes: which link lies between two stages would depend on the order")
+
+
+def _check_replicas(inputs: Inputs) -> None:
+    unlike = len(set(inputs.memory_bytes)) > 1 or len(set(inputs.speeds)) > 1
+    if inputs.replicas != 1 and unlike:
+        raise UsageError("replicas of a pipeline need devices that are all alike, got unequal caps or speeds")
+    if inputs.replicas > inputs.devices:
+        raise UsageError(f"{inputs.replicas} replicas need at least as many devices, there are {inputs.devices}")
+    if inputs.replicas > 1 and inputs.batch % inputs.replicas:
+        raise UsageError(
+            f"a batch of {inputs.batch} cannot be shared equally by {inputs.replicas} replicas",
+            hint="choose a `--batch` that the replicas divide",
+        )
+
+
+def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) -> None:
+    never: Recompute = "never"
+    recompute = tuple(never for _ in balance)
+    given = Partition(schedule="gpipe", micro_batches=1, balance=balance, recompute=recompute)
+    chunks = max(1, request.inputs.chunks)
+    check_partition(given, num_layers=num_layers, num_devices=request.inputs.devices * chunks)
+
+
+def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
+    if not cases:
+        return InfeasibleError(
+            f"the {request.inputs.schedule} schedule runs with none of the micro-batch counts",
+            hint="use `--schedule gpipe`, a larger `--batch`, or fewer devices",
+        )
+
+    def cases_for(other: Profile, inputs: Inputs, micro_batches: int | None) -> Sequence[Case]:
+        return cases_of(other, replace(request, inputs=inputs, micro_batches=micro_batches))
+
+    return explain_infeasible(
+        Asking(
+            profile=profile,
+            inputs=request.inputs,
+            micro_batches=request.micro_batches,
+            balance=request.balance,
+            cases=tuple(cases),
+            cases_for=cases_for,
+        )
     )
 
 
-def _only(devices: tuple[Intervals, ...], balance: tuple[int, ...]) -> tuple[Intervals, ...]:
-    """The tables with nothing allowed but the stages of `balance`."""
-    cuts = np.cumsum([0, *balance])
-    only = []
-    for k, (first, end) in enumerate(pairwise(cuts)):
-        elsewhere = np.full_like(devices[k].forward, np.inf)
-        elsewhere[first, end] = 0.0
-        only.append(
-            replace(
-                devices[k],
-                forward=devices[k].forward + elsewhere,
-                backward=devices[k].backward + elsewhere,
-                last_backward=devices[k].last_backward + elsewhere,
-            )
-        )
-    return tuple(only)
-
-
-def _partition(problem: ChainProblem, found: Found) -> Partition:
-    stages = tuple(enumerate(pairwise(found.cuts)))
-    return Partition(
-        schedule="gpipe",
-        micro_batches=problem.micro_batches,
-        balance=tuple(end - first for _, (first, end) in stages),
-        recompute=tuple(CHOICES[problem.devices[k].choice[first, end]] for k, (first, end) in stages),
+def _out_of_time(request: Request) -> SolverError:
+    return SolverError(
+        f"no plan was found within the time limit of {request.time_limit_s:g} s",
+        hint="allow more with `--time-limit`, or fix `--micro-batches`",
     )

@@ -40,7 +40,7 @@ def test_a_plan_survives_its_own_check(problem: Problem) -> None:
     verdict = judge(plan, problem.profile, profile_digest=plan.inputs.profile.digest)
     assert verdict.fits, verdict.findings
     costs = costs_at(problem.profile, plan.micro_batch_size)
-    partition, cluster = Partition.of(plan), cluster_of(plan.inputs)
+    partition, cluster = Partition.of(plan, costs.names), cluster_of(plan.inputs)
     tail_us = optimizer_us(costs, partition, cluster)
     simulated = max(event.end_us for event in timeline(costs, partition, cluster)) + tail_us
     assert step_us(costs, partition, cluster) == pytest.approx(simulated, rel=1e-9)

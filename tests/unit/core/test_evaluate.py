@@ -215,7 +215,7 @@ def test_a_plan_holds_what_was_asked_and_what_follows() -> None:
     assert (plan.micro_batches, plan.micro_batch_size, plan.balance) == (4, 2, (2, 1))
     assert plan.predicted == predict(costs, partition, cluster_of(inputs))
     assert plan.stages == stages_of(costs, partition, cluster_of(inputs))
-    assert Partition.of(plan) == partition
+    assert Partition.of(plan, costs.names) == partition
     assert {stage.memory_bytes for stage in plan.stages} == {UNLIMITED}
 
 

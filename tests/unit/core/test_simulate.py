@@ -9,7 +9,8 @@ from planner.core.plan import Schedule
 from planner.core.schedule import Action, actions_of
 from planner.core.simulate import Event, StageTimes, simulate
 
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+# With the chunks of a device.
+SCHEDULES: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)]
 
 
 def stage(forward: float, backward: float, *, last: float | None = None, send: float = 0.0, blocking: bool = False):
@@ -89,20 +90,30 @@ def test_the_last_micro_batch_has_its_own_backward_time() -> None:
     assert [(e.micro_batch, e.end_us - e.start_us) for e in events if e.kind == "B"] == [(0, 5), (1, 5), (2, 2)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_does_two_things_at_once(schedule: Schedule) -> None:
-    """On 60 random pipelines: per stage, and per direction of a link, events follow each other without overlap."""
+def track_of(event: Event, num_devices: int) -> tuple[int, int]:
+    """The device that is busy, twice, or the devices that a transfer leaves and reaches."""
+    step = {"F": 0, "B": 0, "send F": 1, "send B": -1}[event.kind]
+    return event.device, (event.device + step) % num_devices
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_nothing_does_two_things_at_once(schedule: Schedule, chunks: int) -> None:
+    """On 60 random pipelines: per device, and per direction of a link, events follow each other without overlap."""
     rng = random.Random(7)
     links_seen = 0
     for _ in range(60):
-        num_stages = rng.randint(1, 6)
-        stages = random_stages(rng, num_stages)
-        actions = actions_of(schedule, num_stages=num_stages, micro_batches=num_stages + rng.randint(0, 8))
-        tracks: dict[tuple[str, int], list[Event]] = {}
+        num_devices = rng.randint(1, 6)
+        stages = random_stages(rng, num_devices * chunks)
+        micro_batches = (
+            num_devices * rng.randint(1, 3) if schedule == "interleaved" else num_devices + rng.randint(0, 8)
+        )
+        actions = actions_of(schedule, num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+        tracks: dict[tuple[int, int], list[Event]] = {}
         for event in simulate(actions, stages):
-            tracks.setdefault(("compute" if event.kind in "FB" else event.kind, event.stage), []).append(event)
-        assert len([kind for kind, _ in tracks if kind == "compute"]) == num_stages
-        links_seen += len(tracks) - num_stages
+            assert event.device == event.stage % num_devices
+            tracks.setdefault(track_of(event, num_devices), []).append(event)
+        assert len([sender for sender, receiver in tracks if sender == receiver]) == num_devices
+        links_seen += len(tracks) - num_devices
         for events in tracks.values():
             assert all(e.end_us >= e.start_us for e in events)
             assert all(
@@ -111,15 +122,17 @@ def test_nothing_does_two_things_at_once(schedule: Schedule) -> None:
     assert links_seen > 20
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_starts_before_what_it_needs(schedule: Schedule) -> None:
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_nothing_starts_before_what_it_needs(schedule: Schedule, chunks: int) -> None:
     """F waits for the previous stage's F and the transfer, B for the next stage's B and the transfer, in list order."""
     rng = random.Random(11)
     checked = 0
     for _ in range(40):
-        num_stages = rng.randint(2, 5)
+        num_devices = rng.randint(2, 5)
+        num_stages = num_devices * chunks
         stages = random_stages(rng, num_stages)
-        actions = actions_of(schedule, num_stages=num_stages, micro_batches=num_stages + 3)
+        micro_batches = 2 * num_devices if schedule == "interleaved" else num_devices + 3
+        actions = actions_of(schedule, num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
         events = {(e.kind, e.stage, e.micro_batch): e for e in simulate(actions, stages)}
         assert len([1 for kind, _, _ in events if kind in "FB"]) == sum(map(len, actions))
         for (kind, at, i), event in events.items():
@@ -129,8 +142,8 @@ def test_nothing_starts_before_what_it_needs(schedule: Schedule) -> None:
             crossing = stages[min(at, source)].send_us
             assert event.start_us >= events[kind, source, i].end_us + crossing - 1e-9
             checked += 1
-        for at, todo in enumerate(actions):
-            ends = [events[action.kind, at, action.micro_batch] for action in todo]
+        for device, todo in enumerate(actions):
+            ends = [events[a.kind, a.chunk * num_devices + device, a.micro_batch] for a in todo]
             assert all(a.end_us <= b.start_us for a, b in pairwise(ends))
     assert checked > 500
 
@@ -152,6 +165,79 @@ def test_a_stage_waits_no_longer_than_it_must() -> None:
             event = events[action.kind, at, action.micro_batch]
             assert event.start_us == max(free, arrival)
             free = event.end_us
+
+
+def test_chunks_by_hand() -> None:
+    """Two devices with two chunks each, one micro-batch, times that are all different: it goes round and back.
+
+    forward: stage 0 on device 0, link 1, stage 1 on device 1, link back to the front 10, stage 2 on device 0, link 2,
+    stage 3 on device 1; then back over the same boundaries.
+    """
+    actions = actions_of("interleaved", num_stages=2, micro_batches=1, chunks=2)
+    events = simulate(actions, [stage(3, 30, send=1), stage(4, 40, send=10), stage(5, 50, send=2), stage(6, 60)])
+    assert [(e.kind, e.stage, e.device, e.start_us, e.end_us) for e in events] == [
+        ("F", 0, 0, 0, 3),
+        ("send F", 0, 0, 3, 4),
+        ("F", 1, 1, 4, 8),
+        ("send F", 1, 1, 8, 18),
+        ("F", 2, 0, 18, 23),
+        ("send F", 2, 0, 23, 25),
+        ("F", 3, 1, 25, 31),
+        ("B", 3, 1, 31, 91),
+        ("send B", 3, 1, 91, 93),
+        ("B", 2, 0, 93, 143),
+        ("send B", 2, 0, 143, 153),
+        ("B", 1, 1, 153, 193),
+        ("send B", 1, 1, 193, 194),
+        ("B", 0, 0, 194, 224),
+    ]
+
+
+def test_chunks_share_the_direction_of_a_link() -> None:
+    """Three devices, two chunks: what chunk 0 is still sending holds up what chunk 1 sends the same way.
+
+    Device 0 runs F0 0-1, F1 1-2, F2 2-3 of chunk 0 and sends each for 100. Forwards of chunk 1 come back at 101 or
+    later and go out over the same link, each after all of chunk 0 that was ready before.
+    """
+    stages = [stage(1, 1, send=send) for send in (100, 0, 0, 7, 0, 0)]
+    events = simulate(actions_of("interleaved", num_stages=3, micro_batches=3, chunks=2), stages)
+    sent = [(e.stage, e.micro_batch, e.start_us, e.end_us) for e in events if e.kind == "send F"]
+    assert sent == [
+        (0, 0, 1, 101),
+        (0, 1, 101, 201),
+        (0, 2, 201, 301),
+        (3, 0, 301, 308),
+        (3, 1, 308, 315),
+        (3, 2, 315, 322),
+    ]
+    back = [(e.stage, e.micro_batch) for e in events if e.kind == "send B"]
+    assert len(back) == 6
+
+
+def test_with_two_devices_the_way_round_is_the_link_between_them() -> None:
+    """K = 2: device 1 sends forwards of stage 1 to the front where it sends backwards of stage 3, one at a time."""
+    actions = actions_of("interleaved", num_stages=2, micro_batches=4, chunks=2)
+    events = simulate(actions, [stage(2, 1, send=5), stage(1, 3, send=9), stage(2, 2, send=6), stage(1, 1)])
+    sent_by = {device: [e for e in events if e.device == device and e.kind not in "FB"] for device in (0, 1)}
+    assert {(e.kind, e.stage) for e in sent_by[0]} == {("send F", 0), ("send F", 2), ("send B", 2)}
+    assert {(e.kind, e.stage) for e in sent_by[1]} == {("send F", 1), ("send B", 1), ("send B", 3)}
+    for sent in sent_by.values():
+        assert all(a.end_us <= b.start_us for a, b in pairwise(sent))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_one_device_sends_nothing_to_itself(*, blocking: bool) -> None:
+    """K = 1 with three chunks: everything one after the other, no transfer and no receiving, whatever links cost."""
+    actions = actions_of("interleaved", num_stages=1, micro_batches=4, chunks=3)
+    events = simulate(actions, [stage(1, 2, send=100, blocking=blocking)] * 3)
+    assert {e.kind for e in events} == {"F", "B"}
+    assert end_of(events) == 3 * 4 * (1 + 2)
+
+
+def test_stages_must_be_shared_out_evenly() -> None:
+    """Three stages do not lie on two devices."""
+    with pytest.raises(ValueError, match="3 stages cannot lie on 2 devices"):
+        simulate(actions_of("gpipe", num_stages=2, micro_batches=2), [stage(1, 1)] * 3)
 
 
 def test_events_come_sorted_by_start() -> None:

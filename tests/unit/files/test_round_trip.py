@@ -103,7 +103,8 @@ def test_a_value_survives_being_written_and_read(
     assert dump(read(path)) == dump(make())
     if read_kind is read_plan:
         plan = make()
-        assert (read_plan(path).inputs, Partition.of(read_plan(path))) == (plan.inputs, Partition.of(plan))
+        names: tuple[str, ...] = ()
+        assert (read_plan(path).inputs, Partition.of(read_plan(path), names)) == (plan.inputs, Partition.of(plan, names))
     else:
         assert read(path) == make()
 

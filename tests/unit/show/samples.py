@@ -96,7 +96,7 @@ def plan(
 
 
 def events_of(planned: Plan) -> tuple[Event, ...]:
-    return timeline(costs_at(profile(), 1), Partition.of(planned), cluster_of(planned.inputs))
+    return timeline(costs_at(profile(), 1), Partition.of(planned, [layer.name for layer in profile().layers]), cluster_of(planned.inputs))
 
 
 def equal_stages(num_stages: int, micro_batches: int, *, forward_us: float = 1000.0) -> tuple[Event, ...]:

@@ -13,8 +13,8 @@ from tests.unit.show.samples import equal_stages, events_of, plan, style
 
 
 def rows(text):
-    """What stands right of each stage's label."""
-    return [line.split(" ", 2)[2] for line in text.splitlines() if line.startswith("stage ")]
+    """What stands right of each device's label."""
+    return [line.split(" ", 2)[2] for line in text.splitlines() if line.startswith(("stage ", "device "))]
 
 
 def uneven(num_stages=4, micro_batches=6):
@@ -23,6 +23,13 @@ def uneven(num_stages=4, micro_batches=6):
         for k in range(num_stages)
     )
     return simulate(actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches), times)
+
+
+def interleaved(num_devices, micro_batches, chunks, *, forward_us=6000.0):
+    """Equal stages without links, backward as long as forward."""
+    times = StageTimes(forward_us=forward_us, backward_us=forward_us, last_backward_us=forward_us)
+    actions = actions_of("interleaved", num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+    return simulate(actions, (times,) * (num_devices * chunks))
 
 
 def test_idle_of_equal_stages():
@@ -45,7 +52,7 @@ def test_boxes_are_to_scale_and_apart(columns):
     events = uneven()
     scale = Scale(total_us=max(e.end_us for e in events), columns=columns)
     for stage in range(4):
-        boxes = boxes_of(events, stage, scale)
+        boxes = boxes_of(events, stage, scale, 4)
         mine = sorted((e for e in events if e.stage == stage and len(e.kind) == 1), key=lambda e: e.start_us)
         assert [(b.kind, b.micro_batch) for b in boxes] == [(e.kind, e.micro_batch) for e in mine]
         for box, event in zip(boxes, mine, strict=True):
@@ -68,6 +75,43 @@ def test_a_picture_by_hand():
         "        ├─────────┼─────────┼─────────┼─────────┼─────────┼───",
         "     ms 0         10        20        30        40        50",
     ]
+
+
+def test_an_interleaved_picture_by_hand():
+    """K = 2, M = 2, V = 2, in columns of exactly one millisecond: a row per device, chunks told apart by number."""
+    text = timeline_text(interleaved(2, 2, 2), 2, style(9 + 60))
+    title, first, second, *_ = text.splitlines()
+    assert title == "timeline of one step, 60.0 ms up to the last backward"
+    assert (first[:9], second[:9]) == ("device 0 ", "device 1 ")
+    assert rows(text) == [
+        "F0.0░░F1.0░░F0.1░░F1.1░░" + " " * 6 + "B0.1▓▓" + " " * 6 + "B1.1▓▓B0.0▓▓B1.0▓▓",
+        " " * 6 + "F0.0░░F1.0░░F0.1░░B0.1▓▓F1.1░░B1.1▓▓B0.0▓▓B1.0▓▓",
+    ]
+    assert "number: micro-batch.chunk" in text
+    assert "blank: idle 20.0 %" in text
+
+
+def test_boxes_of_all_chunks_are_numbered_or_none():
+    """A box of chunk 0 needs as much room for its number as one of chunk 1: equal boxes look alike."""
+    scale = Scale(total_us=40.0, columns=30)
+    boxes = boxes_of(interleaved(2, 2, 2, forward_us=4.0), 0, scale, 2)
+    assert {box.room for box in boxes} == {3}
+    drawn = rows(timeline_text(interleaved(2, 2, 2), 2, style(60)))
+    assert all(re.fullmatch(r"( *([FB]\d\.\d)[░▓]+)+", row) for row in drawn)
+    narrow = timeline_text(interleaved(4, 8, 2), 4, style(84))
+    assert not re.search(r"[FB]\d", narrow)
+    assert "number:" not in narrow
+
+
+def test_chunks_have_hues_of_their_own_in_colour():
+    """Forward and backward of chunk 1 are painted unlike those of chunk 0, and the legend shows how."""
+    painted = timeline_text(interleaved(2, 2, 2), 2, style(120, color=True))
+    papers = {name: paper for paper, name in re.findall(r"48;5;(\d+)m([FB]\d\.\d)", painted)}
+    assert len({papers[name] for name in ("F0.0", "F0.1", "B0.0", "B0.1")}) == 4
+    assert "chunk 1" in painted
+    assert "chunk 1" not in timeline_text(interleaved(2, 2, 2), 2, style(120))
+    many = timeline_text(interleaved(1, 2, 6), 1, style(240, color=True))
+    assert "F1.5" in many
 
 
 def test_ascii_picture():
@@ -104,7 +148,7 @@ def test_the_axis_keeps_its_numbers_apart():
     """Ticks have round numbers that do not touch, at any width and for any length of step."""
     for total_us in (3.0, 42.0, 999.0, 1e4, 123_456.0, 7e6, 3e9):
         for width in range(60, 130, 7):
-            events = [Event(kind="F", stage=0, micro_batch=0, start_us=0.0, end_us=total_us)]
+            events = [Event(kind="F", stage=0, device=0, micro_batch=0, start_us=0.0, end_us=total_us)]
             labels = timeline_text(events, 1, style(width)).splitlines()[3].split()[1:]
             ticks = [float(label) for label in labels]
             assert ticks[0] == 0
@@ -116,5 +160,5 @@ def test_the_axis_keeps_its_numbers_apart():
 def test_nothing_to_draw():
     """A step without events, or of no time, is said and not drawn."""
     assert "nothing takes any time" in timeline_text((), 2, style())
-    still = [Event(kind="F", stage=0, micro_batch=0, start_us=0.0, end_us=0.0)]
+    still = [Event(kind="F", stage=0, device=0, micro_batch=0, start_us=0.0, end_us=0.0)]
     assert "nothing takes any time" in timeline_text(still, 1, style())

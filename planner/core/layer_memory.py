@@ -1,0 +1,245 @@
+"""What a stage holds when it recomputes some of its layers, each on its own.
+
+A recomputed layer keeps its input for every micro-batch in flight and drops what else it saves, which is there again
+only while its own backward runs. Walk through the layers of a stage with
+
+    held       what one micro-batch leaves behind in the layers so far
+    pending    storages that go into the next layer and that no layer so far keeps: they stay if one of the layers
+               that they are handed to is recomputed, and are gone soon if none is
+
+Each layer puts its own peak on top of that, and leaves something behind. With exact records (g is the gradient of its
+output, c a copy of its input, made where that would be written into):
+
+                      not recomputed                           recomputed
+    forward           held + pending + forward peak            held + pending + c + peak without gradients
+    backward          held + backward peak                     held + pending + c + max(g + forward peak,
+                                                                                        backward peak)
+    leaves behind     internal bytes, and of its output what   pending, c, and of its output what a layer
+                      it or a layer behind keeps               behind keeps
+
+Without exact records every peak is a transient above all that is held anywhere; a recomputed layer's has what it saves,
+or its output if that is more, on top. What a layer saves is taken to hold its output as far as it can.
+
+Sizes are rounded to whole bytes before they are added: then the order of a sum decides nothing.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.costs import ChainCosts
+
+__all__ = ["AGAIN", "KEPT", "LayerPeaks", "Pending", "StageLayers", "StageLevels", "least_levels", "most_savings"]
+
+FloatArray = NDArray[np.float64]
+
+KEPT, AGAIN = 0, 1
+"""The two decisions, first index of many arrays: what the layer saves is kept, or computed again."""
+
+
+class LayerPeaks(NamedTuple):
+    """Peaks of single layers, whole bytes, as arrays whose last axis is the layer.
+
+    Without exact records they are all the same, the transient; with them they are above what is held in front of the
+    layer, and those of the first backward contain the gradients of its parameters.
+    """
+
+    forward: FloatArray
+    first_backward: FloatArray
+    backward: FloatArray
+
+
+class Pending(NamedTuple):
+    """A storage that a layer makes and that no layer behind keeps by itself."""
+
+    until: int
+    """The last layer that it is handed to."""
+    bytes: tuple[float, float]
+    """How much of it its maker does not hold, by the maker's decision."""
+
+
+class StageLevels(NamedTuple):
+    """A stage with some layers recomputed, as `planner.core.memory` has it for one without; in bytes."""
+
+    saved: float
+    forward: float
+    first_backward: float
+    backward: float
+    """Without exact records the transient, as are the other two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """The layers `first`..`end - 1`, as a walk through them needs them: an entry per layer, whole bytes.
+
+    `peaks` are above what the layers in front hold (`stacked`), or above all that is held. Those of backward include
+    the stage's output, which the engine holds, and those of the first backward the gradients of the layers behind.
+    """
+
+    first: int
+    end: int
+    stacked: bool
+    peaks: LayerPeaks
+    """Shape (2, end - first)."""
+    held: FloatArray
+    """Shape (2, end - first): what each layer leaves behind, pending storages not counted."""
+    pending: tuple[tuple[Pending, ...], ...]
+    """What each layer makes."""
+    passed: FloatArray
+    """Shape (end - first + 1,): what goes into each layer, and out of the last, and was made in front of the stage."""
+
+    @classmethod
+    def of(cls, costs: ChainCosts, first: int, end: int) -> "StageLayers":
+        """The layers of a stage.
+
+        Complexity: O(L).
+        """
+        made, stage = costs.storage_from, slice(first, end)
+        by_maker, unkept = np.rint(costs.kept_by_maker), np.rint(costs.kept_by_nobody)
+        copied = np.rint(costs.copied_input[stage])
+        # A first layer that is not recomputed works on a copy that the stage makes.
+        own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
+        again = _per_layer(costs, costs.kept_by_readers)
+        kept = again + most_savings(costs)
+        pending: list[list[Pending]] = [[] for _ in range(first, end)]
+        for n in np.flatnonzero((made >= first) & (made < end) & (by_maker + unkept > 0)):
+            sizes = (float(unkept[n]), float(by_maker[n] + unkept[n]))
+            pending[made[n] - first].append(Pending(int(costs.storage_until[n]), sizes))
+        return cls(
+            first=first,
+            end=end,
+            stacked=costs.exact,
+            peaks=_peaks(costs, stage, copied, own_copy) if costs.exact else _transients(costs, stage),
+            held=np.stack([own_copy + kept[stage], copied + again[stage]]),
+            pending=tuple(map(tuple, pending)),
+            passed=_passed(costs, unkept, first, end),
+        )
+
+    def levels(self, recomputed: Collection[int]) -> StageLevels:
+        """The stage with the layers `recomputed` (counted along the chain) computed again.
+
+        Complexity: O(end - first).
+        """
+        held = 0.0
+        pending: list[tuple[int, float]] = []
+        highest = [0.0, 0.0, 0.0]
+        for n in range(self.end - self.first):
+            decision = AGAIN if self.first + n in recomputed else KEPT
+            waiting = sum(size for _, size in pending)
+            taken = waiting * decision
+            bases = (held + waiting + self.passed[n], held + taken, held + taken)
+            peaks = (float(rows[decision, n]) for rows in self.peaks)
+            tops = [base * self.stacked + peak for base, peak in zip(bases, peaks, strict=True)]
+            highest = [max(pair) for pair in zip(highest, tops, strict=True)]
+            held += float(self.held[decision, n]) + taken
+            pending = [
+                *((until, size * (decision == KEPT)) for until, size in pending if until > self.first + n),
+                *((made.until, made.bytes[decision]) for made in self.pending[n]),
+            ]
+        # What goes out of the last layer is held by the engine.
+        saved = held + sum(size for _, size in pending) + float(self.passed[-1])
+        return StageLevels(saved, *highest)
+
+
+def most_savings(costs: ChainCosts) -> FloatArray:
+    """For every layer, how many bytes less a micro-batch holds at most if it is recomputed; shape (L,)."""
+    return np.rint(costs.internal) + _per_layer(costs, costs.kept_by_maker)
+
+
+def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> tuple[FloatArray, LayerPeaks]:
+    """Of many stages what they hold in the end, and their levels, with nothing recomputed, or below.
+
+    Whatever is recomputed, its `most_savings` added: what is held in the end is no less than this, and if the savings
+    of layers in front of the highest are added to it, no level is less either.
+
+    Returns:
+        Arrays of shape (firsts, span); row a, column e is the stage of layers `firsts[a]`..`span.start + e`. Values
+        left of a row's own first layer mean nothing.
+    """
+    kept = most_savings(costs) + _per_layer(costs, costs.kept_by_readers)
+    unkept, into = np.rint(costs.kept_by_nobody), np.zeros(costs.num_layers + 2)
+    np.add.at(into, costs.storage_from + 1, unkept)
+    np.add.at(into, costs.storage_until + 1, -unkept)
+    into = np.cumsum(into)
+    copied = np.rint(costs.copied_input)
+    first, layer = firsts[:, None], np.arange(costs.num_layers)[None, span]
+    before = _before(kept)
+    in_front = before[layer] - before[first] + copied[first]
+    saved = in_front + kept[layer] + into[layer + 1]
+
+    def highest(peaks: FloatArray) -> FloatArray:
+        running: FloatArray = np.maximum.accumulate(np.where(layer >= first, peaks, -np.inf), axis=1)
+        return running
+
+    (forward, first_backward, backward), no_grad = _layer_peaks(costs)
+    if not costs.exact:
+        transient = highest(np.broadcast_to(backward[layer], saved.shape))
+        return saved, LayerPeaks(transient, transient, transient)
+    forward = np.minimum(forward, no_grad)[layer] + np.where(layer > first, into[layer], 0.0)
+    output, through = np.rint(costs.output)[layer], np.cumsum(np.rint(costs.gradients))[layer]
+    return saved, LayerPeaks(
+        highest(in_front + forward),
+        highest(in_front + first_backward[layer] - through) + through + output,
+        highest(in_front + backward[layer]) + output,
+    )
+
+
+def _peaks(costs: ChainCosts, stage: slice, copied: FloatArray, own_copy: FloatArray) -> LayerPeaks:
+    all_kept, all_no_grad = _layer_peaks(costs)
+    forward, first_backward, backward = (peak[stage] for peak in all_kept)
+    output, gradients = np.rint(costs.output[stage]), np.rint(costs.gradients[stage])
+    behind = gradients.sum() - np.cumsum(gradients)
+    # The gradient of the stage's own output is counted with the engine's transfers.
+    again = np.append(output[:-1], 0.0) + forward
+    return LayerPeaks(
+        np.stack([own_copy + forward, copied + all_no_grad[stage]]),
+        np.stack([own_copy + first_backward, copied + np.maximum(again, first_backward)]) + behind + output[-1],
+        np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + output[-1],
+    )
+
+
+def _transients(costs: ChainCosts, stage: slice) -> LayerPeaks:
+    kept = _layer_peaks(costs)[0].backward[stage]
+    rows = np.stack([kept, kept + np.rint(np.maximum(costs.saved, costs.output))[stage]])
+    return LayerPeaks(rows, rows, rows)
+
+
+def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
+    """The peaks of layers that are not recomputed, shape (L,), and of their forward without gradients."""
+    if not costs.exact:
+        transient = np.rint(np.maximum(costs.forward_level, costs.backward_level))
+        return LayerPeaks(transient, transient, transient), transient
+    held, gradients = _before(costs.saved)[:-1], _before(costs.gradients)
+    peaks = (
+        costs.forward_level - held - costs.unkept_input,
+        costs.first_backward_level - held + gradients[1:] - gradients[-1],
+        costs.backward_level - held,
+        costs.no_grad_peak - costs.input_alive,
+    )
+    # Interpolation may have cut the levels off at zero, each for itself.
+    forward, first_backward, backward, no_grad = (np.rint(np.maximum(peak, 0.0)) for peak in peaks)
+    return LayerPeaks(forward, first_backward, backward), no_grad
+
+
+def _per_layer(costs: ChainCosts, sizes: FloatArray) -> FloatArray:
+    """Sizes of storages summed over the layers that make them."""
+    made = costs.storage_from >= 0
+    total = np.bincount(costs.storage_from[made], np.rint(sizes[made]), minlength=costs.num_layers)
+    return total.astype(np.float64)
+
+
+def _passed(costs: ChainCosts, unkept: FloatArray, first: int, end: int) -> FloatArray:
+    layers = np.arange(first, end + 1)[:, None]
+    passes = (costs.storage_from < first) & (costs.storage_until >= layers)
+    passed: FloatArray = np.where(passes, unkept, 0.0).sum(axis=1)
+    # The input of the first layer is what the stage received.
+    passed[0] = 0.0
+    return passed
+
+
+def _before(per_layer: FloatArray) -> FloatArray:
+    before: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
+    return before

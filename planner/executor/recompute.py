@@ -1,0 +1,153 @@
+"""A layer whose activations are dropped, and computed again in its backward.
+
+As `torch.utils.checkpoint` does it with `use_reentrant=True`: forward without a graph, then, in backward, forward with
+one and a backward through it. What differs, so that a recomputed layer needs no more than one that keeps its
+activations:
+
+- the layer's outputs and the gradient of its output go as soon as its backward has used them (torch holds both to the
+  end of it);
+- the state of the random generators, 5 kB, is kept only if the layer draws from them;
+- outputs that carry no gradient carry none behind the layer either.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["Recomputed", "recomputing"]
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What must be known of a layer that is recomputed, before it runs."""
+
+    copies_input: bool
+    """Whether its input would be written into, by the layer itself or, through a view, by one behind it."""
+    carries: tuple[bool, ...]
+    """Which of its output tensors carry a gradient."""
+
+
+def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any:
+    """`run(value)`, of which `value` alone is kept for backward.
+
+    Args:
+        run: The layer; any nest of tensors to any other.
+        layer: What is known of it.
+        value: Its input.
+    """
+    given, rebuild = _taken_apart(value)
+    if not any(layer.carries) or not torch.is_grad_enabled():
+        return run(rebuild([tensor.clone() for tensor in given]) if layer.copies_input else value)
+    structure: list[Callable[[Sequence[Tensor]], Any]] = []
+
+    def run_tensors(*tensors: Tensor) -> Tensors:
+        if layer.copies_input:
+            tensors = tuple(tensor.clone() for tensor in tensors)
+        made, rebuild_made = _taken_apart(run(rebuild(tensors)))
+        structure.append(rebuild_made)
+        return tuple(made)
+
+    # An input that requires a gradient makes the outputs require one: the first layer of all has no other.
+    anchor = torch.zeros((), requires_grad=True)
+    made: Tensors = _Recomputing.apply(run_tensors, layer.carries, anchor, *given)  # type: ignore[no-untyped-call]
+    return structure[0](made)
+
+
+class _Recomputing(torch.autograd.Function):
+    boxed_grads_call = True  # `backward` gets a list, and may take gradients out of it
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., Tensors], carries: tuple[bool, ...], _anchor: Tensor, *tensors: Tensor
+    ) -> Tensors:
+        kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
+        ctx.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        before = _random_state()
+        # What is returned becomes differentiable: it must be neither a view, which nobody behind could write into,
+        # nor a parameter or a buffer that the layer passes along.
+        made = tuple(tensor.detach() for tensor in run(*tensors))
+        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True))
+        ctx.random_state = before if drew else []
+        ctx.mark_non_differentiable(*(tensor for tensor, carry in zip(made, carries, strict=True) if not carry))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradients: list[Tensor | None]) -> Any:
+        given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
+        with ExitStack() as stack:
+            for kind, enabled, dtype in ctx.autocast:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            stack.enter_context(_drawing_again(ctx.random_state))
+            stack.enter_context(torch.enable_grad())
+            made = ctx.run(*given)
+            pairs = [(t, gradient) for t, gradient in zip(made, gradients, strict=True) if t.requires_grad]
+            gradients.clear()
+            waiting = [gradient for _, gradient in pairs]
+            start: Tensor = _Start.apply(waiting, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
+            del made, pairs
+        start.backward()
+        return (None, None, None, *(tensor.grad for tensor in given))
+
+
+class _Start(torch.autograd.Function):
+    """A scalar whose backward hands over gradients that are waiting; it holds neither these nor what they are of."""
+
+    @staticmethod
+    def forward(ctx: Any, waiting: list[Tensor | None], *_made: Tensor) -> Tensor:
+        ctx.waiting = waiting
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _one: Tensor) -> Any:
+        gradients = (None, *ctx.waiting)
+        ctx.waiting.clear()
+        return gradients
+
+
+_TENSOR = object()
+"""Stands where a tensor was."""
+
+
+def _taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors in `value`, and what puts others in their place."""
+    leaves, spec = tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    frame = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def rebuild(given: Sequence[Tensor]) -> Any:
+        following = iter(given)
+        return tree_unflatten([next(following) if leaf is _TENSOR else leaf for leaf in frame], spec)
+
+    return tensors, rebuild
+
+
+def _random_state() -> list[Tensor]:
+    """State of the CPU's generator and of the current GPU's, if this process has one."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+@contextmanager
+def _drawing_again(states: list[Tensor]) -> Iterator[None]:
+    """Draws what was drawn after `states`, and then goes on as if nothing had been drawn; nothing without states."""
+    if not states:
+        yield
+        return
+    devices = [torch.cuda.current_device()] if len(states) > 1 else []
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(states[0])
+        if devices:
+            torch.cuda.set_rng_state(states[1])
+        yield

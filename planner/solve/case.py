@@ -1,0 +1,239 @@
+"""One M of one pipeline: from costs and devices to the tables of the label programme."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.cluster import Cluster
+from planner.core.costs import ChainCosts
+from planner.core.plan import RecomputePolicy, Schedule
+from planner.core.schedule import num_in_flight
+from planner.solve.layer_times import LayerTimes
+from planner.solve.problem import Afterwards, ChainProblem, DeviceTable, LinkTimes, prefix
+from planner.solve.tables import LAYERS, NOWHERE, MemoryTable
+
+__all__ = ["Case", "Rules", "positions"]
+
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Which stages are not wanted, whatever they cost."""
+
+    together: tuple[tuple[int, ...], ...] = ()
+    """Groups of layers that must be in one stage."""
+    apart: tuple[tuple[int, ...], ...] = ()
+    """Groups of layers of which no two may be in one stage."""
+    balance: tuple[int, ...] | None = None
+    """The only cuts allowed."""
+
+    def forbids(self, first: IntArray, end: IntArray) -> BoolArray:
+        """Whether the stages of layers first..end-1 are not wanted."""
+        no = np.zeros(np.broadcast_shapes(first.shape, end.shape), dtype=bool)
+        for group in self.together:
+            low, high = min(group), max(group)
+            no |= ((low < first) & (first <= high)) | ((low < end) & (end <= high))
+        for group in self.apart:
+            for low, high in pairwise(sorted(group)):
+                no |= (first <= low) & (high < end)
+        if self.balance is not None:
+            cuts = np.cumsum([0, *self.balance])
+            wanted = np.zeros_like(no)
+            for low, high in pairwise(cuts):
+                wanted |= (first == low) & (end == high)
+            no |= ~wanted
+        return no
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Where to cut a chain for M micro-batches on at most `num_devices` devices in a row."""
+
+    costs: ChainCosts
+    cluster: Cluster
+    schedule: Schedule
+    micro_batches: int
+    num_devices: int
+    replicas: int
+    policy: RecomputePolicy
+    rules: Rules
+    chunks: int = 1
+    layers: LayerTimes | None = None
+    """What recomputing single layers costs; needed where the policy is `layers`."""
+    _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether it does not matter which device a stage runs on, or between which two a link lies."""
+        caps = set(self.cluster.memory_bytes[: self.num_devices])
+        speeds = {self.cluster.speed(d) for d in range(self.num_devices)}
+        nodes = self.cluster.inter_link is None or (
+            0 < self.num_devices * self.replicas <= self.cluster.node_devices or self.cluster.node_devices == 0
+        )
+        return len(caps) == len(speeds) == 1 and nodes
+
+    @property
+    def caps_bytes(self) -> tuple[float, ...]:
+        """What each device has for its stage, the reserve taken off."""
+        return tuple(cap - self.cluster.reserve_bytes for cap in self.cluster.memory_bytes[: self.num_devices])
+
+    @property
+    def fastest(self) -> float:
+        """Highest speed of a device."""
+        return max(self.cluster.speed(d) for d in range(self.num_devices))
+
+    @property
+    def work_us(self) -> float:
+        """Forward and backward of one micro-batch through all layers on the fastest device."""
+        return float(self.costs.forward_us.sum() + self.costs.backward_us.sum()) / self.fastest
+
+    @cached_property
+    def bound_us(self) -> float:
+        """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here."""
+        forward, backward = (
+            self._bottleneck_us(times) for times in (self.costs.forward_us, self.costs.backward_us)
+        )
+        if self.schedule == "gpipe":
+            return self.work_us + (self.micro_batches - 1) * (forward + backward)
+        pair = self._bottleneck_us(self.costs.forward_us + self.costs.backward_us)
+        return max(self.micro_batches * pair, self.work_us + (self.micro_batches - 1) * backward * (self.chunks == 1))
+
+    def _bottleneck_us(self, times: NDArray[np.float64]) -> float:
+        speeds = sum(self.cluster.speed(d) for d in range(self.num_devices))
+        return max(float(times.max(initial=0.0)) / self.fastest, float(times.sum()) / speeds)
+
+    def longest_us(self, upper_us: float) -> float:
+        """Forward + backward on the profiled device that no stage of a plan faster than `upper_us` exceeds."""
+        if not np.isfinite(upper_us):
+            return np.inf
+        if self.schedule == "gpipe":
+            if self.micro_batches == 1:
+                return np.inf
+            return max(0.0, upper_us - self.work_us) / (self.micro_batches - 1) * self.fastest
+        return upper_us / self.micro_batches * self.fastest
+
+    def memory(self, width: int, level: int) -> MemoryTable:
+        """Peak memory of every stage in a window, if `level` stages are behind it."""
+        in_flight = num_in_flight(self.schedule, 0, level + 1, self.micro_batches)
+        found = self._memory.get((width, in_flight))
+        if found is None:
+            found = MemoryTable.of(
+                self.costs,
+                width=width,
+                micro_batches=self.micro_batches,
+                in_flight=in_flight,
+                policy=self.policy,
+            )
+            if any(width != other for other, _ in self._memory):
+                self._memory.clear()  # windows only grow
+            self._memory[width, in_flight] = found
+        return found
+
+    def problem(
+        self,
+        num_stages: int,
+        *,
+        width: int,
+        most_bytes: float = np.inf,
+        every_choice: bool = False,
+        exact: bool = False,
+    ) -> ChainProblem:
+        """The tables of the label programme.
+
+        Args:
+            num_stages: At most so many stages where devices are alike, else exactly so many.
+            width: Layers of the longest stage to consider.
+            most_bytes: A cap on every device beside its own, the reserve included.
+            every_choice: Whether each recomputation that fits is a way of its own, with its peak memory, instead of
+                only the fastest.
+            exact: Exactly so many stages in any case.
+        """
+        return ChainProblem(
+            num_stages=num_stages,
+            exact=exact or not self.alike,
+            micro_batches=self.micro_batches,
+            forward_us=prefix(self.costs.forward_us),
+            backward_us=prefix(self.costs.backward_us),
+            overhead_us=self.cluster.overhead_us,
+            tables=self._tables(num_stages, width, most_bytes, every_choice=every_choice),
+            links=self._links(num_stages),
+            afterwards=self.afterwards(),
+            output_bytes=np.array([0.0, *self.costs.output[:-1], 0.0]),
+        )
+
+    def _tables(
+        self, num_stages: int, width: int, most_bytes: float, *, every_choice: bool
+    ) -> tuple[tuple[DeviceTable, ...], ...]:
+        made: dict[tuple[float, float, int], tuple[DeviceTable, ...]] = {}
+        tables = []
+        ends = np.arange(self.costs.num_layers + 1)[:, None]
+        forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
+        for level in range(num_stages):
+            device = 0 if self.alike else num_stages - 1 - level
+            cap = min(self.caps_bytes[device], most_bytes - self.cluster.reserve_bytes)
+            memory = self.memory(width, level)
+            key = (cap, self.cluster.speed(device), id(memory))
+            if key not in made:
+                made[key] = self._ways(memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice)
+            tables.append(made[key])
+        return tuple(tables)
+
+    def _ways(
+        self, memory: MemoryTable, cap: float, speed: float, forbidden: BoolArray, *, every_choice: bool
+    ) -> tuple[DeviceTable, ...]:
+        if not every_choice:
+            choice = memory.choices(cap)
+            choice[forbidden] = NOWHERE
+            ways = [DeviceTable(speed=speed, choice=choice)]
+            if self.layers is not None:
+                again_us = self.layers.table(choice.shape[1], cap)
+                # Where everything fits as it is, nothing needs to be recomputed.
+                some = np.where(np.isfinite(again_us) & (choice != 0) & ~forbidden, LAYERS, NOWHERE)
+                ways.append(DeviceTable(speed=speed, choice=some.astype(np.int8), again_us=again_us))
+            return tuple(ways)
+        ways = []
+        for n, totals in memory.totals.items():
+            fits = (totals <= cap) & ~forbidden
+            choice = np.where(fits, n, NOWHERE).astype(np.int8)
+            ways.append(DeviceTable(speed=speed, choice=choice, bytes=totals + self.cluster.reserve_bytes))
+        return tuple(ways)
+
+    def _links(self, num_stages: int) -> tuple[LinkTimes, ...]:
+        nothing = LinkTimes.of(None, self.costs)
+        if self.alike:
+            # Cuts at either end of the chain cross nothing, whatever the link.
+            return (LinkTimes.of(self.cluster.link, self.costs),) * (num_stages + 1)
+        behind = [
+            LinkTimes.of(
+                self.cluster.link_behind(num_stages - 1 - level, num_devices=num_stages, replicas=self.replicas),
+                self.costs,
+            )
+            for level in range(1, num_stages)
+        ]
+        return (nothing, *behind, nothing)
+
+    def afterwards(self) -> Afterwards:
+        """All-reduce and optimizer of any stage."""
+        allreduce, replicas = self.cluster.allreduce, self.replicas
+        costs = allreduce is not None and replicas > 1
+        per_piece = 2 * (replicas - 1) if costs else 0
+        rate = allreduce.bytes_per_s if allreduce is not None else 0.0
+        return Afterwards(
+            optimizer_us=prefix(self.costs.optimizer_us),
+            gradient_bytes=prefix(self.costs.gradients),
+            ties=tuple((tie.first, tie.second, tie.gradient_bytes) for tie in self.costs.ties),
+            latency_us=per_piece * allreduce.latency_us if allreduce is not None else 0.0,
+            us_per_byte=per_piece / replicas / rate * 1e6 if rate else 0.0,
+        )
+
+
+def positions(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Groups of layer names as groups of places in the chain; raises `KeyError` with a name that is not there."""
+    places = {name: n for n, name in enumerate(names)}
+    return tuple(tuple(places[name] for name in group) for group in groups)

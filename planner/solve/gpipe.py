@@ -1,0 +1,145 @@
+"""The best plan of one case under GPipe, proven; and of all plans as fast, the one with the lowest peak memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.core.evaluate import Partition
+from planner.solve.answer import Answer
+from planner.solve.case import Case
+from planner.solve.chain_dp import Found, LabelSearch, OutOfTimeError
+from planner.solve.laws import EvenLaw, GPipeLaw, Law, PeakLaw
+from planner.solve.tables import CHOICES, width_for
+
+__all__ = ["Windows", "gpipe_answer", "partition_of", "stage_counts", "tie_broken"]
+
+_METHOD = "dynamic-programming"
+
+_EQUAL = 1e-9
+"""Step times that differ by less are equal: the best of these plans is taken."""
+
+_FEW_LABELS = 4
+
+_MOST_TO_TELL_APART = 1_000_000
+"""Layers times stages beyond which plans of equal step time are told apart among the most promising few only."""
+
+_FIRST_WINDOW = 1.5
+"""Stages up to this many times the even share are looked at first."""
+
+
+@dataclass(slots=True)
+class Windows:
+    """How long the stages are that are looked at: as few as a plan better than the best one known can have."""
+
+    case: Case
+    width: int = 0
+    _longest_us: float = 0.0
+
+    def widen(self, upper_us: float) -> bool:
+        """Makes the window wide enough, or at least wider; False where it was already wide enough.
+
+        Args:
+            upper_us: The step time to beat. While it is infinite, the window doubles.
+        """
+        case = self.case
+        limit_us = case.longest_us(upper_us)
+        even_us = case.work_us * case.fastest / case.num_devices
+        longest_layer = float((case.costs.forward_us + case.costs.backward_us).max(initial=0.0))
+        self._longest_us = max(2 * self._longest_us, _FIRST_WINDOW * max(even_us, longest_layer))
+        if np.isfinite(upper_us) and self.width:
+            self._longest_us = limit_us
+        most = self._width(limit_us)
+        if most <= self.width:
+            return False
+        while True:
+            width = min(most, self._width(self._longest_us))
+            if width > self.width:
+                self.width = width
+                return True
+            self._longest_us = max(2 * self._longest_us, 1e-3)
+
+    def _width(self, longest_us: float) -> int:
+        return width_for(self.case.costs, longest_us=longest_us, cap_bytes=max(self.case.caps_bytes))
+
+
+def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: float | None = None) -> Answer:
+    """The fastest partition, if it beats `upper_us`, proven unless time runs out.
+
+    Raises:
+        OutOfTimeError: `deadline` passed before anything was found.
+    """
+    law = GPipeLaw(case.micro_batches)
+    best: Found | None = None
+    bound_us = np.inf
+    windows = Windows(case)
+    search: LabelSearch | None = None
+    try:
+        while windows.widen(upper_us):
+            for count in stage_counts(case):
+                search = LabelSearch(case.problem(count, width=windows.width), law, deadline=deadline)
+                found = search.best(upper_us=upper_us)
+                if found is not None:
+                    best, upper_us = found, found.step_us
+        best = best and (tie_broken(case, best.step_us, law=law, deadline=deadline) or best)
+    except OutOfTimeError:
+        if search is not None and search.best_so_far is not None:
+            best = search.best_so_far if best is None or search.best_so_far.step_us < best.step_us else best
+        if best is None:
+            raise
+        bound_us = case.bound_us
+    if best is None:
+        return Answer(case.costs, None, np.inf, upper_us, _METHOD)
+    return Answer(case.costs, partition_of(case, best), best.step_us, min(bound_us, best.step_us), _METHOD)
+
+
+def stage_counts(case: Case) -> Iterator[int]:
+    """The stage counts to search one by one: where devices are alike, one search is for all counts at once."""
+    if case.alike:
+        yield case.num_devices
+    else:
+        yield from range(case.num_devices, 0, -1)
+
+
+def tie_broken(case: Case, step_us: float, *, law: Law, deadline: float | None = None) -> Found | None:
+    """Of all partitions as fast as `step_us`, one with the lowest peak, fewest bytes moved, evenest stages.
+
+    Args:
+        case: The case.
+        step_us: The smallest step time under `law`.
+        law: What the step time is.
+        deadline: As for the search.
+    """
+    upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9
+    width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))
+    lowest: Found | None = None
+    for count in stage_counts(case):
+        search = LabelSearch(case.problem(count, width=width, every_choice=True), PeakLaw(law), deadline=deadline)
+        lowest = _first_by_rank(search, upper_us, lowest)
+    if lowest is None:
+        return None
+    best: Found | None = None
+    for count in stage_counts(case):
+        problem = case.problem(count, width=width, most_bytes=lowest.rank[0])
+        best = _first_by_rank(LabelSearch(problem, EvenLaw(law), deadline=deadline), upper_us, best)
+    return best
+
+
+def _first_by_rank(search: LabelSearch, upper_us: float, best: Found | None) -> Found | None:
+    # A first plan that is probably good rules out most of the others by their rank.
+    size = search.problem.num_layers * search.problem.num_stages
+    for most_labels in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
+        rank = best.rank if best is not None else None
+        best = search.run(upper_us=upper_us, most_labels=most_labels, best_rank=rank) or best
+    return best
+
+
+def partition_of(case: Case, found: Found) -> Partition:
+    """A partition as the cost model wants it."""
+    return Partition(
+        schedule=case.schedule,
+        micro_batches=case.micro_batches,
+        balance=tuple(end - first for first, end in zip(found.cuts[:-1], found.cuts[1:], strict=True)),
+        recompute=tuple(CHOICES[choice] for choice in found.choices),
+        replicas=case.replicas,
+    )

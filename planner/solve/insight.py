@@ -1,0 +1,146 @@
+"""Why a plan is as it is: what sets the pace, what more memory, devices or bandwidth would bring, and what noise does.
+
+Every figure is the proven best plan of a question that differs in one thing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import fmean, median
+
+import numpy as np
+
+from planner.core.cluster import Link
+from planner.core.costs import costs_at
+from planner.core.errors import PlannerError
+from planner.core.evaluate import Partition, stage_times, step_us
+from planner.core.plan import FrontierPoint, Inputs, Insight, Noise, Plan, WhatIf
+from planner.core.planning import cluster_of
+from planner.core.profile import LayerProfile, Profile
+from planner.core.units import format_us
+from planner.solve.search import Request, cases_of, solve
+
+__all__ = ["frontier_of", "insight_of"]
+
+_DRAWS = 20
+_GIGABYTE = 10**9
+_INTERVAL = 1.96
+"""Standard deviations in the half-width of a 95 % interval."""
+
+
+def frontier_of(profile: Profile, request: Request) -> tuple[FrontierPoint, ...]:
+    """The best plan for every M (and number of replicas) that may be chosen, from the fewest micro-batches on."""
+    points = []
+    questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
+    for replicas, m in questions:
+        size = request.inputs.batch // (m * replicas)
+        point = FrontierPoint(micro_batches=m, micro_batch_size=size, replicas=replicas, fits=False)
+        inputs = replace(request.inputs, replicas=replicas)
+        plan = _solved(profile, replace(request, inputs=inputs, micro_batches=m))
+        if plan is not None:
+            predicted = plan.predicted
+            point = replace(
+                point,
+                fits=True,
+                schedule=plan.schedule,
+                devices=plan.num_devices,
+                step_us=predicted.step_us,
+                samples_per_s=predicted.samples_per_s,
+                bubble=predicted.bubble,
+                peak_bytes=max(plan.device_bytes()),
+                recompute_share=predicted.recompute_share,
+            )
+        points.append(point)
+    return tuple(points)
+
+
+def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
+    """What binds `plan`, the answer to `request`, and what would change it."""
+    free = [
+        plan.stages[d].memory_bytes - need for d, need in enumerate(plan.device_bytes())
+    ]
+    tightest = int(np.argmin(free))
+    return Insight(
+        pace=_pace(profile, plan),
+        tightest_device=tightest,
+        free_bytes=max(0, free[tightest]),
+        what_if=tuple(_what_if(profile, request)),
+        noise=_noise(profile, request, plan),
+    )
+
+
+def _pace(profile: Profile, plan: Plan) -> str:
+    """The slowest stage or link of either direction."""
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+    times = stage_times(costs, Partition.of(plan, costs.names), cluster_of(plan.inputs))
+    forward = [(t.forward_us, f"stage {k}") for k, t in enumerate(times)]
+    backward = [(t.backward_us, f"stage {k}") for k, t in enumerate(times)]
+    links = [(t.send_us, f"the link behind stage {k}") for k, t in enumerate(times) if not t.blocking]
+    slowest = max([*forward, *links], key=lambda item: item[0]), max([*backward, *links], key=lambda item: item[0])
+    (forward_us, where), (backward_us, there) = slowest
+    if where == there:
+        return f"{where}: forward {format_us(forward_us)}, backward {format_us(backward_us)} per micro-batch"
+    return f"forward of {where} ({format_us(forward_us)}), backward of {there} ({format_us(backward_us)})"
+
+
+def _what_if(profile: Profile, request: Request) -> Iterator[WhatIf]:
+    for change, inputs in _changes(profile, request):
+        plan = _solved(profile, replace(request, inputs=inputs))
+        if plan is not None:
+            yield WhatIf(change=change, step_us=plan.predicted.step_us)
+
+
+def _changes(profile: Profile, request: Request) -> Iterator[tuple[str, Inputs]]:
+    inputs = request.inputs
+    more = tuple(cap + _GIGABYTE for cap in inputs.memory_bytes)
+    yield "1 GB more on every device", replace(inputs, memory_bytes=more)
+    if inputs.replicas != 1 or (inputs.devices < len(profile.layers) and request.balance is None):
+        speeds = (*inputs.speeds, inputs.speeds[-1]) if inputs.speeds else ()
+        caps = (*inputs.memory_bytes, inputs.memory_bytes[-1])
+        yield "one more device", replace(inputs, devices=inputs.devices + 1, memory_bytes=caps, speeds=speeds)
+    if inputs.link != Link() or inputs.inter_link is not None:
+        inter = None if inputs.inter_link is None else _faster(inputs.inter_link)
+        yield "links twice as fast", replace(inputs, link=_faster(inputs.link), inter_link=inter)
+
+
+def _faster(link: Link) -> Link:
+    return replace(link, latency_us=link.latency_us / 2, bytes_per_s=link.bytes_per_s * 2)
+
+
+def _solved(profile: Profile, request: Request) -> Plan | None:
+    try:
+        return solve(profile, request)
+    except PlannerError:
+        return None  # nothing fits, or the schedule does not run so: no figure to give
+
+
+def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
+    spreads = [max(layer.spread) for layer in profile.layers if layer.spread]
+    if not spreads or max(spreads) <= 0:
+        return None
+    rng = np.random.default_rng(0)
+    regrets, same = [], 0
+    for _ in range(_DRAWS):
+        drawn = replace(profile, layers=tuple(_drawn(layer, rng) for layer in profile.layers))
+        best = solve(drawn, request)
+        costs = costs_at(drawn, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+        ours_us = step_us(costs, Partition.of(plan, costs.names), cluster_of(plan.inputs))
+        regrets.append(max(0.0, ours_us / best.predicted.step_us - 1) if best.predicted.step_us else 0.0)
+        same += (best.balance, best.micro_batches) == (plan.balance, plan.micro_batches)
+    return Noise(
+        draws=_DRAWS,
+        spread=median(spreads),
+        mean_regret=fmean(regrets),
+        worst_regret=max(regrets),
+        same_plan=same / _DRAWS,
+    )
+
+
+def _drawn(layer: LayerProfile, rng: np.random.Generator) -> LayerProfile:
+    # One error for a layer's forward and one for its backward, at every size: what a loaded machine does.
+    deviation = max(layer.spread, default=0.0) / _INTERVAL
+    forward, backward = np.maximum(0.0, 1 + deviation * rng.standard_normal(2))
+    return replace(
+        layer,
+        forward_us=tuple(t * float(forward) for t in layer.forward_us),
+        backward_us=tuple(t * float(backward) for t in layer.backward_us),
+    )

@@ -1,0 +1,393 @@
+"""Which layers of a stage to recompute, each on its own, so that it fits its cap at the least cost in time.
+
+The memory of such a stage is the largest of a few moments (`planner.core.memory`), each of them linear in what a
+micro-batch holds in the end and in the highest level while layers run one by one (`planner.core.layer_memory`):
+
+    fixed + weight · held + level <= cap
+
+`cheapest_layers` walks through the layers from the first to the last with labels
+
+    time   of the layers recomputed so far
+    held   by one micro-batch so far
+    room   the most that one micro-batch may hold in the end, as the levels so far leave it
+
+in groups, one for each list of storages that go into the next layer and that nobody holds yet. A label goes if another
+of its group is no worse in all three, if no decisions behind it can fit, or if the time it comes to at least is not
+below the best known. That time is a fractional knapsack: with what each layer behind can save at most, the bytes that
+must go are saved by the layers that save most for their time. The same bound for every stage of a chain at once is
+`least_again_us`.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.costs import ChainCosts
+from planner.core.layer_memory import AGAIN, KEPT, StageLayers, least_levels, most_savings
+from planner.core.memory import linear_moments
+
+__all__ = ["LayerChoice", "cheapest_layers", "least_again_us"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+_RELATIVE = 1e-12
+"""Sums in another order differ by rounding: a time must be less by more than this to count as less."""
+
+_FEW_LABELS = 64
+"""Of a first walk, which finds a good answer soon: it lets the second one drop most labels by their bounds."""
+
+_MOST_RATIOS = 64
+"""Different times per byte that `least_again_us` tries; if there are more, the bound is a little lower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerChoice:
+    """What to recompute."""
+
+    recomputed: tuple[int, ...]
+    """Layers, counted along the chain; empty if all fits as it is."""
+    again_us: float
+    """Their forward times, which every micro-batch pays in backward."""
+    lower_bound_us: float
+    """No choice that fits costs less."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether no choice that fits costs less than this one."""
+        return self.lower_bound_us >= self.again_us * (1 - _RELATIVE)
+
+
+def cheapest_layers(
+    costs: ChainCosts,
+    first: int,
+    end: int,
+    *,
+    micro_batches: int,
+    in_flight: int,
+    cap_bytes: float,
+    most_labels: int = 4096,
+) -> LayerChoice | None:
+    """The layers of a stage to recompute so that it fits, with the least time; None if it never does.
+
+    `stage_memory(..., recompute="layers")` of the answer is at most the cap.
+
+    Args:
+        costs: The chain at the plan's micro-batch size.
+        first: First layer.
+        end: One past the last layer.
+        micro_batches: M.
+        in_flight: Most micro-batches waiting for their backward.
+        cap_bytes: The cap, the reserve taken off.
+        most_labels: So many labels are followed from each layer to the next; only if there are more, the answer may
+            be inexact.
+
+    Complexity: O((end - first) · labels); there are few where many layers are alike.
+    """
+    moments = linear_moments(costs, np.array([first]), end, micro_batches=micro_batches, in_flight=in_flight)
+    if any(moment.level is None and float(moment.fixed[0, -1]) > cap_bytes for moment in moments):
+        return None
+    limits = [_Limit(cap_bytes - float(m.fixed[0, -1]), m.weight, m.level) for m in moments if m.level is not None]
+    layers, times = StageLayers.of(costs, first, end), costs.forward_us[first:end]
+    walk = _Walk(layers, limits, times)
+    best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_labels))
+    if bound_us < (best.time if best else np.inf):
+        better, bound_us = walk.run(best.time if best else np.inf, most_labels)
+        best = better or best
+    if best is None and bound_us < np.inf:
+        # The labels that would have fitted were let go for faster ones. Without times, few labels remain.
+        best, _ = _Walk(layers, limits, np.zeros_like(times)).run(np.inf, most_labels**2)
+    if best is None:
+        return None
+    recomputed = walk.without_idle(best.recomputed)
+    again_us = float(costs.forward_us[list(recomputed)].sum())
+    return LayerChoice(recomputed=recomputed, again_us=again_us, lower_bound_us=min(bound_us, again_us))
+
+
+class _Limit(NamedTuple):
+    """What a moment allows: weight · held + level <= cap."""
+
+    cap: float
+    weight: int
+    level: int
+
+    def room(self, level: FloatArray) -> FloatArray:
+        """The most that may be held in the end; -inf where nothing fits."""
+        if self.weight == 0:
+            return np.where(level <= self.cap, np.inf, -np.inf)
+        room: FloatArray = np.floor((self.cap - level) / self.weight)
+        return room
+
+
+class _Found(NamedTuple):
+    time: float
+    recomputed: tuple[int, ...]
+
+
+class _Labels(NamedTuple):
+    time: FloatArray
+    held: FloatArray
+    room: FloatArray
+    bound: FloatArray
+    """Time at least, in the end."""
+    parent: IntArray
+    """Among all labels in front of the layer."""
+    again: BoolArray
+    """Whether the layer is recomputed."""
+
+    def take(self, chosen: NDArray[np.intp] | BoolArray) -> "_Labels":
+        time, held, room, bound, parent, again = self
+        return _Labels(time[chosen], held[chosen], room[chosen], bound[chosen], parent[chosen], again[chosen])
+
+
+Waiting = tuple[tuple[int, float], ...]
+"""Storages that nobody holds yet: the last layer that each is handed to, and its bytes."""
+
+
+class _Walk:
+    """The layers of one stage, with what is known of the layers behind each, whatever is decided there."""
+
+    def __init__(self, layers: StageLayers, limits: Sequence[_Limit], times: FloatArray) -> None:
+        self.layers = layers
+        self.limits = limits
+        self.times = times
+        self.num_layers = len(times)
+        # What goes out of the last layer is held by the engine.
+        leaving = np.array([[_leaving(made, layers.end, d) for made in layers.pending] for d in (KEPT, AGAIN)])
+        kept, again = layers.held + leaving
+        savings = np.maximum(kept - again, 0.0)
+        made = sum(each.bytes[AGAIN] for made in layers.pending for each in made)
+        out = float(layers.passed[-1])
+        self.kept_behind = out + _behind(kept)
+        self.least_behind = out + _behind(np.minimum(kept, again))
+        self.most_behind = out + made + _behind(layers.held.max(axis=0))
+        lowest = [rows.min(axis=0) for rows in layers.peaks]
+        self.highest = [self._highest_behind(peaks, layers.held[KEPT]) for peaks in lowest]
+        self.lowest = [self._highest_behind(peaks, layers.held.min(axis=0)) for peaks in lowest]
+        self.knapsacks = [_knapsack(savings[n:], times[n:]) for n in range(self.num_layers + 1)]
+
+    def _highest_behind(self, peaks: FloatArray, held: FloatArray) -> FloatArray:
+        """Above what is held in front of each layer, the highest level from there on."""
+        highest = np.full(self.num_layers + 1, -np.inf)
+        for n in reversed(range(self.num_layers)):
+            highest[n] = max(peaks[n], held[n] * self.layers.stacked + highest[n + 1])
+        return highest
+
+    def run(self, upper_us: float, width: int) -> tuple[_Found | None, float]:
+        """The best choice if it is below `upper_us`, and a bound on all choices that were let go for lack of width."""
+        zero = np.zeros(1)
+        start = _Labels(zero, zero, np.array([np.inf]), zero, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.bool_))
+        groups: dict[Waiting, _Labels] = {(): start}
+        history: list[tuple[IntArray, BoolArray]] = []
+        let_go = np.inf
+        for n in range(self.num_layers):
+            groups, bound = _narrowed(self._next(n, groups, upper_us), width)
+            let_go = min(let_go, bound)
+            if not groups:
+                return None, let_go
+            history.append(
+                (
+                    np.concatenate([labels.parent for labels in groups.values()]),
+                    np.concatenate([labels.again for labels in groups.values()]),
+                )
+            )
+        return self._best(groups, history), let_go
+
+    def _next(self, n: int, groups: dict[Waiting, _Labels], upper_us: float) -> dict[Waiting, _Labels]:
+        """All labels behind layer `n` that may still become something."""
+        parts: dict[Waiting, list[_Labels]] = {}
+        place = 0
+        for waiting, labels in groups.items():
+            for decision in (KEPT, AGAIN):
+                extended = self._extended(n, waiting, labels, decision, place)
+                parts.setdefault(self._waiting_behind(n, waiting, decision), []).append(extended)
+            place += len(labels.time)
+        joined = {waiting: _Labels(*map(np.concatenate, zip(*some, strict=True))) for waiting, some in parts.items()}
+        kept = {waiting: _undominated(self._promising(n + 1, labels, upper_us)) for waiting, labels in joined.items()}
+        return {waiting: labels for waiting, labels in kept.items() if len(labels.time)}
+
+    def _waiting_behind(self, n: int, waiting: Waiting, decision: int) -> Waiting:
+        after = [each for each in waiting if each[0] > self.layers.first + n] if decision == KEPT else []
+        made = [(each.until, each.bytes[decision]) for each in self.layers.pending[n] if each.bytes[decision] > 0]
+        return (*after, *made)
+
+    def _extended(self, n: int, waiting: Waiting, labels: _Labels, decision: int, place: int) -> _Labels:
+        layers = self.layers
+        size = sum(each[1] for each in waiting)
+        taken = size * decision
+        entering = (size + layers.passed[n], taken, taken)
+        room = labels.room
+        for limit in self.limits:
+            base = (labels.held + entering[limit.level]) * layers.stacked
+            room = np.minimum(room, limit.room(base + layers.peaks[limit.level][decision, n]))
+        return _Labels(
+            labels.time + decision * self.times[n],
+            labels.held + layers.held[decision, n] + taken,
+            room,
+            labels.bound,
+            place + np.arange(len(labels.time)),
+            np.full(len(labels.time), decision == AGAIN),
+        )
+
+    def _promising(self, n: int, labels: _Labels, upper_us: float) -> _Labels:
+        """Those that can be completed to something that fits and is below `upper_us`."""
+        held, room, stacked = labels.held, labels.room, self.layers.stacked
+        at_end = held + self.kept_behind[n]
+        must_go = np.full_like(held, -np.inf)
+        for limit in self.limits:
+            # What the layers behind leave at most: labels that differ beyond that are not different.
+            room = np.minimum(room, limit.room(held * stacked + self.lowest[limit.level][n]))
+            if limit.weight + stacked > 0:
+                level = held * stacked + self.highest[limit.level][n]
+                over = (limit.weight * at_end + level - limit.cap) / (limit.weight + stacked)
+                must_go = np.maximum(must_go, over)
+        must_go = np.maximum(must_go, at_end - room)
+        saved, again_us = self.knapsacks[n]
+        bound = labels.time + np.interp(must_go, saved, again_us, right=np.inf)
+        fits = (held + self.least_behind[n] <= room) & (bound < upper_us * (1 - _RELATIVE))
+        room = np.where(room >= held + self.most_behind[n], np.inf, room)
+        return labels._replace(room=room, bound=bound).take(fits)
+
+    def _best(self, groups: dict[Waiting, _Labels], history: Sequence[tuple[IntArray, BoolArray]]) -> _Found | None:
+        held = np.concatenate([g.held + sum(each[1] for each in waiting) for waiting, g in groups.items()])
+        time = np.concatenate([g.time for g in groups.values()])
+        room = np.concatenate([g.room for g in groups.values()])
+        fitting = np.flatnonzero(held + self.layers.passed[-1] <= room)
+        if not len(fitting):
+            return None
+        index = int(fitting[np.lexsort((held[fitting], time[fitting]))[0]])
+        best_us = float(time[index])
+        recomputed = []
+        for n in reversed(range(self.num_layers)):
+            parent, again = history[n]
+            if again[index]:
+                recomputed.append(self.layers.first + n)
+            index = int(parent[index])
+        return _Found(best_us, tuple(reversed(recomputed)))
+
+    def without_idle(self, recomputed: tuple[int, ...]) -> tuple[int, ...]:
+        """The same without layers that cost no time and whose recomputation is not needed."""
+        chosen = set(recomputed)
+        for layer in recomputed:
+            if self.times[layer - self.layers.first] == 0 and self._fits(chosen - {layer}):
+                chosen.remove(layer)
+        return tuple(sorted(chosen))
+
+    def _fits(self, recomputed: Collection[int]) -> bool:
+        saved, *levels = self.layers.levels(recomputed)
+        return all(limit.weight * saved + levels[limit.level] <= limit.cap for limit in self.limits)
+
+
+def _leaving(made: Sequence[tuple[int, tuple[float, float]]], end: int, decision: int) -> float:
+    return sum(size[decision] for until, size in made if until >= end)
+
+
+def _behind(per_layer: FloatArray) -> FloatArray:
+    """Sums from each layer to the last."""
+    sums: FloatArray = np.append(np.cumsum(per_layer[::-1])[::-1], 0.0)
+    return sums
+
+
+def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Bytes saved, and the least time for that, where parts of layers may be recomputed: the corners of the curve."""
+    useful = np.flatnonzero(savings > 0)
+    order = useful[np.argsort(times[useful] / savings[useful], kind="stable")]
+    return np.append(0.0, np.cumsum(savings[order])), np.append(0.0, np.cumsum(times[order]))
+
+
+def _undominated(labels: _Labels) -> _Labels:
+    """The labels of a group without those that another is no worse than in all respects."""
+    order = np.lexsort((-labels.room, labels.held, labels.time))
+    held, room = labels.held[order], labels.room[order]
+    if len(order) and (room == room[0]).all():
+        before = np.append(np.inf, np.minimum.accumulate(held)[:-1])
+        return labels.take(order[held < before])
+    return labels.take(order[_staircase(held.tolist(), room.tolist())])
+
+
+def _staircase(held: Sequence[float], room: Sequence[float]) -> list[int]:
+    """The places at which less is held, or more may be, than at each place before."""
+    kept = []
+    steps: list[float] = []  # what is held on each step, ascending
+    rooms: list[float] = []  # and what may be: on a higher step more, or the step would be of no use
+    for place, (low, high) in enumerate(zip(held, room, strict=True)):
+        step = bisect_right(steps, low) - 1
+        if step >= 0 and rooms[step] >= high:
+            continue
+        kept.append(place)
+        begin = bisect_left(steps, low)
+        stop = begin
+        while stop < len(steps) and rooms[stop] <= high:
+            stop += 1
+        steps[begin:stop], rooms[begin:stop] = [low], [high]
+    return kept
+
+
+def _narrowed(groups: dict[Waiting, _Labels], width: int) -> tuple[dict[Waiting, _Labels], float]:
+    """At most `width` labels, half by their bounds and half spread over what is held; and the others' least bound."""
+    sizes = [len(labels.time) for labels in groups.values()]
+    if sum(sizes) <= width:
+        return groups, np.inf
+    bound = np.concatenate([labels.bound for labels in groups.values()])
+    held = np.concatenate([labels.held for labels in groups.values()])
+    fast, others = np.split(np.lexsort((held, bound)), [width - width // 2])
+    by_held = others[np.argsort(held[others], kind="stable")]
+    chosen = np.zeros(len(bound), dtype=np.bool_)
+    chosen[fast] = True
+    chosen[by_held[np.linspace(0, len(by_held) - 1, width // 2).astype(np.int64)]] = True
+    places = np.split(chosen, np.cumsum(sizes)[:-1])
+    narrowed = {
+        key: labels.take(some) for (key, labels), some in zip(groups.items(), places, strict=True) if some.any()
+    }
+    return narrowed, float(bound[~chosen].min())
+
+
+def least_again_us(
+    costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, in_flight: int, cap_bytes: float
+) -> FloatArray:
+    """Time below which no choice of recomputed layers makes a stage fit; infinite where none is known to do so.
+
+    Stages whose first layer is one of `firsts`, which must ascend, and whose last is one of `firsts[0]`..`stop - 1`;
+    other arguments as for `cheapest_layers`. Only the bytes that must go are looked at, and for each layer what it can
+    save at most: a fractional knapsack, as the maximum over prices of a byte.
+
+    Returns:
+        Shape (firsts, stop - firsts[0]), microseconds; values left of a row's own first layer mean nothing.
+
+    Complexity: O(firsts · (stop - firsts[0]) · different ratios of time to bytes, at most 64).
+    """
+    span = slice(int(firsts[0]), stop)
+    saved, levels = least_levels(costs, firsts, span)
+    must_go = np.full(saved.shape, -np.inf)
+    for moment in linear_moments(costs, firsts, stop, micro_batches=micro_batches, in_flight=in_flight):
+        over = moment.fixed - cap_bytes
+        shares = moment.weight
+        if moment.level is not None:
+            over = over + moment.weight * saved + levels[moment.level]
+            # A byte less in front of the highest level is one less there, too.
+            shares += costs.exact
+        must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
+    least = _least_times(most_savings(costs)[span], costs.forward_us[span], firsts - firsts[0], must_go)
+    return least * (1 - _RELATIVE)
+
+
+def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
+    """The fractional knapsack of every stage, as the maximum over prices of a byte; infinite if all is not enough."""
+
+    def sums(per_layer: FloatArray) -> FloatArray:
+        before: FloatArray = np.append(0.0, np.cumsum(per_layer))
+        return before[1:][None, :] - before[rows][:, None]
+
+    useful = savings > 0
+    prices = np.unique(times[useful] / savings[useful])
+    if len(prices) > _MOST_RATIOS:
+        prices = prices[np.linspace(0, len(prices) - 1, _MOST_RATIOS).round().astype(np.int64)]
+    least = np.zeros_like(must_go)
+    for price in prices:
+        least = np.maximum(least, price * must_go - sums(np.maximum(price * savings - times, 0.0)))
+    return np.where(must_go <= sums(savings), least, np.inf)

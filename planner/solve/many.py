@@ -1,0 +1,111 @@
+"""Many partitions of one case judged at once: simulated step time, and bytes over the caps."""
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.device_memory import ChunkMemory, chunk_memory, device_peaks, moments_of
+from planner.core.makespan import makespans
+from planner.core.schedule import Action, actions_of
+from planner.solve.case import Case
+from planner.solve.problem import LinkTimes, prefix
+from planner.solve.tables import CHOICES
+
+__all__ = ["Many"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+class Many:
+    """Partitions of a case into `num_devices` times V stages.
+
+    Cuts have shape (N, S+1), from 0 to L; choices have shape (N, S) and are indices into `CHOICES`.
+    """
+
+    def __init__(self, case: Case, num_devices: int) -> None:
+        self.case = case
+        self.num_devices = num_devices
+        self.num_stages = num_devices * case.chunks
+        self._forward, self._backward = prefix(case.costs.forward_us), prefix(case.costs.backward_us)
+        self._afterwards = case.afterwards()
+        cluster = case.cluster
+        devices = np.arange(self.num_stages) % num_devices
+        self._speeds = np.array([cluster.speed(int(d)) for d in devices])
+        links = [
+            cluster.link_behind(int(d), num_devices=num_devices, replicas=case.replicas) for d in range(num_devices)
+        ]
+        times = [LinkTimes.of(link, case.costs) for link in links]
+        self._crossing = np.stack([times[d].on_link_us + times[d].receive_us for d in devices])
+        self._blocking = np.array([links[d].blocking for d in devices])
+        self._chunks: dict[tuple[int, int, int], ChunkMemory] = {}
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """What every device does; raises `UsageError` where the schedule cannot run so."""
+        case = self.case
+        return actions_of(
+            case.schedule, num_stages=self.num_devices, micro_batches=case.micro_batches, chunks=case.chunks
+        )
+
+    def step_us(self, cuts: IntArray, choices: IntArray) -> FloatArray:
+        """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.evaluate.step_us`."""
+        first, end = cuts[:, :-1], cuts[:, 1:]
+        overhead = self.case.cluster.overhead_us
+        forward = (self._forward[end] - self._forward[first]) / self._speeds
+        backward = (self._backward[end] - self._backward[first]) / self._speeds + overhead
+        again = np.where(choices > 0, forward, 0.0)
+        last_again = np.where(choices == CHOICES.index("always"), forward, 0.0)
+        forward = forward + overhead
+        send = self._crossing[np.arange(self.num_stages), end]
+        send[:, -1] = 0.0
+        pipeline = makespans(
+            self.actions,
+            forward_us=forward,
+            backward_us=backward + again,
+            last_backward_us=backward + last_again,
+            send_us=send,
+            blocking=self._blocking,
+        )
+        return pipeline + self._tail_us(first, end, forward + backward + last_again + 2 * send)
+
+    def _tail_us(self, first: IntArray, end: IntArray, hidden: FloatArray) -> FloatArray:
+        own = np.stack(
+            [
+                self._afterwards.own_us(first[:, s], end[:, s], float(self._speeds[s])) for s in range(self.num_stages)
+            ],
+            axis=1,
+        )
+        per_device = own.reshape(len(own), self.case.chunks, self.num_devices).sum(axis=1)
+        before = np.cumsum(hidden[:, : self.num_devices], axis=1) - hidden[:, : self.num_devices]
+        tail: FloatArray = np.maximum((per_device - before).max(axis=1), 0.0)
+        return tail
+
+    def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
+        """By how much the worst device is over its cap, shape (N,); 0 where all fit."""
+        over = np.zeros(len(cuts))
+        for device, row in enumerate(self.actions):
+            mine = range(device, self.num_stages, self.num_devices)
+            parts = [
+                [self._chunk(int(cuts[n, s]), int(cuts[n, s + 1]), int(choices[n, s])) for s in mine]
+                for n in range(len(cuts))
+            ]
+            peaks = device_peaks(
+                np.array([[chunk.always.total for chunk in chunks] for chunks in parts], dtype=float),
+                np.array([[chunk.held for chunk in chunks] for chunks in parts]),
+                np.array([[chunk.transfer + chunk.working for chunk in chunks] for chunks in parts]),
+                np.array([[chunk.optimizer_step for chunk in chunks] for chunks in parts]),
+                moments_of(row, self.case.chunks),
+            )
+            over = np.maximum(over, peaks - self.case.caps_bytes[device])
+        return over
+
+    def _chunk(self, first: int, end: int, choice: int) -> ChunkMemory:
+        found = self._chunks.get((first, end, choice))
+        if found is None:
+            found = chunk_memory(
+                self.case.costs, first, end, micro_batches=self.case.micro_batches, recompute=CHOICES[choice]
+            )
+            self._chunks[first, end, choice] = found
+        return found

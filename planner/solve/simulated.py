@@ -1,0 +1,283 @@
+"""The best plan of one case under a schedule whose step time has no closed form: 1F1B and interleaved 1F1B.
+
+The step time of a partition is that of the simulator, which runs the very action lists of the engine. The search has
+a lower bound for all partitions, a few good partitions improved by moving single cuts, and then, for what lies between
+the two, every partition whose bound is below the best: if those are few enough to be simulated the answer is proven,
+else it comes with the gap between bound and best.
+
+1F1B: the bound is the label programme's optimum under `OneForwardOneBackwardLaw`, and the partitions below the best are
+its labels with nothing left out for being dominated. Interleaved: devices hold several chunks, which share memory, so
+that the bound counts the work alone, and all partitions are tried where they are few.
+
+Complexity: 1F1B as `planner.solve.chain_dp` for each stage count whose bound is below the best, and O(K M) for every
+block of partitions that are simulated at once.
+"""
+
+import time
+from collections.abc import Iterator
+from itertools import combinations, product
+from math import comb, inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.errors import UsageError
+from planner.core.evaluate import Partition
+from planner.solve.answer import Answer
+from planner.solve.case import Case
+from planner.solve.chain_dp import LabelSearch, OutOfTimeError
+from planner.solve.gpipe import Windows
+from planner.solve.laws import OneForwardOneBackwardLaw
+from planner.solve.many import Many
+from planner.solve.problem import ChainProblem, prefix
+from planner.solve.tables import CHOICES, NOWHERE, allowed_choices
+
+__all__ = ["simulated_answer"]
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+_METHOD = "simulated"
+_MOST_SIMULATED = 20_000
+"""Partitions that are all simulated to prove the best of them."""
+
+_MOST_ACTIONS = 4_000_000
+"""Actions that are simulated in one search, so that many micro-batches do not take minutes."""
+
+_MOVES = (-4, -2, -1, 1, 2, 4)
+_ROUNDS = 200
+
+
+def simulated_answer(case: Case, *, upper_us: float = inf, deadline: float | None = None) -> Answer:
+    """The best partition found that beats `upper_us`, and what no partition of the case can beat.
+
+    Raises:
+        OutOfTimeError: `deadline` passed before anything was found.
+    """
+    search = _Search(case, upper_us, deadline)
+    try:
+        (search.one_chunk if case.schedule == "1f1b" else search.several_chunks)()
+    except OutOfTimeError:
+        if search.best is None:
+            raise
+        search.bound_us = min(search.bound_us, case.bound_us)
+    bound_us = min(search.bound_us, search.upper_us)
+    if search.best is None:
+        return Answer(case.costs, None, inf, bound_us, _METHOD)
+    return Answer(case.costs, search.best, search.upper_us, bound_us, _METHOD)
+
+
+class _Search:
+    def __init__(self, case: Case, upper_us: float, deadline: float | None) -> None:
+        self.case = case
+        self.upper_us = upper_us
+        self.bound_us = inf
+        """Below every partition that was not simulated."""
+        self.best: Partition | None = None
+        self._deadline = deadline
+
+    # ---- 1F1B
+
+    def one_chunk(self) -> None:
+        law = OneForwardOneBackwardLaw(self.case.micro_batches)
+        for count in range(self.case.num_devices, 0, -1):
+            if self._least_us(count) >= self.upper_us:
+                break  # fewer stages take longer still
+            many = Many(self.case, count)
+            windows = Windows(self.case)
+            while windows.widen(self.upper_us):
+                problem = self.case.problem(count, width=windows.width, exact=True)
+                search = LabelSearch(problem, law, deadline=self._deadline)
+                found = search.best(upper_us=self.upper_us)
+                if found is None:
+                    continue
+                least_us = found.step_us
+                for start in {found.cuts, search.min_max("pair"), search.min_max("backward")} - {None}:
+                    self._improve_cuts(many, problem, np.array([start]))
+                if least_us < self.upper_us * (1 - 1e-9) and not self._all_below(many, search):
+                    self.bound_us = min(self.bound_us, least_us)
+
+    def _least_us(self, count: int) -> float:
+        """Below every partition into so many stages, and not larger for more of them."""
+        pair_us = self.case.costs.forward_us + self.case.costs.backward_us
+        speeds = sorted((self.case.cluster.speed(d) for d in range(self.case.num_devices)), reverse=True)
+        share_us = max(float(pair_us.sum()) / sum(speeds[:count]), float(pair_us.max()) / speeds[0])
+        return self.case.micro_batches * share_us
+
+    def _all_below(self, many: Many, search: LabelSearch) -> bool:
+        """Simulates every partition whose bound is below the best; False if they are too many."""
+        most = self._affordable(many)
+        partitions, all_of_them = search.all_below(self.upper_us, most)
+        for start in range(0, len(partitions), 1024):
+            block = partitions[start : start + 1024]
+            cuts = np.array([found.cuts for found in block])
+            self._take(many, cuts, np.array([found.choices for found in block]))
+        return all_of_them
+
+    def _improve_cuts(self, many: Many, problem: ChainProblem, cuts: IntArray) -> None:
+        """Moves single cuts as long as that helps; the fastest recomputation that fits is taken everywhere."""
+        before = inf
+        for _ in range(_ROUNDS):
+            step_us = self._take(many, cuts, self._choices(problem, cuts))
+            at = int(np.argmin(step_us)) if len(step_us) else 0
+            if not len(step_us) or not step_us[at] < before * (1 - 1e-12):
+                return
+            before, current = float(step_us[at]), cuts[at]
+            self._check_time()
+            cuts = _moved(current)
+
+    def _choices(self, problem: ChainProblem, cuts: IntArray) -> IntArray:
+        levels = np.arange(problem.num_stages)[::-1]
+        column = cuts[:, :-1] - cuts[:, 1:] + problem.width
+        choices = np.full(column.shape, NOWHERE)
+        for stage, level in enumerate(levels):
+            inside = column[:, stage] >= 0
+            table = problem.tables[level][0].choice
+            choices[inside, stage] = table[cuts[inside, stage + 1], column[inside, stage]]
+        return choices
+
+    # ---- interleaved
+
+    def several_chunks(self) -> None:
+        case = self.case
+        for count in range(case.num_devices, 0, -1):
+            least_us = max(self._least_us(count), case.bound_us)
+            if least_us >= self.upper_us:
+                break
+            many = Many(case, count)
+            try:
+                many.actions  # noqa: B018 - whether the schedule runs with so many devices
+            except UsageError:
+                continue
+            if case.costs.num_layers < many.num_stages:
+                continue
+            if not self._every_partition(many):
+                self._improve_all(many)
+                self.bound_us = min(self.bound_us, least_us)
+
+    def _every_partition(self, many: Many) -> bool:
+        allowed = allowed_choices(self.case.policy, self.case.micro_batches)
+        num_layers, num_stages = self.case.costs.num_layers, many.num_stages
+        if comb(num_layers - 1, num_stages - 1) * len(allowed) ** num_stages > self._affordable(many):
+            return False
+        for cuts in _blocks(_all_cuts(num_layers, num_stages), 256):
+            cuts = cuts[self._wanted(cuts)]
+            options = np.array(list(product(allowed, repeat=num_stages)))
+            every = np.repeat(cuts, len(options), axis=0)
+            choices = np.tile(options, (len(cuts), 1))
+            for start in range(0, len(every), 1024):
+                self._take(many, every[start : start + 1024], choices[start : start + 1024])
+        return True
+
+    def _improve_all(self, many: Many) -> None:
+        """Moves single cuts and changes single recomputations, first until it fits, then as long as it is faster."""
+        case = self.case
+        allowed = np.array(allowed_choices(case.policy, case.micro_batches))
+        weights = prefix(case.costs.forward_us + case.costs.backward_us)
+        for choice in allowed:
+            cuts, choices = _even(weights, many.num_stages)[None], np.full((1, many.num_stages), choice)
+            before = (inf, inf)
+            for _ in range(_ROUNDS):
+                self._check_time()
+                wanted = self._wanted(cuts)
+                over = np.where(wanted, many.over_bytes(cuts, choices), inf)
+                step_us = self._take(many, cuts, choices, over)
+                simulated = many.step_us(cuts, choices) if np.isinf(step_us).all() else step_us
+                at = int(np.lexsort((simulated, np.maximum(over, 0.0)))[0])
+                now = (max(0.0, float(over[at])), float(simulated[at]))
+                if not now < before:
+                    break
+                before, current, chosen = now, cuts[at], choices[at]
+                moved = _moved(current)
+                other = _changed(chosen, allowed)
+                cuts = np.concatenate([moved, np.repeat(current[None], len(other), axis=0)])
+                choices = np.concatenate([np.repeat(chosen[None], len(moved), axis=0), other])
+                if not len(cuts):
+                    break
+
+    def _wanted(self, cuts: IntArray) -> NDArray[np.bool_]:
+        wanted: NDArray[np.bool_] = ~self.case.rules.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1)
+        return wanted
+
+    # ---- both
+
+    def _take(self, many: Many, cuts: IntArray, choices: IntArray, over: FloatArray | None = None) -> FloatArray:
+        """Simulates partitions that fit, and keeps the best; the step times, infinite for those that do not fit."""
+        step_us = np.full(len(cuts), inf)
+        fits = (choices != NOWHERE).all(axis=1)
+        if self.case.schedule == "interleaved":
+            fits &= (many.over_bytes(cuts, choices) if over is None else over) <= 0
+        if not fits.any():
+            return step_us
+        step_us[fits] = many.step_us(cuts[fits], choices[fits])
+        at = int(np.argmin(step_us))
+        if step_us[at] < self.upper_us * (1 - 1e-12):
+            self.upper_us = float(step_us[at])
+            self.best = Partition(
+                schedule=self.case.schedule,
+                micro_batches=self.case.micro_batches,
+                balance=tuple(int(n) for n in np.diff(cuts[at])),
+                recompute=tuple(CHOICES[c] for c in choices[at]),
+                chunks=self.case.chunks,
+                replicas=self.case.replicas,
+            )
+        return step_us
+
+    def _affordable(self, many: Many) -> int:
+        blocks = max(1, _MOST_ACTIONS // (2 * self.case.micro_batches * many.num_stages))
+        return min(_MOST_SIMULATED, 64 * blocks)
+
+    def _check_time(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise OutOfTimeError
+
+
+def _moved(cuts: IntArray) -> IntArray:
+    """All partitions with one cut moved."""
+    num_inner = len(cuts) - 2
+    moved = [
+        (*cuts[:k], cuts[k] + step, *cuts[k + 1 :])
+        for k in range(1, num_inner + 1)
+        for step in _MOVES
+        if cuts[k - 1] < cuts[k] + step < cuts[k + 1]
+    ]
+    return np.array(moved, dtype=np.int64).reshape(len(moved), len(cuts))
+
+
+def _changed(choices: IntArray, allowed: IntArray) -> IntArray:
+    """All recomputations with one stage's changed."""
+    changed = [
+        (*choices[:k], other, *choices[k + 1 :])
+        for k in range(len(choices))
+        for other in allowed
+        if other != choices[k]
+    ]
+    return np.array(changed, dtype=np.int64).reshape(len(changed), len(choices))
+
+
+def _even(before: FloatArray, num_stages: int) -> IntArray:
+    """Cuts at the even shares of the work, no stage empty."""
+    num_layers = len(before) - 1
+    cuts = np.searchsorted(before, np.linspace(0, before[-1], num_stages + 1))
+    cuts[0], cuts[-1] = 0, num_layers
+    places = np.arange(num_stages + 1)
+    cuts = np.maximum.accumulate(cuts - places) + places
+    ahead = num_layers - num_stages + places
+    even: IntArray = np.minimum(cuts, ahead)
+    return even
+
+
+def _all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        yield 0, *inner, num_layers
+
+
+def _blocks(cuts: Iterator[tuple[int, ...]], size: int) -> Iterator[IntArray]:
+    block = []
+    for one in cuts:
+        block.append(one)
+        if len(block) == size:
+            yield np.array(block)
+            block = []
+    if block:
+        yield np.array(block)

@@ -1,0 +1,128 @@
+"""What each device can run: for every stage of the chain the recomputation that fits, in windows of limited width.
+
+In GPipe a stage's memory does not depend on where the other cuts are, so a memory cap only says which stages are
+allowed, and with which recomputation. The cheapest recomputation that fits is always the right one for the step time:
+it costs the least, and nothing else in the plan depends on it.
+
+A table has a row per end e = 0..L and `width` columns: column c is the stage of layers e-width+c .. e-1, so that the
+last column is a single layer and the window of a row slides with its end.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.costs import ChainCosts
+from planner.core.memory import interval_totals
+from planner.core.plan import Recompute, RecomputePolicy
+
+__all__ = ["CHOICES", "LAYERS", "NOWHERE", "MemoryTable", "allowed_choices", "width_for", "windowed"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+ChoiceArray = NDArray[np.int8]
+
+CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
+"""From the cheapest in time to the cheapest in memory."""
+
+LAYERS = len(CHOICES)
+"""Index of the choice to recompute single layers, whose times are in a table of their own."""
+
+NOWHERE = -1
+"""In place of an index into `CHOICES`: no recomputation makes the stage fit."""
+
+_MOST_ENTRIES = 1 << 18  # of a block of rows, to bound transient memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTable:
+    """Peak bytes of every stage in the window for each allowed recomputation, the reserve not included."""
+
+    totals: dict[int, FloatArray]
+    """By index into `CHOICES`, each of shape (L+1, width); infinite where there is no such stage."""
+
+    @classmethod
+    def of(
+        cls, costs: ChainCosts, *, width: int, micro_batches: int, in_flight: int, policy: RecomputePolicy
+    ) -> "MemoryTable":
+        """Of a chain with M micro-batches, of which at most `in_flight` wait for their backward."""
+        allowed = allowed_choices(policy, micro_batches)
+        choices = [CHOICES[n] for n in allowed]
+
+        def block(firsts: IntArray, stop: int) -> list[FloatArray]:
+            return interval_totals(
+                costs, firsts, stop, micro_batches=micro_batches, in_flight=in_flight, choices=choices
+            )
+
+        return cls(totals=dict(zip(allowed, windowed(costs.num_layers, width, len(allowed), block), strict=True)))
+
+    def smallest(self) -> FloatArray:
+        """Least bytes each stage can do with, shape (L+1, width)."""
+        smallest: FloatArray = np.minimum.reduce(list(self.totals.values()))
+        return smallest
+
+    def choices(self, cap_bytes: float) -> ChoiceArray:
+        """The cheapest recomputation that fits into `cap_bytes`, shape (L+1, width)."""
+        table = np.full(next(iter(self.totals.values())).shape, NOWHERE, dtype=np.int8)
+        for n in sorted(self.totals, reverse=True):
+            table[self.totals[n] <= cap_bytes] = n
+        return table
+
+
+def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
+    """Indices into `CHOICES` that a policy allows."""
+    allowed = [n for n, choice in enumerate(CHOICES) if policy in ("auto", "layers", choice)]
+    if micro_batches == 1 and 1 in allowed:
+        allowed = [n for n in (0, *allowed[1:]) if n != 1]  # the only micro-batch is the last
+    return sorted(set(allowed))
+
+
+def windowed(
+    num_layers: int, width: int, count: int, block: Callable[[IntArray, int], Sequence[FloatArray]]
+) -> list[FloatArray]:
+    """Tables of shape (L+1, width), filled block by block; infinite where there is no such stage.
+
+    Args:
+        num_layers: L.
+        width: Layers of the longest stage.
+        count: How many tables.
+        block: For ascending first layers and a last layer's end `stop`: for each table the values of the stages that
+            end in firsts[0]+1..stop, of shape (firsts, stop - firsts[0]).
+    """
+    tables = [np.full((num_layers + 1, width), np.inf) for _ in range(count)]
+    rows = max(1, min(_MOST_ENTRIES // (width + 64), 64 + width // 2))
+    for start in range(0, num_layers, rows):
+        firsts = np.arange(start, min(start + rows, num_layers))
+        stop = min(num_layers, int(firsts[-1]) + width)
+        ends = np.arange(start + 1, stop + 1)[None, :]
+        columns = firsts[:, None] - ends + width
+        inside = (columns >= 0) & (columns < width)
+        place = np.broadcast_to(ends, columns.shape)[inside], columns[inside]
+        for table, values in zip(tables, block(firsts, stop), strict=True):
+            table[place] = values[inside]
+    return tables
+
+
+def width_for(costs: ChainCosts, *, longest_us: float, cap_bytes: float) -> int:
+    """Layers of the longest stage that is not slower than `longest_us` and whose parameters alone fit.
+
+    Args:
+        costs: The chain.
+        longest_us: Bound on a stage's forward + backward time without recomputation.
+        cap_bytes: The largest cap.
+    """
+    ends = np.arange(1, costs.num_layers + 1)
+    tied = sum(tie.parameter_bytes + tie.optimizer_bytes for tie in costs.ties)
+    times = _before(costs.forward_us + costs.backward_us)
+    fixed = _before(costs.parameters + costs.optimizer + costs.buffers)
+    # Sums in another order differ by rounding: the window may be a layer too wide, never too narrow.
+    by_time = np.searchsorted(times, times[1:] - longest_us * (1 + 1e-9) - 1e-9)
+    by_memory = np.searchsorted(fixed, fixed[1:] - cap_bytes - tied)
+    return int(max(1, (ends - np.maximum(by_time, by_memory)).max()))
+
+
+def _before(per_layer: FloatArray) -> FloatArray:
+    before: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
+    return before

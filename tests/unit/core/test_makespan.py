@@ -1,0 +1,105 @@
+"""Makespans of many partitions at once: the simulator's, for all schedules, links and numbers of partitions."""
+
+import random
+
+import numpy as np
+import pytest
+
+from planner.core.makespan import makespans
+from planner.core.plan import Schedule
+from planner.core.schedule import Action, actions_of
+from planner.core.simulate import StageTimes, simulate
+
+SCHEDULES: list[tuple[Schedule, int]] = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+]
+
+
+def random_times(rng: np.random.Generator, num_partitions: int, num_stages: int) -> dict[str, np.ndarray]:
+    """Times of which some are zero, some equal, and links of which some are slower than stages."""
+    shape = (num_partitions, num_stages)
+    forward = rng.choice([0.0, 1.0, 2.5], size=shape) * rng.choice([1.0, rng.random()])
+    backward = rng.uniform(0, 9, shape)
+    last = backward * rng.choice([1.0, 0.5], size=shape)
+    send = rng.uniform(0, 12, shape) * rng.choice([0.0, 0.05, 1.0], size=shape) * rng.choice([0.0, 1.0, 1.0])
+    send[:, -1] = 0.0
+    return {"forward_us": forward, "backward_us": backward, "last_backward_us": last, "send_us": send}
+
+
+def simulated(
+    actions: tuple[tuple[Action, ...], ...], times: dict[str, np.ndarray], blocking: np.ndarray, n: int
+) -> float:
+    """The simulator's answer for partition n."""
+    stages = [
+        StageTimes(**{name: float(of[n, s]) for name, of in times.items()}, blocking=bool(blocking[s]))
+        for s in range(len(blocking))
+    ]
+    return max(event.end_us for event in simulate(actions, stages))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_equal_to_the_simulator(schedule: Schedule, chunks: int) -> None:
+    """60 pipelines with 5 partitions each: no links, links, blocking links, and both kinds mixed."""
+    draw, rng = random.Random(f"{schedule} {chunks}"), np.random.default_rng(3)
+    differ = 0
+    for _ in range(60):
+        num_devices = draw.randint(1, 6)
+        micro_batches = num_devices * draw.randint(1, 4)
+        if schedule == "gpipe":
+            micro_batches = draw.randint(1, 9)
+        elif schedule == "interleaved" and draw.random() < 0.2:
+            micro_batches = draw.randint(1, num_devices)
+        actions = actions_of(schedule, num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+        num_stages = num_devices * chunks
+        times = random_times(rng, 5, num_stages)
+        blocking = rng.random(num_stages) < draw.choice([0.0, 0.5, 1.0])
+        found = makespans(actions, **times, blocking=blocking)
+        expected = [simulated(actions, times, blocking, n) for n in range(5)]
+        assert found.shape == (5,)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        differ += len(set(expected)) > 1
+    assert differ > 50
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_one_flag_for_all_boundaries(*, blocking: bool) -> None:
+    """A scalar means every boundary."""
+    actions = actions_of("1f1b", num_stages=4, micro_batches=7)
+    times = random_times(np.random.default_rng(1), 3, 4)
+    times["send_us"][:, :-1] = 1.5
+    expected = [simulated(actions, times, np.full(4, blocking), n) for n in range(3)]
+    np.testing.assert_allclose(makespans(actions, **times, blocking=blocking), expected, rtol=1e-12)
+
+
+def test_more_partitions_than_fit_in_one_block() -> None:
+    """Of 2500 partitions each has the makespan that it has alone; whole numbers will do, inputs are not touched."""
+    actions = actions_of("interleaved", num_stages=2, micro_batches=4, chunks=2)
+    rng = np.random.default_rng(5)
+    times = {name: rng.integers(0, 9, (2500, 4)) for name in random_times(rng, 1, 4)}
+    before = {name: of.copy() for name, of in times.items()}
+    together = makespans(actions, **times)
+    assert all((times[name] == of).all() for name, of in before.items())
+    for n in (0, 1, 1023, 1024, 2047, 2048, 2499):
+        alone = makespans(actions, **{name: of[n : n + 1] for name, of in times.items()})
+        assert together[n] == alone[0] == simulated(actions, times, np.zeros(4, dtype=bool), n)
+
+
+def test_no_partitions_have_no_makespans() -> None:
+    """N = 0."""
+    times = {name: np.zeros((0, 2)) for name in random_times(np.random.default_rng(0), 1, 2)}
+    assert makespans(actions_of("gpipe", num_stages=2, micro_batches=2), **times).shape == (0,)
+
+
+def test_what_cannot_run_is_refused_as_by_the_simulator() -> None:
+    """Circles, stages that devices cannot share out, and arrays that do not belong together."""
+    times = random_times(np.random.default_rng(0), 2, 2)
+    with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
+        makespans([[Action("B", 0), Action("F", 0)], [Action("F", 0), Action("B", 0)]], **times)
+    with pytest.raises(ValueError, match="2 stages cannot lie on 3 devices"):
+        makespans(actions_of("gpipe", num_stages=3, micro_batches=2), **times)
+    with pytest.raises(ValueError, match="one shape"):
+        makespans(actions_of("gpipe", num_stages=2, micro_batches=2), **(times | {"send_us": np.zeros((2, 1))}))
