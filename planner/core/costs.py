@@ -4,9 +4,11 @@ Between profiled micro-batch sizes everything is interpolated linearly. That is 
 in the micro-batch size, and errs on the safe side for peaks, which are maxima of affine functions (convex).
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from planner.core.errors import UsageError
 from planner.core.profile import BoundaryTensor, LayerProfile, MemoryDetail, Profile
 
-__all__ = ["ChainCosts", "Tie", "costs_at", "covers", "saved_bytes"]
+__all__ = ["ChainCosts", "CostTable", "Tie", "costs_at", "covers", "saved_bytes"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -111,51 +113,113 @@ def saved_bytes(details: Sequence[MemoryDetail]) -> list[int]:
 
 
 def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
-    """The costs of every layer at `micro_batch_size`.
+    """The costs of every layer at `micro_batch_size`; for several sizes `CostTable` saves most of the work.
 
     Raises:
-        UsageError: The profile does not cover that size (and `extrapolate` does not allow more, or cannot:
-            one profiled size has no slope).
+        UsageError: As `CostTable.at`.
     """
-    if not covers(profile, micro_batch_size, extrapolate=extrapolate):
-        low, high = min(profile.micro_batch_sizes), max(profile.micro_batch_sizes)
-        raise UsageError(
-            f"micro-batch size {micro_batch_size} is outside the profiled range {low} to {high}",
-            hint="profile that size too (`gpipe-plan profile --batch-sizes`)"
-            + (", or allow `--extrapolate`" if len(profile.micro_batch_sizes) > 1 else ""),
+    return CostTable(profile).at(micro_batch_size, extrapolate=extrapolate)
+
+
+class CostTable:
+    """A profile as arrays, from which the costs at any size are interpolated."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._exact = _has_detail(profile)
+        self._records: dict[int, _Record] = {}
+
+    def at(self, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
+        """The costs of every layer at `micro_batch_size`.
+
+        Raises:
+            UsageError: The profile does not cover that size (and `extrapolate` does not allow more, or cannot:
+                one profiled size has no slope).
+        """
+        profile = self._profile
+        if not covers(profile, micro_batch_size, extrapolate=extrapolate):
+            low, high = min(profile.micro_batch_sizes), max(profile.micro_batch_sizes)
+            raise UsageError(
+                f"micro-batch size {micro_batch_size} is outside the profiled range {low} to {high}",
+                hint="profile that size too (`gpipe-plan profile --batch-sizes`)"
+                + (", or allow `--extrapolate`" if len(profile.micro_batch_sizes) > 1 else ""),
+            )
+        weights = _neighbours(profile.micro_batch_sizes, micro_batch_size)
+        records = [(self._record(n), weight) for n, weight in weights]
+        # Whether a tensor lies in another's storage may depend on the size: then it counts as one that sometimes
+        # does not.
+        places = sorted(set().union(*(record.crossing for record, _ in records)))
+        storages = np.zeros((len(places), 3))
+        for record, weight in records:
+            crossing = record.crossing
+            storages += weight * np.array(
+                [crossing[p].bytes if p in crossing else (0.0,) * 3 for p in places]
+            ).reshape(len(places), 3)
+        until = [max(record.crossing[p].until for record, _ in records if p in record.crossing) for p in places]
+
+        def blend(get: Callable[[_Record], FloatArray]) -> FloatArray:
+            return np.maximum(sum((weight * get(record) for record, weight in records), np.zeros(())), 0.0)
+
+        memory = blend(lambda record: record.memory)
+        return ChainCosts(
+            micro_batch_size=micro_batch_size,
+            forward_us=blend(lambda record: record.forward_us),
+            backward_us=blend(lambda record: record.backward_us),
+            target=float(blend(lambda record: record.target)),
+            storage_from=np.array([place[0] for place in places], dtype=np.int64),
+            storage_until=np.array(until, dtype=np.int64),
+            kept_by_readers=np.maximum(storages[:, 0], 0.0),
+            kept_by_maker=np.maximum(storages[:, 1], 0.0),
+            kept_by_nobody=np.maximum(storages[:, 2], 0.0),
+            exact=self._exact,
+            **self._constants,
+            **dict(zip(_RECORD, memory, strict=True)),
         )
-    at = _interpolator(profile.micro_batch_sizes, micro_batch_size)
-    layers = profile.layers
-    sizes = range(len(profile.micro_batch_sizes))
-    record = at(np.array([_memory_at(layers, n) for n in sizes]))
-    crossing = [_crossing_at(layers, n) for n in sizes]
-    # Whether a tensor lies in another's storage may depend on the size: then it counts as one that sometimes does not.
-    places = sorted(set().union(*crossing))
-    by_size = [[c[p].bytes if p in c else (0.0,) * 3 for p in places] for c in crossing]
-    storages = at(np.array(by_size).reshape(len(sizes), len(places), 3)).T
-    detail = _has_detail(profile)
-    return ChainCosts(
-        micro_batch_size=micro_batch_size,
-        names=tuple(layer.name for layer in layers),
-        forward_us=at(_column(layers, lambda layer: layer.forward_us)),
-        backward_us=at(_column(layers, lambda layer: layer.backward_us)),
-        optimizer_us=np.array([layer.optimizer_us for layer in layers]),
-        parameters=_constant(layers, lambda layer: layer.parameter_bytes),
-        gradients=_constant(layers, _gradient_bytes),
-        optimizer=_constant(layers, lambda layer: layer.optimizer_bytes),
-        optimizer_peak=_constant(layers, lambda layer: layer.optimizer_peak_bytes),
-        optimizer_peaks_add=profile.optimizer_peak == "sum",
-        buffers=_constant(layers, lambda layer: layer.buffer_bytes),
-        ties=_ties(layers),
-        target=float(at(np.array([[d.target_bytes] for d in layers[-1].detail]))[0]) if detail else 0.0,
-        storage_from=np.array([place[0] for place in places], dtype=np.int64),
-        storage_until=np.array([max(c[p].until for c in crossing if p in c) for p in places], dtype=np.int64),
-        kept_by_readers=storages[0],
-        kept_by_maker=storages[1],
-        kept_by_nobody=storages[2],
-        exact=detail,
-        **dict(zip(_RECORD, record, strict=True)),
-    )
+
+    @cached_property
+    def _constants(self) -> dict[str, Any]:
+        """What does not depend on the size."""
+        layers = self._profile.layers
+        return {
+            "names": tuple(layer.name for layer in layers),
+            "optimizer_us": np.array([layer.optimizer_us for layer in layers]),
+            "parameters": _constant(layers, lambda layer: layer.parameter_bytes),
+            "gradients": _constant(layers, _gradient_bytes),
+            "optimizer": _constant(layers, lambda layer: layer.optimizer_bytes),
+            "optimizer_peak": _constant(layers, lambda layer: layer.optimizer_peak_bytes),
+            "optimizer_peaks_add": self._profile.optimizer_peak == "sum",
+            "buffers": _constant(layers, lambda layer: layer.buffer_bytes),
+            "ties": _ties(layers),
+        }
+
+    def _record(self, n: int) -> "_Record":
+        if n not in self._records:
+            layers = self._profile.layers
+            if self._exact:
+                details = [layer.detail[n] for layer in layers]
+                storages = _Storages(details)
+                memory, crossing = _exact_memory(layers, details, storages), storages.crossing()
+            else:
+                memory, crossing = _additive_memory(layers, n), _additive_crossing(layers, n)
+            self._records[n] = _Record(
+                forward_us=np.array([layer.forward_us[n] for layer in layers], dtype=float),
+                backward_us=np.array([layer.backward_us[n] for layer in layers], dtype=float),
+                memory=np.array(memory, dtype=float),
+                crossing=crossing,
+                target=np.array(layers[-1].detail[n].target_bytes if self._exact else 0.0),
+            )
+        return self._records[n]
+
+
+class _Record(NamedTuple):
+    """What the profile says at one of its sizes."""
+
+    forward_us: FloatArray
+    backward_us: FloatArray
+    memory: FloatArray
+    """Rows as in `_RECORD`."""
+    crossing: "dict[tuple[int, int], _Crossing]"
+    target: FloatArray
 
 
 _RECORD = (
@@ -174,26 +238,17 @@ _RECORD = (
 )
 
 
-def _interpolator(sizes: Sequence[int], size: int) -> Callable[[FloatArray], FloatArray]:
-    # Rows of the argument follow `sizes`; two neighbours of `size` are blended (or continued beyond, if allowed).
-    order = np.argsort(sizes)
-    points = np.asarray(sizes, dtype=float)[order]
-    right = int(np.clip(np.searchsorted(points, size), 1, max(1, len(points) - 1)))
-
-    def at(rows: FloatArray) -> FloatArray:
-        values = np.asarray(rows, dtype=float)[order]
-        at_size: FloatArray = values[0]
-        if len(points) > 1:
-            low, high = points[right - 1], points[right]
-            blend = (size - low) / (high - low)
-            at_size = np.maximum(values[right - 1] * (1 - blend) + values[right] * blend, 0.0)
-        return at_size
-
-    return at
-
-
-def _column(layers: Sequence[LayerProfile], get: Callable[[LayerProfile], Sequence[float]]) -> FloatArray:
-    return np.array([get(layer) for layer in layers], dtype=float).T
+def _neighbours(sizes: Sequence[int], size: int) -> list[tuple[int, float]]:
+    """Places in `sizes` whose values are blended (or continued beyond, if that is allowed), with their weights."""
+    order = sorted(range(len(sizes)), key=lambda n: sizes[n])
+    if size in sizes:
+        return [(sizes.index(size), 1.0)]
+    if len(sizes) == 1:
+        return [(0, 1.0)]
+    points = [sizes[n] for n in order]
+    right = min(max(bisect_left(points, size), 1), len(points) - 1)
+    share = (size - points[right - 1]) / (points[right] - points[right - 1])
+    return [(order[right - 1], 1 - share), (order[right], share)]
 
 
 def _constant(layers: Sequence[LayerProfile], get: Callable[[LayerProfile], int]) -> FloatArray:
@@ -206,12 +261,6 @@ def _gradient_bytes(layer: LayerProfile) -> int:
 
 def _has_detail(profile: Profile) -> bool:
     return all(len(layer.detail) == len(profile.micro_batch_sizes) for layer in profile.layers)
-
-
-def _memory_at(layers: Sequence[LayerProfile], n: int) -> list[list[float]]:
-    if all(len(layer.detail) > n for layer in layers):
-        return _exact_memory(layers, [layer.detail[n] for layer in layers])
-    return _additive_memory(layers, n)
 
 
 def _additive_memory(layers: Sequence[LayerProfile], n: int) -> list[list[float]]:
@@ -236,13 +285,14 @@ def _additive_memory(layers: Sequence[LayerProfile], n: int) -> list[list[float]
     ]
 
 
-def _exact_memory(layers: Sequence[LayerProfile], details: Sequence[MemoryDetail]) -> list[list[float]]:
+def _exact_memory(
+    layers: Sequence[LayerProfile], details: Sequence[MemoryDetail], storages: "_Storages"
+) -> list[list[float]]:
     """Rows of `_RECORD` composed from the exact records of all layers.
 
     A storage may cross several boundaries (views, in-place layers) and is kept if any layer it crosses keeps it; it
     is counted once, at the layer that made it. That is what findings on real allocators showed to be exact.
     """
-    storages = _Storages(details)
     saved = storages.saved()
     held = np.concatenate([[0.0], np.cumsum(saved)])
     unkept = [storages.unkept_behind(n) for n in range(len(layers))]
@@ -279,10 +329,8 @@ class _Crossing(NamedTuple):
     """Kept by a layer that gets it, kept by its maker alone, kept by nobody: one of them is its size."""
 
 
-def _crossing_at(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], _Crossing]:
-    """The storages that cross boundaries, by the layer that makes them and the place among its outputs."""
-    if all(len(layer.detail) > n for layer in layers):
-        return _Storages([layer.detail[n] for layer in layers]).crossing()
+def _additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], _Crossing]:
+    """The storages that cross boundaries, as far as the required fields tell: one output for each layer."""
     outputs = {}
     for index, layer in enumerate(layers):
         output, saved = float(layer.output_bytes[n]), float(layer.saved_bytes[n])

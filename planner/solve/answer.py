@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from planner.core.costs import ChainCosts
 from planner.core.evaluate import Partition
+from planner.solve.case import Case
 
 __all__ = ["Answer"]
 
@@ -11,7 +11,7 @@ __all__ = ["Answer"]
 class Answer(NamedTuple):
     """The best partition found, if there is one better than asked for, and what no partition can beat."""
 
-    costs: ChainCosts
+    case: Case
     partition: Partition | None
     step_us: float
     """Infinite without a partition."""

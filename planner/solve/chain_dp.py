@@ -129,7 +129,12 @@ class LabelSearch:
         return tuple(cuts[::-1])
 
     def run(
-        self, *, upper_us: float, most_labels: int | None = None, best_rank: tuple[float, ...] | None = None
+        self,
+        *,
+        upper_us: float,
+        most_labels: int | None = None,
+        best_rank: tuple[float, ...] | None = None,
+        most_in_level: float = np.inf,
     ) -> Found | None:
         """The partition that ranks first under the law, of those faster than `upper_us`; None if there is none.
 
@@ -137,12 +142,17 @@ class LabelSearch:
             upper_us: Only partitions faster than this are looked for.
             most_labels: How many labels to keep of each first layer; the answer need not be the first then.
             best_rank: Only partitions that rank before this are looked for.
+            most_in_level: With more labels of one stage count than this, the search ends with what it has found.
         """
         levels = [self._root()]
         best: Found | None = None
         for level in range(self.problem.num_stages):
             labels = self._next_level(levels[-1], level, upper_us, best_rank)
+            if len(labels.first) > 20 * most_in_level:
+                break
             levels.append(self._reduced(labels, most_labels))
+            if len(levels[-1].first) > most_in_level:
+                break
             rank, index = self._first_of_complete(levels[-1])
             if rank is not None and (best_rank is None or rank < best_rank):
                 best_rank = rank

@@ -39,8 +39,7 @@ class Asking:
 def explain_infeasible(asking: Asking) -> InfeasibleError:
     """The error that says what is in the way and what would fit."""
     inputs = asking.inputs
-    # Chunks share a device, so that no stage's need can be told alone; one chunk each needs no more.
-    cases = [replace(case, schedule="1f1b" if case.chunks > 1 else case.schedule, chunks=1) for case in asking.cases]
+    cases = _with_one_chunk(asking.cases)
     smallest = {n: smallest_cap_bytes(case) for n, case in enumerate(cases)}
     best = min(smallest, key=lambda n: (smallest[n], cases[n].micro_batches))
     hints = list(_hints(asking, cases, cases[best], smallest[best]))
@@ -59,22 +58,32 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
         if count is not None and count[0] > inputs.devices:
             yield f"`--devices {count[0]}` fits in {format_bytes(inputs.memory_bytes[0])} (M = {count[1]})"
     if asking.micro_batches is not None:
-        others = asking.cases_for(asking.profile, inputs, None)
+        others = _with_one_chunk(asking.cases_for(asking.profile, inputs, None))
         more = min((case.micro_batches for case in others if _fits(case)), default=None)
         if more is not None:
             yield f"M = {more} fits: leave `--micro-batches` out"
     if inputs.recompute not in ("auto", "layers"):
         free = replace(inputs, recompute="auto")
-        if any(map(_fits, asking.cases_for(asking.profile, free, asking.micro_batches))):
+        if any(map(_fits, _with_one_chunk(asking.cases_for(asking.profile, free, asking.micro_batches)))):
             yield "`--recompute auto` fits"
-    if inputs.schedule == "gpipe":
-        other = replace(inputs, schedule="1f1b")
+    if inputs.schedule in ("gpipe", "interleaved"):
+        other = replace(inputs, schedule="1f1b", chunks=1, recompute="auto")
         if any(map(_fits, asking.cases_for(asking.profile, other, asking.micro_batches))):
             yield "`--schedule 1f1b` fits"
     for name, profile in _other_optimizers(asking.profile):
-        if any(map(_fits, asking.cases_for(profile, inputs, asking.micro_batches))):
+        if any(map(_fits, _with_one_chunk(asking.cases_for(profile, inputs, asking.micro_batches)))):
             yield f"with {name} as optimizer it fits: profile with `--optimizer {name}`"
             break
+
+
+def _with_one_chunk(cases: Sequence[Case]) -> list[Case]:
+    """The cases with 1F1B for interleaved: chunks share a device, so that no stage's need can be told alone."""
+    return [
+        case
+        if case.schedule != "interleaved"
+        else replace(case, schedule="1f1b", chunks=1, num_devices=min(case.num_devices, case.micro_batches))
+        for case in cases
+    ]
 
 
 def _how(case: Case, inputs: Inputs) -> str:

@@ -12,9 +12,9 @@ from planner.solve.chain_dp import Found, LabelSearch, OutOfTimeError
 from planner.solve.laws import EvenLaw, GPipeLaw, Law, PeakLaw
 from planner.solve.tables import CHOICES, width_for
 
-__all__ = ["Windows", "gpipe_answer", "partition_of", "stage_counts", "tie_broken"]
+__all__ = ["DYNAMIC_PROGRAMME", "Windows", "gpipe_answer", "partition_of", "stage_counts", "tie_broken"]
 
-_METHOD = "dynamic-programming"
+DYNAMIC_PROGRAMME = "dynamic-programming"
 
 _EQUAL = 1e-9
 """Step times that differ by less are equal: the best of these plans is taken."""
@@ -23,6 +23,9 @@ _FEW_LABELS = 4
 
 _MOST_TO_TELL_APART = 1_000_000
 """Layers times stages beyond which plans of equal step time are told apart among the most promising few only."""
+
+_MOST_TIED_LABELS = 3000
+"""Labels of one stage count beyond which plans of equal step time are no longer told apart."""
 
 _FIRST_WINDOW = 1.5
 """Stages up to this many times the even share are looked at first."""
@@ -81,7 +84,6 @@ def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: float | None
                 found = search.best(upper_us=upper_us)
                 if found is not None:
                     best, upper_us = found, found.step_us
-        best = best and (tie_broken(case, best.step_us, law=law, deadline=deadline) or best)
     except OutOfTimeError:
         if search is not None and search.best_so_far is not None:
             best = search.best_so_far if best is None or search.best_so_far.step_us < best.step_us else best
@@ -89,8 +91,8 @@ def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: float | None
             raise
         bound_us = case.bound_us
     if best is None:
-        return Answer(case.costs, None, np.inf, upper_us, _METHOD)
-    return Answer(case.costs, partition_of(case, best), best.step_us, min(bound_us, best.step_us), _METHOD)
+        return Answer(case, None, np.inf, upper_us, DYNAMIC_PROGRAMME)
+    return Answer(case, partition_of(case, best), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMME)
 
 
 def stage_counts(case: Case) -> Iterator[int]:
@@ -122,7 +124,7 @@ def tie_broken(case: Case, step_us: float, *, law: Law, deadline: float | None =
     for count in stage_counts(case):
         problem = case.problem(count, width=width, most_bytes=lowest.rank[0])
         best = _first_by_rank(LabelSearch(problem, EvenLaw(law), deadline=deadline), upper_us, best)
-    return best
+    return best or lowest
 
 
 def _first_by_rank(search: LabelSearch, upper_us: float, best: Found | None) -> Found | None:
@@ -130,7 +132,10 @@ def _first_by_rank(search: LabelSearch, upper_us: float, best: Found | None) -> 
     size = search.problem.num_layers * search.problem.num_stages
     for most_labels in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
         rank = best.rank if best is not None else None
-        best = search.run(upper_us=upper_us, most_labels=most_labels, best_rank=rank) or best
+        found = search.run(
+            upper_us=upper_us, most_labels=most_labels, best_rank=rank, most_in_level=_MOST_TIED_LABELS
+        )
+        best = found or best
     return best
 
 

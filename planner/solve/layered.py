@@ -15,14 +15,13 @@ from planner.core.evaluate import Partition, step_us
 from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import Found, LabelSearch, OutOfTimeError
-from planner.solve.gpipe import Windows, partition_of, stage_counts
+from planner.solve.gpipe import DYNAMIC_PROGRAMME, Windows, partition_of, stage_counts
 from planner.solve.laws import GPipeLaw
 from planner.solve.layer_times import LayerTimes
 from planner.solve.tables import LAYERS
 
 __all__ = ["layered_answer"]
 
-_METHOD = "dynamic-programming"
 _ROUNDS = 400
 
 
@@ -57,8 +56,8 @@ def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: float | No
         if best is None:
             raise
     if best is None:
-        return Answer(case.costs, None, np.inf, bound_us, _METHOD)
-    return Answer(case.costs, best, upper_us, min(bound_us, upper_us), _METHOD)
+        return Answer(case, None, np.inf, bound_us, DYNAMIC_PROGRAMME)
+    return Answer(case, best, upper_us, min(bound_us, upper_us), DYNAMIC_PROGRAMME)
 
 
 def _best(case: Case, width: int, upper_us: float, deadline: float | None) -> Found | None:

@@ -45,8 +45,8 @@ def programme_answer(
         raise SolverError(f"the integer programme was not solved: {error}", hint="use `--solver dp`") from error
     if found.status in ("infeasible", "unknown"):
         bound_us = upper_us if found.status == "infeasible" else max(case.bound_us, found.bound_us)
-        return Answer(case.costs, None, inf, bound_us, _METHOD)
-    return Answer(case.costs, arcs.partition(found.arcs), found.step_us, found.bound_us, _METHOD)
+        return Answer(case, None, inf, bound_us, _METHOD)
+    return Answer(case, arcs.partition(found.arcs), found.step_us, found.bound_us, _METHOD)
 
 
 class _Arcs:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
-from planner.core.costs import ChainCosts, costs_at, covers
+from planner.core.costs import ChainCosts, CostTable, covers
 from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.evaluate import Partition, check_partition
 from planner.core.plan import Inputs, Plan, Recompute, Schedule, SolverReport
@@ -16,7 +16,8 @@ from planner.solve.answer import Answer
 from planner.solve.case import Case, Rules, positions
 from planner.solve.chain_dp import OutOfTimeError
 from planner.solve.explain import Asking, explain_infeasible
-from planner.solve.gpipe import gpipe_answer
+from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
+from planner.solve.laws import GPipeLaw
 from planner.solve.layered import layered_answer
 from planner.solve.simulated import simulated_answer
 
@@ -75,7 +76,19 @@ def solve(profile: Profile, request: Request) -> Plan:
         best = answer if answer.partition is not None and answer.step_us < upper_us else best
     if best is None:
         raise _infeasible(profile, request, cases) if complete else _out_of_time(request)
-    return _plan(best, min(bound_us, best.step_us), request)
+    return _plan(_tie_broken(best, deadline), min(bound_us, best.step_us), request)
+
+
+def _tie_broken(answer: Answer, deadline: float | None) -> Answer:
+    """Of the plans as fast as the best, the one with the lowest peak, as long as there is time for it."""
+    if answer.method != DYNAMIC_PROGRAMME or answer.case.policy == "layers":
+        return answer
+    case = answer.case
+    try:
+        found = tie_broken(case, answer.step_us, law=GPipeLaw(case.micro_batches), deadline=deadline)
+    except OutOfTimeError:
+        return answer
+    return answer if found is None else answer._replace(partition=partition_of(case, found))
 
 
 def _answer(case: Case, request: Request, upper_us: float, deadline: float | None) -> Answer:
@@ -95,9 +108,9 @@ def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
     assert answer.partition is not None
     if request.balance is not None:
         solver = SolverReport(method="given", status="given")
-        return build_plan(answer.costs, answer.partition, inputs=request.inputs, solver=solver)
+        return build_plan(answer.case.costs, answer.partition, inputs=request.inputs, solver=solver)
     plan = build_plan(
-        answer.costs,
+        answer.case.costs,
         answer.partition,
         inputs=request.inputs,
         solver=SolverReport(method=answer.method, status="optimal"),
@@ -119,13 +132,14 @@ def cases_of(profile: Profile, request: Request) -> list[Case]:
         apart=_named(inputs.apart, names, "--apart"),
         balance=request.balance,
     )
+    table = CostTable(profile)
     costs: dict[int, ChainCosts] = {}
     cases = []
     for replicas in _replica_counts(inputs):
         for m in micro_batch_counts(profile, request, replicas=replicas):
             size = inputs.batch // (m * replicas)
             if size not in costs:
-                costs[size] = costs_at(profile, size, extrapolate=inputs.extrapolate)
+                costs[size] = table.at(size, extrapolate=inputs.extrapolate)
             for schedule, chunks, num_devices in _schedules(inputs, m, len(names), replicas):
                 cases.append(
                     Case(

@@ -63,8 +63,8 @@ def simulated_answer(case: Case, *, upper_us: float = inf, deadline: float | Non
         search.bound_us = min(search.bound_us, case.bound_us)
     bound_us = min(search.bound_us, search.upper_us)
     if search.best is None:
-        return Answer(case.costs, None, inf, bound_us, _METHOD)
-    return Answer(case.costs, search.best, search.upper_us, bound_us, _METHOD)
+        return Answer(case, None, inf, bound_us, _METHOD)
+    return Answer(case, search.best, search.upper_us, bound_us, _METHOD)
 
 
 class _Search:

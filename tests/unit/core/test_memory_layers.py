@@ -1,0 +1,277 @@
+"""Peak memory of a stage that recomputes some of its layers: examples worked out by hand, and what always holds."""
+
+import random
+from collections.abc import Collection
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from planner.core.costs import ChainCosts, costs_at
+from planner.core.layer_memory import StageLayers, least_levels, most_savings
+from planner.core.memory import interval_memory, linear_moments, stage_memory
+from planner.core.plan import StageMemory
+from tests.support.chains import chain, layer, random_profile, record, tensor
+
+COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
+"""M and micro-batches in flight."""
+
+
+def memory_of(costs: ChainCosts, first: int, end: int, recomputed: Collection[int], *, m: int = 1) -> StageMemory:
+    """Under GPipe."""
+    return stage_memory(costs, first, end, micro_batches=m, in_flight=m, recompute="layers", recomputed=recomputed)
+
+
+def exact() -> ChainCosts:
+    """Three layers that keep their inputs. Crossing: 8 | 16 | 32 | 4 (the loss), targets of 2.
+
+    Forward peaks 40, 60, 50, without gradients 25, 45, 35; first backward 70, 120, 90, later 60, 100, 80.
+    """
+    crossing = (8, 16, 32, 4)
+    peaks = ((40, 25, 70, 60), (60, 45, 120, 100), (50, 35, 90, 80))
+    layers = [
+        layer(
+            f"layers.{n}",
+            parameter_bytes=(5, 7, 11)[n],
+            optimizer_bytes=(10, 14, 22)[n],
+            detail=record(
+                internal=10 * (n + 1),
+                given=[tensor(crossing[n], kept=True)],
+                made=[tensor(crossing[n + 1])],
+                forward=peaks[n][0],
+                no_grad=peaks[n][1],
+                first_backward=peaks[n][2],
+                backward=peaks[n][3],
+                target=2 if n == 2 else 0,
+            ),
+        )
+        for n in range(3)
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "recomputed", "m", "peak"),
+    [
+        # Layer 1 leaves its output, which layer 2 keeps, and not its 20 bytes: 26 + 32 + 30, and the loss. Its backward
+        # is the peak: above the 26 of layer 0, with the gradients of layer 2 and the loss.
+        (0, 3, (1,), 1, 26 + 120 + 11 + 4),
+        (0, 3, (1,), 3, 2 * 92 + 26 + 120 + 11 + 4),
+        # Layers 0 and 2: 16 + 52 + the loss. Now layer 2's backward is the highest.
+        (0, 3, (0, 2), 3, 2 * 72 + 68 + 90 + 4),
+        # All: inputs alone, 16 + 32, and the loss.
+        (0, 3, (0, 1, 2), 3, 2 * 52 + 48 + 90 + 4),
+        # In the middle: received 16, output 32, its gradient; layer 1's 20 bytes do not wait.
+        (1, 2, (1,), 3, 2 * (16 + 32) + 16 + 32 + 120 + 32),
+    ],
+)
+def test_exact_by_hand(first: int, end: int, recomputed: tuple[int, ...], m: int, peak: int) -> None:
+    """The peak is the first micro-batch's backward here; parameters, their state and the mini-batch come on top."""
+    parameters = sum((5, 7, 11)[first:end])
+    data = m * (8 * (first == 0) + 2 * (end == 3))
+    assert memory_of(exact(), first, end, recomputed, m=m).total == 3 * parameters + data + peak
+
+
+def test_the_gradient_of_the_output_is_there_while_a_layer_is_computed_again() -> None:
+    """A layer that works in 500 bytes forward and needs little in backward; 32 bytes of gradient wait meanwhile."""
+    busy = record(
+        given=[tensor(8, kept=True)], made=[tensor(32)], forward=500, no_grad=400, first_backward=60, backward=60
+    )
+    after = record(given=[tensor(32, kept=True)], made=[tensor(4)], first_backward=10, backward=10)
+    costs = costs_at(chain(layer("busy", detail=busy), layer("after", detail=after)), 1)
+    # The mini-batch, what is computed again, the gradient of its output, and the loss.
+    assert memory_of(costs, 0, 2, (0,)).total == 8 + 500 + 32 + 4
+    assert memory_of(costs, 0, 2, ()).total == 8 + 500
+    # At the end of a stage the engine's buffer is that gradient; the output that was sent is alive, too.
+    assert memory_of(costs, 0, 1, (0,)).total == 8 + 500 + 32 + 32
+
+
+def activations(*, keeps_output: bool) -> ChainCosts:
+    """Three layers that do not keep their inputs; 10, 20, 40, 80 bytes cross, 1 byte is internal to each."""
+    layers = [
+        layer(
+            str(n),
+            detail=record(internal=1, given=[tensor(10 * 2**n)], made=[tensor(20 * 2**n, kept=keeps_output)]),
+        )
+        for n in range(3)
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+@pytest.mark.parametrize(
+    ("keeps_output", "recomputed", "saved"),
+    [
+        # Nobody keeps what lies between: it is held only as the input of a recomputed layer. 80 go out.
+        (False, (), 3 + 80),
+        (False, (1,), 2 + 20 + 80),
+        (False, (1, 2), 1 + 20 + 40 + 80),
+        (False, (0, 1, 2), 20 + 40 + 80),
+        # Every layer keeps its output, but a recomputed one does not.
+        (True, (), 3 + 20 + 40 + 80),
+        (True, (0,), 2 + 40 + 80),
+        (True, (0, 1), 1 + 20 + 80),
+        (True, (1,), 2 + 20 + 80),
+        (True, (0, 1, 2), 20 + 40 + 80),
+    ],
+)
+def test_the_input_of_a_recomputed_layer_is_held(
+    *, keeps_output: bool, recomputed: tuple[int, ...], saved: int
+) -> None:
+    """Whether or not a neighbour keeps it."""
+    costs = activations(keeps_output=keeps_output)
+    assert StageLayers.of(costs, 0, 3).levels(recomputed).saved == saved
+    more = memory_of(costs, 0, 3, recomputed, m=9).total - memory_of(costs, 0, 3, recomputed, m=8).total
+    assert more == saved + 10  # and the input of one micro-batch
+
+
+@pytest.mark.parametrize(("recomputed", "saved"), [((), 0), ((1,), 100), ((2,), 100), ((1, 2), 100), ((3,), 50)])
+def test_what_passes_by_is_held_once(recomputed: tuple[int, ...], saved: int) -> None:
+    """100 bytes go through layers 1 and 2 as they are; layer 2 makes 50."""
+    passing = record(given=[tensor(100)], made=[tensor(100, alias=0)])
+    layers = [
+        layer("0", detail=record(given=[tensor(8)], made=[tensor(100)])),
+        layer("1", detail=passing),
+        layer("2", detail=record(given=[tensor(100)], made=[tensor(50)])),
+        layer("3", detail=record(given=[tensor(50)], made=[tensor(4)])),
+    ]
+    assert StageLayers.of(costs_at(chain(*layers), 1), 0, 4).levels(recomputed).saved == saved + 4
+
+
+def in_place() -> ChainCosts:
+    """Layers that make 100 bytes, look at them through a view, write into them, and make 4."""
+    layers = [
+        layer("0", detail=record(given=[tensor(8)], made=[tensor(100)])),
+        layer("view", detail=record(given=[tensor(100)], made=[tensor(100, alias=0)])),
+        layer(
+            "in place",
+            detail=record(given=[tensor(100)], made=[tensor(100, alias=0, kept=True)], writes_input=True),
+        ),
+        layer("3", detail=record(given=[tensor(100)], made=[tensor(4)])),
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "recomputed", "saved"),
+    [(0, (), 100), (0, (3,), 100), (0, (1,), 200), (0, (2,), 200), (1, (), 100), (1, (1,), 100), (1, (2,), 200)],
+)
+def test_what_a_recomputed_layer_keeps_is_not_written(first: int, recomputed: tuple[int, ...], saved: int) -> None:
+    """It works on a copy, if it or a layer behind writes; at the front the received tensor is what it keeps."""
+    assert (
+        StageLayers.of(in_place(), first, 4).levels(recomputed).saved
+        == saved + 4 + 100 * (first > 0) * (recomputed == (2,)) * 0
+    )
+
+
+def additive() -> ChainCosts:
+    """Four layers without exact records; outputs of 10 to 40 are part of 50 to 80 bytes saved."""
+    layers = [
+        layer(
+            f"layers.{n}",
+            parameter_bytes=100 * (n + 1),
+            output_bytes=10 * (n + 1),
+            saved_bytes=50 + 10 * n,
+            forward_peak_bytes=5 + n,
+            backward_peak_bytes=15 + n,
+        )
+        for n in range(4)
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "saved", "working"),
+    [((), 130, 17), ((1,), 90, 16 + 60), ((2,), 90, 17 + 70), ((1, 2), 50, 17 + 70)],
+)
+def test_additive_by_hand(recomputed: tuple[int, ...], saved: int, working: int) -> None:
+    """Layers 1 and 2 of four micro-batches: outputs remain, and what the largest of them saves is there again."""
+    memory = memory_of(additive(), 1, 3, recomputed, m=4)
+    assert memory == StageMemory.of(
+        parameters=500,
+        gradients=500,
+        optimizer=0,
+        buffers=0,
+        in_flight=4 * (10 + saved),
+        transfer=30 + 10,
+        working=working,
+        reserve=0,
+    )
+
+
+def test_an_output_that_is_not_saved_is_held_for_a_recomputed_layer() -> None:
+    """A layer saves 4 of its 10 bytes of output; the next one, recomputed, needs them all."""
+    layers = [layer("a", output_bytes=10, saved_bytes=4), layer("b", output_bytes=1, saved_bytes=7)]
+    costs = costs_at(chain(*layers), 1)
+    assert memory_of(costs, 0, 2, (), m=3).in_flight == 3 * (4 + 7)
+    assert memory_of(costs, 0, 2, (1,), m=3).in_flight == 3 * (10 + 1)
+
+
+# ---- what holds for any chain
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_nothing_recomputed_is_never(*, is_exact: bool) -> None:
+    """To the byte, item by item, for every stage."""
+    compared = 0
+    for seed in range(12):
+        costs = costs_at(random_profile(seed, 6, exact=is_exact, sizes=(1, 4)), (1, 3, 4)[seed % 3])
+        for m, in_flight in COUNTS:
+            for first, end in combinations(range(7), 2):
+                never, layers = (
+                    stage_memory(costs, first, end, micro_batches=m, in_flight=in_flight, recompute=choice)
+                    for choice in ("never", "layers")
+                )
+                assert never == layers
+                compared += 1
+    assert compared == 12 * 5 * 21
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_moments_are_linear_in_what_is_recomputed(*, is_exact: bool) -> None:
+    """The solver's form of the law: fixed + weight * saved + level, the largest of them the stage's total."""
+    costs = costs_at(random_profile(5, 6, exact=is_exact, sizes=(1, 4)), 3)
+    rng = random.Random(1)
+    for m, in_flight in COUNTS:
+        firsts = np.array([0, 1, 3])
+        moments = linear_moments(costs, firsts, 6, micro_batches=m, in_flight=in_flight)
+        for row, first in enumerate(firsts.tolist()):
+            for end in range(first + 1, 7):
+                recomputed = [n for n in range(first, end) if rng.random() < 0.5]
+                saved, *levels = StageLayers.of(costs, first, end).levels(recomputed)
+                totals = [
+                    float(moment.fixed[row, end - 1])
+                    + moment.weight * saved
+                    + (levels[moment.level] if moment.level is not None else 0)
+                    for moment in moments
+                ]
+                memory = stage_memory(
+                    costs, first, end, micro_batches=m, in_flight=in_flight, recompute="layers", recomputed=recomputed
+                )
+                assert max(totals) == memory.total == sum(size for _, size in memory.items())
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_no_choice_is_below_the_bounds(*, is_exact: bool) -> None:
+    """What is held, and every level, the savings of the recomputed layers added; equal where nothing is recomputed."""
+    for seed in range(8):
+        costs = costs_at(random_profile(seed, 5, exact=is_exact, sizes=(1, 4)), 3)
+        firsts, savings = np.array([1, 2]), most_savings(costs)
+        saved, levels = least_levels(costs, firsts, slice(1, 5))
+        for row, first in enumerate(firsts.tolist()):
+            for end in range(first + 1, 6):
+                stage = StageLayers.of(costs, first, end)
+                assert stage.levels(()).saved == saved[row, end - 2]
+                assert stage.levels(()).backward == levels.backward[row, end - 2]
+                for count in range(end - first + 1):
+                    for recomputed in combinations(range(first, end), count):
+                        spared = savings[list(recomputed)].sum()
+                        found = stage.levels(recomputed)
+                        assert found.saved + spared >= saved[row, end - 2]
+                        for level, least in zip(found[1:], levels, strict=True):
+                            assert level + is_exact * spared >= least[row, end - 2]
+
+
+def test_which_layers_must_be_said() -> None:
+    """All stages at once know nothing of single layers."""
+    with pytest.raises(ValueError, match="one stage at a time"):
+        interval_memory(exact(), np.arange(3), micro_batches=2, in_flight=2, recompute="layers")
