@@ -42,4 +42,8 @@ def emit(
     files.write_text(str(Path(output, "balance.yaml")), emitted.balance)
     files.write_text(str(script), emitted.script)
     console.result(f"{Path(output, 'balance.yaml')}\n{script}")
+    order = [read.device_of(stage) for stage in read.stages]
+    if order != sorted(order) or order[-1] >= len(order):
+        places = ",".join(map(str, order))
+        console.note(f"note: the stages are planned for devices {places}, in this order (CUDA_VISIBLE_DEVICES={places})")
     console.next(f"torchrun --nproc-per-node {len(read.stages)} {script}")

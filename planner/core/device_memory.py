@@ -21,12 +21,13 @@ from planner.core.memory import stage_memory
 from planner.core.plan import Recompute, StageMemory
 from planner.core.schedule import Action, in_flight_profile
 
-__all__ = ["ChunkMemory", "chunk_memory", "device_memory", "device_peaks", "moments_of"]
+__all__ = ["ChunkMemory", "MANY", "chunk_memory", "device_memory", "device_peaks", "moments_of"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_MANY = 1 << 20  # micro-batches in flight, so many that their memory decides when the peak is
+MANY = 1 << 20
+"""Micro-batches in flight, so many that their memory decides when a stage's peak is."""
 
 
 class ChunkMemory(NamedTuple):
@@ -89,14 +90,14 @@ def chunk_memory(
             recomputed=recomputed,
         )
 
-    many, more = at(_MANY), at(_MANY + 1)
+    many, more = at(MANY), at(MANY + 1)
     held = more.in_flight - many.in_flight
     always = StageMemory.of(
         parameters=many.parameters,
         gradients=many.gradients,
         optimizer=many.optimizer,
         buffers=many.buffers,
-        in_flight=many.in_flight - _MANY * held,
+        in_flight=many.in_flight - MANY * held,
     )
     transients = costs.optimizer_peak[first:end]
     step = float(transients.sum() if costs.optimizer_peaks_add else transients.max())

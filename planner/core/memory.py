@@ -89,13 +89,22 @@ def stage_memory(
 
 
 def interval_memory(
-    costs: ChainCosts, firsts: NDArray[np.int64], *, micro_batches: int, in_flight: int, recompute: Recompute
+    costs: ChainCosts,
+    firsts: NDArray[np.int64],
+    stop: int | None = None,
+    *,
+    micro_batches: int,
+    in_flight: int,
+    recompute: Recompute,
 ) -> IntervalMemory:
     """Peak memory of every stage that begins at one of the layers `firsts`; arguments as for `stage_memory`.
 
+    With `stop`, columns are those of `interval_totals`.
+
     Complexity: O(L) for each of `firsts`.
     """
-    return _peaks(_Stages(costs, firsts, micro_batches), in_flight, recompute)
+    columns = slice(None) if stop is None else slice(int(firsts[0]), stop)
+    return _peaks(_Stages(costs, firsts, micro_batches, columns), in_flight, recompute)
 
 
 def interval_totals(

@@ -46,14 +46,29 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
         profile_folder: Where the profile stands, which the model's path in it is relative to.
 
     Raises:
-        UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
+        UsageError: The plan does not cut the profile's chain, the profile names no model to train, or the executor
+            cannot run the plan's schedule.
     """
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
+    _check_runnable(plan)
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
     balance = _balance(plan, profile, _relocated(profile.model.source, profile_folder, folder))
     return Emitted(balance=dump(balance, header=_HEADER), script=_signed(_script(plan, balance, folder)))
+
+
+def _check_runnable(plan: Plan) -> None:
+    if plan.schedule == "interleaved":
+        raise UsageError(
+            "the bundled executor does not run the interleaved schedule yet",
+            hint="solve with `--schedule 1f1b`, and compare their step times",
+        )
+    if plan.replicas > 1:
+        raise UsageError(
+            f"the bundled executor runs one pipeline, not {plan.replicas} side by side yet",
+            hint=f"solve with `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}` for one of them",
+        )
 
 
 def is_edited(script: Path) -> bool:

@@ -92,10 +92,12 @@ class _Recomputing(torch.autograd.Function):
             made = ctx.run(*given)
             pairs = [(t, gradient) for t, gradient in zip(made, gradients, strict=True) if t.requires_grad]
             gradients.clear()
+            # From here on the gradients are in one list, which `_Start` empties, and the outputs in none.
             waiting = [gradient for _, gradient in pairs]
             start: Tensor = _Start.apply(waiting, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
             del made, pairs
-        start.backward()
+        if start.requires_grad:
+            start.backward()
         return (None, None, None, *(tensor.grad for tensor in given))
 
 
@@ -103,9 +105,9 @@ class _Start(torch.autograd.Function):
     """A scalar whose backward hands over gradients that are waiting; it holds neither these nor what they are of."""
 
     @staticmethod
-    def forward(ctx: Any, waiting: list[Tensor | None], *_made: Tensor) -> Tensor:
+    def forward(ctx: Any, waiting: list[Tensor | None], *made: Tensor) -> Tensor:
         ctx.waiting = waiting
-        return torch.zeros(())
+        return torch.zeros((), device=made[0].device if made else None)
 
     @staticmethod
     def backward(ctx: Any, _one: Tensor) -> Any:

@@ -86,7 +86,6 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
         )
         yield ("micro_batches",), text, "make micro_batches · micro_batch_size (· replicas) = inputs.batch"
 
-
     yield from _recompute_problems(plan.stages)
 
 

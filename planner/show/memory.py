@@ -1,6 +1,7 @@
-"""Memory of every stage against its cap, as stacked bars."""
+"""Memory of every device of a pipeline against its cap, as stacked bars."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import floor
 
 from rich.console import RenderableType
@@ -8,7 +9,7 @@ from rich.text import Text
 
 from planner.core.plan import Stage, StageMemory
 from planner.core.units import format_bytes
-from planner.show.numbers import percent
+from planner.show.numbers import NOTHING, percent
 from planner.show.rendering import flow, heading, padded, render
 from planner.show.style import Style
 
@@ -31,42 +32,71 @@ _COLORS = {
 _ENOUGH_TO_SEE = 0.25
 
 
-def memory_text(stages: Sequence[Stage], style: Style) -> str:
-    """A bar per stage, stacked by kind of memory, with the stage's cap marked, and a legend.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    """What one device needs, and what it has."""
 
-    Where every stage needs far less than the largest cap, the bars are drawn to the largest need instead.
+    label: str
+    memory: StageMemory
+    cap: int
+
+    @property
+    def total(self) -> int:
+        return self.memory.total
+
+    @property
+    def is_over(self) -> bool:
+        return self.total > self.cap
+
+
+def memory_text(stages: Sequence[Stage], style: Style, *, num_devices: int | None = None) -> str:
+    """A bar per device, stacked by kind of memory, with the device's cap marked, and a legend.
+
+    Where every device needs far less than the largest cap, the bars are drawn to the largest need instead.
+
+    Args:
+        stages: Of the whole pipeline, in order.
+        style: How to draw.
+        num_devices: K; stage s runs on device s modulo K. As many as stages, unless devices run several.
     """
-    return render(style, *memory_parts(stages, style))
+    return render(style, *memory_parts(stages, style, num_devices=num_devices))
 
 
-def memory_parts(stages: Sequence[Stage], style: Style) -> list[RenderableType]:
+def memory_parts(stages: Sequence[Stage], style: Style, *, num_devices: int | None = None) -> list[RenderableType]:
     """What `memory_text` is made of."""
-    need = max(stage.memory.total for stage in stages)
-    cap = max(stage.memory_bytes for stage in stages)
+    needs = _needs(stages, num_devices or len(stages))
+    need, cap = max(n.total for n in needs), max(n.cap for n in needs)
     to_caps = need >= cap * _ENOUGH_TO_SEE
-    labels = _columns([_label(stage) for stage in stages])
-    numbers = _numbers(stages, style)
+    labels = _columns([n.label for n in needs])
+    numbers = _numbers(needs, style)
     room = style.columns - len(labels[0]) - max(number.cell_len for number in numbers) - 4
     scale = room / max(1, need, cap if to_caps else 0)
-    title = heading("memory per stage")
+    title = heading(f"memory per {'stage' if len(needs) == len(stages) else 'device'}")
     if not to_caps:
         title.append(f", bars to the largest need ({format_bytes(need)}): the caps lie far to the right", "not bold")
     rows = [
-        Text.assemble(label, " ", _bar(stage, scale, room, style), "  ", number)
-        for stage, label, number in zip(stages, labels, numbers, strict=True)
+        Text.assemble(label, " ", _bar(n, scale, room, style), "  ", number)
+        for n, label, number in zip(needs, labels, numbers, strict=True)
     ]
-    return [title, *rows, _legend(stages, style)]
+    return [title, *rows, _legend(needs, style)]
 
 
-def share_of_cap(stage: Stage, *, decimals: int = 0) -> str:
-    """How much of its cap a stage needs."""
-    if not stage.memory_bytes:
-        return "-"
-    return percent(stage.memory.total / stage.memory_bytes, decimals=decimals)
+def share_of_cap(need_bytes: int, cap_bytes: int) -> str:
+    """How much of its cap a device needs."""
+    return percent(need_bytes / cap_bytes, decimals=0) if cap_bytes else NOTHING
 
 
-def _label(stage: Stage) -> str:
-    return f"stage {stage.index}"
+def _needs(stages: Sequence[Stage], num_devices: int) -> list[_Need]:
+    # One stage per device: the bar is called what tables call it.
+    called = "stage" if num_devices == len(stages) else "device"
+    return [
+        _Need(label=f"{called} {device}", memory=_sum(stages[device::num_devices]), cap=stages[device].memory_bytes)
+        for device in range(num_devices)
+    ]
+
+
+def _sum(chunks: Sequence[Stage]) -> StageMemory:
+    return StageMemory(**{name: sum(getattr(chunk.memory, name) for chunk in chunks) for name in (*KINDS, "total")})
 
 
 def _columns(texts: Sequence[str], *, right: bool = False) -> list[str]:
@@ -74,50 +104,46 @@ def _columns(texts: Sequence[str], *, right: bool = False) -> list[str]:
     return [text.rjust(width) if right else padded(text, width) for text in texts]
 
 
-def _numbers(stages: Sequence[Stage], style: Style) -> list[Text]:
-    needs = _columns([format_bytes(stage.memory.total) for stage in stages], right=True)
-    caps = _columns([format_bytes(stage.memory_bytes) for stage in stages], right=True)
-    shares = _columns([share_of_cap(stage) for stage in stages], right=True)
+def _numbers(needs: Sequence[_Need], style: Style) -> list[Text]:
+    totals = _columns([format_bytes(n.total) for n in needs], right=True)
+    caps = _columns([format_bytes(n.cap) for n in needs], right=True)
+    shares = _columns([share_of_cap(n.total, n.cap) for n in needs], right=True)
     lines = []
-    for stage, need, cap, share in zip(stages, needs, caps, shares, strict=True):
-        line = Text(f"{need} of {cap} {style.glyphs.dot} {share}")
-        if _is_over(stage):
+    for need, total, cap, share in zip(needs, totals, caps, shares, strict=True):
+        line = Text(f"{total} of {cap} {style.glyphs.dot} {share}")
+        if need.is_over:
             line.append(" ! OVER", "bold red")
         lines.append(line)
     return lines
 
 
-def _is_over(stage: Stage) -> bool:
-    return stage.memory.total > stage.memory_bytes
-
-
-def _bar(stage: Stage, scale: float, room: int, style: Style) -> Text:
+def _bar(need: _Need, scale: float, room: int, style: Style) -> Text:
     # Edges are rounded, not widths: so the parts add up to the bar, and equal sums end in the same column.
     bar = Text()
     edge = 0
-    for name, size in stage.memory.items():
+    for name, size in need.memory.items():
         edge += size
         end = min(room, _rounded(edge * scale))
         bar.append(_fill(name, style) * (end - len(bar)), _look(name))
     bar.append(" " * (room + 1 - len(bar)))
-    mark = stage.memory_bytes * scale
+    mark = need.cap * scale
     if mark < room + 0.5:
-        return _with_mark(bar, _rounded(mark), stage, style)
+        return _with_mark(bar, _rounded(mark), need, style)
     return bar
 
 
-def _with_mark(bar: Text, column: int, stage: Stage, style: Style) -> Text:
-    mark = Text(style.glyphs.cap, style="bold red" if _is_over(stage) else "bold")
+def _with_mark(bar: Text, column: int, need: _Need, style: Style) -> Text:
+    mark = Text(style.glyphs.cap, style="bold red" if need.is_over else "bold")
     return Text.assemble(bar[:column], mark, bar[column + 1 :])
 
 
-def _legend(stages: Sequence[Stage], style: Style) -> Text:
-    # The numbers of one stage are enough to see what weighs most: the one nearest to its cap.
-    fullest = max(stages, key=lambda stage: stage.memory.total / max(1, stage.memory_bytes))
+def _legend(needs: Sequence[_Need], style: Style) -> Text:
+    # The numbers of one device are enough to see what weighs most: the one nearest to its cap.
+    fullest = max(needs, key=lambda need: need.total / max(1, need.cap))
     sizes = dict(fullest.memory.items())
-    items: list[Text | str] = [f"stage {fullest.index}:"]
+    items: list[Text | str] = [f"{fullest.label}:"]
     for name in KINDS:
-        if any(getattr(stage.memory, name) for stage in stages):
+        if any(getattr(need.memory, name) for need in needs):
             words = f" {name.replace('_', ' ')} {format_bytes(sizes[name])}"
             items.append(Text.assemble((_fill(name, style), _look(name)), words))
     return flow(items, style, indent="  ") if len(items) > 1 else Text()

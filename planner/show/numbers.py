@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from planner.show.rendering import plain
 from planner.show.style import Style
 
-__all__ = ["NOTHING", "TimeScale", "difference", "format_count", "layer_range", "percent"]
+__all__ = ["NOTHING", "TimeScale", "counted", "difference", "format_count", "layer_range", "percent", "rate"]
 
 NOTHING = "-"
 """Stands where there is no number to show."""
@@ -34,9 +34,19 @@ class TimeScale:
         return f"{time_us / self.factor:.{self.decimals}f}"
 
 
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun: `1 stage`, `4 micro-batches`."""
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
 def percent(share: float, *, decimals: int = 1) -> str:
     """A fraction of one as `17.9 %`."""
     return f"{share * 100:.{decimals}f} %"
+
+
+def rate(per_s: float) -> str:
+    """Samples (or whatever) per second."""
+    return f"{per_s:,.{1 if per_s < 1000 else 0}f}"
 
 
 def difference(predicted: float, measured: float) -> str:

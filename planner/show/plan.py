@@ -1,52 +1,67 @@
-"""A plan: its figures, its stages as a table, their memory, and the timeline of a step."""
+"""A plan: its figures, its stages as a table, their memory, the timeline of a step, and why it is so."""
 
 from collections.abc import Sequence
 
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.plan import Plan, SolverReport, Stage
+from planner.core.plan import Plan, SolverReport
 from planner.core.simulate import Event
-from planner.core.units import format_bytes, format_us
-from planner.show.memory import memory_parts, share_of_cap
-from planner.show.numbers import TimeScale, layer_range, percent
-from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.core.units import format_us
+from planner.show.frontier import frontier_parts
+from planner.show.insight import insight_parts
+from planner.show.memory import memory_parts
+from planner.show.names import method_name, schedule_name
+from planner.show.numbers import counted, percent, rate
+from planner.show.rendering import BLANK, flow, heading, plain, render
+from planner.show.stages import has_unlike_devices, recomputed_layers, stage_table
 from planner.show.style import Style
 from planner.show.timeline import timeline_parts
 
 __all__ = ["plan_text"]
 
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
-_MEDIUM = 76
-_WIDE = 96
+_LEAST_GAP = 0.0005
+"""A smaller gap would be shown as none."""
 
 
 def plan_text(plan: Plan, events: Sequence[Event], style: Style) -> str:
     """Everything a plan says. `events` are those of one step under it; without any the timeline is left out."""
-    parts = [_headline(plan, style), _figures(plan, style), Text(_status(plan.solver, style)), BLANK]
-    parts.extend(_notes(plan, style))
-    drawn = [BLANK, *memory_parts(plan.stages, style)]
-    if events:
-        drawn += [BLANK, *timeline_parts(events, len(plan.stages), style)]
-    return render(style, *parts, _stage_table(plan, style), *drawn)
+    sections = _sections(plan, events, style)
+    parts = [part for section in sections if section for part in (*section, BLANK)]
+    return render(style, *parts[:-1])
+
+
+def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[RenderableType]]:
+    notes = [_not_a_pipeline(plan), _unused(plan)]
+    return [
+        [_headline(plan, style), _figures(plan, style), Text(_status(plan.solver, style))],
+        [flow([note], style) for note in notes if note],
+        [stage_table(plan, style)],
+        list(recomputed_layers(plan, style)),
+        memory_parts(plan.stages, style, num_devices=plan.num_devices),
+        timeline_parts(events, plan.num_devices, style) if events else [],
+        frontier_parts(plan, style),
+        insight_parts(plan, style),
+    ]
 
 
 def _headline(plan: Plan, style: Style) -> Text:
-    stages, times = _number_of(len(plan.stages), "stage"), style.glyphs.times
-    micro_batches = _number_of(plan.micro_batches, "micro-batch", "es")
-    samples = _number_of(plan.micro_batch_size, "sample")
-    return heading(f"{_SCHEDULES[plan.schedule]}, {stages} {times} {micro_batches} of {samples}")
-
-
-def _number_of(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else plural}"
+    times = f" {style.glyphs.times} "
+    shape = counted(plan.num_devices, "stage")
+    if plan.chunks > 1:
+        shape = f"{counted(plan.num_devices, 'device')}{times}{plan.chunks} chunks"
+    if plan.replicas > 1:
+        shape = f"{plan.replicas} replicas of {shape}"
+    micro_batches = counted(plan.micro_batches, "micro-batch", "es")
+    samples = counted(plan.micro_batch_size, "sample")
+    return heading(f"{schedule_name(plan.schedule)}, {shape}{times}{micro_batches} of {samples}")
 
 
 def _figures(plan: Plan, style: Style) -> Text:
     predicted = plan.predicted
     figures = [
         f"step {format_us(predicted.step_us)}",
-        f"{predicted.samples_per_s:,.{1 if predicted.samples_per_s < 1000 else 0}f} samples/s",
+        f"{rate(predicted.samples_per_s)} samples/s",
         f"bubble {percent(predicted.bubble)} (ideal {percent(predicted.ideal_bubble)})",
         f"imbalance {predicted.imbalance:.2f}",
         f"recompute {percent(predicted.recompute_share)}",
@@ -55,52 +70,37 @@ def _figures(plan: Plan, style: Style) -> Text:
 
 
 def _status(solver: SolverReport, style: Style) -> str:
+    method = plain(method_name(solver.method), style)
     if solver.status == "optimal":
-        return f"optimal: no plan is faster ({plain(solver.method, style)})"
+        return f"optimal: no plan is faster ({method})"
     if solver.status == "feasible":
-        bound = format_us(solver.lower_bound_us)
-        return f"feasible, gap {percent(solver.gap)}: no plan is faster than {bound} ({plain(solver.method, style)})"
+        gap = percent(solver.gap) if solver.gap >= _LEAST_GAP else "below 0.1 %"
+        return f"feasible, gap {gap}: no plan is faster than {format_us(solver.lower_bound_us)} ({method})"
     return "given: these cuts were asked for, not searched"
 
 
-def _notes(plan: Plan, style: Style) -> list[Text]:
-    spare = plan.inputs.devices - len(plan.stages)
+def _not_a_pipeline(plan: Plan) -> str:
+    """What to know of a plan that cuts nothing."""
+    if plan.num_devices > 1:
+        return ""
+    copies, inputs = plan.replicas, plan.inputs
+    here = f"{copies} copies of the whole model" if copies > 1 else "the whole model on one device"
+    # With as many replicas as devices asked for, there was nothing to choose.
+    had_a_choice = inputs.devices > max(1, inputs.replicas)
+    if plan.solver.status == "given" or not had_a_choice:
+        return f"not a pipeline: {here}"
+    if plan.solver.status == "optimal":
+        return f"not a pipeline: no cut is faster than {here}"
+    return f"not a pipeline: no cut was found that is faster than {here}"
+
+
+def _unused(plan: Plan) -> str:
+    devices = plan.inputs.devices
+    spare = devices - plan.num_devices * plan.replicas
     if spare <= 0:
-        return []
-    return [
-        flow([f"{spare} of {_number_of(plan.inputs.devices, 'device')} left unused"], style),
-        BLANK,
-    ]
-
-
-def _stage_table(plan: Plan, style: Style) -> Table:
-    scale = TimeScale.fitting(time for s in plan.stages for time in (s.forward_us, s.backward_us))
-    columns = [
-        Column(header="stage", number=False),
-        Column(header="layers", number=False),
-        Column(header="recompute", number=False),
-        Column(header=f"forward\n{scale.unit}"),
-        Column(header=f"backward\n{scale.unit}"),
-    ]
-    # What goes in few columns stands in the bars below the table as well.
-    if style.has_room_for(_MEDIUM):
-        columns.append(Column(header="memory"))
-    if style.has_room_for(_WIDE):
-        columns += [Column(header="cap"), Column(header="share")]
-    rows = [_stage_row(stage, plan, scale, style)[: len(columns)] for stage in plan.stages]
-    return table(columns, rows, style)
-
-
-def _stage_row(stage: Stage, plan: Plan, scale: TimeScale, style: Style) -> list[str | Text]:
-    slowest = len(plan.stages) > 1 and stage.index == plan.predicted.bottleneck_stage
-    over = stage.memory.total > stage.memory_bytes
-    return [
-        f"{stage.index} {style.glyphs.slowest}" if slowest else str(stage.index),
-        layer_range(stage.first, stage.last, stage.layers, style),
-        stage.recompute,
-        scale.text(stage.forward_us),
-        scale.text(stage.backward_us),
-        format_bytes(stage.memory.total),
-        format_bytes(stage.memory_bytes),
-        Text(f"{share_of_cap(stage)}{' !' if over else ''}", style="bold red" if over else ""),
-    ]
+        return ""
+    words = f"{spare} of {counted(devices, 'device')} left unused"
+    if not has_unlike_devices(plan) or plan.replicas > 1:
+        return words
+    unused = sorted(set(range(devices)) - {plan.device_of(stage) for stage in plan.stages})
+    return f"{words}: {', '.join(map(str, unused))}"

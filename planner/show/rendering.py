@@ -18,11 +18,12 @@ from rich.text import Text
 
 from planner.show.style import Style
 
-__all__ = ["BLANK", "Column", "cell", "flow", "heading", "padded", "plain", "render", "table"]
+__all__ = ["BLANK", "Column", "cell", "facts", "flow", "heading", "padded", "plain", "render", "table"]
 
 BLANK = Text("")
 
 _ENDLESS = 1_000_000
+_FACTS_GAP = 2
 _ASCII_BOX = Box(str(SIMPLE).replace("─", "-"), ascii=True)
 _ASCII_SPELLING = str.maketrans({"…": "...", "\u00d7": "x", "·": "|", "→": "->", "≤": "<=", "≥": ">=", "\u2013": "-"})
 
@@ -70,6 +71,17 @@ def flow(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: 
         else:
             lines.append(Text(indent if lines else "").append_text(piece))
     return Text("\n").join(lines)
+
+
+def facts(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
+    """What things are called, to the left, and what there is to say of each, in a pipe on several lines as well."""
+    drawn = Table.grid(padding=(0, _FACTS_GAP, 0, 0), pad_edge=False)
+    names = max(cell_len(name) for name, _ in rows)
+    drawn.add_column(no_wrap=True)
+    drawn.add_column(overflow="fold", max_width=style.columns - names - _FACTS_GAP)
+    for name, said in rows:
+        drawn.add_row(Text(name), Text(said) if isinstance(said, str) else said)
+    return drawn
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:

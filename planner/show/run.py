@@ -1,4 +1,7 @@
-"""A run report: what training under a plan really took, beside what the plan predicted."""
+"""A run report: what training under a plan really took, beside what the plan predicted.
+
+Times are compared per stage, peak memory per device: chunks that share one share its allocator.
+"""
 
 from collections.abc import Sequence
 from statistics import median
@@ -28,7 +31,7 @@ def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
 
 
 def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
-    """Predicted beside measured: the step, and per stage forward, backward and peak memory."""
+    """Predicted beside measured: the step, forward and backward per stage, and peak memory per device."""
     return render(style, *_comparison(plan, report, style))
 
 
@@ -96,7 +99,7 @@ def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableT
     rows: list[_Row | None] = _times("step", [(plan.predicted.step_us, _step_us(report))])
     forward = _times("forward", [(stage.forward_us, run.forward_us) for stage, run in pairs])
     backward = _times("backward", [(stage.backward_us, run.backward_us) for stage, run in pairs])
-    rows += [None, *forward, None, *backward, None, *map(_memory, pairs)]
+    rows += [None, *forward, None, *backward, None, *_memory(plan, pairs)]
     columns = [Column(header="", number=False), *map(_column, ("predicted", "measured", "difference"))]
     return [table(columns, rows, style), *_notes(plan, report, style)]
 
@@ -115,16 +118,23 @@ def _times(what: str, pairs: Sequence[tuple[float, float]]) -> list[_Row | None]
     return rows
 
 
-def _memory(pair: tuple[Stage, StageRun]) -> _Row:
-    stage, run = pair
+def _memory(plan: Plan, pairs: Sequence[tuple[Stage, StageRun]]) -> list[_Row]:
+    called = "stage" if plan.num_devices == len(plan.stages) else "device"
+    chunks = [pairs[device :: plan.num_devices] for device in range(plan.num_devices)]
+    return [_peak(f"{called} {device}", mine) for device, mine in enumerate(chunks) if mine]
+
+
+def _peak(device: str, chunks: Sequence[tuple[Stage, StageRun]]) -> _Row:
     # The reserve is for what the device's allocator does not see, so the report does not hold it either.
-    predicted = stage.memory.total - stage.memory.reserve
-    over = run.peak_bytes > stage.memory_bytes - stage.memory.reserve
+    reserve = sum(stage.memory.reserve for stage, _ in chunks)
+    predicted = sum(stage.memory.total for stage, _ in chunks) - reserve
+    measured = max(run.peak_bytes for _, run in chunks)
+    over = measured > chunks[0][0].memory_bytes - reserve
     return [
-        f"peak memory, stage {stage.index}",
+        f"peak memory, {device}",
         format_bytes(predicted),
-        Text(format_bytes(run.peak_bytes) + (" ! OVER" if over else ""), style="bold red" if over else ""),
-        difference(predicted, run.peak_bytes),
+        Text(format_bytes(measured) + (" ! OVER" if over else ""), style="bold red" if over else ""),
+        difference(predicted, measured),
     ]
 
 

@@ -22,14 +22,17 @@ class Glyphs:
     dot: str
     arrow: str
     plus_minus: str
-    slowest: str
-    """Marks the bottleneck stage."""
+    mark: str
+    """Marks one row of several: the bottleneck stage, the plan that was chosen."""
+    bar: str
     rule: str
     origin: str
     tick: str
     cap: str
     forward: str
+    """Fills of a device's chunks, which take turns."""
     backward: str
+    """Likewise."""
     memory: str
     """One fill for each kind of `StageMemory.items()`, in that order."""
 
@@ -40,13 +43,14 @@ UNICODE: Final = Glyphs(
     dot="·",
     arrow="→",
     plus_minus="±",
-    slowest="◀",
+    mark="◀",
+    bar="█",
     rule="─",
     origin="├",
     tick="┼",
     cap="│",
-    forward="░",
-    backward="▓",
+    forward="░▒",
+    backward="▓█",
     memory="█▓▒▀░▄▌·",
 )
 ASCII: Final = Glyphs(
@@ -55,13 +59,14 @@ ASCII: Final = Glyphs(
     dot="|",
     arrow="->",
     plus_minus="+/-",
-    slowest="<",
+    mark="<",
+    bar="=",
     rule="-",
     origin="+",
     tick="+",
     cap="|",
-    forward="-",
-    backward="#",
+    forward="-=",
+    backward="#%",
     memory="#=%b:~*.",
 )
 

@@ -5,7 +5,7 @@
 
 A letter begins each box and the micro-batch follows, where there is room; without room the fill alone tells forward
 from backward. Where devices run several chunks, rows are called devices, `F0.1` is micro-batch 0 on the device's
-chunk 1, and in colour every chunk has a hue of its own. Boxes are exactly to scale: start and end are rounded to
+chunk 1, and chunks take turns in fill, and in colour in hue. Boxes are exactly to scale: start and end are rounded to
 columns, so boxes never overlap and a box thinner than a column may vanish.
 """
 
@@ -69,7 +69,12 @@ class Box:
     @property
     def name(self) -> str:
         """`F3`, on chunk 1 of several `F3.1`."""
-        return f"{self.kind}{self.micro_batch}" + ("" if self.chunk is None else f".{self.chunk}")
+        return self.short_name + ("" if self.chunk is None else f".{self.chunk}")
+
+    @property
+    def short_name(self) -> str:
+        """`F3` on any chunk."""
+        return f"{self.kind}{self.micro_batch}"
 
 
 def timeline_text(events: Sequence[Event], num_devices: int, style: Style) -> str:
@@ -100,8 +105,7 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
         Text(f"{called} {device}".ljust(margin)).append_text(_row(boxes, style.glyphs))
         for device, boxes in enumerate(devices)
     ]
-    numbered = any(map(_has_number, chain(*devices)))
-    legend = _legend(style, idle=idle_share(computing, num_devices), numbered=numbered, chunks=chunks)
+    legend = _legend(style, idle=idle_share(computing, num_devices), boxes=list(chain(*devices)), chunks=chunks)
     return [title, *rows, *_axis(scale, margin, style.glyphs), legend]
 
 
@@ -134,19 +138,30 @@ def _row(boxes: Sequence[Box], glyphs: Glyphs) -> Text:
     for box in boxes:
         row.append(" " * (box.start - len(row)))
         label = _label(box)
-        fill = glyphs.forward if box.kind == "F" else glyphs.backward
         row.append(label, _look(box, _INK[box.kind], bold=True))
-        row.append(fill * (box.end - box.start - len(label)), _look(box))
+        row.append(_fill(box, glyphs) * (box.end - box.start - len(label)), _look(box))
     return row
+
+
+def _fill(box: Box, glyphs: Glyphs) -> str:
+    fills = glyphs.forward if box.kind == "F" else glyphs.backward
+    return fills[(box.chunk or 0) % len(fills)]
 
 
 def _has_number(box: Box) -> bool:
     return box.room >= len(box.name)
 
 
+def _has_short_number(box: Box) -> bool:
+    # Some fill must be left, which then tells the chunk.
+    return box.chunk is not None and len(box.short_name) < box.room < len(box.name)
+
+
 def _label(box: Box) -> str:
     if _has_number(box):
         return box.name[: box.end - box.start]
+    if _has_short_number(box):
+        return box.short_name
     return box.kind if box.room >= 2 else ""
 
 
@@ -180,22 +195,22 @@ def _nice(least: float) -> float:
     return next(power * part for part in (0.2, 0.5, 1.0) if power * part >= least * (1 - 1e-9))
 
 
-def _legend(style: Style, *, idle: float, numbered: bool, chunks: int) -> Text:
+def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> Text:
     samples: list[Text | str] = [
         Text.assemble(_sample("F", 0, style.glyphs), " forward"),
         Text.assemble(_sample("B", 0, style.glyphs), " backward with any recomputation"),
     ]
-    if chunks > 1 and style.color:
-        samples += [
-            Text.assemble(_sample("F", chunk, style.glyphs), _sample("B", chunk, style.glyphs), f" chunk {chunk}")
-            for chunk in range(1, min(chunks, len(_PAPER["F"])))
-        ]
-    if numbered:
+    samples += [
+        Text.assemble(_sample("F", chunk, style.glyphs), _sample("B", chunk, style.glyphs), f" chunk {chunk}")
+        for chunk in range(1, min(chunks, len(_PAPER["F"])))
+    ]
+    if any(map(_has_number, boxes)):
         samples.append("number: micro-batch" + (".chunk" if chunks > 1 else ""))
+    elif any(map(_has_short_number, boxes)):
+        samples.append("number: micro-batch")
     return flow([*samples, f"blank: idle {percent(idle)}"], style, gap="   ")
 
 
 def _sample(kind: str, chunk: int, glyphs: Glyphs) -> Text:
     box = Box(kind=kind, micro_batch=0, start=0, end=3, room=3, chunk=chunk)
-    fill = glyphs.forward if kind == "F" else glyphs.backward
-    return Text(kind, style=_look(box, _INK[kind], bold=True)).append(fill * 2, _look(box))
+    return Text(kind, style=_look(box, _INK[kind], bold=True)).append(_fill(box, glyphs) * 2, _look(box))

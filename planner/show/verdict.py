@@ -1,4 +1,4 @@
-"""The verdict on a plan: its findings, the memory of its stages, and whether it fits."""
+"""The verdict on a plan: its findings, the memory of its devices, and whether it fits."""
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -20,7 +20,8 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
     for finding in verdict.findings:
         parts += [*_finding(finding, style), BLANK]
     if verdict.plan is not None:
-        parts += [*memory_parts(verdict.plan.stages, style), BLANK]
+        plan = verdict.plan
+        parts += [*memory_parts(plan.stages, style, num_devices=plan.num_devices), BLANK]
     return render(style, *parts, _answer(verdict))
 
 

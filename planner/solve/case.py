@@ -174,10 +174,13 @@ class Case:
         tables = []
         ends = np.arange(self.costs.num_layers + 1)[:, None]
         forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
+        # Under 1F1B the foremost stage holds most. Where even there everything fits, one table is for all levels.
+        hardest = self.memory(width, num_stages - 1)
+        easy = self.alike and min(self.caps_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
         for level in range(num_stages):
             device = 0 if self.alike else num_stages - 1 - level
             cap = min(self.caps_bytes[device], most_bytes - self.cluster.reserve_bytes)
-            memory = self.memory(width, level)
+            memory = hardest if easy else self.memory(width, level)
             key = (cap, self.cluster.speed(device), id(memory))
             if key not in made:
                 made[key] = self._ways(memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice)

@@ -42,6 +42,9 @@ _RELATIVE = 1e-12
 _FEW_LABELS = 64
 """Of a first walk, which finds a good answer soon: it lets the second one drop most labels by their bounds."""
 
+_MANY_LABELS = 1 << 16
+"""Of a walk that only asks whether anything fits: with no times to weigh, more than a few remain nowhere known."""
+
 _MOST_RATIOS = 64
 """Different times per byte that `least_again_us` tries; if there are more, the bound is a little lower."""
 
@@ -101,7 +104,7 @@ def cheapest_layers(
         best = better or best
     if best is None and bound_us < np.inf:
         # The labels that would have fitted were let go for faster ones. Without times, few labels remain.
-        best, _ = _Walk(layers, limits, np.zeros_like(times)).run(np.inf, most_labels**2)
+        best, _ = _Walk(layers, limits, np.zeros_like(times)).run(np.inf, _MANY_LABELS)
     if best is None:
         return None
     recomputed = walk.without_idle(best.recomputed)

@@ -5,17 +5,23 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.device_memory import ChunkMemory, chunk_memory, device_peaks, moments_of
+from planner.core.device_memory import MANY, device_peaks, moments_of
 from planner.core.makespan import makespans
+from planner.core.memory import interval_memory
+from planner.core.plan import Recompute
 from planner.core.schedule import Action, actions_of
 from planner.solve.case import Case
 from planner.solve.problem import LinkTimes, prefix
-from planner.solve.tables import CHOICES
+from planner.solve.tables import CHOICES, allowed_choices, windowed
 
 __all__ = ["Many"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+
+
+_WIDEST = 6
+"""Stages of interleaved schedules have at most so many times their even share of the layers."""
 
 
 class Many:
@@ -39,7 +45,10 @@ class Many:
         times = [LinkTimes.of(link, case.costs) for link in links]
         self._crossing = np.stack([times[d].on_link_us + times[d].receive_us for d in devices])
         self._blocking = np.array([links[d].blocking for d in devices])
-        self._chunks: dict[tuple[int, int, int], ChunkMemory] = {}
+        self._allowed = allowed_choices(case.policy, case.micro_batches)
+        share = -(-case.costs.num_layers // self.num_stages)
+        self.width = min(case.costs.num_layers, _WIDEST * share)
+        """Layers of the longest stage whose memory is known."""
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -83,29 +92,53 @@ class Many:
         return tail
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
-        """By how much the worst device is over its cap, shape (N,); 0 where all fit."""
+        """By how much the worst device is over its cap, shape (N,); 0 where all fit, infinite beyond the window."""
+        first, end = cuts[:, :-1], cuts[:, 1:]
+        column = first - end + self.width
+        inside = (column >= 0) & (choices >= 0)
+        place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
+        always, held, working, steps = (np.where(inside, part[place], np.inf) for part in self._parts)
         over = np.zeros(len(cuts))
         for device, row in enumerate(self.actions):
-            mine = range(device, self.num_stages, self.num_devices)
-            parts = [
-                [self._chunk(int(cuts[n, s]), int(cuts[n, s + 1]), int(choices[n, s])) for s in mine]
-                for n in range(len(cuts))
-            ]
-            peaks = device_peaks(
-                np.array([[chunk.always.total for chunk in chunks] for chunks in parts], dtype=float),
-                np.array([[chunk.held for chunk in chunks] for chunks in parts]),
-                np.array([[chunk.transfer + chunk.working for chunk in chunks] for chunks in parts]),
-                np.array([[chunk.optimizer_step for chunk in chunks] for chunks in parts]),
-                moments_of(row, self.case.chunks),
-            )
+            mine = slice(device, None, self.num_devices)
+            fits = inside[:, mine].all(axis=1)
+            parts = (np.where(fits[:, None], part[:, mine], 0.0) for part in (always, held, working, steps))
+            peaks = np.where(fits, device_peaks(*parts, moments_of(row, self.case.chunks)), np.inf)
             over = np.maximum(over, peaks - self.case.caps_bytes[device])
         return over
 
-    def _chunk(self, first: int, end: int, choice: int) -> ChunkMemory:
-        found = self._chunks.get((first, end, choice))
-        if found is None:
-            found = chunk_memory(
-                self.case.costs, first, end, micro_batches=self.case.micro_batches, recompute=CHOICES[choice]
-            )
-            self._chunks[first, end, choice] = found
-        return found
+    @cached_property
+    def _parts(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """`ChunkMemory` of every stage in the window, by choice: shape (choices, L+1, width)."""
+        num = self.case.costs.num_layers
+        shape = (len(CHOICES), num + 1, self.width)
+        parts = tuple(np.full(shape, np.inf) for _ in range(4))
+        for choice in self._allowed:
+
+            def block(firsts: IntArray, stop: int, choice: int = choice) -> tuple[FloatArray, ...]:
+                return _chunk_parts(self.case, firsts, stop, CHOICES[choice])
+
+            for part, table in zip(parts, windowed(num, self.width, 4, block), strict=True):
+                part[choice] = table
+        return parts[0], parts[1], parts[2], parts[3]
+
+
+def _chunk_parts(case: Case, firsts: IntArray, stop: int, recompute: Recompute) -> tuple[FloatArray, ...]:
+    """What `planner.core.device_memory.chunk_memory` says, for many stages."""
+    many, more = (
+        interval_memory(
+            case.costs, firsts, stop, micro_batches=case.micro_batches, in_flight=in_flight, recompute=recompute
+        )
+        for in_flight in (MANY, MANY + 1)
+    )
+    held = np.rint(more.in_flight) - np.rint(many.in_flight)
+    static = np.rint(many.parameters) + np.rint(many.gradients) + np.rint(many.optimizer) + np.rint(many.buffers)
+    always = static + np.rint(many.in_flight) - MANY * held
+    transients = case.costs.optimizer_peak[firsts[0] : stop]
+    before = prefix(transients)
+    rows = (firsts - firsts[0])[:, None]
+    if case.costs.optimizer_peaks_add:
+        steps = before[1:][None, :] - before[rows]
+    else:
+        steps = np.maximum.accumulate(np.where(np.arange(len(transients)) >= rows, transients, 0.0), axis=1)
+    return always, held, np.rint(many.transfer) + np.rint(many.working), steps

@@ -57,8 +57,10 @@ _RELATIVE = 1e-9
 _WRONG = 1e-6
 """A solver that is off by more has failed."""
 _SCALED_STEP = 1000.0
-_MAX_WORK = 6_000_000
-"""Above so many arcs over all states (8 devices that all differ and 100 layers), bounds only count devices."""
+_MAX_WORK = 50_000_000
+"""Above so many arcs times states, bounds only count devices: 8 that all differ and 200 layers take 41 million, 10 s."""
+_MAX_TERMS = 1_000_000
+"""A programme of more layers summed over all arcs is not tried: PuLP takes 6 us to state and 6 us to pass on each."""
 _SCALARS = ("num_layers", "micro_batches", "counts", "ordered")
 
 
@@ -107,7 +109,7 @@ class MilpAnswer:
     """What is known of the fastest plan among those that take at most `upper_us`."""
 
     status: Status
-    """`infeasible`: there is no such plan; `unknown`: none was found in the time."""
+    """`infeasible`: there is no such plan; `feasible`, `unknown`: out of time, or too large a programme to try."""
     arcs: Plan = ()
     """Indices of the plan's arcs, in the order of the chain."""
     step_us: float = math.inf
@@ -124,7 +126,7 @@ def solve_arcs(
     Args:
         problem: The arcs to choose from.
         upper_us: Only plans that take no longer are asked for: the step time of a plan at hand, say.
-        time_limit_s: For the solver alone; bounds and stating the programme take up to a few seconds more.
+        time_limit_s: For the solver alone; bounds and stating the programme take up to some 10 s more.
         solver: `auto` takes HiGHS where highspy is installed, else CBC.
 
     Raises:
@@ -375,6 +377,8 @@ class _Solved(NamedTuple):
 
 def _solve(problem: ArcProblem, root_us: float, time_limit_s: float | None, solver: Solver) -> _Solved:
     """Solve the programme over arcs each of which is on some path."""
+    if np.sum(problem.end - problem.first) > _MAX_TERMS:
+        return _Solved("unknown", (), -math.inf)
     import pulp  # noqa: PLC0415 - loads longer than all else that a short command needs
 
     unit_us = max(root_us, float(problem.optimizer_us.max())) / _SCALED_STEP or 1.0

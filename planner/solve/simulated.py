@@ -41,8 +41,16 @@ _METHOD = "simulated"
 _MOST_SIMULATED = 20_000
 """Partitions that are all simulated to prove the best of them."""
 
-_MOST_ACTIONS = 4_000_000
-"""Actions that are simulated in one search, so that many micro-batches do not take minutes."""
+_MOST_ACTIONS = 2_000_000
+"""Actions that are simulated in one search, those of up to 1024 partitions at a time counted once: some seconds."""
+
+_PROMISING = 1.15
+"""An interleaved plan begins to be improved if it is not slower than the best by more than this."""
+
+_BLOCK = 1024
+
+_FIRST_TIME = 10
+"""What it costs to find the order of a schedule's actions, in blocks that are simulated."""
 
 _MOVES = (-4, -2, -1, 1, 2, 4)
 _ROUNDS = 200
@@ -75,6 +83,7 @@ class _Search:
         """Below every partition that was not simulated."""
         self.best: Partition | None = None
         self._deadline = deadline
+        self._actions_left = _MOST_ACTIONS
 
     # ---- 1F1B
 
@@ -92,10 +101,14 @@ class _Search:
                 if found is None:
                     continue
                 least_us = found.step_us
+                self._actions_left -= _FIRST_TIME * self._actions(many, 1)
                 for start in {found.cuts, search.min_max("pair"), search.min_max("backward")} - {None}:
-                    self._improve_cuts(many, problem, np.array([start]))
+                    if self._actions_left > 0:
+                        self._improve_cuts(many, problem, np.array([start]))
                 if least_us < self.upper_us * (1 - 1e-9) and not self._all_below(many, search):
                     self.bound_us = min(self.bound_us, least_us)
+                if self._actions_left <= 0:
+                    break
 
     def _least_us(self, count: int) -> float:
         """Below every partition into so many stages, and not larger for more of them."""
@@ -107,9 +120,11 @@ class _Search:
     def _all_below(self, many: Many, search: LabelSearch) -> bool:
         """Simulates every partition whose bound is below the best; False if they are too many."""
         most = self._affordable(many)
+        if not most:
+            return False
         partitions, all_of_them = search.all_below(self.upper_us, most)
-        for start in range(0, len(partitions), 1024):
-            block = partitions[start : start + 1024]
+        for start in range(0, len(partitions), _BLOCK):
+            block = partitions[start : start + _BLOCK]
             cuts = np.array([found.cuts for found in block])
             self._take(many, cuts, np.array([found.choices for found in block]))
         return all_of_them
@@ -120,7 +135,7 @@ class _Search:
         for _ in range(_ROUNDS):
             step_us = self._take(many, cuts, self._choices(problem, cuts))
             at = int(np.argmin(step_us)) if len(step_us) else 0
-            if not len(step_us) or not step_us[at] < before * (1 - 1e-12):
+            if not len(step_us) or not step_us[at] < before * (1 - 1e-12) or self._actions_left <= 0:
                 return
             before, current = float(step_us[at]), cuts[at]
             self._check_time()
@@ -165,8 +180,8 @@ class _Search:
             options = np.array(list(product(allowed, repeat=num_stages)))
             every = np.repeat(cuts, len(options), axis=0)
             choices = np.tile(options, (len(cuts), 1))
-            for start in range(0, len(every), 1024):
-                self._take(many, every[start : start + 1024], choices[start : start + 1024])
+            for start in range(0, len(every), _BLOCK):
+                self._take(many, every[start : start + _BLOCK], choices[start : start + _BLOCK])
         return True
 
     def _improve_all(self, many: Many) -> None:
@@ -176,24 +191,44 @@ class _Search:
         weights = prefix(case.costs.forward_us + case.costs.backward_us)
         for choice in allowed:
             cuts, choices = _even(weights, many.num_stages)[None], np.full((1, many.num_stages), choice)
-            before = (inf, inf)
-            for _ in range(_ROUNDS):
-                self._check_time()
-                wanted = self._wanted(cuts)
-                over = np.where(wanted, many.over_bytes(cuts, choices), inf)
-                step_us = self._take(many, cuts, choices, over)
-                simulated = many.step_us(cuts, choices) if np.isinf(step_us).all() else step_us
-                at = int(np.lexsort((simulated, np.maximum(over, 0.0)))[0])
-                now = (max(0.0, float(over[at])), float(simulated[at]))
-                if not now < before:
-                    break
-                before, current, chosen = now, cuts[at], choices[at]
-                moved = _moved(current)
-                other = _changed(chosen, allowed)
-                cuts = np.concatenate([moved, np.repeat(current[None], len(other), axis=0)])
-                choices = np.concatenate([np.repeat(chosen[None], len(moved), axis=0), other])
-                if not len(cuts):
-                    break
+            if self._descend(many, cuts, choices, allowed):
+                return  # the more is recomputed to begin with, the slower
+
+    def _descend(self, many: Many, cuts: IntArray, choices: IntArray, allowed: IntArray) -> bool:
+        """From one partition downhill; whether one that fits was reached."""
+        before = (inf, inf)
+        for _ in range(_ROUNDS):
+            self._check_time()
+            over = np.where(self._wanted(cuts), np.maximum(many.over_bytes(cuts, choices), 0.0), inf)
+            least = float(over.min())
+            if least == inf:
+                break
+            near = np.flatnonzero(over <= least)
+            if least > 0:
+                near = near[:1]  # how fast it is does not matter yet
+            step_us = self._simulated(many, cuts[near], choices[near], fits=least == 0)
+            at = int(np.argmin(step_us))
+            now = (least, float(step_us[at]))
+            if not now < before or self._actions_left <= 0:
+                break
+            before, current, chosen = now, cuts[near[at]], choices[near[at]]
+            # What makes it fit makes it no faster.
+            if now[1] > self.upper_us * _PROMISING:
+                break
+            moved = _moved(current)
+            # Where everything fits without recomputation, none helps.
+            other = _changed(chosen, allowed) if least > 0 or chosen.any() else np.empty((0, len(chosen)), np.int64)
+            if not len(moved) + len(other):
+                break
+            cuts = np.concatenate([moved, np.repeat(current[None], len(other), axis=0)])
+            choices = np.concatenate([np.repeat(chosen[None], len(moved), axis=0), other])
+        return before[0] == 0
+
+    def _simulated(self, many: Many, cuts: IntArray, choices: IntArray, *, fits: bool) -> FloatArray:
+        if fits:
+            return self._take(many, cuts, choices, np.zeros(len(cuts)))
+        self._actions_left -= self._actions(many, len(cuts))
+        return many.step_us(cuts, choices)
 
     def _wanted(self, cuts: IntArray) -> NDArray[np.bool_]:
         wanted: NDArray[np.bool_] = ~self.case.rules.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1)
@@ -209,6 +244,7 @@ class _Search:
             fits &= (many.over_bytes(cuts, choices) if over is None else over) <= 0
         if not fits.any():
             return step_us
+        self._actions_left -= self._actions(many, int(fits.sum()))
         step_us[fits] = many.step_us(cuts[fits], choices[fits])
         at = int(np.argmin(step_us))
         if step_us[at] < self.upper_us * (1 - 1e-12):
@@ -223,9 +259,13 @@ class _Search:
             )
         return step_us
 
+    def _actions(self, many: Many, count: int) -> int:
+        return -(-count // _BLOCK) * 2 * self.case.micro_batches * many.num_stages
+
     def _affordable(self, many: Many) -> int:
-        blocks = max(1, _MOST_ACTIONS // (2 * self.case.micro_batches * many.num_stages))
-        return min(_MOST_SIMULATED, 64 * blocks)
+        """How many partitions can still be simulated."""
+        blocks = max(0, self._actions_left // (2 * self._actions(many, 1)))
+        return min(_MOST_SIMULATED, _BLOCK * blocks)
 
     def _check_time(self) -> None:
         if self._deadline is not None and time.monotonic() > self._deadline:

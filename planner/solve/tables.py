@@ -63,6 +63,13 @@ class MemoryTable:
         smallest: FloatArray = np.minimum.reduce(list(self.totals.values()))
         return smallest
 
+    def most_bytes(self) -> float:
+        """What the hungriest stage needs with the fastest recomputation; infinite where that is not allowed."""
+        if 0 not in self.totals:
+            return np.inf
+        fastest = self.totals[0]
+        return float(fastest[np.isfinite(fastest)].max(initial=0.0))
+
     def choices(self, cap_bytes: float) -> ChoiceArray:
         """The cheapest recomputation that fits into `cap_bytes`, shape (L+1, width)."""
         table = np.full(next(iter(self.totals.values())).shape, NOWHERE, dtype=np.int8)

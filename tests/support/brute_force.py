@@ -1,41 +1,470 @@
-"""The oracle: every partition of a small chain, judged by the cost model's own evaluation and by the simulator."""
+"""The oracle: every plan of a small problem, judged by the cost model and the simulator, with nothing of the solver.
 
-from collections.abc import Iterator
-from itertools import combinations, pairwise, product
+All replicas, M, schedules, chunks, stage counts, cuts, recomputation choices and orders of devices that a question
+leaves open are laid out as arrays (`Block`), and their step times are simulated, GPipe's too: that the closed form
+agrees is a result, not an assumption. `Space.judged` puts single plans to the cost model's own evaluation.
+"""
 
-from planner.core.costs import costs_at, covers
-from planner.core.evaluate import Partition, stages_of, step_us
-from planner.core.plan import Inputs, Recompute
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import chain, combinations, pairwise, permutations, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.costs import ChainCosts, costs_at, covers
+from planner.core.device_memory import chunk_memory, device_peaks, moments_of
+from planner.core.errors import UsageError
+from planner.core.evaluate import Partition, own_step_us, stages_of, step_us
+from planner.core.makespan import makespans
+from planner.core.memory import interval_memory, stage_memory
+from planner.core.plan import Inputs, Recompute, Schedule
 from planner.core.planning import cluster_of
 from planner.core.profile import Profile
+from planner.core.schedule import Action, actions_of, num_in_flight
 
-ALL_CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+WHOLE: tuple[Recompute, ...] = ("never", "except-last", "always")
+CHUNKS = (2, 3, 4)
+"""What the solver tries where chunks are open."""
+
+EQUAL = 1e-9
+"""Relative; step times that differ by less are equal."""
 
 
 def partitions(num_layers: int, max_stages: int) -> Iterator[tuple[int, ...]]:
     """Every way to cut `num_layers` layers into 1..max_stages stages, as balances."""
     for num_stages in range(1, max_stages + 1):
-        for cuts in combinations(range(1, num_layers), num_stages - 1):
-            bounds = (0, *cuts, num_layers)
-            yield tuple(b - a for a, b in pairwise(bounds))
+        for cuts in _cuts(num_layers, num_stages):
+            yield tuple(b - a for a, b in pairwise(cuts))
 
 
 def best_step_us(profile: Profile, inputs: Inputs, micro_batches: int | None = None) -> float | None:
     """Smallest step time over everything the solver may choose, or None if nothing fits."""
-    cluster = cluster_of(inputs)
-    allowed = ALL_CHOICES if inputs.recompute == "auto" else (inputs.recompute,)
-    best: float | None = None
-    for m in range(1, inputs.batch + 1):
-        size = inputs.batch // m
-        if inputs.batch % m or micro_batches not in (None, m):
-            continue
-        if not covers(profile, size, extrapolate=inputs.extrapolate):
-            continue
-        costs = costs_at(profile, size, extrapolate=inputs.extrapolate)
-        for balance in partitions(len(profile.layers), inputs.devices):
-            for recompute in product(allowed, repeat=len(balance)):
-                partition = Partition(schedule="gpipe", micro_batches=m, balance=balance, recompute=recompute)
-                if all(s.memory.total <= s.memory_bytes for s in stages_of(costs, partition, cluster)):
-                    time = step_us(costs, partition, cluster)
-                    best = time if best is None else min(best, time)
-    return best
+    best = Space(profile, inputs, micro_batches=micro_batches).best()
+    return None if best is None else best.step_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The fastest plan there is; of those as fast, the first one."""
+
+    partition: Partition
+    step_us: float
+    micro_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to recompute in a stage."""
+
+    recompute: Recompute
+    recomputed: tuple[int, ...] = ()
+
+
+class Tables:
+    """What every stage of a chain costs in each way to recompute: arrays of shape (L+1, L+1, ways), by first and end.
+
+    Ways that a stage does not have are infinite.
+    """
+
+    def __init__(self, costs: ChainCosts, inputs: Inputs, micro_batches: int) -> None:
+        self.costs = costs
+        self.micro_batches = micro_batches
+        self.ways = {
+            (first, end): list(_ways(inputs, first, end))
+            for first in range(costs.num_layers)
+            for end in range(first + 1, costs.num_layers + 1)
+        }
+        self._shape = (costs.num_layers + 1, costs.num_layers + 1, max(map(len, self.ways.values())))
+        self.counts = {interval: len(ways) for interval, ways in self.ways.items()}
+        self.forward = self._filled(lambda first, end, _: float(costs.forward_us[first:end].sum()))
+        self.backward = self._filled(lambda first, end, _: float(costs.backward_us[first:end].sum()))
+        self.again = self._filled(lambda first, end, way: self._again_us(first, end, way, last=False))
+        self.last_again = self._filled(lambda first, end, way: self._again_us(first, end, way, last=True))
+        self._totals: dict[int, FloatArray] = {}
+
+    def _filled(self, value: Callable[[int, int, Way], float]) -> FloatArray:
+        table = np.full(self._shape, np.inf)
+        for (first, end), ways in self.ways.items():
+            table[first, end, : len(ways)] = [value(first, end, way) for way in ways]
+        return table
+
+    def _again_us(self, first: int, end: int, way: Way, *, last: bool) -> float:
+        if way.recompute == "layers":
+            return float(self.costs.forward_us[list(way.recomputed)].sum())
+        if way.recompute == "never" or (last and way.recompute == "except-last"):
+            return 0.0
+        return float(self.costs.forward_us[first:end].sum())
+
+    def bytes(self, in_flight: int) -> FloatArray:
+        """Peak of each stage with so many micro-batches waiting, the reserve not included."""
+        if in_flight not in self._totals:
+            num, counts = self.costs.num_layers, {"micro_batches": self.micro_batches, "in_flight": in_flight}
+            whole = {
+                recompute: interval_memory(self.costs, np.arange(num), recompute=recompute, **counts).total()
+                for recompute in {way.recompute for ways in self.ways.values() for way in ways} - {"layers"}
+            }
+
+            def total(first: int, end: int, way: Way) -> float:
+                if way.recompute != "layers":
+                    return float(whole[way.recompute][first, end - 1])
+                memory = stage_memory(self.costs, first, end, recompute="layers", recomputed=way.recomputed, **counts)
+                return memory.total
+
+            self._totals[in_flight] = self._filled(total)
+        return self._totals[in_flight]
+
+    @cached_property
+    def chunks(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Of each stage as a chunk: what is always there, per micro-batch in flight, while it runs, in the step."""
+        found = {
+            (first, end, n): chunk_memory(
+                self.costs,
+                first,
+                end,
+                micro_batches=self.micro_batches,
+                recompute=way.recompute,
+                recomputed=way.recomputed,
+            )
+            for (first, end), ways in self.ways.items()
+            for n, way in enumerate(ways)
+        }
+        tables = [np.full(self._shape, np.inf) for _ in range(4)]
+        for place, chunk in found.items():
+            numbers = (chunk.always.total, chunk.held, chunk.transfer + chunk.working, chunk.optimizer_step)
+            for table, number in zip(tables, numbers, strict=True):
+                table[place] = number
+        return tables[0], tables[1], tables[2], tables[3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """All plans with the same schedule, R, M, V and devices; arrays with a row per plan."""
+
+    tables: Tables
+    inputs: Inputs
+    schedule: Schedule
+    chunks: int
+    replicas: int
+    devices: tuple[int, ...]
+    """Which device has which place in the pipeline."""
+    cuts: IntArray
+    """Shape (N, S+1)."""
+    choices: IntArray
+    """Shape (N, S): positions in `tables.ways`."""
+
+    @property
+    def micro_batches(self) -> int:
+        """M."""
+        return self.tables.micro_batches
+
+    @property
+    def num_devices(self) -> int:
+        """K."""
+        return len(self.devices)
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """Of every device."""
+        return actions_of(
+            self.schedule, num_stages=self.num_devices, micro_batches=self.micro_batches, chunks=self.chunks
+        )
+
+    def _at(self, table: FloatArray) -> FloatArray:
+        found: FloatArray = table[self.cuts[:, :-1], self.cuts[:, 1:], self.choices]
+        return found
+
+    @cached_property
+    def peaks(self) -> FloatArray:
+        """Peak of each device in use, the reserve included; shape (N, K)."""
+        reserve = self.inputs.reserve_bytes
+        if self.schedule != "interleaved":
+            stages = range(self.num_devices)
+            in_flight = [num_in_flight(self.schedule, k, len(stages), self.micro_batches) for k in stages]
+            return np.stack([self._at(self.tables.bytes(n))[:, k] for k, n in enumerate(in_flight)], axis=1) + reserve
+        parts = [self._at(table) for table in self.tables.chunks]
+        devices = [
+            device_peaks(*(part[:, d :: self.num_devices] for part in parts), moments_of(row, self.chunks))
+            for d, row in enumerate(self.actions)
+        ]
+        return np.stack(devices, axis=1) + reserve
+
+    @cached_property
+    def _links(self) -> tuple[FloatArray, NDArray[np.bool_]]:
+        cluster, costs = cluster_of(self.inputs), self.tables.costs
+        stages = range(self.num_devices * self.chunks)
+        links = [
+            cluster.link_behind(s % self.num_devices, num_devices=self.num_devices, replicas=self.replicas)
+            for s in stages
+        ]
+        crossing = [[0.0, *(link.transfer_us(float(size)) for size in costs.output[:-1]), 0.0] for link in links]
+        return np.array(crossing), np.array([link.blocking for link in links])
+
+    @cached_property
+    def pairs(self) -> FloatArray:
+        """Forward + backward of each stage for a micro-batch that is not the last one; shape (N, S)."""
+        forward, backward, _, _ = self._times
+        return forward + backward
+
+    @cached_property
+    def _times(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        cluster, tables = cluster_of(self.inputs), self.tables
+        speeds = np.array([cluster.speed(d) for d in self.devices * self.chunks])
+        forward, backward, again, last_again = (
+            self._at(table) / speeds for table in (tables.forward, tables.backward, tables.again, tables.last_again)
+        )
+        over = cluster.overhead_us
+        sends = self._links[0][np.arange(len(speeds)), self.cuts[:, 1:]]
+        return forward + over, backward + again + over, backward + last_again + over, sends
+
+    @cached_property
+    def step_us(self) -> FloatArray:
+        """Simulated, with the optimizers' steps; shape (N,)."""
+        forward, backward, last, sends = self._times
+        pipeline = makespans(
+            self.actions,
+            forward_us=forward,
+            backward_us=backward,
+            last_backward_us=last,
+            send_us=sends,
+            blocking=self._links[1],
+        )
+        cluster, costs, num = cluster_of(self.inputs), self.tables.costs, self.num_devices
+        own = np.zeros((len(self.cuts), num))
+        hidden = np.zeros(len(self.cuts))
+        tail = np.zeros(len(self.cuts))
+        for d, device in enumerate(self.devices):
+            table = np.zeros(self.tables.forward.shape[:2])
+            for first, end in self.tables.ways:
+                table[first, end] = own_step_us(costs, first, end, cluster, device=device, replicas=self.replicas)
+            for s in range(d, num * self.chunks, num):
+                own[:, d] += table[self.cuts[:, s], self.cuts[:, s + 1]]
+            tail = np.maximum(tail, own[:, d] - hidden)
+            hidden = hidden + forward[:, d] + last[:, d] + 2 * sends[:, d]
+        total: FloatArray = pipeline + tail
+        return total
+
+    def fits(self, caps: Sequence[float]) -> NDArray[np.bool_]:
+        """Which plans fit under the caps of the cluster's devices, shape (N,)."""
+        fits: NDArray[np.bool_] = (self.peaks <= np.array([float(caps[d]) for d in self.devices])).all(axis=1)
+        return fits
+
+    def ranks(self) -> FloatArray:
+        """Per plan its highest peak, the bytes it moves and the sum of squares of its stages' times; shape (N, 3)."""
+        outputs = np.array([0.0, *self.tables.costs.output[:-1], 0.0])
+        return np.stack(
+            [self.peaks.max(axis=1), outputs[self.cuts[:, 1:]].sum(axis=1), (self.pairs**2).sum(axis=1)], axis=1
+        )
+
+    def partition(self, row: int) -> Partition:
+        """One plan."""
+        cuts = [int(cut) for cut in self.cuts[row]]
+        ways = [self.tables.ways[i][int(c)] for i, c in zip(pairwise(cuts), self.choices[row], strict=True)]
+        some = any(way.recomputed for way in ways)
+        usual = self.devices == tuple(range(self.num_devices))
+        return Partition(
+            schedule=self.schedule,
+            micro_batches=self.micro_batches,
+            balance=tuple(b - a for a, b in pairwise(cuts)),
+            recompute=tuple(way.recompute for way in ways),
+            recomputed=tuple(way.recomputed for way in ways) if some else (),
+            chunks=self.chunks,
+            replicas=self.replicas,
+            devices=() if usual else self.devices,
+        )
+
+
+class Space:
+    """Every plan for a question; caps decide which of them fit, and may be changed afterwards.
+
+    An interleaved schedule is taken to be a question about at least two devices, though it may use a single one, and
+    about enough layers for them.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        inputs: Inputs,
+        *,
+        micro_batches: int | None = None,
+        balance: tuple[int, ...] | None = None,
+    ) -> None:
+        self.profile = profile
+        self.inputs = inputs
+        self.caps: Sequence[float] = inputs.memory_bytes
+        self._balance = balance
+        names = [layer.name for layer in profile.layers]
+        self._together = [{names.index(name) for name in group} for group in inputs.together]
+        self._apart = [{names.index(name) for name in group} for group in inputs.apart]
+        self.blocks = [
+            block
+            for replicas in ([inputs.replicas] if inputs.replicas else range(1, inputs.devices + 1))
+            if inputs.batch % replicas == 0
+            for m in range(1, inputs.batch // replicas + 1)
+            if micro_batches in (None, m) and inputs.batch % (replicas * m) == 0
+            for block in self._blocks(replicas, m)
+        ]
+
+    def _blocks(self, replicas: int, micro_batches: int) -> Iterator[Block]:
+        inputs = self.inputs
+        size = inputs.batch // (replicas * micro_batches)
+        if not covers(self.profile, size, extrapolate=inputs.extrapolate):
+            return
+        tables = Tables(costs_at(self.profile, size, extrapolate=inputs.extrapolate), inputs, micro_batches)
+        num_layers, most = len(self.profile.layers), inputs.devices // replicas
+        for schedule, chunks in _schedules(inputs):
+            if schedule == "interleaved" and (most < 2 or num_layers < 2 * chunks):
+                continue
+            for num in range(1, most + 1):
+                cuts = [c for c in _cuts(num_layers, num * chunks) if self._wanted(c)]
+                if not cuts:
+                    continue
+                try:
+                    actions_of(schedule, num_stages=num, micro_batches=micro_batches, chunks=chunks)
+                except UsageError:
+                    continue
+                every = _with_choices(tuple(cuts), tuple(tuple(tables.counts[i] for i in pairwise(c)) for c in cuts))
+                for devices in permutations(range(most), num) if inputs.any_order else [tuple(range(num))]:
+                    yield Block(
+                        tables=tables,
+                        inputs=inputs,
+                        schedule=schedule,
+                        chunks=chunks,
+                        replicas=replicas,
+                        devices=devices,
+                        cuts=every[0],
+                        choices=every[1],
+                    )
+
+    def _wanted(self, cuts: tuple[int, ...]) -> bool:
+        if self._balance is not None and tuple(b - a for a, b in pairwise(cuts)) != self._balance:
+            return False
+        stages = [set(range(a, b)) for a, b in pairwise(cuts)]
+        whole = all(any(group <= stage for stage in stages) for group in self._together)
+        return whole and not any(len(group & stage) > 1 for group in self._apart for stage in stages)
+
+    def under(self, caps: Sequence[float]) -> "Space":
+        """The same plans under other caps."""
+        other = copy(self)
+        other.caps = caps
+        other.inputs = replace(self.inputs, memory_bytes=tuple(int(cap) for cap in caps))
+        return other
+
+    def only(self, *, micro_batches: int | None = None, replicas: int | None = None) -> "Space":
+        """The plans with the given M and R, as far as they are given."""
+        other = copy(self)
+        other.blocks = [
+            block
+            for block in self.blocks
+            if micro_batches in (None, block.micro_batches) and replicas in (None, block.replicas)
+        ]
+        return other
+
+    def best(self) -> Best | None:
+        """The fastest plan that fits."""
+        best: tuple[float, Block, int] | None = None
+        for block in self.blocks:
+            times = np.where(block.fits(self.caps), block.step_us, np.inf)
+            row = int(times.argmin())
+            if np.isfinite(times[row]) and (best is None or times[row] < best[0]):
+                best = float(times[row]), block, row
+        if best is None:
+            return None
+        time_us, block, row = best
+        return Best(
+            partition=block.partition(row), step_us=time_us, micro_batch_size=block.tables.costs.micro_batch_size
+        )
+
+    def any_fits(self) -> bool:
+        """Whether a plan fits."""
+        return any(block.fits(self.caps).any() for block in self.blocks)
+
+    def smallest_cap_bytes(self) -> float:
+        """The smallest cap, the same on all devices, under which a plan fits; infinite if none ever does."""
+        return min((float(block.peaks.max(axis=1).min()) for block in self.blocks), default=np.inf)
+
+    def first_by_rank(self, partition: Partition, step_us: float) -> tuple[float, ...]:
+        """The rank of the best of all plans of the same schedule, R, M and V that fit and are as fast as `step_us`."""
+        ranks = [
+            block.ranks()[block.fits(self.caps) & (block.step_us <= step_us * (1 + EQUAL))]
+            for block in self.blocks
+            if _alike(block, partition)
+        ]
+        every = np.concatenate(ranks)
+        for n in range(every.shape[1]):
+            every = every[every[:, n] <= every[:, n].min() * (1 + EQUAL)]
+        return tuple(float(number) for number in every[0])
+
+    def rank_of(self, partition: Partition) -> tuple[float, ...]:
+        """The rank of one plan."""
+        for block in self.blocks:
+            if not _alike(block, partition) or block.num_devices != partition.num_devices:
+                continue
+            cuts = [0, *(end for _, end in partition.intervals())]
+            for row in np.flatnonzero((block.cuts == cuts).all(axis=1)):
+                if _plain(block.partition(int(row))) == _plain(partition):
+                    return tuple(float(number) for number in block.ranks()[row])
+        raise AssertionError(f"brute force does not know {partition}")
+
+    def judged(self, block: Block, row: int) -> tuple[float, tuple[int, ...]]:
+        """A plan's step time and the peak of each device, by the cost model's own evaluation."""
+        partition, cluster = block.partition(row), cluster_of(self.inputs)
+        stages = stages_of(block.tables.costs, partition, cluster)
+        num = block.num_devices
+        peaks = tuple(sum(stage.memory.total for stage in stages[d::num]) for d in range(num))
+        return step_us(block.tables.costs, partition, cluster), peaks
+
+
+def _alike(block: Block, partition: Partition) -> bool:
+    """Whether schedule, R, M and V are the same."""
+    return (block.schedule, block.replicas, block.micro_batches, block.chunks) == (
+        partition.schedule,
+        partition.replicas,
+        partition.micro_batches,
+        partition.chunks,
+    )
+
+
+def _plain(partition: Partition) -> Partition:
+    """With one name for what is the same: a single micro-batch is the last one, which `except-last` spares."""
+    if partition.micro_batches > 1:
+        return partition
+    return replace(partition, recompute=tuple("never" if r == "except-last" else r for r in partition.recompute))
+
+
+def _schedules(inputs: Inputs) -> Iterator[tuple[Schedule, int]]:
+    for schedule in ("gpipe", "1f1b"):
+        if inputs.schedule in (schedule, "auto"):
+            yield schedule, 1
+    if inputs.schedule in ("interleaved", "auto"):
+        yield from (("interleaved", chunks) for chunks in ([inputs.chunks] if inputs.chunks else CHUNKS))
+
+
+def _ways(inputs: Inputs, first: int, end: int) -> Iterator[Way]:
+    if inputs.recompute not in ("auto", "layers"):
+        yield Way(recompute=inputs.recompute)
+        return
+    yield from (Way(recompute=recompute) for recompute in WHOLE)
+    if inputs.recompute == "layers":
+        layers = range(first, end)
+        subsets = chain.from_iterable(combinations(layers, n) for n in range(1, len(layers) + 1))
+        yield from (Way(recompute="layers", recomputed=some) for some in subsets)
+
+
+@lru_cache(maxsize=256)
+def _cuts(num_layers: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((0, *inner, num_layers) for inner in combinations(range(1, num_layers), num_stages - 1))
+
+
+@lru_cache(maxsize=512)
+def _with_choices(
+    cuts: tuple[tuple[int, ...], ...], counts: tuple[tuple[int, ...], ...]
+) -> tuple[IntArray, IntArray]:
+    """Every way to recompute in every stage, for all cuts."""
+    rows = [(cut, choice) for cut, num in zip(cuts, counts, strict=True) for choice in product(*map(range, num))]
+    return np.array([cut for cut, _ in rows]), np.array([choice for _, choice in rows])

@@ -1,73 +1,195 @@
-"""Small random planning problems for hypothesis, from just infeasible to loose."""
+"""Small random planning problems for hypothesis, from just infeasible to loose.
 
-from dataclasses import dataclass
+Times are small whole numbers more often than not, so that many plans are equally fast; caps are taken from what the
+oracle says that plans need, so that they lie at the border between what fits and what does not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
 from planner.core.cluster import Link
-from planner.core.plan import Inputs
+from planner.core.plan import Inputs, RecomputePolicy, SchedulePolicy
 from planner.core.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile
-from tests.support.profiles import inputs_of
+from tests.support.brute_force import Space
+from tests.support.profiles import UNLIMITED, inputs_of
+
+LINKS = (
+    Link(),
+    Link(latency_us=3.0, bytes_per_s=2e7),
+    Link(latency_us=40.0, bytes_per_s=1e6),
+    Link(latency_us=2.0, bytes_per_s=5e6, blocking=True),
+)
+
+POLICIES: tuple[RecomputePolicy, ...] = ("auto", "auto", "auto", "never", "except-last", "always")
+
+TIGHT = (1.0, 1.0, 1.05, 1.3, 2.0, 0.98)
+"""Caps as multiples of what a plan needs."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A profile and what is asked of it."""
+    """A profile and what is asked of it, with all answers there are."""
 
     profile: Profile
     inputs: Inputs
+    micro_batches: int | None
+    space: Space = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What problems are drawn over, beside what all of them have."""
+
+    schedules: tuple[SchedulePolicy, ...] = ("gpipe",)
+    chunks: tuple[int, ...] = (1,)
+    unlike: bool = False
+    """Caps and speeds that differ between devices, and links between nodes."""
+    replicas: tuple[int, ...] = (1,)
+    rules: bool = False
+    """Layers that must, or must not, be in one stage."""
+    tied: bool = False
+    any_order: bool = False
+    policies: tuple[RecomputePolicy, ...] = POLICIES
+    most_layers: int = 6
+    most_devices: int = 4
+    caps: tuple[float, ...] = TIGHT
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:  # noqa: B008 - frozen
     """L up to 6, K up to 4, batch up to 8, one or several micro-batch sizes, caps, links, overheads, exact records."""
-    num_layers = draw(st.integers(1, 6))
     batch = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     sizes = draw(st.sampled_from([(batch,), (1,), (1, batch), (1, 2, batch)]))
-    sizes = tuple(sorted({s for s in sizes if s <= batch}))
-    exact = draw(st.booleans())
-    layers = tuple(draw(_layers(n, sizes, exact=exact, last=n == num_layers - 1)) for n in range(num_layers))
-    devices = draw(st.integers(1, min(4, num_layers)))
-    cap = st.integers(50, 4000)
-    caps = draw(st.one_of(cap.map(lambda c: (c,) * devices), st.tuples(*([cap] * devices))))
-    link = draw(
-        st.sampled_from(
-            [
-                Link(),
-                Link(latency_us=3.0, bytes_per_s=2e7),
-                Link(latency_us=0.5, bytes_per_s=1e6),
-                Link(latency_us=2.0, bytes_per_s=5e6, blocking=True),
-            ]
-        )
-    )
-    return Problem(
-        profile=Profile(device=Device(kind="cpu"), micro_batch_sizes=sizes, layers=layers),
-        inputs=inputs_of(
-            devices,
+    profile = draw(profiles(tuple(sorted({s for s in sizes if s <= batch})), features))
+    num_layers = len(profile.layers)
+    most = min(features.most_devices, num_layers) if features.replicas == (1,) else features.most_devices
+    devices = draw(st.integers(1, most))
+    replicas = draw(st.sampled_from([r for r in features.replicas if r <= devices and not (r and batch % r)] or [1]))
+    schedule = draw(st.sampled_from(features.schedules))
+    chunks = [v for v in features.chunks if 2 * v <= num_layers and devices >= 2]
+    if schedule == "interleaved" and not chunks:
+        schedule = "1f1b"
+    # What every replica gets must be covered, whichever number of micro-batches it is split into.
+    if replicas > 1 and batch // replicas < min(profile.micro_batch_sizes):
+        replicas = 1
+    inputs = replace(
+        inputs_of(
+            min(devices, num_layers) if replicas == 1 else devices,
             batch,
-            memory_bytes=caps,
-            link=link,
-            recompute=draw(st.sampled_from(["auto", "auto", "never", "except-last", "always"])),
+            link=draw(st.sampled_from(LINKS)),
+            recompute=draw(st.sampled_from(features.policies)),
             reserve_bytes=draw(st.sampled_from([0, 100])),
             overhead_us=draw(st.sampled_from([0.0, 1.5])),
         ),
+        schedule=schedule,
+        chunks=draw(st.sampled_from(chunks)) if schedule in ("interleaved", "auto") and chunks else 1,
+        replicas=replicas,
+        allreduce=draw(st.sampled_from([None, *LINKS[1:3]])) if replicas != 1 else None,
+        any_order=features.any_order,
     )
+    if features.unlike or replicas != 1:
+        inputs = draw(_nodes(inputs))
+    if features.unlike:
+        inputs = replace(inputs, speeds=draw(st.sampled_from([(), _drawn_speeds(draw, inputs.devices)])))
+    if features.any_order:
+        inputs = replace(inputs, inter_link=None, node_devices=0)
+    if features.rules:
+        inputs = draw(_rules(inputs, [layer.name for layer in profile.layers]))
+    space = Space(profile, inputs)
+    counts = sorted({block.micro_batches for block in space.blocks})
+    micro_batches = draw(st.sampled_from([None, None, None, *counts[-1:], *counts[:1]]))
+    space = space.only(micro_batches=micro_batches)
+    space = space.under(_caps(draw, space, features))
+    return Problem(profile, space.inputs, micro_batches, space)
+
+
+def _drawn_speeds(draw: st.DrawFn, devices: int) -> tuple[float, ...]:
+    return tuple(draw(st.lists(st.sampled_from([1.0, 2.0, 0.5]), min_size=devices, max_size=devices)))
+
+
+def _caps(draw: st.DrawFn, space: Space, features: Features) -> tuple[int, ...]:
+    """Caps near what all devices need alike, or what the devices of some plan need, or none at all."""
+    devices = space.inputs.devices
+    plans = sum(len(block.cuts) for block in space.blocks)
+    kinds = ["none", "alike", "alike"] + ["plan"] * 3 * (features.unlike and space.inputs.replicas == 1)
+    kind = draw(st.sampled_from(kinds)) if plans else "none"
+    if kind == "none":
+        return (UNLIMITED,) * devices
+    scale = draw(st.sampled_from(features.caps))
+    if kind == "alike":
+        return (int(space.smallest_cap_bytes() * scale),) * devices
+    number = draw(st.integers(0, plans - 1))
+    for block in space.blocks:
+        if number < len(block.cuts):
+            needs = dict(zip(block.devices, block.peaks[number], strict=True))
+            break
+        number -= len(block.cuts)
+    others = draw(st.integers(0, 4000))
+    return tuple(int(needs.get(d, others) * scale) for d in range(devices))
 
 
 @st.composite
-def _layers(draw: st.DrawFn, n: int, sizes: tuple[int, ...], *, exact: bool, last: bool) -> LayerProfile:
-    time = st.one_of(st.just(0.0), st.sampled_from([1.0, 2.0, 5.0]), st.floats(0.1, 40.0).map(lambda x: round(x, 1)))
-    forward, backward = draw(time), draw(time)
-    fixed = draw(st.sampled_from([0.0, 2.0]))
+def _nodes(draw: st.DrawFn, inputs: Inputs) -> Inputs:
+    """Nodes of one or two devices, with another link between them; or none."""
+    inter_link = draw(st.sampled_from([None, *LINKS]))
+    return replace(inputs, inter_link=inter_link, node_devices=draw(st.sampled_from([0, 1, 2])) if inter_link else 0)
+
+
+@st.composite
+def _rules(draw: st.DrawFn, inputs: Inputs, names: Sequence[str]) -> Inputs:
+    """A group or two of layers that belong together, and of layers that must be apart."""
+    group = st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True).map(tuple)
+    together = draw(st.lists(group, max_size=2).map(tuple))
+    return replace(inputs, together=together, apart=draw(st.lists(group, max_size=2).map(tuple)))
+
+
+# ---- profiles
+
+
+@st.composite
+def profiles(draw: st.DrawFn, sizes: tuple[int, ...], features: Features) -> Profile:
+    """Chains of equal layers, of layers that have nothing in common, with one huge layer, with a frozen beginning."""
+    num_layers = draw(st.integers(1, features.most_layers))
+    exact = draw(st.booleans())
+    alike = draw(st.booleans())
+    fine = draw(st.booleans())
+    one = layers(sizes, exact=exact, fine=fine)
+    chosen = [draw(one)] * num_layers if alike else [draw(one) for _ in range(num_layers)]
+    frozen = draw(st.sampled_from([0, 0, 1, num_layers // 2]))
+    huge = draw(st.sampled_from([None, None, *range(num_layers)]))
+    tied = draw(st.sampled_from([(0, num_layers - 1), (num_layers // 2, num_layers - 1)])) if features.tied else ()
+    made = []
+    for n, layer in enumerate(chosen):
+        named = replace(layer, name=f"layers.{n}")
+        if n < frozen:
+            named = _frozen(named)
+        if n == huge:
+            named = _scaled(named, 20)
+        if n == num_layers - 1:
+            named = _last(named)
+        made.append(named)
+    if tied and tied[0] != tied[1]:
+        _tie(draw, made, *tied)
+    peak = draw(st.sampled_from(["largest", "sum"]))
+    return Profile(device=Device(kind="cpu"), micro_batch_sizes=sizes, layers=tuple(made), optimizer_peak=peak)
+
+
+@st.composite
+def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) -> LayerProfile:
+    """A layer whose costs are affine in the micro-batch size."""
+    whole = st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0])
+    time = st.floats(0.1, 40.0).map(lambda x: round(x, 1)) if fine else whole
+    forward, backward = draw(time), draw(st.one_of(st.just(0.0), time, time))
+    fixed = draw(st.sampled_from([0.0, 0.0, 2.0]))
     output, saved, peak = (draw(st.integers(0, 60)) for _ in range(3))
-    if last:
-        output = 0
-    kept = draw(st.booleans())
+    kept, alias = draw(st.booleans()), draw(st.sampled_from([-1, -1, 0]))
     details = tuple(
         MemoryDetail(
             internal_bytes=saved * s,
-            inputs=(BoundaryTensor(bytes=1, kept=draw(st.booleans())),),
-            outputs=(BoundaryTensor(bytes=output * s, kept=kept, alias=draw(st.sampled_from([-1, -1, 0]))),),
+            inputs=(BoundaryTensor(bytes=1, kept=kept),),
+            outputs=(BoundaryTensor(bytes=output * s, kept=not kept, alias=alias),),
             forward_peak_bytes=(saved + output + peak) * s,
             no_grad_peak_bytes=(output + peak) * s,
             first_backward_peak_bytes=(saved + 2 * peak) * s + 40,
@@ -75,11 +197,13 @@ def _layers(draw: st.DrawFn, n: int, sizes: tuple[int, ...], *, exact: bool, las
         )
         for s in sizes
     )
+    parameters = draw(st.integers(0, 200))
     return LayerProfile(
-        name=f"layers.{n}",
-        parameter_bytes=draw(st.integers(0, 200)),
-        optimizer_bytes=draw(st.integers(0, 200)),
-        optimizer_us=draw(st.sampled_from([0.0, 3.0])),
+        name="layer",
+        parameter_bytes=parameters,
+        optimizer_bytes=draw(st.sampled_from([0, parameters, 2 * parameters])),
+        optimizer_us=draw(st.sampled_from([0.0, 0.0, 3.0, 100.0])),
+        optimizer_peak_bytes=draw(st.sampled_from([0, 50])),
         forward_us=tuple(fixed + forward * s for s in sizes),
         backward_us=tuple(backward * s for s in sizes),
         output_bytes=tuple(output * s for s in sizes),
@@ -88,3 +212,59 @@ def _layers(draw: st.DrawFn, n: int, sizes: tuple[int, ...], *, exact: bool, las
         backward_peak_bytes=tuple(2 * peak * s for s in sizes),
         detail=details if exact else (),
     )
+
+
+def _frozen(layer: LayerProfile) -> LayerProfile:
+    """Without backward, gradients or optimizer."""
+    details = tuple(
+        replace(
+            detail,
+            internal_bytes=0,
+            forward_peak_bytes=detail.no_grad_peak_bytes,
+            first_backward_peak_bytes=0,
+            backward_peak_bytes=0,
+        )
+        for detail in layer.detail
+    )
+    nothing = (0,) * len(layer.saved_bytes)
+    return replace(
+        layer,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        optimizer_us=0.0,
+        optimizer_peak_bytes=0,
+        backward_us=tuple(0.0 for _ in layer.backward_us),
+        saved_bytes=nothing,
+        backward_peak_bytes=nothing,
+        detail=details,
+    )
+
+
+def _scaled(layer: LayerProfile, factor: int) -> LayerProfile:
+    return replace(
+        layer,
+        parameter_bytes=layer.parameter_bytes * factor,
+        forward_us=tuple(t * factor for t in layer.forward_us),
+        backward_us=tuple(t * factor for t in layer.backward_us),
+    )
+
+
+def _last(layer: LayerProfile) -> LayerProfile:
+    """The loss crosses nothing."""
+    details = tuple(
+        replace(detail, outputs=(BoundaryTensor(bytes=0, kept=False),), target_bytes=3) for detail in layer.detail
+    )
+    return replace(layer, output_bytes=(0,) * len(layer.output_bytes), detail=details)
+
+
+def _tie(draw: st.DrawFn, made: list[LayerProfile], first: int, second: int) -> None:
+    """Both layers hold the same parameters, or a part of them."""
+    shared = draw(st.integers(1, 150))
+    for at, other in ((first, second), (second, first)):
+        layer = made[at]
+        made[at] = replace(
+            layer,
+            parameter_bytes=layer.parameter_bytes + shared,
+            tied_bytes=shared,
+            tied=(f"{made[other].name}.weight",),
+        )

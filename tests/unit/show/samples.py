@@ -7,7 +7,20 @@ from dataclasses import replace
 from planner.core.cluster import Link
 from planner.core.costs import costs_at
 from planner.core.evaluate import Partition, timeline
-from planner.core.plan import Inputs, Plan, ProfileReference, Recompute, SolverReport, Stage, StageMemory
+from planner.core.plan import (
+    FrontierPoint,
+    Inputs,
+    Insight,
+    Noise,
+    Plan,
+    ProfileReference,
+    Recompute,
+    Schedule,
+    SolverReport,
+    Stage,
+    StageMemory,
+    WhatIf,
+)
 from planner.core.planning import build_plan, cluster_of
 from planner.core.profile import Device, Environment, LayerProfile, Model, Profile
 from planner.core.run_report import RunReport, StageRun
@@ -77,26 +90,91 @@ def plan(
     solver: SolverReport | None = None,
     devices: int | None = None,
     reserve_bytes: int = 0,
+    schedule: Schedule = "gpipe",
+    chunks: int = 1,
+    replicas: int = 1,
+    caps: tuple[int, ...] = (),
+    speeds: tuple[float, ...] = (),
+    order: tuple[int, ...] = (),
+    recomputed: tuple[tuple[int, ...], ...] = (),
     of: Profile | None = None,
 ) -> Plan:
-    devices = devices or len(balance)
+    """`order`: the device of each stage; `recomputed`: the layers that each stage recomputes one by one."""
+    devices = devices or len(balance) // chunks * replicas
     inputs = Inputs(
         profile=ProfileReference(path="profile.yaml", digest="sha256:0"),
         devices=devices,
-        memory_bytes=(cap,) * devices,
-        batch=micro_batches,
+        memory_bytes=caps or (cap,) * devices,
+        speeds=speeds,
+        batch=micro_batches * replicas,
         link=Link(latency_us=10.0, bytes_per_s=1e10),
         reserve_bytes=reserve_bytes,
+        schedule=schedule,
+        chunks=chunks,
+        replicas=replicas,
     )
     partition = Partition(
-        schedule="gpipe", micro_batches=micro_batches, balance=balance, recompute=(recompute,) * len(balance)
+        schedule=schedule,
+        micro_batches=micro_batches,
+        balance=balance,
+        recompute=tuple("layers" for _ in recomputed) if recomputed else (recompute,) * len(balance),
+        recomputed=recomputed,
+        chunks=chunks,
+        replicas=replicas,
+        devices=order,
     )
     solver = solver or SolverReport(method="dynamic-programming", status="optimal")
     return build_plan(costs_at(of or profile(), 1), partition, inputs=inputs, solver=solver)
 
 
+def interleaved(*, cap: int = 120 * MIB) -> Plan:
+    """Two chunks on each of three devices."""
+    return plan((1,) * 6, micro_batches=6, schedule="interleaved", chunks=2, cap=cap)
+
+
+def unlike() -> Plan:
+    """Three of four devices, in an order of their own, one of them twice as fast."""
+    caps = (120 * MIB, 60 * MIB, 90 * MIB, 240 * MIB)
+    return plan((1, 3, 2), devices=4, caps=caps, speeds=(1.0, 1.0, 1.0, 2.0), order=(2, 3, 0))
+
+
+def explained(planned: Plan | None = None) -> Plan:
+    """With its trade-off over M, where nothing fits with one micro-batch, and an explanation."""
+    planned = planned or plan()
+    step_us = planned.predicted.step_us
+    points = tuple(
+        FrontierPoint(
+            micro_batches=m,
+            micro_batch_size=16 // m,
+            devices=3,
+            step_us=step_us * factor,
+            samples_per_s=1500.0 / factor,
+            bubble=0.2 * factor,
+            peak_bytes=round(60 * MIB * factor),
+            recompute_share=0.1,
+        )
+        for m, factor in ((2, 6.0), (4, 1.0), (16, 1.5))
+    )
+    return replace(
+        planned,
+        frontier=(FrontierPoint(micro_batches=1, micro_batch_size=16, fits=False), *points),
+        insight=Insight(
+            pace="stage 1: forward 2.00 ms, backward 4.00 ms per micro-batch",
+            tightest_device=1,
+            free_bytes=7 * MIB,
+            what_if=(
+                WhatIf(change="1 GB more on every device", step_us=step_us * 0.9997),
+                WhatIf(change="one more device", step_us=step_us * 0.902),
+                WhatIf(change="links [twice] as fast", step_us=step_us * 1.01),
+            ),
+            noise=Noise(draws=20, spread=0.021, mean_regret=0.001, worst_regret=0.004, same_plan=0.65),
+        ),
+    )
+
+
 def events_of(planned: Plan) -> tuple[Event, ...]:
-    return timeline(costs_at(profile(), 1), Partition.of(planned, [layer.name for layer in profile().layers]), cluster_of(planned.inputs))
+    costs = costs_at(profile(), 1)
+    return timeline(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
 
 
 def equal_stages(num_stages: int, micro_batches: int, *, forward_us: float = 1000.0) -> tuple[Event, ...]:
@@ -145,9 +223,9 @@ def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99
     )
 
 
-def verdict(*, cap: int = 40 * MIB) -> Verdict:
+def verdict(*, cap: int = 40 * MIB, of: Plan | None = None) -> Verdict:
     """Of a plan judged against other caps than it was made for."""
-    return judge(plan(), profile(), profile_digest="sha256:0", memory_bytes=(cap,) * 3)
+    return judge(of or plan(), profile(), profile_digest="sha256:0", memory_bytes=(cap,) * 3)
 
 
 def renamed(planned: Plan, name: str) -> Plan:
@@ -159,11 +237,19 @@ EVERYTHING: dict[str, Callable[[Style], str]] = {
     "plan": lambda s: plan_text(plan(), events_of(plan()), s),
     "plan over its caps": lambda s: plan_text(plan(cap=40 * MIB), (), s),
     "plan far below its caps": lambda s: plan_text(plan(cap=10**15, recompute="except-last"), (), s),
+    "interleaved plan": lambda s: plan_text(interleaved(), events_of(interleaved()), s),
+    "plan with replicas": lambda s: plan_text(plan(replicas=2, devices=8), (), s),
+    "plan without a cut": lambda s: plan_text(plan((6,), replicas=3), (), s),
+    "plan on unlike devices": lambda s: plan_text(unlike(), events_of(unlike()), s),
+    "plan that recomputes layers": lambda s: plan_text(plan(recomputed=((0,), (2, 3), (4, 5))), (), s),
+    "plan with its reasons": lambda s: plan_text(explained(), (), s),
     "profile": lambda s: profile_text(profile(), s),
     "run": lambda s: run_text(report(plan()), None, s),
     "run under a plan": lambda s: run_text(report(plan()), plan(), s),
     "comparison": lambda s: comparison_text(plan(), report(plan(), peak_factor=2.0), s),
     "verdict": lambda s: verdict_text(verdict(), s),
+    "verdict on an interleaved plan": lambda s: verdict_text(verdict(of=interleaved()), s),
+    "comparison of an interleaved plan": lambda s: comparison_text(interleaved(), report(interleaved()), s),
     "memory": lambda s: memory_text(plan().stages, s),
     "timeline": lambda s: timeline_text(events_of(plan()), 3, s),
     "timeline of many": lambda s: timeline_text(equal_stages(8, 32), 8, s),

@@ -83,6 +83,25 @@ def test_legend_names_the_kinds_present():
     assert "gradients" not in legend
 
 
+def test_chunks_of_a_device_share_a_bar():
+    """With two chunks on each device there is a bar per device, of the sum of its chunks against its one cap."""
+    chunks = [stage(k, parameters=(k + 1) * 10 * MIB, in_flight=5 * MIB) for k in range(4)]
+    text = memory_text(chunks, style(100), num_devices=2)
+    title, first, second, legend, *_ = text.splitlines()
+    assert title == "memory per device"
+    assert first.startswith("device 0 ████")
+    assert first.endswith("50.0 MiB of 100 MiB · 50 %")
+    assert second.endswith("70.0 MiB of 100 MiB · 70 %")
+    assert legend == "device 1:  █ parameters 60.0 MiB  ░ in flight 10.0 MiB"
+    assert abs(first.count("█") * 60 - second.count("█") * 40) <= 60
+
+
+def test_chunks_that_fit_one_by_one_may_be_too_much_together():
+    """It is the device that is over its cap."""
+    text = memory_text([stage(parameters=60 * MIB), stage(1, parameters=60 * MIB)], style(), num_devices=1)
+    assert text.splitlines()[1].endswith("120 MiB of 100 MiB · 120 % ! OVER")
+
+
 def test_nothing_needed():
     """A stage without memory, or a cap of zero, has an empty bar."""
     assert "0 B of 100 MiB" in memory_text([stage()], style())

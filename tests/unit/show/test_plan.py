@@ -1,13 +1,27 @@
 """A plan's figures and its table of stages."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.core.plan import SolverReport
 from planner.core.units import format_bytes, format_us
 from planner.show import plan_text
-from tests.unit.show.samples import MIB, events_of, plan, profile, style
+from tests.unit.show.samples import MIB, events_of, interleaved, plan, profile, style, unlike
 
 WIDE = style(120, wrap=False)
+
+
+def first_line(planned, how=WIDE):
+    return plan_text(planned, (), how).splitlines()[0]
+
+
+def rows(planned, how=WIDE):
+    """The rows of the table of stages, the mark of the slowest left out."""
+    lines = plan_text(planned, (), how).split("memory per ")[0].splitlines()
+    rule = next(n for n, line in enumerate(lines) if line.startswith(("──", "--")))
+    table = lines[rule + 1 : lines.index("", rule)]
+    return [line.replace(" ◀", "  ") for line in table]
 
 
 def test_headline():
@@ -22,10 +36,25 @@ def test_headline():
     assert "recompute 0.0 %" in figures
 
 
+def test_headline_of_each_schedule():
+    """1F1B as GPipe; interleaved with devices and chunks; replicas stand in front; ASCII has its own signs."""
+    assert first_line(plan(schedule="1f1b")) == "1F1B, 3 stages \u00d7 4 micro-batches of 1 sample"
+    chunks = "interleaved 1F1B, 3 devices \u00d7 2 chunks \u00d7 6 micro-batches of 1 sample"
+    assert first_line(interleaved()) == chunks
+    assert first_line(interleaved(), style(unicode=False)) == chunks.replace("\u00d7", "x")
+    assert first_line(plan(replicas=2)) == "GPipe, 2 replicas of 3 stages \u00d7 4 micro-batches of 1 sample"
+    both = plan((1,) * 6, micro_batches=6, schedule="interleaved", chunks=2, replicas=2)
+    assert first_line(both).startswith("interleaved 1F1B, 2 replicas of 3 devices \u00d7 2 chunks \u00d7 6 ")
+
+
 @pytest.mark.parametrize(
     ("solver", "words"),
     [
         (SolverReport(method="exact", status="optimal"), "optimal: no plan is faster (exact)"),
+        (SolverReport(method="dynamic-programming", status="optimal"), "faster (dynamic programme)"),
+        (SolverReport(method="integer-programming", status="optimal"), "faster (integer programme)"),
+        (SolverReport(method="simulated", status="feasible", gap=0.1), "(bounds and simulation)"),
+        (SolverReport(method="cut", status="feasible", gap=1e-5, lower_bound_us=9.5e3), "gap below 0.1 %: no"),
         (SolverReport(method="cut", status="feasible", gap=0.05, lower_bound_us=9.5e3), "feasible, gap 5.0 %"),
         (SolverReport(method="cut", status="feasible", gap=0.05, lower_bound_us=9.5e3), "faster than 9.50 ms"),
         (SolverReport(method="given", status="given"), "given:"),
@@ -81,6 +110,108 @@ def test_timeline_only_with_events():
 
 
 def test_unused_devices():
-    """A plan that leaves devices unused says so."""
-    assert "2 of 5 devices left unused" in plan_text(plan(devices=5), (), WIDE)
+    """A plan that leaves devices unused says so; replicas use theirs; of unlike ones it says which."""
+    assert "2 of 5 devices left unused\n" in plan_text(plan(devices=5), (), WIDE)
     assert "unused" not in plan_text(plan(), (), WIDE)
+    assert "unused" not in plan_text(plan(replicas=2), (), WIDE)
+    assert "1 of 7 devices left unused\n" in plan_text(plan(replicas=2, devices=7), (), WIDE)
+    assert "1 of 4 devices left unused: 1\n" in plan_text(unlike(), (), WIDE)
+    assert "unused" not in plan_text(interleaved(), (), WIDE)
+
+
+def asked_for(planned, *, replicas, solver="optimal"):
+    inputs = replace(planned.inputs, replicas=replicas)
+    return replace(planned, inputs=inputs, solver=replace(planned.solver, status=solver))
+
+
+def test_a_plan_without_a_cut():
+    """It says that it is no pipeline, and whether that was found to be the fastest or could not be otherwise."""
+    copies, alone = plan((6,), replicas=3), plan((6,), devices=3)
+    found = [
+        (asked_for(copies, replicas=0), "no cut is faster than 3 copies of the whole model"),
+        (asked_for(copies, replicas=0, solver="feasible"), "no cut was found that is faster than 3 copies of the"),
+        (copies, "3 copies of the whole model\n"),
+        (alone, "no cut is faster than the whole model on one device\n2 of 3 devices left unused\n"),
+        (asked_for(alone, replicas=1, solver="given"), "the whole model on one device\n2 of 3"),
+        (plan((6,)), "the whole model on one device\n"),
+    ]
+    for planned, words in found:
+        assert f"\nnot a pipeline: {words}" in plan_text(planned, (), WIDE)
+    assert "not a pipeline" not in plan_text(plan(replicas=2), (), WIDE)
+    assert "device  layers" not in plan_text(copies, (), WIDE)
+
+
+def test_chunks_stand_with_their_device():
+    """In an interleaved plan a column says which device runs a stage, and memory is a part of the device's peak."""
+    planned = interleaved()
+    table = rows(planned)
+    assert [row.split()[:2] for row in table] == [[str(k), str(k % 3)] for k in range(6)]
+    assert table[0].endswith(format_bytes(planned.stages[0].memory.total))
+    text = plan_text(planned, events_of(planned), WIDE)
+    assert "share" not in text
+    assert f"{format_bytes(planned.device_bytes()[1])} of  120 MiB" in text.replace("of 120", "of  120")
+    bars, timeline = text.split("memory per device")[1].split("timeline of one step")
+    for section in (bars, timeline):
+        assert [line[:8] for line in section.splitlines() if line.startswith("device ")][:3] == [
+            "device 0",
+            "device 1",
+            "device 2",
+        ]
+
+
+def test_unlike_devices():
+    """A column says which device runs a stage, and how fast it is if not as the profiled one."""
+    table = rows(unlike())
+    assert [row[7:14].strip() for row in table] == ["2", "3 (2\u00d7)", "0"]
+    assert rows(plan(caps=(120 * MIB, 130 * MIB, 140 * MIB)))[1].split()[:2] == ["1", "1"]
+    narrow = plan_text(plan(speeds=(1.0, 1.5, 1.0)), (), style(60, unicode=False))
+    assert "\n1 <    1 (1.5x)  block.1 ..." in narrow or "\n1      1 (1.5x)  block.1 ..." in narrow
+    assert rows(plan())[1].split()[:2] == ["1", "block.1"]
+
+
+def test_single_layers_recomputed():
+    """The table counts them, a line below it names them: the whole stage as a range, else one by one."""
+    planned = plan((3, 3), recomputed=((0, 2), (3, 4, 5)))
+    assert "2 of 3 layers" in rows(planned)[0]
+    assert "3 of 3 layers" in rows(planned)[1]
+    text = plan_text(planned, (), WIDE)
+    assert "\n\nstage 0 recomputes [bold]stem[/bold], block.1\nstage 1 recomputes block.2 … encoder." in text
+    assert "recomputes" not in plan_text(plan(recompute="always"), (), WIDE)
+
+
+def recomputing(names, layers=1000):
+    """A plan whose one stage recomputes layers of these names."""
+    (stage,) = plan((6,)).stages
+    stage = replace(stage, recompute="layers", recomputed=tuple(names), layers=layers)
+    return replace(plan((6,)), stages=(stage,))
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["block_4", "block_5", "block_6", "head"], "block_4 … block_6 (3), head"),
+        (["block_4", "block_5"], "block_4, block_5"),
+        (["block_4", "block_6", "block_7", "block_8"], "block_4, block_6 … block_8 (3)"),
+        (["0.a", "1.a", "2.a", "2.b"], "0.a … 2.a (3), 2.b"),
+        (["b9", "b10", "b11"], "b9 … b11 (3)"),
+        (["stem", "stem", "neck"], "stem, stem, neck"),
+        (["h.0.attn", "h.0.mlp", "h.1.attn"], "h.0.attn, h.0.mlp, h.1.attn"),
+    ],
+)
+def test_names_that_count_on_are_one(names, told):
+    """Three and more layers whose names count on are a range with their number, so that none in between is meant."""
+    assert f"stage 0 recomputes {told}\n" in plan_text(recomputing(names), (), WIDE)
+
+
+def test_many_recomputed_layers_take_few_lines():
+    """On a terminal three lines and how many are left, in a pipe every name."""
+    names = [f"{'ab'[n % 2]}_{n}" for n in range(500)]
+    lines = plan_text(recomputing(names), (), style(60)).splitlines()
+    start = next(n for n, line in enumerate(lines) if "recomputes" in line)
+    told = " ".join(lines[start : lines.index("", start)])
+    assert lines.index("", start) - start == 3
+    assert told.count("_") + int(told.split()[-2]) == 500
+    assert told.endswith(" more")
+    piped = plan_text(recomputing(names), (), WIDE)
+    assert " more" not in piped
+    assert "b_499" in piped

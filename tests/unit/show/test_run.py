@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.show import comparison_text, run_text
-from tests.unit.show.samples import MIB, plan, report, style
+from tests.unit.show.samples import MIB, interleaved, plan, report, style
 
 WIDE = style(120, wrap=False)
 
@@ -49,6 +49,18 @@ def test_the_reserve_is_left_out():
     text = comparison_text(planned, run, WIDE)
     assert row(text, "peak memory, stage 0").endswith("+0.0 %")
     assert "without the reserve of 20.0 MiB" in text
+
+
+def test_peaks_of_chunks_are_compared_by_device():
+    """Times stand per stage; an allocator sees all chunks of its device, so there is one peak for each."""
+    planned = interleaved()
+    run = report(planned)
+    whole = [planned.device_bytes()[s.index % 3] for s in run.stages]
+    run = replace(run, stages=tuple(replace(s, peak_bytes=b) for s, b in zip(run.stages, whole, strict=True)))
+    text = comparison_text(planned, run, WIDE)
+    assert all(f"forward, stage {k} " in text for k in range(6))
+    assert text.count("peak memory, ") == 3
+    assert all(row(text, f"peak memory, device {d}").endswith("+0.0 %") for d in range(3))
 
 
 def test_run_without_a_plan():

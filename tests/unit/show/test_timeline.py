@@ -78,16 +78,16 @@ def test_a_picture_by_hand():
 
 
 def test_an_interleaved_picture_by_hand():
-    """K = 2, M = 2, V = 2, in columns of exactly one millisecond: a row per device, chunks told apart by number."""
+    """K = 2, M = 2, V = 2, in columns of exactly one millisecond: a row per device, chunks told apart."""
     text = timeline_text(interleaved(2, 2, 2), 2, style(9 + 60))
     title, first, second, *_ = text.splitlines()
     assert title == "timeline of one step, 60.0 ms up to the last backward"
     assert (first[:9], second[:9]) == ("device 0 ", "device 1 ")
     assert rows(text) == [
-        "F0.0░░F1.0░░F0.1░░F1.1░░" + " " * 6 + "B0.1▓▓" + " " * 6 + "B1.1▓▓B0.0▓▓B1.0▓▓",
-        " " * 6 + "F0.0░░F1.0░░F0.1░░B0.1▓▓F1.1░░B1.1▓▓B0.0▓▓B1.0▓▓",
+        "F0.0░░F1.0░░F0.1▒▒F1.1▒▒" + " " * 6 + "B0.1██" + " " * 6 + "B1.1██B0.0▓▓B1.0▓▓",
+        " " * 6 + "F0.0░░F1.0░░F0.1▒▒B0.1██F1.1▒▒B1.1██B0.0▓▓B1.0▓▓",
     ]
-    assert "number: micro-batch.chunk" in text
+    assert "F▒▒B██ chunk 1\nnumber: micro-batch.chunk" in text
     assert "blank: idle 20.0 %" in text
 
 
@@ -97,19 +97,29 @@ def test_boxes_of_all_chunks_are_numbered_or_none():
     boxes = boxes_of(interleaved(2, 2, 2, forward_us=4.0), 0, scale, 2)
     assert {box.room for box in boxes} == {3}
     drawn = rows(timeline_text(interleaved(2, 2, 2), 2, style(60)))
-    assert all(re.fullmatch(r"( *([FB]\d\.\d)[░▓]+)+", row) for row in drawn)
+    assert all(re.fullmatch(r"( *([FB]\d\.\d)[░▒▓█]+)+", row) for row in drawn)
     narrow = timeline_text(interleaved(4, 8, 2), 4, style(84))
     assert not re.search(r"[FB]\d", narrow)
     assert "number:" not in narrow
 
 
+def test_chunks_without_room_for_their_number():
+    """Where only the micro-batch finds room, with some fill behind it that tells the chunk, it stands alone."""
+    text = timeline_text(interleaved(2, 4, 2), 2, style(9 + 54))
+    assert all(re.fullmatch(r"( *([FB]\d)[░▒▓█]+)+", row) for row in rows(text))
+    assert "number: micro-batch " in text
+    chunks = interleaved(1, 1, 3)
+    (row,) = rows(timeline_text(chunks, 1, style(9 + 60, unicode=False)))
+    assert [fill for fill, _ in re.findall(r"((\W)\2)\2*", row)] == ["--", "==", "--", "##", "%%", "##"]
+
+
 def test_chunks_have_hues_of_their_own_in_colour():
-    """Forward and backward of chunk 1 are painted unlike those of chunk 0, and the legend shows how."""
+    """Forward and backward of chunk 1 are painted unlike those of chunk 0, and the legend shows how, colour or not."""
     painted = timeline_text(interleaved(2, 2, 2), 2, style(120, color=True))
     papers = {name: paper for paper, name in re.findall(r"48;5;(\d+)m([FB]\d\.\d)", painted)}
     assert len({papers[name] for name in ("F0.0", "F0.1", "B0.0", "B0.1")}) == 4
     assert "chunk 1" in painted
-    assert "chunk 1" not in timeline_text(interleaved(2, 2, 2), 2, style(120))
+    assert "F▒▒B██ chunk 1" in timeline_text(interleaved(2, 2, 2), 2, style(120))
     many = timeline_text(interleaved(1, 2, 6), 1, style(240, color=True))
     assert "F1.5" in many
 

@@ -2,7 +2,7 @@
 
 from planner.core.verdict import Finding, Verdict, judge
 from planner.show import verdict_text
-from tests.unit.show.samples import MIB, plan, profile, style, verdict
+from tests.unit.show.samples import MIB, interleaved, plan, profile, style, verdict
 
 WIDE = style(120, wrap=False)
 
@@ -22,6 +22,15 @@ def test_a_plan_that_fits():
     lines = verdict_text(verdict(cap=120 * MIB), WIDE).splitlines()
     assert lines[0] == "memory per stage"
     assert lines[-1] == "fits"
+
+
+def test_an_interleaved_plan_is_judged_by_device():
+    """Chunks share a cap: one finding and one bar for each of three devices with two stages."""
+    lines = verdict_text(verdict(of=interleaved()), WIDE).splitlines()
+    assert lines[0].startswith("GP101 error: device 0 (stages 0, 3) needs ")
+    bars = [line for line in lines if line.startswith("device ") and "! OVER" in line]
+    assert [line.split()[1] for line in bars] == ["0", "1", "2"]
+    assert lines[-1] == "does not fit (3 errors)"
 
 
 def test_warnings_do_not_forbid():

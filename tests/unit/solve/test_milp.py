@@ -278,6 +278,15 @@ def test_out_of_time_with_no_plan_so_far_there_is_still_a_bound(
     assert 0.5 * step < answer.bound_us <= step
 
 
+def test_a_programme_too_large_to_state_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan and the bound known before it are the answer."""
+    monkeypatch.setattr(milp, "_MAX_TERMS", 0)
+    problem = chain_problem(12, (2, 2), 3)
+    answer = solve_arcs(problem)
+    assert answer.status == "feasible"
+    assert 0.8 * answer.step_us < answer.bound_us <= best_of_all(problem) <= answer.step_us
+
+
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_nothing_is_printed(solver: Solver, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither by Python nor by the solvers' own code."""

@@ -1,0 +1,23 @@
+"""What schedules and solvers are called when people are told of them."""
+
+from planner.core.plan import Schedule
+
+__all__ = ["method_name", "schedule_name"]
+
+_SCHEDULES: dict[Schedule, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
+
+_METHODS = {
+    "dynamic-programming": "dynamic programme",
+    "integer-programming": "integer programme",
+    "simulated": "bounds and simulation",
+}
+
+
+def schedule_name(schedule: Schedule) -> str:
+    """A schedule as the literature writes it."""
+    return _SCHEDULES[schedule]
+
+
+def method_name(method: str) -> str:
+    """How a plan was found, in words; methods of other tools keep the name they have."""
+    return _METHODS.get(method, method)

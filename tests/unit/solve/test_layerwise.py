@@ -1,0 +1,185 @@
+"""Which layers to recompute: against every subset of small chains, and what holds for large ones."""
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from planner.core.costs import ChainCosts, costs_at
+from planner.core.memory import stage_memory
+from planner.solve.layerwise import LayerChoice, cheapest_layers, least_again_us
+from tests.support.chains import chain, layer, random_profile, record, tensor
+
+COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
+"""M and micro-batches in flight."""
+
+
+def total(costs: ChainCosts, first: int, end: int, counts: tuple[int, int], recomputed: tuple[int, ...]) -> int:
+    """Bytes at the peak."""
+    return stage_memory(
+        costs,
+        first,
+        end,
+        micro_batches=counts[0],
+        in_flight=counts[1],
+        recompute="layers",
+        recomputed=recomputed,
+    ).total
+
+
+def cheapest(
+    costs: ChainCosts, first: int, end: int, counts: tuple[int, int], cap: float, *, most_labels: int = 4096
+) -> LayerChoice | None:
+    """What is asked about."""
+    return cheapest_layers(
+        costs,
+        first,
+        end,
+        micro_batches=counts[0],
+        in_flight=counts[1],
+        cap_bytes=cap,
+        most_labels=most_labels,
+    )
+
+
+def bounds(costs: ChainCosts, firsts: list[int], stop: int, counts: tuple[int, int], cap: float) -> np.ndarray:
+    """Of all stages."""
+    return least_again_us(costs, np.array(firsts), stop, micro_batches=counts[0], in_flight=counts[1], cap_bytes=cap)
+
+
+def caps(least: int, most: int, rng: random.Random) -> list[int]:
+    """From just infeasible to loose."""
+    return [least - 1, least, least + 1, most - 1, most, *(rng.randint(least, most) for _ in range(6))]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_as_cheap_as_the_best_of_all_subsets(seed: int, *, exact: bool) -> None:
+    """And within the cap; None only where nothing fits. The bound is never above it, few labels never below."""
+    rng = random.Random(seed)
+    costs = costs_at(random_profile(seed, 7, exact=exact, sizes=(1, 4)), rng.choice([1, 3, 4]))
+    counts = rng.choice(COUNTS)
+    first = rng.randrange(3)
+    end = rng.randrange(first + 2, 8)
+    subsets = [s for count in range(end - first + 1) for s in combinations(range(first, end), count)]
+    sizes = {subset: total(costs, first, end, counts, subset) for subset in subsets}
+    times = {subset: float(costs.forward_us[list(subset)].sum()) for subset in subsets}
+    for cap in caps(min(sizes.values()), sizes[()], rng):
+        best = min((times[subset] for subset in subsets if sizes[subset] <= cap), default=None)
+        found = cheapest(costs, first, end, counts, cap)
+        narrow = cheapest(costs, first, end, counts, cap, most_labels=3)
+        bound = float(bounds(costs, [0, first] if first else [0], 7, counts, cap)[-1, end - 1])
+        if best is None:
+            assert found is narrow is None
+            continue
+        assert found is not None
+        assert narrow is not None
+        assert found.exact
+        assert found.again_us == pytest.approx(best, rel=1e-9) == times[found.recomputed]
+        assert sizes[found.recomputed] <= cap
+        assert sizes[narrow.recomputed] <= cap
+        assert bound <= best * (1 + 1e-9)
+        assert narrow.lower_bound_us <= best * (1 + 1e-9) <= narrow.again_us * (1 + 2e-9)
+
+
+def blocks(num_layers: int, *, noise: float = 0.0, seed: int = 0) -> ChainCosts:
+    """A transformer's blocks: inputs kept, 16 times as much inside, which differs by `noise`, as do their times."""
+    rng = random.Random(seed)
+    size = 1 << 20
+    layers = []
+    for n in range(num_layers):
+        internal = int(16 * size * (1 + noise * rng.random()))
+        detail = record(
+            internal=internal,
+            given=[tensor(size, kept=True)],
+            made=[tensor(size)],
+            forward=internal + 3 * size,
+            no_grad=5 * size,
+            first_backward=internal + 16 * size,
+            backward=internal + 4 * size,
+        )
+        layers.append(
+            layer(f"block.{n}", parameter_bytes=12 * size, forward_us=1000 * (1 + noise * rng.random()), detail=detail)
+        )
+    return costs_at(chain(*layers), 1)
+
+
+@pytest.mark.parametrize("num_layers", [24, 200])
+def test_of_layers_that_are_alike_as_many_as_it_takes(num_layers: int) -> None:
+    """One layer less would not fit; a few labels are enough to know."""
+    costs, counts = blocks(num_layers), (8, 8)
+    never, always = (total(costs, 0, num_layers, counts, tuple(range(n))) for n in (0, num_layers))
+    for share in (0.2, 0.5, 0.8):
+        cap = always + share * (never - always)
+        found = cheapest(costs, 0, num_layers, counts, cap, most_labels=256)
+        assert found is not None
+        assert found.exact
+        assert total(costs, 0, num_layers, counts, found.recomputed) <= cap
+        # Recomputing front layers lowers the level in backward, too: no other choice of one less can fit.
+        assert total(costs, 0, num_layers, counts, tuple(range(len(found.recomputed) - 1))) > cap
+
+
+def test_large_chains_are_solved_exactly() -> None:
+    """Two hundred layers that all differ; the bound of the whole chain lies close below the answer."""
+    costs, counts = blocks(200, noise=1.0), (8, 8)
+    never, always = (total(costs, 0, 200, counts, tuple(range(n))) for n in (0, 200))
+    for share in (0.2, 0.5, 0.8):
+        cap = always + share * (never - always)
+        found = cheapest(costs, 0, 200, counts, cap)
+        assert found is not None
+        assert found.exact
+        bound = bounds(costs, list(range(200)), 200, counts, cap)
+        assert 0.98 * found.again_us <= bound[0, -1] <= found.again_us
+        # A longer stage never needs less.
+        assert (np.diff(bound[0]) >= -1e-6).all()
+
+
+def test_where_labels_run_out_the_bound_remains() -> None:
+    """A subset sum: saved bytes are times, so that every subset is as good as any."""
+    rng = random.Random(1)
+    layers = []
+    for n in range(60):
+        size = rng.randint(10**5, 10**6)
+        detail = record(internal=size, forward=size, first_backward=size, backward=size)
+        layers.append(layer(str(n), forward_us=size / 1000, saved_bytes=size, detail=detail))
+    costs, counts = costs_at(chain(*layers), 1), (8, 8)
+    cap = 0.4 * total(costs, 0, 60, counts, ())
+    found = cheapest(costs, 0, 60, counts, cap, most_labels=200)
+    assert found is not None
+    assert total(costs, 0, 60, counts, found.recomputed) <= cap
+    assert not found.exact
+    assert 0.99 * found.again_us <= found.lower_bound_us <= found.again_us
+
+
+def test_nothing_is_recomputed_where_all_fits() -> None:
+    """Nor layers that cost no time, for nothing."""
+    costs = replace(blocks(6), forward_us=np.array([0.0, 5.0, 0.0, 5.0, 0.0, 5.0]))
+    never = total(costs, 0, 6, (4, 4), ())
+    found = cheapest(costs, 0, 6, (4, 4), never)
+    assert found == LayerChoice(recomputed=(), again_us=0.0, lower_bound_us=0.0)
+    free = cheapest(costs, 0, 6, (4, 4), never - 1)
+    assert free is not None
+    assert (len(free.recomputed), free.again_us, free.exact) == (1, 0.0, True)
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_parameters_alone_may_not_fit(*, fits: bool) -> None:
+    """Then no choice does: neither the optimizer's step nor anything else depends on it."""
+    costs = blocks(4)
+    cap = float(total(costs, 0, 4, (2, 2), (0, 1, 2, 3)) if fits else costs.parameters.sum())
+    assert (cheapest(costs, 0, 4, (2, 2), cap) is not None) is fits
+    assert bool(np.isfinite(bounds(costs, [0], 4, (2, 2), cap)[0, -1])) is fits
+
+
+def test_blocks_of_stages_are_those_of_the_whole_table() -> None:
+    """Any rows, any columns."""
+    costs = blocks(12, noise=1.0)
+    cap = 0.5 * total(costs, 0, 12, (4, 4), ())
+    whole = bounds(costs, list(range(12)), 12, (4, 4), cap)
+    part = bounds(costs, [3, 4, 7], 10, (4, 4), cap)
+    assert part.shape == (3, 7)
+    for row, first in enumerate((3, 4, 7)):
+        # The prices that are tried differ, so the bounds may by rounding.
+        np.testing.assert_allclose(part[row, first - 3 :], whole[first, first:10], rtol=1e-9, atol=1e-6)
