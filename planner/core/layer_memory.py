@@ -103,7 +103,7 @@ class StageLayers:
         # A first layer that is not recomputed works on a copy that the stage makes.
         own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
         again = _per_layer(costs, costs.kept_by_readers)
-        kept = again + most_savings(costs)
+        kept = again + most_savings(costs)[0]
         pending: list[list[Pending]] = [[] for _ in range(first, end)]
         for n in np.flatnonzero((made >= first) & (made < end) & (by_maker + unkept > 0)):
             sizes = (float(unkept[n]), float(by_maker[n] + unkept[n]))
@@ -144,9 +144,19 @@ class StageLayers:
         return StageLevels(saved, *highest)
 
 
-def most_savings(costs: ChainCosts) -> FloatArray:
-    """For every layer, how many bytes less a micro-batch holds at most if it is recomputed; shape (L,)."""
-    return np.rint(costs.internal) + _per_layer(costs, costs.kept_by_maker)
+def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
+    """For every layer, how many bytes less a micro-batch holds at most if it is recomputed.
+
+    Returns:
+        Two arrays of shape (L,): if the layer is the first of its stage, which is given its input; and if it is not,
+        and has to keep what nobody else keeps of its input.
+    """
+    dropped = np.rint(costs.internal) + _per_layer(costs, costs.kept_by_maker)
+    # What goes on to other layers, too, one of these may keep already.
+    own = (costs.storage_from >= 0) & (costs.storage_until == costs.storage_from + 1)
+    sizes = np.where(own, np.rint(costs.kept_by_nobody), 0.0)
+    kept = np.bincount(costs.storage_until[own], sizes[own], minlength=costs.num_layers + 1)[:-1]
+    return dropped, np.maximum(dropped - kept, 0.0)
 
 
 def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> tuple[FloatArray, LayerPeaks]:
@@ -159,7 +169,7 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
         Arrays of shape (firsts, span); row a, column e is the stage of layers `firsts[a]`..`span.start + e`. Values
         left of a row's own first layer mean nothing.
     """
-    kept = most_savings(costs) + _per_layer(costs, costs.kept_by_readers)
+    kept = most_savings(costs)[0] + _per_layer(costs, costs.kept_by_readers)
     unkept, into = np.rint(costs.kept_by_nobody), np.zeros(costs.num_layers + 2)
     np.add.at(into, costs.storage_from + 1, unkept)
     np.add.at(into, costs.storage_until + 1, -unkept)

@@ -179,9 +179,8 @@ def _schema(document: Document, wanted: str | None) -> str:
     found = document.content["schema"]
     if not isinstance(found, str):
         found = json.dumps(found)
-    line = document.lines["schema",]
     if wanted is not None and found in _TYPES and found != wanted:
-        raise FileError(f"is a {_kind(found)}, a {_kind(wanted)} is needed", path=document.path, line=line)
+        raise FileError(f"is a {_kind(found)}, a {_kind(wanted)} is needed", path=document.path, line=document.lines["schema",])
     if found not in _TYPES:
         same_kind = [name for name in _TYPES if _kind(name) == _kind(str(found))]
         known = wanted or (same_kind[0] if same_kind else " or ".join(_TYPES))
@@ -189,7 +188,7 @@ def _schema(document: Document, wanted: str | None) -> str:
         raise FileError(
             f"`schema`: expected {known}, got {json.dumps(found)}",
             path=document.path,
-            line=line,
+            line=document.lines["schema",],
             hint=f"write the file anew with this version: `{rewrite}`",
         )
     return str(found)

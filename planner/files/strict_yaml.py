@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from planner.core.errors import FileError
+from planner.files.quick_yaml import NotQuickError, quick_content
 
 __all__ = ["Document", "KeyPath", "Problem", "StrictLoader", "dotted"]
 
@@ -41,30 +42,57 @@ for _tag, _pattern, _first in (
 class Document:
     """Plain content of a file and the line of every key in it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, text: str) -> None:
         self.path = path
         self.content: Any = None
-        self.lines: dict[KeyPath, int] = {}
+        self._text = text
+        self._lines: dict[KeyPath, int] = {}
 
     @classmethod
     def parse(cls, path: str, text: str) -> "Document":
-        document = cls(path)
         if not text.strip():
             raise FileError("is empty", path=path)
+        document = cls(path, text)
+        try:
+            document.content = quick_content(text, document._piece)
+        except (NotQuickError, FileError):
+            document.content = document._read()
+        return document
+
+    @property
+    def lines(self) -> dict[KeyPath, int]:
+        """Line of every key; found out when it is asked for."""
+        if not self._lines:
+            self._read()
+        return self._lines
+
+    def _read(self) -> Any:
+        text, path = self._text, self.path
         if path.endswith(".json"):
             # YAML contains nearly all of JSON, and its reader knows the lines; what it does not have are the escapes of
             # characters beyond 16 bits.
             text = _ESCAPED_PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text)
+        self._lines = {}
+        node = self._composed(text)
+        return None if node is None else self._content(node)
+
+    def _composed(self, text: str) -> yaml.Node | None:
         try:
-            node = yaml.compose(text, Loader=StrictLoader)
+            return yaml.compose(text, Loader=StrictLoader)
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else None
-            raise FileError(f"is not YAML: {error.problem}", path=path, line=line) from None
+            raise FileError(f"is not YAML: {error.problem}", path=self.path, line=line) from None
         except yaml.YAMLError as error:
-            raise FileError(f"is not YAML: {error}", path=path) from None
-        if node is not None:
-            document.content = document._content(node)
-        return document
+            raise FileError(f"is not YAML: {error}", path=self.path) from None
+
+    def _piece(self, text: str) -> Any:
+        """One value of a quick document; its lines mean nothing."""
+        node = self._composed(text)
+        if node is None or (isinstance(node, yaml.CollectionNode) and not node.flow_style):
+            raise NotQuickError  # by itself it is laid out otherwise than behind its key
+        content = self._content(node)
+        self._lines = {}
+        return content
 
     def _content(self, node: yaml.Node) -> Any:
         try:
@@ -73,7 +101,7 @@ class Document:
             raise FileError("refers to itself", path=self.path) from None
 
     def _plain(self, node: yaml.Node, at: KeyPath) -> Any:
-        self.lines[at] = node.start_mark.line + 1
+        self._lines[at] = node.start_mark.line + 1
         if isinstance(node, yaml.MappingNode):
             return self._plain_mapping(node, at)
         if isinstance(node, yaml.SequenceNode):
@@ -82,7 +110,7 @@ class Document:
             return _plain_scalar(node)
         except ValueError:  # an explicit tag, such as `!!int foo`
             problem = f"`{dotted(at)}`: {node.value} is not of the type {node.tag}"
-            raise FileError(problem, path=self.path, line=self.lines[at]) from None
+            raise FileError(problem, path=self.path, line=self._lines[at]) from None
 
     def _plain_mapping(self, node: yaml.MappingNode, at: KeyPath) -> dict[str, Any]:
         content: dict[str, Any] = {}
@@ -90,12 +118,12 @@ class Document:
             key = str(key_node.value)
             line = key_node.start_mark.line + 1
             if key in content:
-                first = self.lines[*at, key]
+                first = self._lines[*at, key]
                 raise FileError(
                     f"`{dotted((*at, key))}` stands twice, first in line {first}", path=self.path, line=line
                 )
             content[key] = self._plain(value_node, (*at, key))
-            self.lines[*at, key] = line
+            self._lines[*at, key] = line
         return content
 
     def line_of(self, at: KeyPath) -> int | None:

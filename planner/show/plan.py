@@ -103,4 +103,4 @@ def _unused(plan: Plan) -> str:
     if not has_unlike_devices(plan) or plan.replicas > 1:
         return words
     unused = sorted(set(range(devices)) - {plan.device_of(stage) for stage in plan.stages})
-    return f"{words}: {', '.join(map(str, unused))}"
+    return f"{words}: {'device' if spare == 1 else 'devices'} {', '.join(map(str, unused))}"

@@ -163,6 +163,8 @@ class _Walk:
         # What goes out of the last layer is held by the engine.
         leaving = np.array([[_leaving(made, layers.end, d) for made in layers.pending] for d in (KEPT, AGAIN)])
         kept, again = layers.held + leaving
+        # A recomputed layer keeps its input, if nobody else may.
+        again += [0.0, *(_handed_on(made, layers.first + n + 1) for n, made in enumerate(layers.pending[:-1]))]
         savings = np.maximum(kept - again, 0.0)
         made = sum(each.bytes[AGAIN] for made in layers.pending for each in made)
         out = float(layers.passed[-1])
@@ -290,6 +292,11 @@ def _leaving(made: Sequence[tuple[int, tuple[float, float]]], end: int, decision
     return sum(size[decision] for until, size in made if until >= end)
 
 
+def _handed_on(made: Sequence[tuple[int, tuple[float, float]]], layer: int) -> float:
+    """What goes into `layer`, and no further, and is not held even if its maker holds what it can."""
+    return sum(size[KEPT] for until, size in made if until == layer)
+
+
 def _behind(per_layer: FloatArray) -> FloatArray:
     """Sums from each layer to the last."""
     sums: FloatArray = np.append(np.cumsum(per_layer[::-1])[::-1], 0.0)
@@ -375,19 +382,24 @@ def least_again_us(
             # A byte less in front of the highest level is one less there, too.
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
-    least = _least_times(most_savings(costs)[span], costs.forward_us[span], firsts - firsts[0], must_go)
+    savings = np.stack(most_savings(costs))[:, span]
+    least = _least_times(savings, costs.forward_us[span], firsts - firsts[0], must_go)
     return least * (1 - _RELATIVE)
 
 
 def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
-    """The fractional knapsack of every stage, as the maximum over prices of a byte; infinite if all is not enough."""
+    """The fractional knapsack of every stage, as the maximum over prices of a byte; infinite if all is not enough.
+
+    `savings` has two rows: of a stage's first layer, and of the others.
+    """
 
     def sums(per_layer: FloatArray) -> FloatArray:
-        before: FloatArray = np.append(0.0, np.cumsum(per_layer))
-        return before[1:][None, :] - before[rows][:, None]
+        through: FloatArray = np.cumsum(per_layer[1])
+        total: FloatArray = through[None, :] + (per_layer[0] - through)[rows][:, None]
+        return total
 
     useful = savings > 0
-    prices = np.unique(times[useful] / savings[useful])
+    prices = np.unique((times / np.where(useful, savings, 1.0))[useful])
     if len(prices) > _MOST_RATIOS:
         prices = prices[np.linspace(0, len(prices) - 1, _MOST_RATIOS).round().astype(np.int64)]
     least = np.zeros_like(must_go)

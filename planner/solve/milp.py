@@ -58,7 +58,7 @@ _WRONG = 1e-6
 """A solver that is off by more has failed."""
 _SCALED_STEP = 1000.0
 _MAX_WORK = 50_000_000
-"""Above so many arcs times states, bounds only count devices: 8 that all differ and 200 layers take 41 million, 10 s."""
+"""Above so many arcs times states, bounds only count devices: 8 unlike ones and 200 layers are 41 million, 10 s."""
 _MAX_TERMS = 1_000_000
 """A programme of more layers summed over all arcs is not tried: PuLP takes 6 us to state and 6 us to pass on each."""
 _SCALARS = ("num_layers", "micro_batches", "counts", "ordered")
@@ -392,10 +392,11 @@ def _solve(problem: ArcProblem, root_us: float, time_limit_s: float | None, solv
         status = "optimal"
     elif programme.lp.sol_status == pulp.LpSolutionIntegerFeasible:
         status = "feasible"
-    elif programme.lp.status == pulp.LpStatusInfeasible:
+    model = programme.lp.solverModel  # CBC runs as a command and leaves none
+    # Out of time before it has begun to branch, CBC too reports an infeasible programme.
+    if programme.lp.status == pulp.LpStatusInfeasible and (model is not None or time_limit_s is None):
         status = "infeasible"
     arcs = programme.plan() if status in ("optimal", "feasible") else ()
-    model = programme.lp.solverModel  # CBC runs as a command and leaves none
     bound_us = float(model.getInfo().mip_dual_bound) * unit_us if model is not None else -math.inf
     return _Solved(status, arcs, bound_us)
 
@@ -406,8 +407,6 @@ def _solver(pulp: Any, name: Solver, time_limit_s: float | None) -> Any:
     if name != "cbc":
         candidates.append(pulp.HiGHS(**options, mip_feasibility_tolerance=1e-9))
     if name != "highs":
-        # CBC takes a plan for better only if it is so by 1e-5, unless told otherwise.
-        options["options"] = ["integerTolerance 1e-9", "increment 1e-9"]
         candidates += [pulp.PULP_CBC_CMD(**options), pulp.COIN_CMD(**options)]
     for candidate in candidates:
         if candidate.available():

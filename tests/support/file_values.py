@@ -1,8 +1,10 @@
 """One value of every kind of file, with every field set, as a tool of ours would write it."""
 
+from dataclasses import replace
+
 from planner.core.balance import Balance, StageBalance
 from planner.core.cluster import ExecutorCost, Link
-from planner.core.plan import Plan
+from planner.core.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
 from planner.core.profile import Device, Environment, Generator, LayerProfile, Model, Profile
 from planner.core.run_report import RunReport, StageRun
 from planner.solve import Request, solve
@@ -93,6 +95,42 @@ def full_plan() -> Plan:
         overhead_us=0.5,
     )
     return solve(full_profile(), Request(inputs=inputs))
+
+
+def fullest_plan() -> Plan:
+    """The same with every field that a plan may have, though no single plan has them all."""
+    plan = full_plan()
+    asked = replace(
+        plan.inputs,
+        speeds=(1.0, 2.5),
+        batch=2 * plan.inputs.batch,
+        inter_link=Link(latency_us=9.0, bytes_per_s=1e9),
+        node_devices=1,
+        allreduce=Link(bytes_per_s=2e9),
+        chunks=2,
+        replicas=2,
+        together=(("h.0", "h.1"),),
+        apart=(("h.1", "h.2"),),
+        any_order=True,
+    )
+    stages = tuple(
+        replace(stage, device=1 - stage.index, recompute="layers", recomputed=(stage.first,)) for stage in plan.stages
+    )
+    return replace(
+        plan,
+        inputs=asked,
+        chunks=2,
+        replicas=2,
+        stages=stages,
+        frontier=(FrontierPoint(micro_batches=2, micro_batch_size=4, replicas=2, devices=2, step_us=1.5, bubble=0.25),),
+        insight=Insight(
+            pace="stage 0",
+            tightest_device=1,
+            free_bytes=5,
+            what_if=(WhatIf(change="one more device", step_us=2.5),),
+            noise=Noise(draws=20, spread=0.01, mean_regret=0.001, worst_regret=0.01, same_plan=0.5),
+        ),
+    )
 
 
 def full_run() -> RunReport:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from planner.files import json_schema, to_plain
-from tests.support.file_values import full_balance, full_plan, full_profile, full_run
+from tests.support.file_values import full_balance, fullest_plan, full_profile, full_run
 
 KINDS: dict[str, Callable[[], Any]] = {
     "profile": full_profile,
-    "plan": full_plan,
+    "plan": fullest_plan,
     "run": full_run,
     "balance": full_balance,
 }

@@ -149,7 +149,7 @@ def explained(planned: Plan | None = None) -> Plan:
             devices=3,
             step_us=step_us * factor,
             samples_per_s=1500.0 / factor,
-            bubble=0.2 * factor,
+            bubble=0.1 * factor,
             peak_bytes=round(60 * MIB * factor),
             recompute_share=0.1,
         )

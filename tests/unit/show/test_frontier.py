@@ -31,9 +31,9 @@ def test_a_row_per_number_of_micro_batches():
     none, two, four, _ = rows(explained())
     assert none.split() == ["1", "16", "-", "no", "plan", "fits", "-", "-", "-", "-"]
     assert none.startswith(" 1 ")
-    assert two.split()[:9] == ["2", "8", "3", *two.split()[3:4], "250.0", "120.0", "%", "360", "MiB"]
+    assert two.split()[:9] == ["2", "8", "3", *two.split()[3:4], "250.0", "60.0", "%", "360", "MiB"]
     assert four.split()[:4] == ["4", "◀", "4", "3"]
-    assert four.split()[5:12] == ["1,500", "20.0", "%", "60.0", "MiB", "10.0", "%"]
+    assert four.split()[5:12] == ["1,500", "10.0", "%", "60.0", "MiB", "10.0", "%"]
 
 
 def test_the_chosen_one_is_marked():

@@ -115,7 +115,7 @@ def test_unused_devices():
     assert "unused" not in plan_text(plan(), (), WIDE)
     assert "unused" not in plan_text(plan(replicas=2), (), WIDE)
     assert "1 of 7 devices left unused\n" in plan_text(plan(replicas=2, devices=7), (), WIDE)
-    assert "1 of 4 devices left unused: 1\n" in plan_text(unlike(), (), WIDE)
+    assert "1 of 4 devices left unused: device 1\n" in plan_text(unlike(), (), WIDE)
     assert "unused" not in plan_text(interleaved(), (), WIDE)
 
 
