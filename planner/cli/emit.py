@@ -45,5 +45,7 @@ def emit(
     order = [read.device_of(stage) for stage in read.stages]
     if order != sorted(order) or order[-1] >= len(order):
         places = ",".join(map(str, order))
-        console.note(f"note: the stages are planned for devices {places}, in this order (CUDA_VISIBLE_DEVICES={places})")
+        console.note(
+            f"note: the stages are planned for devices {places}, in this order (CUDA_VISIBLE_DEVICES={places})"
+        )
     console.next(f"torchrun --nproc-per-node {len(read.stages)} {script}")

@@ -25,9 +25,7 @@ def solve(
     profile: Annotated[
         str, typer.Argument(metavar="[PROFILE]", help="The profile; `-` is standard input.")
     ] = "profile.yaml",
-    devices: Annotated[
-        int | None, typer.Option(metavar="N", help="Devices there are; the plan may use fewer.")
-    ] = None,
+    devices: Annotated[int | None, typer.Option(metavar="N", help="Devices there are; the plan may use fewer.")] = None,
     mem: Annotated[
         str | None, typer.Option(metavar="8GB", help="Memory cap per device, or one each: 24GB,24GB,80GB.")
     ] = None,
@@ -60,9 +58,7 @@ def solve(
             "--link", metavar="25GB/s,5us", help="Links between neighbours; `,blocking` if they do not overlap."
         ),
     ] = None,
-    nodes: Annotated[
-        str | None, typer.Option(metavar="4x8", help="4 nodes of 8 devices, in pipeline order.")
-    ] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="4x8", help="4 nodes of 8 devices, in pipeline order.")] = None,
     inter_link: Annotated[
         str | None, typer.Option(metavar="25GB/s,10us", help="Links between nodes; `--link` is then within a node.")
     ] = None,

@@ -152,9 +152,9 @@ class CostTable:
         storages = np.zeros((len(places), 3))
         for record, weight in records:
             crossing = record.crossing
-            storages += weight * np.array(
-                [crossing[p].bytes if p in crossing else (0.0,) * 3 for p in places]
-            ).reshape(len(places), 3)
+            storages += weight * np.array([crossing[p].bytes if p in crossing else (0.0,) * 3 for p in places]).reshape(
+                len(places), 3
+            )
         until = [max(record.crossing[p].until for record, _ in records if p in record.crossing) for p in places]
 
         def blend(get: Callable[[_Record], FloatArray]) -> FloatArray:

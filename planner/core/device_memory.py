@@ -21,7 +21,15 @@ from planner.core.memory import stage_memory
 from planner.core.plan import Recompute, StageMemory
 from planner.core.schedule import Action, in_flight_profile
 
-__all__ = ["ChunkMemory", "MANY", "chunk_memory", "device_memory", "device_peaks", "moments_of"]
+__all__ = [
+    "MANY",
+    "ChunkMemory",
+    "chunk_memory",
+    "device_memory",
+    "device_peaks",
+    "mini_batch_bytes",
+    "moments_of",
+]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -92,16 +100,27 @@ def chunk_memory(
 
     many, more = at(MANY), at(MANY + 1)
     held = more.in_flight - many.in_flight
+    data = round(mini_batch_bytes(costs, micro_batches, np.array(first), np.array(end)).item())
+    # What the running micro-batch holds is counted as held and, where it is only being made, as working as well: what
+    # is too much comes off its working. What is too little (`except-last` keeps one micro-batch) may be there always.
+    rest = many.in_flight - MANY * held - data
     always = StageMemory.of(
         parameters=many.parameters,
         gradients=many.gradients,
         optimizer=many.optimizer,
         buffers=many.buffers,
-        in_flight=many.in_flight - MANY * held,
+        in_flight=data + max(0, rest),
     )
     transients = costs.optimizer_peak[first:end]
     step = float(transients.sum() if costs.optimizer_peaks_add else transients.max())
-    return ChunkMemory(always, float(held), float(many.transfer), float(many.working), step)
+    return ChunkMemory(always, float(held), float(many.transfer), float(many.working + min(0, rest)), step)
+
+
+def mini_batch_bytes(costs: ChainCosts, micro_batches: int, first: IntArray, end: IntArray) -> FloatArray:
+    """What stages at either end of the chain hold of the whole mini-batch: inputs, targets; in whole bytes."""
+    inputs = np.where(first == 0, costs.input[0], 0.0)
+    held: FloatArray = np.rint(micro_batches * (inputs + np.where(end == costs.num_layers, costs.target, 0.0)))
+    return held
 
 
 def device_peaks(
@@ -113,7 +132,8 @@ def device_peaks(
         Shape (N,), bytes.
     """
     alive = held @ moments.in_flight.T + working[:, moments.running]
-    return always.sum(axis=1) + np.maximum(alive.max(axis=1), optimizer_steps.max(axis=1))
+    peaks: FloatArray = always.sum(axis=1) + np.maximum(alive.max(axis=1), optimizer_steps.max(axis=1))
+    return peaks
 
 
 def device_memory(

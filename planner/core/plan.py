@@ -150,7 +150,7 @@ class Stage:
     __pydantic_config__ = _FORBID
     index: int
     device: int | None = None
-    """Index into `Inputs.memory_bytes`; None where it is the usual one: `index`, modulo K where K devices hold chunks."""
+    """Index into `Inputs.memory_bytes`; None where it is the usual one: `index`, modulo K."""
     first: str
     last: str
     layers: int

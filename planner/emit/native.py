@@ -67,7 +67,7 @@ def _check_runnable(plan: Plan) -> None:
     if plan.replicas > 1:
         raise UsageError(
             f"the bundled executor runs one pipeline, not {plan.replicas} side by side yet",
-            hint=f"solve with `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}` for one of them",
+            hint=f"solve for one: `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}`",
         )
 
 

@@ -76,6 +76,14 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     if len(plan.inputs.speeds) not in (0, plan.inputs.devices) or 0 in plan.inputs.speeds:
         text = f"expected {plan.inputs.devices} speeds above 0, one per device, got {list(plan.inputs.speeds)}"
         yield ("inputs", "speeds"), text, ""
+    if plan.chunks < 1 or len(plan.balance) % plan.chunks:
+        text = f"{len(plan.balance)} stages cannot be {plan.chunks} chunks on each device"
+        yield ("chunks",), text, "solve again"
+    if plan.replicas < 1:
+        yield ("replicas",), "must be at least 1", ""
+    for n, stage in enumerate(plan.stages):
+        if stage.device is not None and stage.device >= plan.inputs.devices:
+            yield ("stages", n, "device"), f"there are devices 0 to {plan.inputs.devices - 1}, got {stage.device}", ""
     if plan.micro_batches < 1:
         yield ("micro_batches",), "must be at least 1", ""
     elif plan.micro_batches * plan.micro_batch_size * plan.replicas != plan.inputs.batch:

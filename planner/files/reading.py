@@ -180,7 +180,9 @@ def _schema(document: Document, wanted: str | None) -> str:
     if not isinstance(found, str):
         found = json.dumps(found)
     if wanted is not None and found in _TYPES and found != wanted:
-        raise FileError(f"is a {_kind(found)}, a {_kind(wanted)} is needed", path=document.path, line=document.lines["schema",])
+        raise FileError(
+            f"is a {_kind(found)}, a {_kind(wanted)} is needed", path=document.path, line=document.lines["schema",]
+        )
     if found not in _TYPES:
         same_kind = [name for name in _TYPES if _kind(name) == _kind(str(found))]
         known = wanted or (same_kind[0] if same_kind else " or ".join(_TYPES))

@@ -96,9 +96,7 @@ class Case:
     @cached_property
     def bound_us(self) -> float:
         """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here."""
-        forward, backward = (
-            self._bottleneck_us(times) for times in (self.costs.forward_us, self.costs.backward_us)
-        )
+        forward, backward = (self._bottleneck_us(times) for times in (self.costs.forward_us, self.costs.backward_us))
         if self.schedule == "gpipe":
             return self.work_us + (self.micro_batches - 1) * (forward + backward)
         pair = self._bottleneck_us(self.costs.forward_us + self.costs.backward_us)

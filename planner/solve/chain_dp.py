@@ -260,9 +260,7 @@ class LabelSearch:
         end = np.array([self.problem.num_layers])
         return _Level(end, nowhere, nowhere.astype(np.int8), (zero,) * self.law.size, zero, (zero,))
 
-    def _next_level(
-        self, labels: _Level, level: int, upper_us: float, best_rank: tuple[float, ...] | None
-    ) -> _Level:
+    def _next_level(self, labels: _Level, level: int, upper_us: float, best_rank: tuple[float, ...] | None) -> _Level:
         """All labels with one more stage in front that can still rank before the best."""
         parts = [
             self._extended(labels, block, (level, way), upper_us, best_rank)

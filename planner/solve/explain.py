@@ -57,6 +57,15 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
         count = min(filter(None, map(_smallest_count, cases)), default=None)
         if count is not None and count[0] > inputs.devices:
             yield f"`--devices {count[0]}` fits in {format_bytes(inputs.memory_bytes[0])} (M = {count[1]})"
+    yield from _other_choices(asking)
+    for name, profile in _other_optimizers(asking.profile):
+        if _some_fits(asking, profile, inputs, asking.micro_batches):
+            yield f"with {name} as optimizer it fits: profile with `--optimizer {name}`"
+            break
+
+
+def _other_choices(asking: Asking) -> Iterator[str]:
+    inputs = asking.inputs
     if asking.micro_batches is not None:
         others = _with_one_chunk(asking.cases_for(asking.profile, inputs, None))
         more = min((case.micro_batches for case in others if _fits(case)), default=None)
@@ -64,16 +73,16 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
             yield f"M = {more} fits: leave `--micro-batches` out"
     if inputs.recompute not in ("auto", "layers"):
         free = replace(inputs, recompute="auto")
-        if any(map(_fits, _with_one_chunk(asking.cases_for(asking.profile, free, asking.micro_batches)))):
+        if _some_fits(asking, asking.profile, free, asking.micro_batches):
             yield "`--recompute auto` fits"
     if inputs.schedule in ("gpipe", "interleaved"):
         other = replace(inputs, schedule="1f1b", chunks=1, recompute="auto")
-        if any(map(_fits, asking.cases_for(asking.profile, other, asking.micro_batches))):
+        if _some_fits(asking, asking.profile, other, asking.micro_batches):
             yield "`--schedule 1f1b` fits"
-    for name, profile in _other_optimizers(asking.profile):
-        if any(map(_fits, _with_one_chunk(asking.cases_for(profile, inputs, asking.micro_batches)))):
-            yield f"with {name} as optimizer it fits: profile with `--optimizer {name}`"
-            break
+
+
+def _some_fits(asking: Asking, profile: Profile, inputs: Inputs, micro_batches: int | None) -> bool:
+    return any(map(_fits, _with_one_chunk(asking.cases_for(profile, inputs, micro_batches))))
 
 
 def _with_one_chunk(cases: Sequence[Case]) -> list[Case]:

@@ -132,9 +132,7 @@ def _first_by_rank(search: LabelSearch, upper_us: float, best: Found | None) -> 
     size = search.problem.num_layers * search.problem.num_stages
     for most_labels in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
         rank = best.rank if best is not None else None
-        found = search.run(
-            upper_us=upper_us, most_labels=most_labels, best_rank=rank, most_in_level=_MOST_TIED_LABELS
-        )
+        found = search.run(upper_us=upper_us, most_labels=most_labels, best_rank=rank, most_in_level=_MOST_TIED_LABELS)
         best = found or best
     return best
 

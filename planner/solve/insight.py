@@ -55,9 +55,7 @@ def frontier_of(profile: Profile, request: Request) -> tuple[FrontierPoint, ...]
 
 def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
     """What binds `plan`, the answer to `request`, and what would change it."""
-    free = [
-        plan.stages[d].memory_bytes - need for d, need in enumerate(plan.device_bytes())
-    ]
+    free = [plan.stages[d].memory_bytes - need for d, need in enumerate(plan.device_bytes())]
     tightest = int(np.argmin(free))
     return Insight(
         pace=_pace(profile, plan),

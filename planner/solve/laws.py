@@ -118,22 +118,17 @@ class GPipeLaw:
         """See `Law`."""
         longest, most, total, done, tail = label
         link = stages.link
-        total, most, done = self._pass(total, most, done, link, link, link)
+        so_far = self._pass((total, most, done), link, link, link)
         longest = np.maximum(np.maximum(longest, link), stages.forward)
         hidden = stages.forward + stages.last_backward + 2 * link + stages.received
-        total, most, done = self._pass(total, most, done, stages.forward, stages.backward, stages.last_backward)
+        total, most, done = self._pass(so_far, stages.forward, stages.backward, stages.last_backward)
         return longest, most, total, done, np.maximum(stages.own, tail - hidden)
 
     def _pass(
-        self,
-        total: FloatArray,
-        most: FloatArray,
-        done: FloatArray,
-        ahead: FloatArray,
-        p: FloatArray,
-        q: FloatArray,
+        self, so_far: tuple[FloatArray, FloatArray, FloatArray], ahead: FloatArray, p: FloatArray, q: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         # Both flow shops are summed up in one: a machine's forward time is simply waited for.
+        total, most, done = so_far
         total, most = total + ahead + p, np.maximum(most, p)
         done = done + ahead
         if self._extra > 0:
@@ -153,7 +148,7 @@ class GPipeLaw:
 
     def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
         """See `Law`."""
-        longest, most, total, done, tail = label
+        longest, _, total, done, tail = label
         if self._extra > 0:
             # The last micro-batch follows the others through the slowest stage in front, if it is in front.
             done = np.maximum(done, total + self._extra * ahead.least["backward"])

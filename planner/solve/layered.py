@@ -27,37 +27,44 @@ _ROUNDS = 400
 
 def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: float | None = None) -> Answer:
     """The fastest partition found that beats `upper_us`, and what none can beat; raises as `gpipe_answer`."""
-    layers = LayerTimes(case.costs, case.micro_batches)
-    case = replace(case, layers=layers)
-    best: Partition | None = None
-    bound_us = case.bound_us
-    windows = Windows(case)
-    windows.widen(upper_us)
+    search = _Search(replace(case, layers=LayerTimes(case.costs, case.micro_batches)), upper_us, deadline)
     try:
-        for _ in range(_ROUNDS):
-            found = _best(case, windows.width, upper_us, deadline)
-            if found is None:
-                if windows.widen(upper_us):
-                    continue
-                bound_us = upper_us
-                break
-            partition = _with_layers(case, layers, found)
-            if partition is not None:
-                time_us = step_us(case.costs, partition, case.cluster)
-                if time_us < upper_us:
-                    best, upper_us = partition, time_us
-            # Once the window is wide enough for the best plan known, what the programme finds is a bound for all.
-            if windows.widen(upper_us):
-                continue
-            bound_us = min(upper_us, max(bound_us, found.step_us))
-            if bound_us >= upper_us * (1 - 1e-12):
-                break
+        search.run()
     except OutOfTimeError:
-        if best is None:
+        if search.best is None:
             raise
-    if best is None:
-        return Answer(case, None, np.inf, bound_us, DYNAMIC_PROGRAMME)
-    return Answer(case, best, upper_us, min(bound_us, upper_us), DYNAMIC_PROGRAMME)
+    step_us = search.upper_us if search.best is not None else np.inf
+    return Answer(case, search.best, step_us, min(search.bound_us, search.upper_us), DYNAMIC_PROGRAMME)
+
+
+class _Search:
+    def __init__(self, case: Case, upper_us: float, deadline: float | None) -> None:
+        self._case = case
+        self._deadline = deadline
+        self.upper_us = upper_us
+        self.bound_us = case.bound_us
+        self.best: Partition | None = None
+
+    def run(self) -> None:
+        windows = Windows(self._case)
+        windows.widen(self.upper_us)
+        for _ in range(_ROUNDS):
+            found = _best(self._case, windows.width, self.upper_us, self._deadline)
+            if found is not None:
+                self._take(found)
+            # Once the window is wide enough for the best plan known, what the programme finds is a bound for all.
+            if windows.widen(self.upper_us):
+                continue
+            self.bound_us = self.upper_us if found is None else max(self.bound_us, found.step_us)
+            if self.bound_us >= self.upper_us * (1 - 1e-12):
+                return
+
+    def _take(self, found: Found) -> None:
+        partition = _with_layers(self._case, found)
+        if partition is not None:
+            time_us = step_us(self._case.costs, partition, self._case.cluster)
+            if time_us < self.upper_us:
+                self.best, self.upper_us = partition, time_us
 
 
 def _best(case: Case, width: int, upper_us: float, deadline: float | None) -> Found | None:
@@ -68,8 +75,10 @@ def _best(case: Case, width: int, upper_us: float, deadline: float | None) -> Fo
     return best
 
 
-def _with_layers(case: Case, layers: LayerTimes, found: Found) -> Partition | None:
+def _with_layers(case: Case, found: Found) -> Partition | None:
     """The partition with the layers it recomputes; None if a stage does not fit after all."""
+    layers = case.layers
+    assert layers is not None  # this module gives it to every case
     recomputed = []
     for k, (first, end) in enumerate(zip(found.cuts[:-1], found.cuts[1:], strict=True)):
         choice = layers.exact(first, end, case.caps_bytes[0 if case.alike else k]) if found.choices[k] == LAYERS else ()

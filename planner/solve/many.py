@@ -5,7 +5,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.device_memory import MANY, device_peaks, moments_of
+from planner.core.device_memory import MANY, device_peaks, mini_batch_bytes, moments_of
 from planner.core.makespan import makespans
 from planner.core.memory import interval_memory
 from planner.core.plan import Recompute
@@ -81,9 +81,7 @@ class Many:
 
     def _tail_us(self, first: IntArray, end: IntArray, hidden: FloatArray) -> FloatArray:
         own = np.stack(
-            [
-                self._afterwards.own_us(first[:, s], end[:, s], float(self._speeds[s])) for s in range(self.num_stages)
-            ],
+            [self._afterwards.own_us(first[:, s], end[:, s], float(self._speeds[s])) for s in range(self.num_stages)],
             axis=1,
         )
         per_device = own.reshape(len(own), self.case.chunks, self.num_devices).sum(axis=1)
@@ -101,9 +99,12 @@ class Many:
         over = np.zeros(len(cuts))
         for device, row in enumerate(self.actions):
             mine = slice(device, None, self.num_devices)
-            fits = inside[:, mine].all(axis=1)
-            parts = (np.where(fits[:, None], part[:, mine], 0.0) for part in (always, held, working, steps))
-            peaks = np.where(fits, device_peaks(*parts, moments_of(row, self.case.chunks)), np.inf)
+            known = np.asarray(inside[:, mine].all(axis=1))
+            there, each, busy, stepping = (
+                np.where(known[:, None], part[:, mine], 0.0) for part in (always, held, working, steps)
+            )
+            peaks = device_peaks(there, each, busy, stepping, moments_of(row, self.case.chunks))
+            peaks = np.where(known, peaks, np.inf)
             over = np.maximum(over, peaks - self.case.caps_bytes[device])
         return over
 
@@ -133,7 +134,9 @@ def _chunk_parts(case: Case, firsts: IntArray, stop: int, recompute: Recompute) 
     )
     held = np.rint(more.in_flight) - np.rint(many.in_flight)
     static = np.rint(many.parameters) + np.rint(many.gradients) + np.rint(many.optimizer) + np.rint(many.buffers)
-    always = static + np.rint(many.in_flight) - MANY * held
+    data = mini_batch_bytes(case.costs, case.micro_batches, firsts[:, None], np.arange(firsts[0], stop)[None, :] + 1)
+    rest = np.rint(many.in_flight) - MANY * held - data
+    always = static + data + np.maximum(rest, 0.0)
     transients = case.costs.optimizer_peak[firsts[0] : stop]
     before = prefix(transients)
     rows = (firsts - firsts[0])[:, None]
@@ -141,4 +144,4 @@ def _chunk_parts(case: Case, firsts: IntArray, stop: int, recompute: Recompute) 
         steps = before[1:][None, :] - before[rows]
     else:
         steps = np.maximum.accumulate(np.where(np.arange(len(transients)) >= rows, transients, 0.0), axis=1)
-    return always, held, np.rint(many.transfer) + np.rint(many.working), steps
+    return always, held, np.rint(many.transfer) + np.rint(many.working) + np.minimum(rest, 0.0), steps

@@ -89,7 +89,7 @@ class DeviceTable:
     @property
     def width(self) -> int:
         """Layers of the longest stage."""
-        return self.choice.shape[1]
+        return int(self.choice.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +81,7 @@ class _Arcs:
             hidden_us=columns[8],
         )
 
-    def _rows(self, width: int) -> Iterator[tuple[NDArray[np.float64], ...]]:
+    def _rows(self, width: int) -> Iterator[tuple[NDArray[Any], ...]]:
         case = self._case
         if self._classes:
             for n, devices in enumerate(self._classes):
@@ -107,7 +108,7 @@ class _Arcs:
         )
 
 
-def _arcs_of(problem: ChainProblem, level: int, device: int) -> tuple[NDArray[np.float64], ...]:
+def _arcs_of(problem: ChainProblem, level: int, device: int) -> tuple[NDArray[Any], ...]:
     stages = problem.stages(level, 0, np.arange(problem.num_layers + 1))
     row, column = np.nonzero(np.isfinite(stages.forward))
     at = stages.at(row, column)

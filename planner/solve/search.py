@@ -163,7 +163,9 @@ def _replica_counts(inputs: Inputs) -> list[int]:
     return [r for r in range(1, inputs.devices + 1) if inputs.batch % r == 0]
 
 
-def _schedules(inputs: Inputs, micro_batches: int, num_layers: int, replicas: int) -> Iterator[tuple[Schedule, int, int]]:
+def _schedules(
+    inputs: Inputs, micro_batches: int, num_layers: int, replicas: int
+) -> Iterator[tuple[Schedule, int, int]]:
     """Schedule, chunks, and how many devices a pipeline may have at most."""
     devices = min(inputs.devices // replicas, num_layers)
     if inputs.schedule in ("gpipe", "auto"):
@@ -193,7 +195,7 @@ def micro_batch_counts(profile: Profile, request: Request, *, replicas: int = 1)
     if request.micro_batches is not None and request.micro_batches not in divisors and alone:
         raise UsageError(
             f"a batch of {batch} cannot be split into {request.micro_batches} equal micro-batches",
-            hint=f"M must divide the batch{' of each replica' * (replicas > 1)}: one of {', '.join(map(str, divisors))}",
+            hint=f"M must divide {'its' if replicas > 1 else 'the'} batch: one of {', '.join(map(str, divisors))}",
         )
     wanted = [m for m in divisors if request.micro_batches in (None, m)]
     counts = tuple(m for m in wanted if covers(profile, batch // m, extrapolate=inputs.extrapolate))
@@ -212,7 +214,9 @@ def _named(groups: Sequence[Sequence[str]], names: Sequence[str], option: str) -
         return positions(groups, names)
     except KeyError as error:
         near = f'the layers are "{names[0]}" to "{names[-1]}"; `gpipe-plan show` lists them'
-        raise UsageError(f'`{option}` names the layer "{error.args[0]}", the profile has no such layer', hint=near) from None
+        raise UsageError(
+            f'`{option}` names the layer "{error.args[0]}", the profile has no such layer', hint=near
+        ) from None
 
 
 def _check_request(profile: Profile, request: Request) -> None:

@@ -103,12 +103,10 @@ class _Search:
                 least_us = found.step_us
                 self._actions_left -= _FIRST_TIME * self._actions(many, 1)
                 for start in {found.cuts, search.min_max("pair"), search.min_max("backward")} - {None}:
-                    if self._actions_left > 0:
+                    if self._actions_left > 0 or self.best is None:
                         self._improve_cuts(many, problem, np.array([start]))
                 if least_us < self.upper_us * (1 - 1e-9) and not self._all_below(many, search):
                     self.bound_us = min(self.bound_us, least_us)
-                if self._actions_left <= 0:
-                    break
 
     def _least_us(self, count: int) -> float:
         """Below every partition into so many stages, and not larger for more of them."""
@@ -175,8 +173,8 @@ class _Search:
         num_layers, num_stages = self.case.costs.num_layers, many.num_stages
         if comb(num_layers - 1, num_stages - 1) * len(allowed) ** num_stages > self._affordable(many):
             return False
-        for cuts in _blocks(_all_cuts(num_layers, num_stages), 256):
-            cuts = cuts[self._wanted(cuts)]
+        for block in _blocks(_all_cuts(num_layers, num_stages), 256):
+            cuts = block[self._wanted(block)]
             options = np.array(list(product(allowed, repeat=num_stages)))
             every = np.repeat(cuts, len(options), axis=0)
             choices = np.tile(options, (len(cuts), 1))
@@ -231,7 +229,8 @@ class _Search:
         return many.step_us(cuts, choices)
 
     def _wanted(self, cuts: IntArray) -> NDArray[np.bool_]:
-        wanted: NDArray[np.bool_] = ~self.case.rules.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1)
+        forbidden = np.asarray(self.case.rules.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1))
+        wanted: NDArray[np.bool_] = ~forbidden
         return wanted
 
     # ---- both
@@ -239,9 +238,10 @@ class _Search:
     def _take(self, many: Many, cuts: IntArray, choices: IntArray, over: FloatArray | None = None) -> FloatArray:
         """Simulates partitions that fit, and keeps the best; the step times, infinite for those that do not fit."""
         step_us = np.full(len(cuts), inf)
-        fits = (choices != NOWHERE).all(axis=1)
+        fits: NDArray[np.bool_] = np.asarray((choices != NOWHERE).all(axis=1))
         if self.case.schedule == "interleaved":
-            fits &= (many.over_bytes(cuts, choices) if over is None else over) <= 0
+            over = many.over_bytes(cuts, choices) if over is None else over
+            fits = fits & (over <= 0)
         if not fits.any():
             return step_us
         self._actions_left -= self._actions(many, int(fits.sum()))

@@ -462,9 +462,7 @@ def _cuts(num_layers: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=512)
-def _with_choices(
-    cuts: tuple[tuple[int, ...], ...], counts: tuple[tuple[int, ...], ...]
-) -> tuple[IntArray, IntArray]:
+def _with_choices(cuts: tuple[tuple[int, ...], ...], counts: tuple[tuple[int, ...], ...]) -> tuple[IntArray, IntArray]:
     """Every way to recompute in every stage, for all cuts."""
     rows = [(cut, choice) for cut, num in zip(cuts, counts, strict=True) for choice in product(*map(range, num))]
     return np.array([cut for cut, _ in rows]), np.array([choice for _, choice in rows])

@@ -58,7 +58,7 @@ class Features:
 
 
 @st.composite
-def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:  # noqa: B008 - frozen
+def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:
     """L up to 6, K up to 4, batch up to 8, one or several micro-batch sizes, caps, links, overheads, exact records."""
     batch = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 8, 8]))
     sizes = draw(st.sampled_from([(batch,), (1,), (1, batch), (1, 2, batch)]))

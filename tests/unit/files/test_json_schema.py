@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.files import json_schema, to_plain
-from tests.support.file_values import full_balance, fullest_plan, full_profile, full_run
+from tests.support.file_values import full_balance, full_profile, full_run, fullest_plan
 
 KINDS: dict[str, Callable[[], Any]] = {
     "profile": full_profile,

@@ -16,7 +16,7 @@ from planner.core.verdict import judge
 from planner.files import dump, read, read_balance, read_plan, read_profile, read_run, to_plain, write
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer
-from tests.support.file_values import full_balance, fullest_plan, full_profile, full_run
+from tests.support.file_values import full_balance, full_profile, full_run, fullest_plan
 from tests.support.profiles import inputs_of, profile_of
 
 KINDS: list[tuple[Callable[[], Any], Callable[[str], Any]]] = [
@@ -104,7 +104,10 @@ def test_a_value_survives_being_written_and_read(
     if read_kind is read_plan:
         plan = make()
         names = ("h.0", "h.1", "h.2", "h.3", "h.4")
-        assert (read_plan(path).inputs, Partition.of(read_plan(path), names)) == (plan.inputs, Partition.of(plan, names))
+        assert (read_plan(path).inputs, Partition.of(read_plan(path), names)) == (
+            plan.inputs,
+            Partition.of(plan, names),
+        )
     else:
         assert read(path) == make()
 
@@ -237,7 +240,9 @@ def test_times_of_a_tenth_of_a_microsecond_survive(time_us: float, tmp_path: Pat
 def test_a_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
     """`1e9` and `2.5E+10`, which PyYAML takes for strings."""
     path = tmp_path / "plan.yaml"
-    path.write_text(dump(fullest_plan()).replace("bytes_per_s: 25000000000.0", "bytes_per_s: 2.5E+10"), encoding="utf-8")
+    path.write_text(
+        dump(fullest_plan()).replace("bytes_per_s: 25000000000.0", "bytes_per_s: 2.5E+10"), encoding="utf-8"
+    )
     assert read_plan(str(path)).inputs.link.bytes_per_s == 2.5e10
     profile = tmp_path / "profile.yaml"
     profile.write_text(dump(profile_of([7.0])).replace("forward_us: [7.0]", "forward_us: [1e9]"), encoding="utf-8")

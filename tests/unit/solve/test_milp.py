@@ -278,6 +278,17 @@ def test_out_of_time_with_no_plan_so_far_there_is_still_a_bound(
     assert 0.5 * step < answer.bound_us <= step
 
 
+def test_out_of_time_cbc_is_not_believed_that_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped before it branches, it writes "Pre-processing says infeasible or unbounded" of feasible programmes."""
+    monkeypatch.setattr(milp, "_narrow", all_arcs)
+    monkeypatch.setattr(
+        pulp.PULP_CBC_CMD, "actualSolve", lambda _, programme: programme.assignStatus(pulp.LpStatusInfeasible)
+    )
+    problem = random_problem(2, "alike")
+    assert solve_arcs(problem, solver="cbc", time_limit_s=1.0).status == "unknown"
+    assert solve_arcs(problem, solver="cbc").status == "infeasible"
+
+
 def test_a_programme_too_large_to_state_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan and the bound known before it are the answer."""
     monkeypatch.setattr(milp, "_MAX_TERMS", 0)
