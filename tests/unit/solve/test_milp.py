@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from planner.solve import arcs as arc_bounds
 from planner.solve import milp
 from planner.solve.milp import ArcProblem, MilpAnswer, Solver, solve_arcs, step_us
 
@@ -138,15 +139,15 @@ def chain_problem(num_layers: int, counts: tuple[int, ...], micro_batches: int) 
 
 
 def all_arcs(problem: ArcProblem, upper_us: float) -> tuple[tuple[int, ...], NDArray[np.int64], NDArray[np.float64]]:
-    """In place of `_narrow`: no plan at hand, and every arc that is on some path."""
-    return (), *milp._prune(problem, np.inf)
+    """In place of `narrow`: no plan at hand, and every arc that is on some path."""
+    return (), *arc_bounds._prune(problem, np.inf)
 
 
 @pytest.fixture(params=["narrowed", "whole"])
 def _arcs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the bounds may drop arcs before the programme is stated."""
     if request.param == "whole":
-        monkeypatch.setattr(milp, "_narrow", all_arcs)
+        monkeypatch.setattr(milp, "narrow", all_arcs)
 
 
 def check(problem: ArcProblem, answer: MilpAnswer) -> None:
@@ -181,7 +182,7 @@ def test_the_plan_is_the_best_of_all_paths_for_any_problem(seed: int, kind: str,
     problem = random_problem(seed, kind, micro_batches=micro_batches)
     check(problem, solve_arcs(problem))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(milp, "_narrow", all_arcs)
+        patch.setattr(milp, "narrow", all_arcs)
         check(problem, solve_arcs(problem))
 
 
@@ -220,7 +221,7 @@ def test_where_the_sets_of_devices_are_too_many_they_are_only_counted(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looser bounds, the same plan."""
-    monkeypatch.setattr(milp, "_MAX_WORK", 0)
+    monkeypatch.setattr(arc_bounds, "_MAX_WORK", 0)
     problem = random_problem(seed, "classes")
     check(problem, solve_arcs(problem))
 
@@ -272,7 +273,7 @@ def test_out_of_time_with_no_plan_so_far_there_is_still_a_bound(
     """The bound that is known before the solver starts."""
     problem = chain_problem(30, (3, 3, 3), 3)
     step = solve_arcs(problem, time_limit_s=0.01).step_us
-    monkeypatch.setattr(milp, "_narrow", all_arcs)
+    monkeypatch.setattr(milp, "narrow", all_arcs)
     answer = solve_arcs(problem, time_limit_s=0.001, solver=solver)
     assert (answer.status, answer.arcs, answer.step_us) == ("unknown", (), np.inf)
     assert 0.5 * step < answer.bound_us <= step
@@ -280,7 +281,7 @@ def test_out_of_time_with_no_plan_so_far_there_is_still_a_bound(
 
 def test_out_of_time_cbc_is_not_believed_that_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped before it branches, it writes "Pre-processing says infeasible or unbounded" of feasible programmes."""
-    monkeypatch.setattr(milp, "_narrow", all_arcs)
+    monkeypatch.setattr(milp, "narrow", all_arcs)
     monkeypatch.setattr(
         pulp.PULP_CBC_CMD, "actualSolve", lambda _, programme: programme.assignStatus(pulp.LpStatusInfeasible)
     )
@@ -326,7 +327,7 @@ def test_a_solver_that_contradicts_a_plan_at_hand_is_not_believed(monkeypatch: p
 def test_bounds_are_never_above_a_plan(seed: int) -> None:
     """Each arc's bound is at most the step time of the best path through it."""
     problem = random_problem(seed, KINDS[seed % len(KINDS)])
-    least = milp._least_us(problem)
+    least = arc_bounds._least_us(problem)
     best = np.full(len(least), np.inf)
     for path in paths(problem):
         for arc in path:
