@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 __all__ = ["digest_of", "to_plain"]
@@ -10,23 +12,35 @@ __all__ = ["digest_of", "to_plain"]
 
 def to_plain(value: Any) -> Any:
     """Dataclasses to plain dicts and lists, optional fields that hold nothing left out."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if _says_something(f, value)}
-    if isinstance(value, (tuple, list)):
-        return [to_plain(item) for item in value]
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is tuple or kind is list:
+        return [item if type(item) in _ATOMS else to_plain(item) for item in value]
+    if kind is dict:
         return {key: to_plain(item) for key, item in value.items()}
+    if is_dataclass(kind):
+        values = ((name, getattr(value, name), left_out) for name, left_out in _fields_of(kind))
+        return {name: to_plain(item) for name, item, left_out in values if left_out is None or not left_out(item)}
     return value
 
 
-def _says_something(field: "Field[Any]", owner: Any) -> bool:
-    value = getattr(owner, field.name)
-    has_default = field.default is not MISSING or field.default_factory is not MISSING
-    if not has_default:
-        return True
-    if getattr(owner, "__compact__", False) or field.name in getattr(owner, "__quiet__", ()):
-        return bool(value != field.default)
-    return value is not None and value not in ("", (), {})
+_ATOMS = frozenset({int, float, str, bool, type(None)})
+
+
+@cache
+def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ...]:
+    """Names of the fields, and when one is left out: None for never. A profile has a hundred thousand of them."""
+    return tuple((field.name, _left_out(field, kind)) for field in fields(kind))
+
+
+def _left_out(field: "Field[Any]", kind: type) -> Callable[[Any], bool] | None:
+    if field.default is MISSING and field.default_factory is MISSING:
+        return None
+    if getattr(kind, "__compact__", False) or field.name in getattr(kind, "__quiet__", ()):
+        default = field.default
+        return lambda value: bool(value == default)
+    return lambda value: value is None or value in ("", (), {})
 
 
 def digest_of(value: Any, *, leave_out: tuple[str, ...] = ("generator",)) -> str:

@@ -13,9 +13,10 @@ from planner.files.strict_yaml import KeyPath, Problem
 __all__ = ["problems_of"]
 
 
-def problems_of(value: Profile | Plan | RunReport | Balance) -> Iterator[Problem]:
-    """Everything that makes no sense in `value`."""
-    yield from _bad_numbers(value, ())
+def problems_of(value: Profile | Plan | RunReport | Balance, *, every_number: bool = True) -> Iterator[Problem]:
+    """Everything that makes no sense in `value`; `every_number` is false where none can be out of bounds."""
+    if every_number:
+        yield from _bad_numbers(value, ())
     if isinstance(value, Profile):
         yield from _profile_problems(value)
     elif isinstance(value, Plan):

@@ -1,6 +1,7 @@
 """Files to values: a strict reader, pydantic in strict JSON mode, checks of meaning; errors name file, line and key."""
 
 import json
+import re
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -70,16 +71,21 @@ def _read(path: str, wanted: str | None) -> Value:
     if schema == RUN_SCHEMA:
         _read_losses(document.content)
     try:
-        value = TypeAdapter(_TYPES[schema]).validate_json(json.dumps(document.content), strict=True)
+        text = json.dumps(document.content)
+        value = TypeAdapter(_TYPES[schema]).validate_json(text, strict=True)
     except ValidationError as error:
         keys = _Keys(_TYPES[schema])
         raise document.refuse(
             _most_telling([_explain(e, document, keys) for e in error.errors(include_url=False)])
         ) from None
-    problems = list(problems_of(value))
+    problems = list(problems_of(value, every_number=_ODD_NUMBER.search(text) is not None))
     if problems:
         raise document.refuse(problems)
     return value
+
+
+_ODD_NUMBER = re.compile(r"[:,\[] -?\d[\d.]*[eE]|[:,\[] ?-|\d{18}|Infinity|NaN")
+"""What a number looks like that may be negative or very large. Most files have none, and are spared a look at each."""
 
 
 def _read_text(path: str, wanted: str | None) -> str:

@@ -21,7 +21,7 @@ _EQUAL = 1e-9
 
 _FEW_LABELS = 4
 
-_MOST_TO_TELL_APART = 1_000_000
+_MOST_TO_TELL_APART = 150_000
 """Layers times stages beyond which plans of equal step time are told apart among the most promising few only."""
 
 _MOST_TIED_LABELS = 3000

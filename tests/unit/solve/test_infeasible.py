@@ -5,14 +5,13 @@ import re
 
 import pytest
 
-from planner.core.costs import costs_at
 from planner.core.errors import InfeasibleError
 from planner.core.plan import Inputs
 from planner.core.profile import Profile
 from planner.core.units import parse_bytes
 from planner.solve import Request, solve
 from planner.solve.explain import smallest_cap_bytes
-from planner.solve.intervals import IntervalMemories
+from planner.solve.search import cases_of
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import inputs_of, profile_of
 
@@ -294,12 +293,15 @@ def test_the_smallest_cap_of_given_cuts_is_theirs() -> None:
 
 
 def test_the_smallest_cap_is_that_of_the_best_cut() -> None:
-    """Against trying every cap that a stage can need."""
+    """It is feasible, and a byte less is not; with and without a reserve, and under 1F1B, where stages differ."""
     for seed in range(6):
-        profile = random_profile(seed, 6)
-        need = IntervalMemories.of(costs_at(profile, 1), micro_batches=2, policy="auto").smallest()
+        profile = random_profile(seed, 6, exact=seed % 2 == 0)
         for devices in (1, 2, 3):
-            cap = smallest_cap_bytes(need, devices)
-            request = Request(inputs=inputs_of(devices, 2, memory_bytes=cap), micro_batches=2)
-            assert feasible(profile, request)
-            assert not feasible(profile, with_cap(request, cap - 1))
+            for schedule, reserve in (("gpipe", 0), ("gpipe", 70), ("1f1b", 0)):
+                inputs = dataclasses.replace(inputs_of(devices, 3, reserve_bytes=reserve), schedule=schedule)
+                (case,) = cases_of(profile, Request(inputs=inputs, micro_batches=3))
+                cap = smallest_cap_bytes(case)
+                request = with_cap(Request(inputs=inputs, micro_batches=3), int(cap))
+                assert cap == int(cap)
+                assert feasible(profile, request)
+                assert not feasible(profile, with_cap(request, int(cap) - 1))

@@ -1,0 +1,140 @@
+"""Where nothing fits, what the error says would fit does, and one step less does not: by brute force."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from planner.core.errors import InfeasibleError
+from planner.core.profile import Profile
+from planner.core.units import parse_bytes
+from planner.solve import Request, solve
+from tests.support.brute_force import Space
+from tests.support.random_problems import Features, Problem, problems
+
+CAP = re.compile(r"with (\d+) devices? the smallest `--mem` is ([0-9.]+\w+) \((?:(\d+) replicas, )?M = (\d+)\)")
+DEVICES = re.compile(r"`--devices (\d+)` fits in .* \(M = (\d+)\)")
+COUNT = re.compile(r"M = (\d+) fits: leave")
+OPTIMIZER = re.compile(r"with (\w+) as optimizer it fits")
+
+TOO_TIGHT = (0.98, 0.9, 0.7, 0.5)
+SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
+
+GPIPE = Features(caps=TOO_TIGHT, unlike=True)
+RULES = Features(caps=TOO_TIGHT, rules=True, tied=True)
+ONE_FORWARD_ONE_BACKWARD = Features(caps=TOO_TIGHT, schedules=("1f1b",), unlike=True)
+INTERLEAVED = Features(caps=TOO_TIGHT, schedules=("interleaved",), chunks=(2, 1, 0))
+EVERYTHING = Features(
+    caps=TOO_TIGHT, schedules=("auto", "1f1b", "gpipe"), chunks=(0, 1, 2), replicas=(0, 1, 2), rules=True
+)
+
+
+def explained(problem: Problem) -> bool:
+    """Whether the problem is infeasible; if so, everything that its error says is true."""
+    assert not problem.space.any_fits() or problem.space.best() is not None
+    try:
+        solve(problem.profile, Request(inputs=problem.inputs, micro_batches=problem.micro_batches))
+    except InfeasibleError as error:
+        assert not problem.space.any_fits()
+        assert re.search(r"-\d|inf|nan", error.message) is None, error.message
+        _caps_are_true(problem, error.hint)
+        _device_counts_are_true(problem, error.hint)
+        _options_are_true(problem, error.hint)
+        _optimizers_are_true(problem, error.hint)
+        return True
+    assert problem.space.any_fits()
+    return False
+
+
+def _space(problem: Problem, **changes: object) -> Space:
+    """All plans for the same question with other inputs."""
+    return Space(problem.profile, replace(problem.inputs, **changes), micro_batches=problem.micro_batches)
+
+
+def _caps_are_true(problem: Problem, hint: str) -> None:
+    """The cap that is named is the smallest one, rounded up to what `--mem` shows of it, and holds with its M and R."""
+    smallest = problem.space.smallest_cap_bytes()
+    named = CAP.search(hint)
+    assert (named is not None) == (smallest < float("inf")), hint
+    if named is None:
+        return
+    cap = parse_bytes(named[2])
+    assert int(named[1]) == problem.inputs.devices
+    shown = 1 if cap < 1000 else 10
+    assert smallest <= cap < smallest + shown, f"{hint}, but the smallest is {smallest}"
+    space = problem.space.under((cap,) * problem.inputs.devices)
+    assert space.only(micro_batches=int(named[4]), replicas=int(named[3]) if named[3] else None).any_fits(), hint
+    less = (int(smallest) - 1,) * problem.inputs.devices
+    assert not problem.space.under(less).any_fits()
+
+
+def _device_counts_are_true(problem: Problem, hint: str) -> None:
+    """The number of devices that is named fits with its M, and no smaller one does."""
+    named = DEVICES.search(hint)
+    inputs = problem.inputs
+    if named is None:
+        return
+    count, cap = int(named[1]), inputs.memory_bytes[0]
+    assert count > inputs.devices
+    for devices in range(inputs.devices + 1, count + 1):
+        space = _space(problem, devices=devices, memory_bytes=(cap,) * devices, speeds=())
+        assert space.any_fits() == (devices == count), f"{hint}, but {devices}: {space.any_fits()}"
+    assert space.only(micro_batches=int(named[2])).any_fits(), hint
+
+
+def _options_are_true(problem: Problem, hint: str) -> None:
+    """Another M, recomputation or schedule is named exactly if it fits."""
+    inputs = problem.inputs
+    named = COUNT.search(hint)
+    fitting = {
+        block.micro_batches
+        for block in Space(problem.profile, inputs).blocks
+        if problem.micro_batches is not None and block.fits(inputs.memory_bytes).any()
+    }
+    assert (None if named is None else int(named[1])) == min(fitting, default=None), hint
+    if inputs.recompute != "auto":
+        assert ("`--recompute auto` fits" in hint) == _space(problem, recompute="auto").any_fits(), hint
+    if "`--schedule 1f1b` fits" in hint:
+        assert _space(problem, schedule="1f1b", chunks=1).any_fits(), hint
+
+
+def _optimizers_are_true(problem: Problem, hint: str) -> None:
+    """With the optimizer that is named it fits."""
+    named = OPTIMIZER.search(hint)
+    if named is None:
+        return
+    profile = _with_optimizer(problem.profile, copies=0 if named[1] == "sgd" else 1)
+    assert Space(profile, problem.inputs, micro_batches=problem.micro_batches).any_fits(), hint
+
+
+def _with_optimizer(profile: Profile, *, copies: int) -> Profile:
+    layers = []
+    for layer in profile.layers:
+        gradients = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
+        layers.append(replace(layer, optimizer_bytes=copies * gradients, optimizer_peak_bytes=0))
+    return replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("features", "count"),
+    [
+        pytest.param(GPIPE, 100, id="gpipe"),
+        pytest.param(RULES, 80, id="rules"),
+        pytest.param(ONE_FORWARD_ONE_BACKWARD, 80, id="1f1b"),
+        pytest.param(INTERLEAVED, 60, id="interleaved"),
+        pytest.param(EVERYTHING, 80, id="everything"),
+    ],
+)
+def test_what_an_infeasible_problem_is_told_is_true(features: Features, count: int) -> None:
+    """Smallest cap, number of devices, M, recomputation, schedule and optimizer, in all of many random problems."""
+    infeasible = 0
+
+    @settings(max_examples=count, deadline=None, suppress_health_check=SLOW)
+    @given(problems(features))
+    def true(problem: Problem) -> None:
+        nonlocal infeasible
+        infeasible += explained(problem)
+
+    true()
+    assert infeasible >= count // 4
