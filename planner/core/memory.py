@@ -14,7 +14,7 @@ additive bound of `docs/cost-model.md` is used: everything held plus the largest
 
 The engine's habits are those of `planner.executor`: receive buffers live from receiving to the end of that
 micro-batch's backward; outputs until their backward. In GPipe the handles of sends hold outputs and gradients that
-were sent to neighbours until the end of the step.
+were sent to neighbours until the end of the step; in 1F1B nothing outlives its send and its micro-batch's backward.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -269,9 +269,7 @@ class _Stages:
         gradients = np.minimum(self.gradients, working)
         return _Moment(gradients, in_flight, self.output_gradient, working - gradients)
 
-    def backward_moment(self, in_flight: FloatArray, working: FloatArray, *, gpipe: bool) -> _Moment:
-        # GPipe waits for its sends at the end of the phase only: until then their handles hold what was sent.
-        sent = self.input_gradient + (self.output_gradient if gpipe else 0.0)
+    def backward_moment(self, in_flight: FloatArray, working: FloatArray, sent: FloatArray) -> _Moment:
         return _Moment(self.gradients, in_flight, self.output_gradient + sent, working)
 
     def optimizer_moment(self) -> _Moment:
@@ -288,6 +286,9 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
     gpipe = in_flight == s.micro_batches
     # 1F1B goes on with forwards after the first backward: gradients are there.
     gradients = nothing if gpipe else s.gradients
+    # GPipe waits for its sends at the end of the phase only: until then their handles hold what was sent. 1F1B has
+    # waited before the next backward, but for an input's gradient in the cool-down: a micro-batch less is there then.
+    sent = s.input_gradient + s.output_gradient if gpipe else nothing
 
     if recompute == "never":
         own = s.input + s.copied_input
@@ -295,9 +296,9 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
         if gpipe:
             yield s.first_backward_moment(waiting * full + own, s.first_backward)
             if waiting > 0:
-                yield s.backward_moment((waiting - 1) * full + own, s.backward, gpipe=True)
+                yield s.backward_moment((waiting - 1) * full + own, s.backward, sent)
         else:
-            yield s.backward_moment(waiting * full + own, s.backward, gpipe=False)
+            yield s.backward_moment(waiting * full + own, s.backward, sent)
     else:
         # With `except-last` one of the waiting micro-batches, the last one, kept its activations.
         kept = full - edges if recompute == "except-last" and waiting > 0 else nothing
@@ -311,9 +312,9 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
             if waiting > 0:
                 only_last_left = recompute == "except-last" and waiting == 1
                 held = (waiting - 1) * edges + (nothing if only_last_left else kept)
-                yield s.backward_moment(held + edges, again, gpipe=True)
+                yield s.backward_moment(held + edges, again, sent)
         else:
-            yield s.backward_moment(waiting * edges + kept + edges, again, gpipe=False)
+            yield s.backward_moment(waiting * edges + kept + edges, again, sent)
     yield s.optimizer_moment()
 
 
@@ -322,8 +323,8 @@ def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mom
     full = s.input + s.saved
     edges = s.input + s.output
     if recompute == "never":
-        yield s.backward_moment(in_flight * full, s.transient, gpipe=False)
+        yield s.backward_moment(in_flight * full, s.transient, s.input_gradient)
     else:
         kept = np.maximum(full - edges, 0.0) if recompute == "except-last" and in_flight > 1 else np.zeros_like(full)
-        yield s.backward_moment(in_flight * edges + kept, s.saved + s.transient, gpipe=False)
+        yield s.backward_moment(in_flight * edges + kept, s.saved + s.transient, s.input_gradient)
     yield s.optimizer_moment()

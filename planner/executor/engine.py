@@ -3,7 +3,7 @@
 What is added to torch 2.13's `PipelineStage`: receive buffers exist from receiving to the end of that micro-batch's
 backward (the engine makes one per micro-batch and direction at the start and never lets go), shapes are given and
 never inferred (inference would run later stages on uninitialised memory), the module learns which micro-batch it
-runs, and every forward and backward is timed.
+runs, and every forward and backward is timed. Under 1F1B what was sent and received is let go of as soon as it can be.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 
@@ -39,13 +40,14 @@ class Engine:
         micro_batches: int,
         timer: Timer,
     ) -> None:
-        stage = _Stage(module, index, num_stages, device, input_args=received, output_args=sent)
+        kind = _Stage if schedule == "gpipe" else _EagerStage
+        stage = kind(module, index, num_stages, device, input_args=received, output_args=sent)
         stage.timer = timer
         self._module = module
         self._micro_batches = micro_batches
-        kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+        loop = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
         # The module's output on the last stage is the loss already; the engine divides gradients by M.
-        self._schedule = kind(stage, micro_batches, loss_fn=_loss_itself, scale_grads=True)
+        self._schedule = loop(stage, micro_batches, loss_fn=_loss_itself, scale_grads=True)
 
     def step(self, tensors: Sequence[Tensor], targets: Sequence[Any]) -> list[Tensor]:
         """Forward and backward of a mini-batch; gradients are left in the parameters.
@@ -106,6 +108,49 @@ class _Stage(PipelineStage):
         for info in infos:
             if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
                 info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+
+
+class _EagerStage(_Stage):
+    """For 1F1B, whose loop in torch keeps in its variables what it sent and received long after that is over.
+
+    Handles of sends hold the tensor over gloo. Those of the last output but one of the warm-up (`send_work`) stay until
+    the cool-down, beside all that is in flight by then; `bwd_recvs` and `bwd_sends` stay through the next forward, and
+    the latter through the next backward too.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._outputs_sent: dict[int, list[Tensor]] = {}
+        self._gradients_sent: list[P2POp] = []
+        self._gradients_received: list[P2POp] = []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        # The loop has waited for them together with the input of this forward.
+        self._gradients_sent.clear()
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._gradients_received.clear()
+        # The loop has waited for this send before it received the gradient. Nobody but its handle, which is out of
+        # reach, still has the tensor: it is our own alias of the output.
+        for tensor in self._outputs_sent.pop(bwd_chunk_id, ()):
+            tensor.data = tensor.new_empty(0)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        ops: list[P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
+        for op in ops:
+            op.tensor = op.tensor.detach()
+        self._outputs_sent[fwd_chunk_id] = [op.tensor for op in ops]
+        return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        self._gradients_received = super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._gradients_received
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        self._gradients_sent = super().get_bwd_send_ops(bwd_chunk_id)
+        return self._gradients_sent
 
 
 def _release(received: dict[int, Any]) -> None:

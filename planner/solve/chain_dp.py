@@ -35,6 +35,9 @@ RELATIVE = 1e-12
 _SLACKS = (1.01, 1.05, 1.25)
 """A first plan is looked for within so much of the bound."""
 
+_MORE_LABELS = 8
+"""Of each first layer, in a search before the exact one."""
+
 _MOST_CANDIDATES = 1 << 20  # extended at once, to bound transient memory
 
 
@@ -110,10 +113,15 @@ class LabelSearch:
             allowed_us = min(upper_us, root_us * slack)
             first = self.run(upper_us=allowed_us, most_labels=1) if root_us < just_below(allowed_us) else None
             if first is not None:
-                return self.run(upper_us=first.step_us) or first
+                return self._improved(first)
             if allowed_us == upper_us:
                 break
         return self.run(upper_us=upper_us)
+
+    def _improved(self, found: Found) -> Found:
+        """The best partition, given one: with few labels first, since what they find rules out many of the others."""
+        found = self.run(upper_us=found.step_us, most_labels=_MORE_LABELS) or found
+        return self.run(upper_us=found.step_us) or found
 
     def min_max(self, name: str) -> tuple[int, ...] | None:
         """The cuts into all the stages whose largest is the smallest possible in one of the law's needs."""
@@ -320,11 +328,7 @@ class LabelSearch:
         # Where only a few are kept, those that can still be fast come first.
         keys = (*labels.rank, *labels.numbers) if most_labels is None else (labels.bound, *labels.rank)
         labels = labels.take(np.lexsort((*keys[::-1], labels.first)))
-        starts = np.flatnonzero(np.diff(labels.first, prepend=-1))
-        if most_labels is not None:
-            rank = np.arange(len(labels.first)) - np.repeat(starts, np.diff(starts, append=len(labels.first)))
-            return labels.take(np.flatnonzero(rank < most_labels))
-        return labels.take(undominated(labels.first, labels.numbers))
+        return labels.take(undominated(labels.first, labels.numbers, most_labels))
 
     def _trace(self, levels: list[_Level], level: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         cuts, choices = [], []
@@ -353,19 +357,20 @@ def _before(rank: tuple[FloatArray, ...], best: tuple[float, ...]) -> NDArray[np
     return before
 
 
-def undominated(group: IntArray, numbers: tuple[FloatArray, ...]) -> NDArray[np.intp]:
+def undominated(group: IntArray, numbers: tuple[FloatArray, ...], most: int | None = None) -> NDArray[np.intp]:
     """Indices of the rows that no other row of the same group dominates.
 
     Args:
         group: Shape (n,), ascending; rows of a group in an order in which none is dominated by a later one, equal
             ones apart.
         numbers: Each of shape (n,), smaller is better.
+        most: Only the first so many of each group.
 
     Complexity: O(n) per round, and as many rounds as the largest group has undominated rows.
     """
     left = np.arange(len(group))
-    kept = []
-    while len(left):
+    kept: list[NDArray[np.intp]] = []
+    while len(left) and (most is None or len(kept) < most):
         head = np.flatnonzero(np.diff(group[left], prepend=-1))
         leaders = left[head]
         kept.append(leaders)

@@ -39,7 +39,11 @@ class Asking:
 def explain_infeasible(asking: Asking) -> InfeasibleError:
     """The error that says what is in the way and what would fit."""
     inputs = asking.inputs
-    cases = _with_one_chunk(asking.cases)
+    # Chunks of interleaved schedules share a device: what would fit there is not known, so only the others are told.
+    cases = _without_chunks(asking.cases)
+    if not cases:
+        hint = "; ".join(_other_schedules(asking))
+        return InfeasibleError(f"no interleaved plan fits {_caps(inputs)}", hint=hint)
     smallest = {n: smallest_cap_bytes(case) for n, case in enumerate(cases)}
     best = min(smallest, key=lambda n: (smallest[n], cases[n].micro_batches))
     hints = list(_hints(asking, cases, cases[best], smallest[best]))
@@ -49,15 +53,20 @@ def explain_infeasible(asking: Asking) -> InfeasibleError:
 
 def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
     inputs = asking.inputs
+    everything = len(cases) == len(asking.cases)
     if np.isfinite(smallest_bytes):
         devices = f"{inputs.devices} device{'s' * (inputs.devices > 1)}"
-        cap = _as_option(int(smallest_bytes))
-        yield f"with {devices} the smallest `--mem` is {cap} ({_how(best, inputs)})"
-    if len(set(inputs.memory_bytes)) == 1 and asking.balance is None:
+        cap = f"{_as_option(int(smallest_bytes))} ({_how(best, inputs)})"
+        if everything:
+            yield f"with {devices} the smallest `--mem` is {cap}"
+        else:
+            yield f"without interleaving, {devices} need at least `--mem` {cap}"
+    if everything and len(set(inputs.memory_bytes)) == 1 and asking.balance is None:
         count = min(filter(None, map(_smallest_count, cases)), default=None)
         if count is not None and count[0] > inputs.devices:
             yield f"`--devices {count[0]}` fits in {format_bytes(inputs.memory_bytes[0])} (M = {count[1]})"
     yield from _other_choices(asking)
+    yield from _other_schedules(asking)
     for name, profile in _other_optimizers(asking.profile):
         if _some_fits(asking, profile, inputs, asking.micro_batches):
             yield f"with {name} as optimizer it fits: profile with `--optimizer {name}`"
@@ -67,7 +76,7 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
 def _other_choices(asking: Asking) -> Iterator[str]:
     inputs = asking.inputs
     if asking.micro_batches is not None:
-        others = _with_one_chunk(asking.cases_for(asking.profile, inputs, None))
+        others = _without_chunks(asking.cases_for(asking.profile, inputs, None))
         more = min((case.micro_batches for case in others if _fits(case)), default=None)
         if more is not None:
             yield f"M = {more} fits: leave `--micro-batches` out"
@@ -75,24 +84,24 @@ def _other_choices(asking: Asking) -> Iterator[str]:
         free = replace(inputs, recompute="auto")
         if _some_fits(asking, asking.profile, free, asking.micro_batches):
             yield "`--recompute auto` fits"
-    if inputs.schedule in ("gpipe", "interleaved"):
-        other = replace(inputs, schedule="1f1b", chunks=1, recompute="auto")
-        if _some_fits(asking, asking.profile, other, asking.micro_batches):
-            yield "`--schedule 1f1b` fits"
+
+
+def _other_schedules(asking: Asking) -> Iterator[str]:
+    inputs = asking.inputs
+    for schedule in ("1f1b", "gpipe"):
+        if inputs.schedule == "gpipe" or (inputs.schedule == "interleaved" and asking.balance is None):
+            other = replace(inputs, schedule=schedule, chunks=1)
+            if schedule != inputs.schedule and _some_fits(asking, asking.profile, other, asking.micro_batches):
+                yield f"`--schedule {schedule}` fits"
+                return
 
 
 def _some_fits(asking: Asking, profile: Profile, inputs: Inputs, micro_batches: int | None) -> bool:
-    return any(map(_fits, _with_one_chunk(asking.cases_for(profile, inputs, micro_batches))))
+    return any(map(_fits, _without_chunks(asking.cases_for(profile, inputs, micro_batches))))
 
 
-def _with_one_chunk(cases: Sequence[Case]) -> list[Case]:
-    """The cases with 1F1B for interleaved: chunks share a device, so that no stage's need can be told alone."""
-    return [
-        case
-        if case.schedule != "interleaved"
-        else replace(case, schedule="1f1b", chunks=1, num_devices=min(case.num_devices, case.micro_batches))
-        for case in cases
-    ]
+def _without_chunks(cases: Sequence[Case]) -> list[Case]:
+    return [case for case in cases if case.schedule != "interleaved"]
 
 
 def _how(case: Case, inputs: Inputs) -> str:

@@ -74,8 +74,12 @@ def solve(profile: Profile, request: Request) -> Plan:
             continue
         bound_us = min(bound_us, answer.lower_bound_us)
         best = answer if answer.partition is not None and answer.step_us < upper_us else best
+    if best is None and not complete:
+        raise _out_of_time(request)
     if best is None:
-        raise _infeasible(profile, request, cases) if complete else _out_of_time(request)
+        error = _infeasible(profile, request, cases)
+        # Where not everything was tried, that nothing was found proves nothing.
+        raise error if bound_us == inf else SolverError(f"{error.message}, as far as was searched", hint=error.hint)
     return _plan(_tie_broken(best, deadline), min(bound_us, best.step_us), request)
 
 
@@ -136,7 +140,7 @@ def cases_of(profile: Profile, request: Request) -> list[Case]:
     costs: dict[int, ChainCosts] = {}
     cases = []
     for replicas in _replica_counts(inputs):
-        for m in micro_batch_counts(profile, request, replicas=replicas):
+        for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
             if size not in costs:
                 costs[size] = table.at(size, extrapolate=inputs.extrapolate)
@@ -154,6 +158,8 @@ def cases_of(profile: Profile, request: Request) -> list[Case]:
                         chunks=chunks,
                     )
                 )
+    if not costs:
+        micro_batch_counts(profile, request)  # says why there are none, for one replica
     return cases
 
 
@@ -182,24 +188,25 @@ def _schedules(
                 yield "interleaved", chunks, min(devices, num_layers // chunks)
 
 
-def micro_batch_counts(profile: Profile, request: Request, *, replicas: int = 1) -> tuple[int, ...]:
+def micro_batch_counts(
+    profile: Profile, request: Request, *, replicas: int = 1, required: bool = True
+) -> tuple[int, ...]:
     """The M to choose among: divisors of each replica's batch whose micro-batch size the profile covers.
 
     Raises:
-        UsageError: There are none, and no other number of replicas could have some.
+        UsageError: There are none, and some are required.
     """
     inputs = request.inputs
     batch = inputs.batch // replicas
     divisors = [m for m in range(1, batch + 1) if batch % m == 0]
-    alone = inputs.replicas != 0
-    if request.micro_batches is not None and request.micro_batches not in divisors and alone:
+    if request.micro_batches is not None and request.micro_batches not in divisors and required:
         raise UsageError(
             f"a batch of {batch} cannot be split into {request.micro_batches} equal micro-batches",
             hint=f"M must divide {'its' if replicas > 1 else 'the'} batch: one of {', '.join(map(str, divisors))}",
         )
     wanted = [m for m in divisors if request.micro_batches in (None, m)]
     counts = tuple(m for m in wanted if covers(profile, batch // m, extrapolate=inputs.extrapolate))
-    if not counts and (alone or replicas == 1):
+    if not counts and required:
         sizes = ", ".join(str(batch // m) for m in wanted)
         profiled = ", ".join(map(str, profile.micro_batch_sizes))
         raise UsageError(

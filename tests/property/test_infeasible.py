@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +15,7 @@ from tests.support.brute_force import Space
 from tests.support.random_problems import Features, Problem, problems
 
 CAP = re.compile(r"with (\d+) devices? the smallest `--mem` is ([0-9.]+\w+) \((?:(\d+) replicas, )?M = (\d+)\)")
+CAP_WITHOUT_CHUNKS = re.compile(r"without interleaving, (\d+) devices? need at least `--mem` ([0-9.]+\w+) \(")
 DEVICES = re.compile(r"`--devices (\d+)` fits in .* \(M = (\d+)\)")
 COUNT = re.compile(r"M = (\d+) fits: leave")
 OPTIMIZER = re.compile(r"with (\w+) as optimizer it fits")
@@ -32,32 +34,44 @@ EVERYTHING = Features(
 
 def explained(problem: Problem) -> bool:
     """Whether the problem is infeasible; if so, everything that its error says is true."""
-    assert not problem.space.any_fits() or problem.space.best() is not None
+    fits = problem.space.any_fits()
+    error = _error(problem)
+    assert (error is None) == fits
+    if error is None:
+        return False
+    assert re.search(r"-\d|inf|nan", error.message) is None, error.message
+    _caps_are_true(problem, error.hint)
+    _cap_without_chunks_is_true(problem, error.hint)
+    _device_counts_are_true(problem, error.hint)
+    _options_are_true(problem, error.hint)
+    _optimizers_are_true(problem, error.hint)
+    return True
+
+
+def _error(problem: Problem) -> InfeasibleError | None:
     try:
         solve(problem.profile, Request(inputs=problem.inputs, micro_batches=problem.micro_batches))
     except InfeasibleError as error:
-        assert not problem.space.any_fits()
-        assert re.search(r"-\d|inf|nan", error.message) is None, error.message
-        _caps_are_true(problem, error.hint)
-        _device_counts_are_true(problem, error.hint)
-        _options_are_true(problem, error.hint)
-        _optimizers_are_true(problem, error.hint)
-        return True
-    assert problem.space.any_fits()
-    return False
+        return error
+    return None
 
 
-def _space(problem: Problem, **changes: object) -> Space:
+def _space(problem: Problem, **changes: Any) -> Space:
     """All plans for the same question with other inputs."""
     return Space(problem.profile, replace(problem.inputs, **changes), micro_batches=problem.micro_batches)
+
+
+def _exact(problem: Problem) -> bool:
+    """Whether everything that would fit must be named; where chunks share devices, silence is allowed, not untruth."""
+    return problem.inputs.schedule in ("gpipe", "1f1b")
 
 
 def _caps_are_true(problem: Problem, hint: str) -> None:
     """The cap that is named is the smallest one, rounded up to what `--mem` shows of it, and holds with its M and R."""
     smallest = problem.space.smallest_cap_bytes()
     named = CAP.search(hint)
-    assert (named is not None) == (smallest < float("inf")), hint
     if named is None:
+        assert not (_exact(problem) and smallest < float("inf")), hint
         return
     cap = parse_bytes(named[2])
     assert int(named[1]) == problem.inputs.devices
@@ -67,6 +81,18 @@ def _caps_are_true(problem: Problem, hint: str) -> None:
     assert space.only(micro_batches=int(named[4]), replicas=int(named[3]) if named[3] else None).any_fits(), hint
     less = (int(smallest) - 1,) * problem.inputs.devices
     assert not problem.space.under(less).any_fits()
+
+
+def _cap_without_chunks_is_true(problem: Problem, hint: str) -> None:
+    """The smallest cap of all plans that are not interleaved."""
+    named = CAP_WITHOUT_CHUNKS.search(hint)
+    if named is None:
+        return
+    blocks = [block for block in problem.space.blocks if block.schedule != "interleaved"]
+    smallest = min(float(block.peaks.max(axis=1).min()) for block in blocks)
+    cap = parse_bytes(named[2])
+    assert int(named[1]) == problem.inputs.devices
+    assert smallest <= cap < smallest + (1 if cap < 1000 else 10), f"{hint}, but the smallest is {smallest}"
 
 
 def _device_counts_are_true(problem: Problem, hint: str) -> None:
@@ -86,17 +112,19 @@ def _device_counts_are_true(problem: Problem, hint: str) -> None:
 def _options_are_true(problem: Problem, hint: str) -> None:
     """Another M, recomputation or schedule is named exactly if it fits."""
     inputs = problem.inputs
-    named = COUNT.search(hint)
-    fitting = {
-        block.micro_batches
-        for block in Space(problem.profile, inputs).blocks
-        if problem.micro_batches is not None and block.fits(inputs.memory_bytes).any()
-    }
-    assert (None if named is None else int(named[1])) == min(fitting, default=None), hint
+    if problem.micro_batches is not None:
+        every = Space(problem.profile, inputs)
+        fitting = {block.micro_batches for block in every.blocks if block.fits(every.caps).any()}
+        named = COUNT.search(hint)
+        if _exact(problem) or named is not None:
+            assert (None if named is None else int(named[1])) == min(fitting, default=None), hint
     if inputs.recompute != "auto":
-        assert ("`--recompute auto` fits" in hint) == _space(problem, recompute="auto").any_fits(), hint
-    if "`--schedule 1f1b` fits" in hint:
-        assert _space(problem, schedule="1f1b", chunks=1).any_fits(), hint
+        advised, fits = "`--recompute auto` fits" in hint, _space(problem, recompute="auto").any_fits()
+        assert advised <= fits, hint
+        assert advised == fits or not _exact(problem), hint
+    advised = "`--schedule 1f1b` fits" in hint
+    if inputs.schedule == "gpipe" or advised:
+        assert advised == _space(problem, schedule="1f1b", chunks=1).any_fits(), hint
 
 
 def _optimizers_are_true(problem: Problem, hint: str) -> None:

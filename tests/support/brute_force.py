@@ -187,11 +187,12 @@ class Block:
             stages = range(self.num_devices)
             in_flight = [num_in_flight(self.schedule, k, len(stages), self.micro_batches) for k in stages]
             return np.stack([self._at(self.tables.bytes(n))[:, k] for k, n in enumerate(in_flight)], axis=1) + reserve
-        parts = [self._at(table) for table in self.tables.chunks]
-        devices = [
-            device_peaks(*(part[:, d :: self.num_devices] for part in parts), moments_of(row, self.chunks))
-            for d, row in enumerate(self.actions)
-        ]
+        always, held, working, steps = (self._at(table) for table in self.tables.chunks)
+        devices = []
+        for d, row in enumerate(self.actions):
+            of = (slice(None), slice(d, None, self.num_devices))
+            moments = moments_of(row, self.chunks)
+            devices.append(device_peaks(always[of], held[of], working[of], steps[of], moments))
         return np.stack(devices, axis=1) + reserve
 
     @cached_property
@@ -251,7 +252,7 @@ class Block:
 
     def fits(self, caps: Sequence[float]) -> NDArray[np.bool_]:
         """Which plans fit under the caps of the cluster's devices, shape (N,)."""
-        fits: NDArray[np.bool_] = (self.peaks <= np.array([float(caps[d]) for d in self.devices])).all(axis=1)
+        fits: NDArray[np.bool_] = np.all(self.peaks <= np.array([float(caps[d]) for d in self.devices]), axis=1)
         return fits
 
     def ranks(self) -> FloatArray:
@@ -446,10 +447,8 @@ def _schedules(inputs: Inputs) -> Iterator[tuple[Schedule, int]]:
 
 
 def _ways(inputs: Inputs, first: int, end: int) -> Iterator[Way]:
-    if inputs.recompute not in ("auto", "layers"):
-        yield Way(recompute=inputs.recompute)
-        return
-    yield from (Way(recompute=recompute) for recompute in WHOLE)
+    allowed = [recompute for recompute in WHOLE if inputs.recompute in ("auto", "layers", recompute)]
+    yield from (Way(recompute=recompute) for recompute in allowed)
     if inputs.recompute == "layers":
         layers = range(first, end)
         subsets = chain.from_iterable(combinations(layers, n) for n in range(1, len(layers) + 1))

@@ -6,6 +6,7 @@ oracle says that plans need, so that they lie at the border between what fits an
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -177,7 +178,8 @@ def profiles(draw: st.DrawFn, sizes: tuple[int, ...], features: Features) -> Pro
         made.append(named)
     if tied and tied[0] != tied[1]:
         _tie(draw, made, *tied)
-    peak = draw(st.sampled_from(["largest", "sum"]))
+    peaks: tuple[Literal["largest", "sum"], ...] = ("largest", "sum")
+    peak = draw(st.sampled_from(peaks))
     return Profile(device=Device(kind="cpu"), micro_batch_sizes=sizes, layers=tuple(made), optimizer_peak=peak)
 
 

@@ -1,21 +1,29 @@
 """An infeasible problem explains itself, and every way out that it names is one."""
 
 import dataclasses
+import random
 import re
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from planner.core.errors import InfeasibleError
-from planner.core.plan import Inputs
+from planner.core.costs import costs_at
+from planner.core.errors import InfeasibleError, SolverError, UsageError
+from planner.core.evaluate import Partition, stages_of
+from planner.core.plan import Inputs, RecomputePolicy, Schedule
+from planner.core.planning import cluster_of
 from planner.core.profile import Profile
 from planner.core.units import parse_bytes
+from planner.core.verdict import judge
 from planner.solve import Request, solve
 from planner.solve.explain import smallest_cap_bytes
 from planner.solve.search import cases_of
+from tests.support.brute_force import Space
 from tests.support.chains import chain, layer, random_profile
-from tests.support.profiles import inputs_of, profile_of
+from tests.support.profiles import UNLIMITED, inputs_of, profile_of
 
-MEM = re.compile(r"with (\d+) devices the smallest `--mem` is ([0-9.]+\w+) \(M = (\d+)\)")
+MEM = re.compile(r"with (\d+) devices? the smallest `--mem` is ([0-9.]+\w+) \(M = (\d+)\)")
 DEVICES = re.compile(r"`--devices (\d+)` fits in .* \(M = (\d+)\)")
 FITS_M = re.compile(r"M = (\d+) fits")
 
@@ -45,9 +53,14 @@ def with_cap(request: Request, cap: int) -> Request:
     )
 
 
-def with_inputs(request: Request, **changes: object) -> Request:
+def with_inputs(request: Request, **changes: Any) -> Request:
     """The same request with other inputs."""
     return dataclasses.replace(request, inputs=dataclasses.replace(request.inputs, **changes))
+
+
+def asked(devices: int, batch: int, memory_bytes: int = UNLIMITED, **changes: Any) -> Inputs:
+    """Inputs with more options than `inputs_of` has."""
+    return dataclasses.replace(inputs_of(devices, batch, memory_bytes=memory_bytes), **changes)
 
 
 def gigabytes() -> Profile:
@@ -72,7 +85,9 @@ def gigabytes() -> Profile:
 @pytest.mark.parametrize("recompute", ["auto", "never", "except-last", "always"])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("reserve", [0, 300_000_000])
-def test_the_smallest_cap_it_names_fits_and_a_percent_less_does_not(recompute: str, devices: int, reserve: int) -> None:
+def test_the_smallest_cap_it_names_fits_and_a_percent_less_does_not(
+    recompute: RecomputePolicy, devices: int, reserve: int
+) -> None:
     """With the very devices, policy and reserve that were asked for."""
     inputs = dataclasses.replace(inputs_of(devices, 8, memory_bytes=1000, reserve_bytes=reserve), recompute=recompute)
     request = Request(inputs=inputs)
@@ -196,7 +211,7 @@ def test_no_number_of_micro_batches_is_named_where_none_fits() -> None:
 
 
 @pytest.mark.parametrize("policy", ["never", "except-last"])
-def test_recomputation_is_advised_only_where_it_helps(policy: str) -> None:
+def test_recomputation_is_advised_only_where_it_helps(policy: RecomputePolicy) -> None:
     """`--recompute auto` fits is said exactly if it does, on chains between tight and hopeless."""
     advised = 0
     for seed in range(8):
@@ -218,15 +233,34 @@ def test_recomputation_is_advised_only_where_it_helps(policy: str) -> None:
 
 def test_recomputation_is_not_advised_to_who_allows_it() -> None:
     """`auto` has tried it; `always` is all there is."""
-    for policy in ("auto", "always"):
+    policies: tuple[RecomputePolicy, ...] = ("auto", "always")
+    for policy in policies:
         inputs = dataclasses.replace(inputs_of(2, 4, memory_bytes=5), recompute=policy)
         assert "--recompute" not in infeasible(random_profile(1, 4), Request(inputs=inputs)).hint
+
+
+@pytest.mark.parametrize("policy", ["never", "except-last", "always"])
+def test_another_schedule_is_advised_exactly_if_it_fits_with_what_was_asked(policy: RecomputePolicy) -> None:
+    """With the recomputation that was asked for, not with any."""
+    said = set()
+    for seed in range(12):
+        profile = random_profile(seed, 5)
+        inputs = dataclasses.replace(inputs_of(2, 4), recompute=policy)
+        other = dataclasses.replace(inputs, schedule="1f1b")
+        freer = dataclasses.replace(other, recompute="auto")
+        caps = [int(Space(profile, one).smallest_cap_bytes()) for one in (inputs, other, freer)]
+        for cap in {caps[0] - 1, caps[1], caps[1] - 1, caps[2]} - set(range(caps[0], caps[0] + 10**6)):
+            request = with_cap(Request(inputs=inputs), cap)
+            advised = "`--schedule 1f1b` fits" in infeasible(profile, request).hint
+            assert advised == (cap >= caps[1])
+            said.add(advised)
+    assert said == {True, False}
 
 
 # ---- unequal caps
 
 
-def uneven(**options: object) -> Inputs:
+def uneven(**options: Any) -> Inputs:
     """Two devices of 500 and 50 bytes."""
     return dataclasses.replace(inputs_of(2, 4, memory_bytes=(500, 50)), **options)
 
@@ -289,7 +323,94 @@ def test_the_smallest_cap_of_given_cuts_is_theirs() -> None:
         assert feasible(profile, with_inputs(request, devices=int(count), memory_bytes=(1000,) * int(count)))
 
 
+@pytest.mark.parametrize(
+    ("balance", "inputs"),
+    [
+        ((2, 2, 2), asked(3, 4, memory_bytes=1500, schedule="1f1b")),
+        ((2, 2, 1, 1), asked(2, 4, memory_bytes=1500, schedule="interleaved", chunks=2)),
+        ((2, 2, 1, 1), asked(2, 4, memory_bytes=2300, schedule="interleaved", chunks=2)),
+        ((2, 2, 2), asked(4, 4, memory_bytes=1500, replicas=2)),
+    ],
+    ids=["1f1b", "interleaved", "interleaved-looser", "replicas"],
+)
+def test_given_cuts_under_any_schedule_are_over_by_more_than_nothing(balance: tuple[int, ...], inputs: Inputs) -> None:
+    """Whatever they are in the way of: no excess below zero."""
+    error = infeasible(random_profile(1, 6), Request(inputs=inputs, balance=balance))
+    assert re.search(r"-\d|inf|nan", error.message) is None, error.message
+
+
+@pytest.mark.parametrize(
+    ("balance", "inputs"),
+    [
+        ((2, 2, 2), asked(3, 2, schedule="1f1b")),
+        ((2, 2, 2), asked(4, 4, replicas=2)),
+        ((2, 2, 2), asked(2, 4, schedule="interleaved", chunks=2)),
+    ],
+    ids=["1f1b with fewer micro-batches than stages", "more stages than a replica has devices", "odd chunks"],
+)
+def test_given_cuts_that_cannot_run_at_all_are_refused_for_that(balance: tuple[int, ...], inputs: Inputs) -> None:
+    """There is memory without end: it is not what is in the way, and no error says so."""
+    with pytest.raises((InfeasibleError, UsageError)) as refused:
+        solve(random_profile(1, 6), Request(inputs=inputs, balance=balance))
+    assert re.search(r" over\b|TiB", refused.value.message) is None, refused.value.message
+
+
+def test_layers_that_are_to_be_together_and_apart_are_not_a_matter_of_memory() -> None:
+    """No cap is blamed, nor any number of devices advised, where no cut keeps the rules."""
+    inputs = dataclasses.replace(
+        inputs_of(2, 2), together=(("layers.1", "layers.2"),), apart=(("layers.1", "layers.2"),)
+    )
+    with pytest.raises((InfeasibleError, UsageError)) as refused:
+        solve(random_profile(1, 6), Request(inputs=inputs))
+    assert "TiB" not in refused.value.message
+
+
+# ---- interleaved
+
+
+def fitting_interleaved(seed: int) -> tuple[Profile, Inputs, Partition]:
+    """A chain whose plans are too many to try, and a plan that fits three devices exactly."""
+    profile = random_profile(seed, 14)
+    inputs = asked(3, 6, schedule="interleaved", chunks=2)
+    costs, rng, tried = costs_at(profile, 1), random.Random(seed), []
+    for _ in range(300):
+        cuts = [0, *sorted(rng.sample(range(1, 14), 5)), 14]
+        partition = Partition(
+            schedule="interleaved",
+            micro_batches=6,
+            balance=tuple(b - a for a, b in pairwise(cuts)),
+            recompute=("always",) * 6,
+            chunks=2,
+        )
+        stages = stages_of(costs, partition, cluster_of(inputs))
+        tried.append((max(sum(s.memory.total for s in stages[d::3]) for d in range(3)), partition.balance, partition))
+    peak, _, partition = min(tried, key=lambda one: one[:2])
+    return profile, dataclasses.replace(inputs, memory_bytes=(peak,) * 3), partition
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_given_interleaved_cuts_that_fit_are_planned_with(seed: int) -> None:
+    """With M given too, recomputation alone is left: however many other cuts there are, it is found."""
+    profile, inputs, partition = fitting_interleaved(seed)
+    plan = solve(profile, Request(inputs=inputs, micro_batches=6, balance=partition.balance))
+    assert judge(plan, profile, profile_digest=inputs.profile.digest).fits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_interleaved_is_called_infeasible_only_if_that_is_known(seed: int) -> None:
+    """A plan fits, though too many have to be tried: it is found, or the error does not claim that there is none."""
+    profile, inputs, _ = fitting_interleaved(seed)
+    try:
+        plan = solve(profile, Request(inputs=inputs))
+    except SolverError:
+        return
+    assert judge(plan, profile, profile_digest=inputs.profile.digest).fits
+
+
 # ---- the arithmetic behind it
+
+
+CASES: tuple[tuple[Schedule, int], ...] = (("gpipe", 0), ("gpipe", 70), ("1f1b", 0))
 
 
 def test_the_smallest_cap_is_that_of_the_best_cut() -> None:
@@ -297,7 +418,7 @@ def test_the_smallest_cap_is_that_of_the_best_cut() -> None:
     for seed in range(6):
         profile = random_profile(seed, 6, exact=seed % 2 == 0)
         for devices in (1, 2, 3):
-            for schedule, reserve in (("gpipe", 0), ("gpipe", 70), ("1f1b", 0)):
+            for schedule, reserve in CASES:
                 inputs = dataclasses.replace(inputs_of(devices, 3, reserve_bytes=reserve), schedule=schedule)
                 (case,) = cases_of(profile, Request(inputs=inputs, micro_batches=3))
                 cap = smallest_cap_bytes(case)

@@ -1,9 +1,11 @@
 """A question that contradicts itself or the profile is refused before anything is searched."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from planner.core.cluster import Link
 from planner.core.errors import UsageError
 from planner.core.plan import Inputs
 from planner.solve import Request, solve
@@ -107,12 +109,94 @@ def test_a_batch_without_samples_is_refused(batch: int) -> None:
         solve(profile_of([1.0] * 2), Request(inputs=inputs_of(1, batch)))
 
 
-def test_a_schedule_that_cannot_be_solved_for_is_refused() -> None:
-    """1F1B has other memory and other times: "optimal" for GPipe would be false for it (here by 8 %)."""
+def test_1f1b_is_planned_for_by_its_own_times() -> None:
+    """Cuts that are the best under GPipe take 8 % longer under 1F1B: they are not taken for it."""
     profile = profile_of([30, 10, 10, 10], [20, 20, 20, 60])
-    inputs = dataclasses.replace(inputs_of(2, 32), schedule="1f1b")
-    with pytest.raises(UsageError, match="1f1b"):
-        solve(profile, Request(inputs=inputs))
+    inputs = inputs_of(2, 32)
+    one = solve(profile, Request(inputs=dataclasses.replace(inputs, schedule="1f1b")))
+    assert (solve(profile, Request(inputs=inputs)).balance, one.balance) == ((3, 1), (2, 2))
+    assert (one.schedule, one.solver.status, one.predicted.step_us) == ("1f1b", "optimal", 3280.0)
+
+
+NODES = {"inter_link": Link(latency_us=1.0), "node_devices": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"recompute": "layers", "schedule": "1f1b"}, {}, "single layers .* not `1f1b`"),
+        ({"recompute": "layers", "schedule": "auto"}, {}, "single layers .* not `auto`"),
+        ({"any_order": True}, {"solver": "dp"}, "`--devices-any-order` needs the integer programme"),
+        ({"any_order": True, "schedule": "1f1b"}, {}, "`--devices-any-order` plans for the GPipe schedule only"),
+        ({"any_order": True, "recompute": "layers"}, {}, "`--devices-any-order` recomputes stage by stage"),
+        ({"any_order": True, **NODES}, {}, "`--devices-any-order` and nodes"),
+        ({"schedule": "interleaved", "chunks": 2}, {"solver": "milp"}, "`--solver milp` plans for the GPipe"),
+        ({"recompute": "layers"}, {"solver": "milp"}, "`--solver milp` recomputes stage by stage"),
+        ({"chunks": 2}, {}, "2 chunks per device need `--schedule interleaved`, not `gpipe`"),
+        ({"chunks": 2, "schedule": "1f1b"}, {}, "2 chunks per device need `--schedule interleaved`, not `1f1b`"),
+        ({"chunks": 3, "schedule": "interleaved"}, {}, "3 chunks on each of 2 devices or more: .* only 5 layers"),
+        ({"speeds": (1.0,)}, {}, "1 speeds for 2 devices"),
+        ({"speeds": (1.0,) * 3}, {}, "3 speeds for 2 devices"),
+        ({"replicas": 2, "speeds": (1.0, 2.0)}, {}, "replicas .* all alike"),
+        ({"replicas": 0, "memory_bytes": (1, 2)}, {}, "replicas .* all alike"),
+        ({"replicas": 3}, {}, "3 replicas need at least as many devices, there are 2"),
+        ({"replicas": 2, "batch": 5}, {}, "a batch of 5 cannot be shared equally by 2 replicas"),
+        ({"replicas": 2}, {"micro_batches": 4}, "a batch of 2 cannot be split into 4 equal micro-batches"),
+        ({"together": (("layers.1", "head"),)}, {}, '`--together` names the layer "head"'),
+        ({"apart": (("tail", "layers.1"),)}, {}, '`--apart` names the layer "tail"'),
+    ],
+)
+def test_what_cannot_be_asked_together_is_refused(changes: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    """With what is in the way, on a chain of 5 layers, 2 devices and 4 samples."""
+    inputs = dataclasses.replace(inputs_of(2, 4), **changes)
+    with pytest.raises(UsageError, match=said):
+        solve(profile_of([1.0] * 5), Request(inputs=inputs, **options))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speeds": (1.0, 0.0)},
+        {"speeds": (1.0, -1.0)},
+        {"replicas": -1},
+        {"schedule": "interleaved", "chunks": -1},
+    ],
+    ids=["speed 0", "speed below 0", "replicas below 0", "chunks below 0"],
+)
+def test_numbers_that_mean_nothing_are_refused(changes: dict[str, Any]) -> None:
+    """No division by zero, no message about a batch of -4."""
+    with pytest.raises(UsageError) as refused:
+        solve(profile_of([1.0] * 5), Request(inputs=dataclasses.replace(inputs_of(2, 4), **changes)))
+    assert "batch of -" not in refused.value.message
+
+
+def test_a_group_of_no_layers_asks_for_nothing() -> None:
+    """Neither together nor apart."""
+    inputs = dataclasses.replace(inputs_of(2, 4), together=((),), apart=((),))
+    assert solve(profile_of([1.0] * 5), Request(inputs=inputs)).balance in ((2, 3), (3, 2))
+
+
+def test_replicas_may_need_more_devices_than_layers() -> None:
+    """4 devices for 3 layers are two pipelines of two, or four of one."""
+    profile = profile_of([1.0] * 3)
+    for replicas in (0, 2, 4):
+        plan = solve(profile, Request(inputs=dataclasses.replace(inputs_of(4, 4), replicas=replicas)))
+        assert plan.replicas * plan.num_devices <= 4
+        assert plan.replicas > 1
+
+
+def test_a_fixed_number_of_micro_batches_leaves_the_replicas_open() -> None:
+    """One sample was profiled, batch 2, M = 1: only two replicas of one sample each can be planned with."""
+    inputs = dataclasses.replace(inputs_of(2, 2), replicas=0)
+    plan = solve(profile_of([1.0] * 3), Request(inputs=inputs, micro_batches=1))
+    assert (plan.replicas, plan.micro_batches, plan.micro_batch_size) == (2, 1, 1)
+
+
+def test_a_number_of_micro_batches_that_no_replicas_allow_is_refused_with_those_that_can_be() -> None:
+    """Batch 4 in three parts, whatever the number of replicas."""
+    inputs = dataclasses.replace(inputs_of(2, 4), replicas=0)
+    with pytest.raises(UsageError, match="a batch of 4 cannot be split into 3 equal micro-batches"):
+        solve(profile_of([1.0] * 3), Request(inputs=inputs, micro_batches=3))
 
 
 def test_a_size_between_two_profiled_ones_is_planned_with() -> None:

@@ -1,0 +1,117 @@
+"""What the findings say a planner gains by planning for what runs: separate maxima, the right M, the right schedule."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core.costs import costs_at
+from planner.core.evaluate import Partition, step_us
+from planner.core.plan import Plan, Schedule
+from planner.core.planning import cluster_of
+from planner.core.profile import Profile
+from planner.solve import Request, solve
+from tests.support.brute_force import partitions
+from tests.support.chains import AMOEBANET_BACKWARD_MS, AMOEBANET_FORWARD_MS, chain, layer
+from tests.support.profiles import inputs_of, profile_of
+
+
+def under(profile: Profile, plan: Plan, schedule: Schedule) -> float:
+    """Step time of the plan's cuts, M and recomputation under another schedule."""
+    partition = replace(Partition.of(plan, [one.name for one in profile.layers]), schedule=schedule)
+    return step_us(costs_at(profile, plan.micro_batch_size), partition, cluster_of(plan.inputs))
+
+
+def test_the_chosen_number_of_micro_batches_beats_the_largest() -> None:
+    """0.5 ms that every layer costs for every micro-batch: M = 64 has the smallest bubble and loses more than 1.2x."""
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    layers = [
+        layer(
+            f"h.{n}",
+            forward_us=tuple(500.0 + 300.0 * size for size in sizes),
+            backward_us=tuple(500.0 + 600.0 * size for size in sizes),
+            output_bytes=(0,) * len(sizes),
+            saved_bytes=(0,) * len(sizes),
+        )
+        for n in range(24)
+    ]
+    profile, inputs = chain(*layers, sizes=sizes), inputs_of(4, 64)
+    chosen = solve(profile, Request(inputs=inputs))
+    largest = solve(profile, Request(inputs=inputs, micro_batches=64))
+    assert 1 < chosen.micro_batches < 64
+    assert chosen.predicted.ideal_bubble > largest.predicted.ideal_bubble
+    assert largest.predicted.step_us > 1.2 * chosen.predicted.step_us
+
+
+def test_a_frozen_backbone_is_cut_by_forward_and_backward_apart() -> None:
+    """64 layers, the first 40 without backward, K = 4, M = 16: every min-max partition of F+B loses more than 1.1x."""
+    forward, backward = [1.0] * 64, [0.0] * 40 + [2.0] * 24
+    profile, inputs = profile_of(forward, backward), inputs_of(4, 16)
+    plan = solve(profile, Request(inputs=inputs))
+    assert (plan.micro_batches, plan.solver.status) == (16, "optimal")
+    costs, cluster = costs_at(profile, 1), cluster_of(inputs)
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    sums = [sum(both[:n]) for n in range(65)]
+
+    def largest(balance: tuple[int, ...]) -> float:
+        ends = [sum(balance[: k + 1]) for k in range(len(balance))]
+        return max(sums[end] - sums[end - count] for end, count in zip(ends, balance, strict=True))
+
+    every = [balance for balance in partitions(64, 4) if len(balance) == 4]
+    smallest = min(map(largest, every))
+    min_max = [balance for balance in every if largest(balance) == smallest]
+    assert min_max
+    times = [
+        step_us(
+            costs,
+            Partition(schedule="gpipe", micro_batches=16, balance=balance, recompute=("never",) * 4),
+            cluster,
+        )
+        for balance in min_max
+    ]
+    assert min(times) > 1.1 * plan.predicted.step_us
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "devices", "batch", "lost"),
+    [
+        ([30, 10, 10, 10], [20, 20, 20, 60], 2, 32, 1.08),
+        ([30, 30, 30, 20, 20, 60, 30, 10], [10, 10, 10, 20, 80, 10, 40, 80], 3, 16, 1.03),
+    ],
+)
+def test_cuts_for_one_schedule_are_not_those_for_the_other(
+    forward: list[float], backward: list[float], devices: int, batch: int, lost: float
+) -> None:
+    """GPipe waits for the largest forward and the largest backward, 1F1B for the largest pair of one stage."""
+    profile, inputs = profile_of(forward, backward), inputs_of(devices, batch)
+    gpipe = solve(profile, Request(inputs=inputs))
+    other = solve(profile, Request(inputs=replace(inputs, schedule="1f1b")))
+    assert gpipe.solver.status == other.solver.status == "optimal"
+    assert gpipe.balance != other.balance
+    assert under(profile, gpipe, "1f1b") > lost * other.predicted.step_us
+    assert under(profile, other, "gpipe") > lost * gpipe.predicted.step_us
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_plan_for_one_schedule_is_never_better_under_the_other(devices: int) -> None:
+    """On AmoebaNet: neither plan beats the one that was made for the schedule."""
+    profile, inputs = profile_of(AMOEBANET_FORWARD_MS, AMOEBANET_BACKWARD_MS), inputs_of(devices, 16)
+    gpipe = solve(profile, Request(inputs=inputs))
+    other = solve(profile, Request(inputs=replace(inputs, schedule="1f1b")))
+    assert under(profile, gpipe, "1f1b") >= other.predicted.step_us * (1 - 1e-9)
+    assert under(profile, other, "gpipe") >= gpipe.predicted.step_us * (1 - 1e-9)
+
+
+def test_the_fastest_schedule_is_chosen_where_it_is_left_open() -> None:
+    """`auto` is as fast as the fastest of the three asked for one by one."""
+    profile = profile_of(AMOEBANET_FORWARD_MS[:8], AMOEBANET_BACKWARD_MS[:8])
+    inputs = replace(inputs_of(3, 6), chunks=2)
+    schedules: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved")
+    times = {
+        schedule: solve(
+            profile, Request(inputs=replace(inputs, schedule=schedule, chunks=2 if schedule == "interleaved" else 1))
+        ).predicted.step_us
+        for schedule in schedules
+    }
+    chosen = solve(profile, Request(inputs=replace(inputs, schedule="auto")))
+    assert chosen.predicted.step_us == min(times.values())
+    assert chosen.schedule == min(times, key=lambda schedule: times[schedule])

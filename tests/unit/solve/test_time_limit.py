@@ -1,0 +1,144 @@
+"""A time limit ends the search with a true gap or a clear error; and nothing but the question decides the answer."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.core.cluster import Link
+from planner.core.errors import InfeasibleError, SolverError
+from planner.core.plan import Inputs, Plan, SchedulePolicy
+from planner.core.profile import Profile
+from planner.core.verdict import judge
+from planner.files import dump
+from planner.solve import Request, solve
+from tests.support.chains import random_profile
+from tests.support.profiles import inputs_of
+
+LIMITS_S = (0.0, 1e-6, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+
+QUESTIONS = {
+    "gpipe": inputs_of(6, 12),
+    "gpipe-unlike": replace(inputs_of(5, 12), speeds=(1.0, 2.0, 1.0, 0.5, 1.0)),
+    "layers": replace(inputs_of(4, 12, memory_bytes=12_000), recompute="layers"),
+    "1f1b": replace(inputs_of(6, 12), schedule="1f1b"),
+    "interleaved": replace(inputs_of(4, 12), schedule="interleaved", chunks=0),
+    "auto": replace(inputs_of(4, 12), schedule="auto", chunks=0, replicas=0),
+    "any-order": replace(inputs_of(3, 4), any_order=True, speeds=(1.0, 2.0, 0.5)),
+}
+
+
+def limited(profile: Profile, inputs: Inputs, limit_s: float) -> Plan | None:
+    """The plan, or None where the error says that there was too little time."""
+    begin = time.monotonic()
+    plan, said = None, f"time limit of {limit_s:g} s --time-limit"
+    try:
+        plan = solve(profile, Request(inputs=inputs, time_limit_s=limit_s))
+    except SolverError as error:
+        said = f"{error.message} {error.hint}"
+    assert f"time limit of {limit_s:g} s" in said
+    assert "--time-limit" in said
+    assert time.monotonic() - begin < limit_s + 10
+    return plan
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_is_found_in_time_has_a_true_gap(question: str) -> None:
+    """From no time at all to enough for some of it: a bound that the best plan known never beats, or no plan."""
+    inputs = QUESTIONS[question]
+    profile = random_profile(4, 24 if question != "any-order" else 10)
+    best = solve(profile, Request(inputs=inputs))
+    for limit_s in LIMITS_S:
+        plan = limited(profile, inputs, limit_s)
+        if plan is None:
+            continue
+        found, solver = plan.predicted.step_us, plan.solver
+        assert judge(plan, profile, profile_digest=inputs.profile.digest).findings == ()
+        assert solver.status in ("optimal", "feasible")
+        assert solver.lower_bound_us <= best.predicted.step_us * (1 + 1e-9)
+        assert best.solver.lower_bound_us <= found * (1 + 1e-9)
+        assert solver.gap == pytest.approx(1 - solver.lower_bound_us / found, abs=1e-9)
+        if solver.status == "optimal":
+            assert found == pytest.approx(min(found, best.predicted.step_us), rel=1e-9)
+
+
+def test_no_time_at_all_is_an_error_that_says_so() -> None:
+    """Neither a plan from nowhere nor "infeasible", which would be a claim."""
+    for question, inputs in QUESTIONS.items():
+        if question != "any-order":
+            assert limited(random_profile(4, 24), inputs, 0.0) is None
+
+
+@pytest.mark.parametrize("question", ["gpipe", "layers", "1f1b", "interleaved", "auto"])
+def test_too_little_time_is_never_called_infeasible(question: str) -> None:
+    """Also where nothing fits: that is said only once it is known."""
+    inputs = replace(QUESTIONS[question], memory_bytes=(300,) * QUESTIONS[question].devices)
+    profile = random_profile(4, 24)
+    with pytest.raises(SolverError):
+        solve(profile, Request(inputs=inputs, time_limit_s=0.0))
+    with pytest.raises(InfeasibleError):
+        solve(profile, Request(inputs=inputs))
+
+
+def test_enough_time_changes_nothing() -> None:
+    """The same plan as without a limit."""
+    profile = random_profile(4, 24)
+    for question in ("gpipe", "1f1b"):
+        inputs = QUESTIONS[question]
+        unlimited = solve(profile, Request(inputs=inputs))
+        assert solve(profile, Request(inputs=inputs, time_limit_s=600.0)) == unlimited
+
+
+# ---- the same question, the same plan
+
+
+def plans() -> str:
+    """Plans for questions of every kind, some of them with many answers as good, as text."""
+    schedules: tuple[SchedulePolicy, ...] = ("gpipe", "1f1b", "interleaved", "auto")
+    texts = []
+    for seed, schedule in enumerate(schedules):
+        profile = random_profile(seed, 7, exact=seed % 2 == 1, sizes=(1, 4))
+        alike = replace(profile, layers=tuple(replace(profile.layers[2], name=one.name) for one in profile.layers))
+        inputs = replace(
+            inputs_of(4, 4, link=Link(latency_us=1.0, bytes_per_s=1e8)),
+            schedule=schedule,
+            chunks=0 if schedule in ("interleaved", "auto") else 1,
+            replicas=0,
+            together=(("layers.1", "layers.2"),),
+        )
+        texts += [dump(solve(one, Request(inputs=inputs))) for one in (profile, alike)]
+    unlike = replace(inputs_of(3, 4), speeds=(1.0, 2.0, 2.0))
+    for inputs in (replace(unlike, any_order=True), unlike, replace(unlike, recompute="layers")):
+        texts.append(dump(solve(random_profile(9, 6), Request(inputs=inputs))))
+    return "\n".join(texts)
+
+
+def test_every_kind_of_question_gets_the_same_bytes() -> None:
+    """Twice here, and in processes that hash strings in other orders."""
+    first = plans()
+    assert first == plans()
+    assert first.count("schema: gpipe-plan/plan/v1") == 11
+    root = Path(__file__).parents[3]
+    script = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('limits', {str(Path(__file__))!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "sys.stdout.write(module.plans())\n"
+    )
+    for seed in ("1", "4242"):
+        environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": seed, "PYTHONIOENCODING": "utf-8"}
+        other = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        assert other.stdout == first
