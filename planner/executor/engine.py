@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 
@@ -121,8 +120,8 @@ class _EagerStage(_Stage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._outputs_sent: dict[int, list[Tensor]] = {}
-        self._gradients_sent: list[P2POp] = []
-        self._gradients_received: list[P2POp] = []
+        self._gradients_sent: list[torch.distributed.P2POp] = []
+        self._gradients_received: list[torch.distributed.P2POp] = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # The loop has waited for them together with the input of this forward.
@@ -138,7 +137,7 @@ class _EagerStage(_Stage):
             tensor.data = tensor.new_empty(0)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        ops: list[P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
+        ops: list[torch.distributed.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
         for op in ops:
             op.tensor = op.tensor.detach()
         self._outputs_sent[fwd_chunk_id] = [op.tensor for op in ops]

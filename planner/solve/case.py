@@ -36,7 +36,7 @@ class Rules:
     def forbids(self, first: IntArray, end: IntArray) -> BoolArray:
         """Whether the stages of layers first..end-1 are not wanted."""
         no = np.zeros(np.broadcast_shapes(first.shape, end.shape), dtype=bool)
-        for group in self.together:
+        for group in filter(None, self.together):
             low, high = min(group), max(group)
             no |= ((low < first) & (first <= high)) | ((low < end) & (end <= high))
         for group in self.apart:

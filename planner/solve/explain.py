@@ -46,6 +46,12 @@ def explain_infeasible(asking: Asking) -> InfeasibleError:
         return InfeasibleError(f"no interleaved plan fits {_caps(inputs)}", hint=hint)
     smallest = {n: smallest_cap_bytes(case) for n, case in enumerate(cases)}
     best = min(smallest, key=lambda n: (smallest[n], cases[n].micro_batches))
+    if not np.isfinite(smallest[best]):
+        devices = f"{inputs.devices} device{'s' * (inputs.devices > 1)}"
+        return InfeasibleError(
+            f"no cut for {devices} keeps layers together and apart as asked, whatever their memory",
+            hint="change `--together` or `--apart`, or allow more `--devices`",
+        )
     hints = list(_hints(asking, cases, cases[best], smallest[best]))
     reason = _reason(asking, cases[best])
     return InfeasibleError(f"no plan fits {_caps(inputs)}: {reason}", hint="; ".join(hints))
@@ -54,13 +60,12 @@ def explain_infeasible(asking: Asking) -> InfeasibleError:
 def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
     inputs = asking.inputs
     everything = len(cases) == len(asking.cases)
-    if np.isfinite(smallest_bytes):
-        devices = f"{inputs.devices} device{'s' * (inputs.devices > 1)}"
-        cap = f"{_as_option(int(smallest_bytes))} ({_how(best, inputs)})"
-        if everything:
-            yield f"with {devices} the smallest `--mem` is {cap}"
-        else:
-            yield f"without interleaving, {devices} need at least `--mem` {cap}"
+    devices = f"{inputs.devices} device{'s' * (inputs.devices > 1)}"
+    cap = f"{_as_option(int(smallest_bytes))} ({_how(best, inputs)})"
+    if everything:
+        yield f"with {devices} the smallest `--mem` is {cap}"
+    else:
+        yield f"without interleaving, {devices} need at least `--mem` {cap}"
     if everything and len(set(inputs.memory_bytes)) == 1 and asking.balance is None:
         count = min(filter(None, map(_smallest_count, cases)), default=None)
         if count is not None and count[0] > inputs.devices:

@@ -72,7 +72,6 @@ class Ahead:
 _NEEDS: dict[str, Least] = {
     "forward": Least("max", lambda stages: stages.forward),
     "backward": Least("max", lambda stages: stages.backward),
-    "pair": Least("max", lambda stages: stages.forward + stages.backward),
     "peak": Least("max", lambda stages: np.where(np.isfinite(stages.forward), stages.peak_bytes, np.inf)),
     "moved": Least("sum", lambda stages: np.where(np.isfinite(stages.forward), stages.sent_bytes, np.inf)),
     "squares": Least("sum", lambda stages: (stages.forward + stages.backward) ** 2),
@@ -166,10 +165,15 @@ class OneForwardOneBackwardLaw:
 
     size = 4
     rank_is_time = True
-    needs = _needs("backward", "pair")
 
     def __init__(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
+
+        def work(stages: Stages) -> FloatArray:
+            backward = _times(micro_batches - 1, stages.backward) + stages.last_backward
+            return micro_batches * stages.forward + backward
+
+        self.needs = {**_needs("backward"), "work": Least("max", work)}
 
     def extend(self, label: Label, stages: Stages, level: int) -> Label:
         """See `Law`; the stage of level n has n stages behind it."""
@@ -196,7 +200,7 @@ class OneForwardOneBackwardLaw:
         """See `Law`."""
         longest, there_and_back, _, tail = label
         bound: FloatArray = np.maximum(
-            np.maximum(longest + ahead.work_us, self._micro_batches * ahead.least["pair"]),
+            np.maximum(longest + ahead.work_us, ahead.least["work"]),
             there_and_back + ahead.work_us + _times(self._micro_batches - 1, ahead.least["backward"]),
         )
         return bound + np.where(ahead.some, ahead.own_us, tail)

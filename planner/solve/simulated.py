@@ -102,7 +102,7 @@ class _Search:
                     continue
                 least_us = found.step_us
                 self._actions_left -= _FIRST_TIME * self._actions(many, 1)
-                for start in {found.cuts, search.min_max("pair"), search.min_max("backward")} - {None}:
+                for start in {found.cuts, search.min_max("work"), search.min_max("backward")} - {None}:
                     if self._actions_left > 0 or self.best is None:
                         self._improve_cuts(many, problem, np.array([start]))
                 if least_us < self.upper_us * (1 - 1e-9) and not self._all_below(many, search):

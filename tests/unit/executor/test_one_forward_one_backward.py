@@ -3,7 +3,7 @@
 import json
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import pytest
 
@@ -74,13 +74,13 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path, monkeypatch: pytest.
     model = write_model(tmp_path, MODEL)
     write_model(tmp_path, WORKER, "worker.py")
     costs = costs_at(profile_of_model(load_model(str(model)), sizes=(SIZE,)), SIZE)
-    choices: tuple[Recompute, ...] = ("never", "except-last", "always")
     # With M = K the first stage has all micro-batches in flight, as under GPipe, and is given GPipe's moments; from
     # M = 5 on it still goes on with forwards when its whole warm-up is back.
     cases = [
         Case(model=model, balance=BALANCE, recompute=choice, micro_batches=m, batch=m * SIZE, schedule="1f1b")
         for m in (4, 5, 8)
-        for choice in choices
+        for choice in get_args(Recompute)
+        if choice != "layers"
     ]
     paths = [f"balance_{n}.yaml" for n in range(len(cases))]
     for case, path in zip(cases, paths, strict=True):
