@@ -402,9 +402,9 @@ def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go
     prices = np.unique((times / np.where(useful, savings, 1.0))[useful])
     if len(prices) > _MOST_RATIOS:
         prices = prices[np.linspace(0, len(prices) - 1, _MOST_RATIOS).round().astype(np.int64)]
-    # What need not shrink at all is minus infinity, which is no number to multiply a price of 0 with.
-    must_go = np.maximum(must_go, -1e200)
+    # What need not shrink at all, or cannot, is infinite, which is no number to multiply a price of 0 with.
+    finite = np.clip(must_go, -1e200, 1e200)
     least = np.zeros_like(must_go)
     for price in prices:
-        least = np.maximum(least, price * must_go - sums(np.maximum(price * savings - times, 0.0)))
+        least = np.maximum(least, price * finite - sums(np.maximum(price * savings - times, 0.0)))
     return np.where(must_go <= sums(savings), least, np.inf)

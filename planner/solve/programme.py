@@ -13,6 +13,7 @@ from planner.core.errors import SolverError
 from planner.core.evaluate import Partition
 from planner.solve.answer import Answer
 from planner.solve.case import Case
+from planner.solve.chain_dp import OutOfTimeError
 from planner.solve.milp import ArcProblem, solve_arcs
 from planner.solve.problem import ChainProblem
 from planner.solve.tables import CHOICES, width_for
@@ -35,6 +36,7 @@ def programme_answer(
 
     Raises:
         SolverError: The solver is missing, or failed.
+        OutOfTimeError: `deadline` passed before anything was found.
     """
     width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))
     classes = _classes(case) if any_order else []
@@ -44,9 +46,10 @@ def programme_answer(
         found = solve_arcs(arcs.problem, upper_us=upper_us * (1 - 1e-9), time_limit_s=left_s)
     except RuntimeError as error:
         raise SolverError(f"the integer programme was not solved: {error}", hint="use `--solver dp`") from error
-    if found.status in ("infeasible", "unknown"):
-        bound_us = upper_us if found.status == "infeasible" else max(case.bound_us, found.bound_us)
-        return Answer(case, None, inf, bound_us, _METHOD)
+    if found.status == "unknown":
+        raise OutOfTimeError
+    if found.status == "infeasible":
+        return Answer(case, None, inf, upper_us, _METHOD)
     return Answer(case, arcs.partition(found.arcs), found.step_us, found.bound_us, _METHOD)
 
 

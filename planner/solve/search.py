@@ -160,7 +160,21 @@ def cases_of(profile: Profile, request: Request) -> list[Case]:
                 )
     if not costs:
         micro_batch_counts(profile, request)  # says why there are none, for one replica
-    return cases
+    return cases if request.balance is None else _with_so_many_stages(cases, request.balance)
+
+
+def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> list[Case]:
+    """The cases in which as many stages as were given can run."""
+    able = [c for c in cases if len(balance) % c.chunks == 0 and len(balance) <= c.num_devices * c.chunks]
+    if cases and not able:
+        most = max(case.num_devices * case.chunks for case in cases)
+        raise UsageError(
+            f"{len(balance)} stages were given, which cannot run with these devices, replicas, chunks, schedule and "
+            f"micro-batches (at most {most} stages can)",
+            hint="give other cuts, or more `--devices`; 1F1B needs as many micro-batches as stages, and interleaved "
+            "schedules as many stages as devices times chunks",
+        )
+    return able
 
 
 def _replica_counts(inputs: Inputs) -> list[int]:
@@ -218,7 +232,7 @@ def micro_batch_counts(
 
 def _named(groups: Sequence[Sequence[str]], names: Sequence[str], option: str) -> tuple[tuple[int, ...], ...]:
     try:
-        return positions(groups, names)
+        return positions([tuple(dict.fromkeys(group)) for group in groups], names)
     except KeyError as error:
         near = f'the layers are "{names[0]}" to "{names[-1]}"; `gpipe-plan show` lists them'
         raise UsageError(
@@ -229,6 +243,11 @@ def _named(groups: Sequence[Sequence[str]], names: Sequence[str], option: str) -
 def _check_request(profile: Profile, request: Request) -> None:
     inputs = request.inputs
     num_layers, num_devices = len(profile.layers), inputs.devices
+    if inputs.replicas < 0 or inputs.chunks < 0 or not all(0 < speed < inf for speed in inputs.speeds):
+        raise UsageError(
+            f"replicas and chunks are at least 1 (0 leaves them open) and speeds above 0, "
+            f"got {inputs.replicas}, {inputs.chunks} and {list(inputs.speeds)}"
+        )
     if not 1 <= num_devices == len(inputs.memory_bytes):
         raise UsageError(f"{len(inputs.memory_bytes)} caps for {num_devices} devices: one for each is needed")
     if inputs.speeds and len(inputs.speeds) != num_devices:
@@ -285,15 +304,18 @@ def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) 
     never: Recompute = "never"
     recompute = tuple(never for _ in balance)
     given = Partition(schedule="gpipe", micro_batches=1, balance=balance, recompute=recompute)
-    chunks = max(1, request.inputs.chunks)
+    chunks = request.inputs.chunks or _MOST_CHUNKS
     check_partition(given, num_layers=num_layers, num_devices=request.inputs.devices * chunks)
 
 
 def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
     if not cases:
+        chunks = max(2, request.inputs.chunks)
         return InfeasibleError(
-            f"the {request.inputs.schedule} schedule runs with none of the micro-batch counts",
-            hint="use `--schedule gpipe`, a larger `--batch`, or fewer devices",
+            f"an interleaved pipeline needs at least 2 devices and {2 * chunks} layers for {chunks} chunks on each, "
+            f"there are {request.inputs.devices // max(1, request.inputs.replicas)} devices and "
+            f"{len(profile.layers)} layers",
+            hint="use `--schedule 1f1b` or `--schedule gpipe`",
         )
 
     def cases_for(other: Profile, inputs: Inputs, micro_batches: int | None) -> Sequence[Case]:

@@ -15,19 +15,21 @@ block of partitions that are simulated at once.
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, product
 from math import comb, inf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.core.cluster import Cluster
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition
 from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import LabelSearch, OutOfTimeError
 from planner.solve.gpipe import Windows
-from planner.solve.laws import OneForwardOneBackwardLaw
+from planner.solve.laws import GPipeLaw, OneForwardOneBackwardLaw
 from planner.solve.many import Many
 from planner.solve.problem import ChainProblem, prefix
 from planner.solve.tables import CHOICES, NOWHERE, allowed_choices
@@ -153,6 +155,9 @@ class _Search:
 
     def several_chunks(self) -> None:
         case = self.case
+        alone = replace(case, schedule="1f1b", chunks=1).memory(1, 0).smallest()[1:]
+        if alone.max() > max(case.caps_bytes):
+            return  # a layer that is too large for every device
         for count in range(case.num_devices, 0, -1):
             least_us = max(self._least_us(count), case.bound_us)
             if least_us >= self.upper_us:
@@ -171,9 +176,13 @@ class _Search:
     def _every_partition(self, many: Many) -> bool:
         allowed = allowed_choices(self.case.policy, self.case.micro_batches)
         num_layers, num_stages = self.case.costs.num_layers, many.num_stages
-        if comb(num_layers - 1, num_stages - 1) * len(allowed) ** num_stages > self._affordable(many):
+        balance = self.case.rules.balance
+        given = None if balance is None else tuple(int(cut) for cut in np.cumsum([0, *balance]))
+        count = comb(num_layers - 1, num_stages - 1) if given is None else 1
+        if count * len(allowed) ** num_stages > self._affordable(many):
             return False
-        for block in _blocks(_all_cuts(num_layers, num_stages), 256):
+        all_cuts = _all_cuts(num_layers, num_stages) if given is None else iter([given])
+        for block in _blocks(all_cuts, 256):
             cuts = block[self._wanted(block)]
             options = np.array(list(product(allowed, repeat=num_stages)))
             every = np.repeat(cuts, len(options), axis=0)
@@ -186,11 +195,26 @@ class _Search:
         """Moves single cuts and changes single recomputations, first until it fits, then as long as it is faster."""
         case = self.case
         allowed = np.array(allowed_choices(case.policy, case.micro_batches))
-        weights = prefix(case.costs.forward_us + case.costs.backward_us)
+        start = self._start(many)
+        if start is None:
+            return
         for choice in allowed:
-            cuts, choices = _even(weights, many.num_stages)[None], np.full((1, many.num_stages), choice)
+            cuts, choices = start[None], np.full((1, many.num_stages), choice)
             if self._descend(many, cuts, choices, allowed):
                 return  # the more is recomputed to begin with, the slower
+
+    def _start(self, many: Many) -> IntArray | None:
+        """Fairly even cuts that are wanted; None where there are none."""
+        case, count = self.case, many.num_stages
+        even = _even(prefix(case.costs.forward_us + case.costs.backward_us), count)
+        if self._wanted(even[None])[0]:
+            return even
+        # As a pipeline of its own, in which everything fits, it has the same rules and the same shares.
+        roomy = Cluster(memory_bytes=(2**62,) * count)
+        alone = replace(case, schedule="gpipe", chunks=1, num_devices=count, replicas=1, cluster=roomy)
+        problem = alone.problem(count, width=case.costs.num_layers, exact=True)
+        cuts = LabelSearch(problem, GPipeLaw(case.micro_batches), deadline=self._deadline).min_max("backward")
+        return None if cuts is None else np.array(cuts)
 
     def _descend(self, many: Many, cuts: IntArray, choices: IntArray, allowed: IntArray) -> bool:
         """From one partition downhill; whether one that fits was reached."""
