@@ -155,6 +155,7 @@ class _Search:
 
     def several_chunks(self) -> None:
         case = self.case
+        self._check_time()
         alone = replace(case, schedule="1f1b", chunks=1).memory(1, 0).smallest()[1:]
         if alone.max() > max(case.caps_bytes):
             return  # a layer that is too large for every device
@@ -167,7 +168,8 @@ class _Search:
                 many.actions  # noqa: B018 - whether the schedule runs with so many devices
             except UsageError:
                 continue
-            if case.costs.num_layers < many.num_stages:
+            balance = case.rules.balance
+            if case.costs.num_layers < many.num_stages or (balance and len(balance) != many.num_stages):
                 continue
             if not self._every_partition(many):
                 self._improve_all(many)
