@@ -156,9 +156,11 @@ class _Search:
     def several_chunks(self) -> None:
         case = self.case
         self._check_time()
-        alone = replace(case, schedule="1f1b", chunks=1).memory(1, 0).smallest()[1:]
-        if alone.max() > max(case.caps_bytes):
-            return  # a layer that is too large for every device
+        costs = case.costs
+        # A layer may need less within a stage than alone, but never less than what it holds all the time.
+        always = costs.parameters + costs.gradients + costs.optimizer + costs.buffers
+        if float(always.max()) > max(case.caps_bytes):
+            return
         for count in range(case.num_devices, 0, -1):
             least_us = max(self._least_us(count), case.bound_us)
             if least_us >= self.upper_us:
