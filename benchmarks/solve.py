@@ -1,6 +1,6 @@
 """How long the solver takes, and what its plans gain over those of other planners under the same cost model.
 
-    python benchmarks/solve.py > docs/measurements/solver.md
+    python benchmarks/solve.py > docs/measurements/solve.md
     python benchmarks/solve.py --parts solver --layers 24,200 --devices 8 --limit 10
 
 Prints Markdown with its environment. Parts: `solver` (time and memory by size, each case in a process of its own on one
