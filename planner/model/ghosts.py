@@ -1,0 +1,118 @@
+"""Ghosts: tensors that have a shape and a device, and no values.
+
+A ghost stands where a value is not at hand: a parameter of another stage, an output that nobody will read. What is
+computed from a ghost is a ghost; a value asked of one (`.item()`, an `if`) is an error. So a mistake about what is
+needed shows as a ghost where a value should be, never as a wrong number.
+
+Inside lies a fake tensor of torch's. It is wrapped because libraries look for fake tensors, take them for a sign of
+compilation, and do something else then.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+__all__ = ["Ghost", "NeedsValuesError", "ghost_like", "ghost_of"]
+
+_MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class NeedsValuesError(Exception):
+    """An operator needs the values of a ghost, for a Python number or to know the shape of its result."""
+
+
+class Ghost(Tensor):
+    """A tensor without values."""
+
+    _inner: FakeTensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool = False,
+    ) -> "Ghost":
+        ghost = Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        ghost._inner = None
+        return ghost
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def inner(self) -> FakeTensor:
+        """The fake tensor inside; its storage tells which ghosts are views of one another."""
+        if self._inner is None:
+            with _MODE, torch._C.DisableTorchFunction():
+                self._inner = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
+        return self._inner  # type: ignore[return-value]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ghosts: dict[int, Ghost] = {}
+
+        def lay_bare(value: Any) -> Any:
+            if isinstance(value, Ghost):
+                ghosts[id(value.inner)] = value
+                return value.inner
+            return value
+
+        def wrap(value: Any) -> Any:
+            if not isinstance(value, FakeTensor):
+                return value
+            known = ghosts.get(id(value))
+            return _wrapped(value) if known is None else known
+
+        with _MODE, torch._C.DisableTorchFunction():
+            try:
+                result = func(*_mapped(lay_bare, args), **_mapped(lay_bare, kwargs or {}))
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise NeedsValuesError(f"{func} needs values") from error
+            except UnsupportedOperatorException as error:
+                raise NeedsValuesError(f"{func} cannot tell the shape of its result without values") from error
+        return _mapped(wrap, result)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Ghost({list(self.shape)}, {self.dtype}, {self.device})"
+
+
+def ghost_of(tensor: Tensor) -> Ghost:
+    """A ghost of the shape, dtype, device and gradient requirement of `tensor`."""
+    return ghost_like(tensor, requires_grad=tensor.requires_grad)
+
+
+def ghost_like(tensor: Tensor, *, requires_grad: bool = False, device: torch.device | None = None) -> Ghost:
+    """A ghost of the shape and dtype of `tensor`."""
+    device = tensor.device if device is None else device
+    return Ghost(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=requires_grad)
+
+
+def _wrapped(inner: FakeTensor) -> Ghost:
+    ghost = Ghost(inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device)
+    ghost._inner = inner
+    return ghost
+
+
+def _mapped(function: Any, value: Any) -> Any:
+    """`function` of every tensor in the arguments or the result of an operator."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return type(value)(_mapped(function, item) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    return value
