@@ -6,7 +6,7 @@ the cut is done again behind it, on what was received.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +52,7 @@ class Cuts:
         self._running = [self._runner(call) for call in recording.calls]
         flow = recording.flow.nodes
         self._last_use = {v: max(data["uses"], default=-1) for v, data in flow.items()}
+        self._num_bytes: dict[int, int] = {}
         self._creator: dict[int, int] = {}
         for data in flow.values():
             self._creator.setdefault(data["storage"], data["operator"])
@@ -75,7 +76,9 @@ class Cuts:
 
     def num_bytes(self, cut: int) -> int:
         """Bytes that cross a cut."""
-        return sum(self.recording.values[number][1].nbytes for number in self.crossing(cut).values)
+        if cut not in self._num_bytes:
+            self._num_bytes[cut] = sum(self.recording.values[n][1].nbytes for n in self.crossing(cut).values)
+        return self._num_bytes[cut]
 
     def repeated(self, operator: int, cut: int) -> bool:
         """Whether an operator in front of a cut is run again behind it."""
@@ -99,15 +102,17 @@ class Cuts:
         calls = self.recording.calls
         members = [call for call in calls[1:] if self._is_member(call)]
         inside = {number for call in members for number in self._below(call)}
-        leaves = [c for c in calls[1:] if c.number not in inside and not c.children and not self._is_member(c)]
+        others = [call for call in calls[1:] if call.number not in inside and not self._is_member(call)]
         problems: list[str] = []
-        ends = self._possible(members, problems)
-        ends = [cut for cut in ends if self._is_no_wider_than_blocks(cut)]
-        chosen = sorted({*ends, *self._narrowest(self._possible(leaves, problems), ends, among_ends=True)})
-        chosen = self._without_empty(chosen)
+        chosen = set(self._no_wider_than_around(self._possible(members, problems), members))
+        possible = self._no_wider_than_around(self._possible(others, problems), calls[1:])
+        small = {call.exit + 1 for call in others if not any(map(self._trains_itself, self._below(call)))}
+        chosen.update(cut for cut in possible if cut not in small)
+        chosen.update(self._narrowest([cut for cut in possible if cut in small], sorted(chosen)))
+        chosen = self._without_empty(sorted(chosen))
         if granularity == "fine":
             every = [cut for cut in self._possible(calls[1:], problems) if cut not in chosen]
-            inner = self._narrowest(every, chosen, among_ends=False)
+            inner = self._narrowest(every, chosen, widest=_WIDEST)
             chosen = self._without_empty(sorted({*chosen, *inner}))
         return chosen, problems
 
@@ -127,7 +132,7 @@ class Cuts:
         holder = self._modules[container] if name else None
         return isinstance(holder, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
-    def _below(self, call: Call) -> Iterable[int]:
+    def _below(self, call: Call) -> Iterator[int]:
         for child in call.children:
             yield child
             yield from self._below(self.recording.calls[child])
@@ -145,22 +150,24 @@ class Cuts:
                 problems.append(f'behind "{call.path}": {problem}')
         return sorted(set(possible))
 
-    def _is_no_wider_than_blocks(self, cut: int) -> bool:
-        around = (c for c in self.recording.calls[1:] if c.enter < cut <= c.exit and self._is_member(c))
-        mine = self.num_bytes(cut)
-        return all(mine <= _NEAR * max(self.num_bytes(c.enter), self.num_bytes(c.exit + 1)) for c in around)
+    def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
+        """The cuts that are hardly wider than those around each of `calls` that they cut in two."""
+        kept = []
+        for cut in cuts:
+            around = (call for call in calls if call.enter < cut <= call.exit)
+            widest = (_NEAR * max(self.num_bytes(c.enter), self.num_bytes(c.exit + 1)) for c in around)
+            if self.num_bytes(cut) <= min(widest, default=float("inf")):
+                kept.append(cut)
+        return kept
 
-    def _narrowest(self, cuts: list[int], ends: list[int], *, among_ends: bool) -> list[int]:
-        """Of the cuts between each two of `ends`, those that are nearly as narrow as the narrowest."""
+    def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
+        """Of the cuts between each two of `ends`, those nearly as narrow as the narrowest; not much wider than the ends."""
         kept = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):
             here = {cut: self.num_bytes(cut) for cut in cuts if first < cut < end}
-            around = [self.num_bytes(cut) for cut in (first, end) if 0 < cut < END]
-            if not here:
-                continue
-            least = min([*here.values(), *(around if among_ends and first == 0 else [])])
-            widest = _WIDEST * max(around) if around and not among_ends else float("inf")
-            kept += [cut for cut, size in here.items() if size <= min(_NEAR * least, widest)]
+            around = max((self.num_bytes(cut) for cut in (first, end) if 0 < cut < END), default=float("inf"))
+            most = min(_NEAR * min(here.values(), default=0), widest * around)
+            kept += [cut for cut, size in here.items() if size <= most]
         return kept
 
     def _without_empty(self, cuts: list[int]) -> list[int]:
@@ -177,6 +184,9 @@ class Cuts:
             del kept[drop]
             n = max(0, n - 1)
         return kept
+
+    def _trains_itself(self, call: int) -> bool:
+        return bool(self._modules[self.recording.calls[call].path]._parameters)
 
     def _trains(self, first: int, end: int) -> bool:
         """Whether what runs between two cuts reads a parameter."""

@@ -17,7 +17,7 @@ from planner.model.nests import put_together, take_apart
 from planner.model.outline import Outline
 from planner.model.recording import END, Call, Constant, Held, Leaf, Passed, Value, arguments_of, wrapped
 
-__all__ = ["ModelStage"]
+__all__ = ["ModelStage", "weightless"]
 
 
 class ModelStage(nn.Module):
@@ -29,32 +29,45 @@ class ModelStage(nn.Module):
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         super().__init__()
+        # All in one attribute, and none of them a module: the names of what the model holds are free.
+        self._part = _Part(outline, model, first, end)
+        for name in self._part.held:
+            *path, last = name.split(".")
+            owner = model.get_submodule(".".join(path))
+            holder = _holder(self, path)
+            if last in owner._parameters:
+                holder._parameters[last] = owner._parameters[last]
+            else:
+                holder._buffers[last] = owner._buffers[last]
+
+    def forward(self, given: Any) -> Any:
+        """See above."""
+        return _Run(self._part, given).result()
+
+    def call_when_begun(self, listener: Callable[[], None]) -> None:
+        """Has `listener` called in each forward when all that lies in front of the stage has been passed over."""
+        self._part.when_begun = listener
+
+
+class _Part:
+    """What a stage knows."""
+
+    def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline
+        self.model = model
         self.begin, self.stop = outline.times(first, end)
         self.received = outline.received(first) if first else ()
         self.sent = outline.received(end) if end <= len(outline.cuts) else ()
         self.when_begun: Callable[[], None] = _nothing
-        """Called in each forward when all that lies in front of the stage has been passed over."""
-        self._model = (model,)  # in a tuple, so that it is no part of this module
-        held = frozenset(name for layer in outline.holds[first:end] for name in layer)
-        for name in held:
-            _adopt(self, model, name)
+        self.held = sorted({name for layer in outline.holds[first:end] for name in layer})
         calls = outline.recording.calls
-        self.open = frozenset(c.number for c in calls if any(c.enter < t <= c.exit for t in (self.begin, self.stop))) | {0}
+        self.open = frozenset(c.number for c in calls if any(c.enter < t <= c.exit for t in (self.begin, self.stop)))
+        self.open |= {0}
         self.watched = [
             model.get_submodule(calls[child].path) for number in sorted(self.open) for child in calls[number].children
         ]
-        self.absent = sorted(outline.repeated_holds[first - 1] - held) if first else []
+        self.absent = sorted(outline.repeated_holds[first - 1].difference(self.held)) if first else []
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
-
-    @property
-    def model(self) -> nn.Module:
-        """The whole model."""
-        return self._model[0]
-
-    def forward(self, given: Any) -> Any:
-        """See above."""
-        return _Run(self, given).result()
 
 
 class _Finished(BaseException):  # noqa: N818 - no error: it ends a forward early, past handlers of Exception
@@ -64,7 +77,7 @@ class _Finished(BaseException):  # noqa: N818 - no error: it ends a forward earl
 class _Run:
     """One forward of a stage."""
 
-    def __init__(self, stage: ModelStage, given: Any) -> None:
+    def __init__(self, stage: _Part, given: Any) -> None:
         self._stage = stage
         self._calls = stage.outline.recording.calls
         self._stack = [0]
@@ -180,13 +193,18 @@ class _Run:
             held = owner._parameters if name in owner._parameters else owner._buffers
             tensor: Any = held[name]
             before.append((held, name, tensor))
-            with _disable_current_modes(), torch.no_grad():
-                held[name] = torch.zeros((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)  # type: ignore[assignment]
+            held[name] = weightless(tensor, self._device)
         try:
             yield
         finally:
             for held, name, tensor in before:
                 held[name] = tensor
+
+
+def weightless(tensor: Tensor, device: torch.device) -> Tensor:
+    """Zeros of the shape and dtype of `tensor` that take no memory."""
+    with _disable_current_modes(), torch.no_grad():
+        return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def _another_path(what: str) -> ModelError:
@@ -196,18 +214,14 @@ def _another_path(what: str) -> ModelError:
     )
 
 
-def _adopt(root: nn.Module, model: nn.Module, full: str) -> None:
-    """Makes a parameter or buffer of the model one of `root`'s, under the same dotted name."""
-    *path, name = full.split(".")
-    owner = model.get_submodule(".".join(path))
+def _holder(root: nn.Module, path: Sequence[str]) -> nn.Module:
+    """The module at `path` below `root`, made where it is missing."""
     for part in path:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root._modules[part]  # type: ignore[assignment]
-    if name in owner._parameters:
-        root._parameters[name] = owner._parameters[name]
-    else:
-        root._buffers[name] = owner._buffers[name]
+        below = root._modules.get(part)
+        if below is None:
+            root._modules[part] = below = nn.Module()
+        root = below
+    return root
 
 
 def _nothing() -> None:
