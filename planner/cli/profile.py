@@ -13,6 +13,7 @@ from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format, integers
 from planner.core.cluster import ExecutorCost
 from planner.core.errors import UsageError
+from planner.core.profile import Granularity
 
 __all__ = ["profile"]
 
@@ -40,6 +41,9 @@ def profile(
         ),
     ] = None,
     threads: Annotated[int, typer.Option(metavar="N", help="CPU threads per stage.")] = 1,
+    granularity: Annotated[
+        str, typer.Option(metavar="coarse|fine", help="About one layer per block, or cuts inside blocks too.")
+    ] = "coarse",
     repeat: Annotated[int, typer.Option(metavar="N", help="Timed repeats of every layer.")] = 10,
     format_: Format = "text",
     *,
@@ -63,7 +67,13 @@ def profile(
     options = ProfileOptions(micro_batch_sizes=sizes, device=device, threads=threads, repeats=repeat)
     # What the user's code prints is not our answer.
     with contextlib.redirect_stdout(sys.stderr):
-        loaded = load_model(model, settings=_pairs(settings or []), inputs=inputs or [], optimizer=optimizer)
+        loaded = load_model(
+            model,
+            settings=_pairs(settings or []),
+            inputs=inputs or [],
+            optimizer=optimizer,
+            granularity=_granularity(granularity),
+        )
         for note in loaded.notes:
             console.note(f"note: {note}")
         with console.progress(f"profiling {model}") as progress:
@@ -104,6 +114,12 @@ def _relative(source: str, output: str) -> str:
     if output != "-" and not Path(path).is_absolute():
         path = Path(os.path.relpath(path, Path(output).parent)).as_posix()
     return f"{path}{colon}{entry}"
+
+
+def _granularity(text: str) -> Granularity:
+    if text not in ("coarse", "fine"):
+        raise UsageError(f"unknown granularity `{text}`", hint="use `--granularity coarse` or `--granularity fine`")
+    return "coarse" if text == "coarse" else "fine"
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

@@ -8,16 +8,13 @@ the cut is done again behind it, on what was received.
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
+from planner.core.profile import Granularity
 from planner.model.recording import END, Call, Recording
 
-__all__ = ["Crossing", "Cuts", "Granularity"]
-
-Granularity = Literal["coarse", "fine"]
-"""About one layer per block, or also cuts inside blocks."""
+__all__ = ["Crossing", "Cuts"]
 
 _NEAR = 1.1
 """Cuts with up to so many times the bytes of the best one nearby are worth keeping."""
@@ -104,12 +101,12 @@ class Cuts:
         inside = {number for call in members for number in self._below(call)}
         others = [call for call in calls[1:] if call.number not in inside and not self._is_member(call)]
         problems: list[str] = []
-        chosen = set(self._no_wider_than_around(self._possible(members, problems), members))
+        ends = set(self._no_wider_than_around(self._possible(members, problems), members))
         possible = self._no_wider_than_around(self._possible(others, problems), calls[1:])
         small = {call.exit + 1 for call in others if not any(map(self._trains_itself, self._below(call)))}
-        chosen.update(cut for cut in possible if cut not in small)
-        chosen.update(self._narrowest([cut for cut in possible if cut in small], sorted(chosen)))
-        chosen = self._without_empty(sorted(chosen))
+        ends.update(cut for cut in possible if cut not in small)
+        ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
+        chosen = self._without_empty(sorted(ends))
         if granularity == "fine":
             every = [cut for cut in self._possible(calls[1:], problems) if cut not in chosen]
             inner = self._narrowest(every, chosen, widest=_WIDEST)

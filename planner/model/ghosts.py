@@ -21,9 +21,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-__all__ = ["Ghost", "NeedsValuesError", "ghost_like", "ghost_of"]
+__all__ = ["Ghost", "NeedsValuesError", "ghost_like"]
 
 _MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 class NeedsValuesError(Exception):
@@ -33,7 +35,7 @@ class NeedsValuesError(Exception):
 class Ghost(Tensor):
     """A tensor without values."""
 
-    _inner: FakeTensor | None
+    _fake: FakeTensor | None
 
     @staticmethod
     def __new__(
@@ -43,32 +45,29 @@ class Ghost(Tensor):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        requires_grad: bool = False,
     ) -> "Ghost":
-        ghost = Tensor._make_wrapper_subclass(
-            cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
-        )
-        ghost._inner = None
+        ghost = Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
+        ghost._fake = None
         return ghost
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
-    def inner(self) -> FakeTensor:
+    def bare(self) -> FakeTensor:
         """The fake tensor inside; its storage tells which ghosts are views of one another."""
-        if self._inner is None:
+        if self._fake is None:
             with _MODE, torch._C.DisableTorchFunction():
-                self._inner = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
-        return self._inner  # type: ignore[return-value]
+                self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
+        return self._fake  # type: ignore[return-value]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         ghosts: dict[int, Ghost] = {}
 
         def lay_bare(value: Any) -> Any:
             if isinstance(value, Ghost):
-                ghosts[id(value.inner)] = value
-                return value.inner
+                ghosts[id(value.bare)] = value
+                return value.bare
             return value
 
         def wrap(value: Any) -> Any:
@@ -77,33 +76,34 @@ class Ghost(Tensor):
             known = ghosts.get(id(value))
             return _wrapped(value) if known is None else known
 
+        bare, options = _mapped(lay_bare, args), _mapped(lay_bare, kwargs or {})
         with _MODE, torch._C.DisableTorchFunction():
             try:
-                result = func(*_mapped(lay_bare, args), **_mapped(lay_bare, kwargs or {}))
+                result = _grouped_product(*bare) if func is _GROUPED_MM else func(*bare, **options)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise NeedsValuesError(f"{func} needs values") from error
             except UnsupportedOperatorException as error:
                 raise NeedsValuesError(f"{func} cannot tell the shape of its result without values") from error
         return _mapped(wrap, result)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Ghost({list(self.shape)}, {self.dtype}, {self.device})"
 
 
-def ghost_of(tensor: Tensor) -> Ghost:
-    """A ghost of the shape, dtype, device and gradient requirement of `tensor`."""
-    return ghost_like(tensor, requires_grad=tensor.requires_grad)
-
-
-def ghost_like(tensor: Tensor, *, requires_grad: bool = False, device: torch.device | None = None) -> Ghost:
+def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
     """A ghost of the shape and dtype of `tensor`."""
-    device = tensor.device if device is None else device
-    return Ghost(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=requires_grad)
+    return Ghost(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> Tensor:
+    # torch knows the shape of the result for one dtype only, though on the CPU it computes it for others.
+    product = _GROUPED_MM(left.to(torch.bfloat16), right.to(torch.bfloat16), offsets)
+    return product.to(left.dtype)  # type: ignore[no-any-return]
 
 
 def _wrapped(inner: FakeTensor) -> Ghost:
     ghost = Ghost(inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device)
-    ghost._inner = inner
+    ghost._fake = inner
     return ghost
 
 

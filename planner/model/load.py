@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.core.errors import FileError, ModelError, UsageError
-from planner.core.profile import Setting
+from planner.core.profile import Granularity, Setting
+from planner.model.chain import Chain, chain_of
 from planner.model.inputs import input_tensor
+from planner.model.nests import tensors_in
 from planner.model.optimizers import optimizer_builder
 
 __all__ = ["Batch", "LoadedModel", "load_model"]
@@ -52,7 +54,16 @@ class LoadedModel:
     build_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
+    granularity: Granularity = "coarse"
     notes: tuple[str, ...] = field(default=())
+
+    def chain(self, model: nn.Module) -> Chain:
+        """The chain of `model`, an instance of this one.
+
+        Raises:
+            ModelError: It cannot be run on its example batch, or not be cut.
+        """
+        return chain_of(model, lambda size: self.example_batch(size).inputs, self.granularity)
 
 
 def load_model(
@@ -61,6 +72,7 @@ def load_model(
     settings: Mapping[str, str] | None = None,
     inputs: Sequence[str] = (),
     optimizer: str | None = None,
+    granularity: Granularity = "coarse",
 ) -> LoadedModel:
     """The model in `path/to/model.py[:ENTRY]`.
 
@@ -70,6 +82,7 @@ def load_model(
         settings: `--set` values as typed; their types come from the entry's signature.
         inputs: `--input` shapes, where the file has no `example_batch`.
         optimizer: Name of an optimizer, which then takes the place of the file's `build_optimizer`.
+        granularity: How finely a model that is no Sequential is cut.
 
     Raises:
         FileError: No such file, or not a Python file.
@@ -80,7 +93,9 @@ def load_model(
     entry_name, build_model, typed = _builder(path, module, entry, dict(settings or {}))
     notes = []
     if not hasattr(module, "loss_fn"):
-        notes.append(f"{path} has no `loss_fn(output, target)`: the mean of the output is trained")
+        notes.append(
+            f"{path} has no `loss_fn(output, target)`: the output's own `.loss` is trained, or its mean if it has none"
+        )
     example = _example_batch(path, module, typed, tuple(inputs))
     for name in ("loss_fn", "build_optimizer", "train_batches"):
         if not callable(getattr(module, name, len)):
@@ -93,10 +108,11 @@ def load_model(
         inputs=tuple(inputs),
         build=build_model,
         example_batch=example,
-        loss_fn=getattr(module, "loss_fn", _mean_of_output),
+        loss_fn=getattr(module, "loss_fn", _loss_of_output),
         build_optimizer=_checked_optimizer(path, build),
         train_batches=getattr(module, "train_batches", None),
         optimizer_name=name_of_it,
+        granularity=granularity,
         notes=tuple(notes),
     )
 
@@ -295,8 +311,11 @@ def _checked_optimizer(
     return checked
 
 
-def _mean_of_output(output: Any, _target: Any) -> Tensor:
-    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def _loss_of_output(output: Any, _target: Any) -> Tensor:
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return own
+    tensors = [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
     if not tensors:
         raise ModelError("the model's output holds no floating-point tensor", hint="define `loss_fn(output, target)`")
     return torch.stack([tensor.float().mean() for tensor in tensors]).mean()

@@ -6,7 +6,7 @@ Not torch's pytrees: those know only the types that somebody registered, and loo
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,12 @@ def _is_plain_dataclass(value: Any) -> bool:
 def _value(leaves: Iterator[Any], nest: Nest) -> Any:
     if nest.kind is None:
         return next(leaves)
+    make: Callable[..., Any] = nest.kind
     children = [_value(leaves, child) for child in nest.children]
-    if issubclass(nest.kind, dict) and not dataclasses.is_dataclass(nest.kind):
-        return nest.kind(zip(nest.keys, children, strict=True))
     if dataclasses.is_dataclass(nest.kind):
-        return nest.kind(**dict(zip(nest.keys, children, strict=True)))
+        return make(**dict(zip(nest.keys, children, strict=True)))
+    if issubclass(nest.kind, dict):
+        return make(zip(nest.keys, children, strict=True))
     if hasattr(nest.kind, "_fields"):  # a named tuple
-        return nest.kind(*children)
-    return nest.kind(children)
+        return make(*children)
+    return make(children)

@@ -4,17 +4,19 @@ It names modules and tensors and holds none, so the outline of one instance of a
 of batches of different size, tell how the shapes of all tensors grow with the batch.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.cuts import Cuts, Granularity
-from planner.model.recording import END, Call, Constant, Leaf, Recording, Value, record
+from planner.core.profile import Granularity
+from planner.model.cuts import Cuts
+from planner.model.nests import put_together, take_apart
+from planner.model.recording import END, Call, Leaf, Recording, Value, record
 
 __all__ = ["SIZES", "Outline", "outline_of"]
 
@@ -27,7 +29,7 @@ class Outline:
     """See above."""
 
     recording: Recording
-    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
     """By value: its shape in a batch of either size."""
     cuts: tuple[int, ...]
     names: tuple[str, ...]
@@ -55,7 +57,8 @@ class Outline:
 
     def shape(self, value: int, size: int) -> tuple[int, ...]:
         """Of a value, in a batch of `size` samples."""
-        return tuple(a + (b - a) * (size - SIZES[0]) // (SIZES[1] - SIZES[0]) for a, b in zip(*self.shapes[value], strict=True))
+        pairs = zip(*self.shapes[value], strict=True)
+        return tuple(a + (b - a) * (size - SIZES[0]) // (SIZES[1] - SIZES[0]) for a, b in pairs)
 
     def size_of(self, values: Sequence[int], tensors: Sequence[Tensor]) -> int:
         """How many samples there are, by the shapes of some values."""
@@ -69,11 +72,10 @@ class Outline:
         """What is received by a layer but the first, on the meta device."""
         return tuple(self._meta(value, size) for value in self.received(layer))
 
-    @cached_property
+    @property
     def described(self) -> list[Any]:
-        """Everything about it that can be written down, for a digest."""
-        crossing = [[[list(s) for s in self.shapes[v]], str(self.recording.values[v][1].dtype)] for c in self.crossings for v in c]
-        return [list(self.names), crossing, [[call.path, len(call.leaves)] for call in self.recording.calls]]
+        """What crosses each cut, for a digest."""
+        return [[[self.shapes[v], str(self.recording.values[v][1].dtype)] for v in values] for values in self.crossings]
 
     def _meta(self, value: int, size: int) -> Tensor:
         meta = self.recording.values[value][1]
@@ -108,7 +110,7 @@ def outline_of(model: nn.Module, example_inputs: Callable[[int], Any], granulari
     _add_unread(holds, recording, model, spans)
     return Outline(
         recording=recording,
-        shapes=_shapes(recording, other),
+        shapes=_shapes(recording, other, chosen),
         cuts=tuple(chosen),
         names=names,
         holds=tuple(holds),
@@ -129,9 +131,13 @@ def outline_of(model: nn.Module, example_inputs: Callable[[int], Any], granulari
 
 
 def _recorded(model: nn.Module, example_inputs: Callable[[int], Any], size: int) -> Recording:
-    inputs = example_inputs(size)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same data every time, and so the same digest
+        inputs = example_inputs(size)
     try:
-        return record(model, inputs)
+        with contextlib.suppress(Exception):  # whatever it is, on real values it may be none, or comes again
+            return record(model, inputs, ghosts=True)
+        return record(model, _beside(model, inputs), ghosts=False)
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"the model ({type(model).__name__}) raised {type(error).__name__} on an example batch of {size}: "
@@ -140,29 +146,53 @@ def _recorded(model: nn.Module, example_inputs: Callable[[int], Any], size: int)
         ) from error
 
 
+def _beside(model: nn.Module, inputs: Any) -> Any:
+    """The inputs on the device of the model."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    leaves, nest = take_apart(inputs)
+    return put_together((leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves), nest)
+
+
 def _shapes(
-    recording: Recording, other: Recording
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    groups: list[tuple[str, Sequence[Leaf], Sequence[Leaf]]] = [("the input", recording.inputs, other.inputs)]
-    for one, two in zip(recording.calls, other.calls, strict=False):
-        if one.path != two.path or len(one.leaves) != len(two.leaves):
-            raise _changes(two)
-        groups.append((one.path, one.leaves, two.leaves))
-    if len(recording.calls) != len(other.calls):
-        raise _changes(max(recording.calls, other.calls, key=len)[-1])
-    for path, leaves, others in groups:
-        for leaf, its in zip(leaves, others, strict=True):
-            if isinstance(leaf, Value):
-                if not isinstance(its, Value) or len(its.meta.shape) != len(leaf.meta.shape):
-                    raise ModelError(f'"{path}" returns something else for another batch size')
-                shapes.setdefault(leaf.number, (leaf.meta.shape, its.meta.shape))
-    return tuple(shapes[number] for number in range(len(recording.values)))
+    recording: Recording, other: Recording, cuts: Sequence[int]
+) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of all that comes into sight between modules that some cut goes through."""
+    shapes = _paired("the model's input", recording.inputs, other.inputs)
+    todo = [0]
+    while todo:
+        number = todo.pop()
+        one, two = recording.calls[number], other.calls[number] if number < len(other.calls) else None
+        if two is None or [recording.calls[c].path for c in one.children] != [other.calls[c].path for c in two.children]:
+            raise _changes(one)
+        for child, its in zip(one.children, two.children, strict=True):
+            call = recording.calls[child]
+            shapes = _paired(call.path, call.leaves, other.calls[its].leaves) | shapes
+            if any(call.enter < cut <= call.exit for cut in cuts):
+                todo.append(child)
+    return shapes
+
+
+def _paired(
+    path: str, leaves: Sequence[Leaf], others: Sequence[Leaf]
+) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    if len(leaves) != len(others):
+        raise _returns_else(path)
+    pairs = [(a, b) for a, b in zip(leaves, others, strict=True) if isinstance(a, Value)]
+    if any(not isinstance(b, Value) or len(a.meta.shape) != len(b.meta.shape) for a, b in pairs):
+        raise _returns_else(path)
+    return {a.number: (a.meta.shape, b.meta.shape) for a, b in pairs if isinstance(b, Value)}
+
+
+def _returns_else(path: str) -> ModelError:
+    return ModelError(
+        f'"{path}" returns something of another structure for another batch size',
+        hint="a pipeline needs the same tensors for every batch",
+    )
 
 
 def _changes(call: Call) -> ModelError:
     return ModelError(
-        f'the model calls other modules for another batch size, first "{call.path}": it takes no fixed path',
+        f'"{call.path or "the model"}" calls other modules for another batch size: it takes no fixed path',
         hint="a pipeline needs the same layers for every batch",
     )
 

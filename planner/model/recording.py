@@ -9,6 +9,7 @@ is still at work there) or lies inside a call that is over, and that those stage
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.model.ghosts import Ghost
+from planner.model.ghosts import Ghost, ghost_like
 from planner.model.nests import Nest, take_apart, tensors_in
 
 __all__ = ["END", "Call", "Constant", "Held", "Meta", "Passed", "Recording", "Value", "arguments_of", "record", "wrapped"]
@@ -134,8 +135,8 @@ class Recording:
 
     calls: list[Call] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
-    flow: "nx.DiGraph[int]" = field(default_factory=nx.DiGraph)
-    """Versions of storages. Attributes: `storage` number, `operator` that made it or -1, time it was `made`, `uses`
+    flow: nx.DiGraph = field(default_factory=nx.DiGraph)
+    """Versions of storages, and what each was made from. Attributes: `storage` number, `operator` that made it or -1, time it was `made`, `uses`
     (times)."""
     values: list[tuple[int, Meta]] = field(default_factory=list)
     """Tensors that calls returned or that came as inputs, each geometry of a storage once: (storage, geometry)."""
@@ -156,12 +157,20 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
-def record(model: nn.Module, inputs: Any) -> Recording:
-    """Runs `model` on `inputs` once; buffers, gradients and the random state stay as they were."""
+def record(model: nn.Module, inputs: Any, *, ghosts: bool) -> Recording:
+    """Runs `model` on `inputs` once; buffers, gradients and the random state stay as they were.
+
+    Args:
+        model: The model.
+        inputs: Its inputs.
+        ghosts: Runs it without the values of its parameters and buffers, which takes neither time nor memory. Raises
+            `NeedsValuesError` if the model asks for a value.
+    """
     recorder = _Recorder(model)
     with ExitStack() as stack:
+        stack.enter_context(_quiet())
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(_own_buffers(model))
+        stack.enter_context(_replaced(model, _ghost if ghosts else _own_buffer))
         recorder.know_model(model)
         recorder.know_inputs(inputs)
         stack.enter_context(wrapped(model.modules(), recorder.run))
@@ -184,7 +193,6 @@ class _Recorder(TorchDispatchMode):
         self._stack: list[int] = []
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._versions: list[int] = []  # by storage, the newest
-        self._made_here: set[int] = set()  # storages
         self._held: dict[int, list[str]] = {}  # by storage
         self._tainted: set[int] = set()  # versions
         self._values: dict[tuple[int, Meta], int] = {}
@@ -313,18 +321,18 @@ class _Recorder(TorchDispatchMode):
         return self._versions[self._storage(tensor)]
 
     def _storage(self, tensor: Tensor, operator: int = -1) -> int:
-        memory = (tensor.inner if isinstance(tensor, Ghost) else tensor).untyped_storage()
+        memory = (tensor.bare if isinstance(tensor, Ghost) else tensor).untyped_storage()
         known = self._storages.get(memory._cdata)
         if known is not None:
             return known[1]
         # A weak reference keeps the address from being given out again.
         storage = len(self._versions)
-        self._storages[memory._cdata] = StorageWeakRef(memory), storage  # type: ignore[no-untyped-call]
+        self._storages[memory._cdata] = StorageWeakRef(memory), storage
         self._versions.append(self._version(storage, operator))
         return storage
 
     def _version(self, storage: int, operator: int) -> int:
-        version = self.recording.flow.number_of_nodes()
+        version: int = self.recording.flow.number_of_nodes()
         made = self.recording.operators[operator].time if operator >= 0 else -1
         self.recording.flow.add_node(version, storage=storage, operator=operator, made=made, uses=[])
         return version
@@ -362,21 +370,44 @@ def _is_plain(value: Any) -> bool:
 
 
 @contextmanager
-def _own_buffers(model: nn.Module) -> Iterator[None]:
-    """Lets the model work on copies of its buffers; what stays tied stays tied."""
-    before = [(module, dict(module._buffers)) for module in model.modules()]
-    copies: dict[int, Tensor | None] = {id(None): None}
-    for module, buffers in before:
-        for name, buffer in buffers.items():
-            if id(buffer) not in copies and buffer is not None:
-                copies[id(buffer)] = buffer.clone()
-            module._buffers[name] = copies[id(buffer)]
+def _quiet() -> Iterator[None]:
+    """An operator that knows no shape without values is an error that is dealt with, not one to be logged."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        for module, buffers in before:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        logger.setLevel(level)
+
+
+def _ghost(tensor: Tensor) -> Tensor:
+    ghost = ghost_like(tensor, torch.device("cpu"))
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(ghost, requires_grad=tensor.requires_grad) if is_parameter else ghost
+
+
+def _own_buffer(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+
+@contextmanager
+def _replaced(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Lets the model work on others instead of its parameters and buffers; what is tied stays tied."""
+    before = [(held, dict(held)) for module in model.modules() for held in (module._parameters, module._buffers)]
+    others: dict[int, Tensor] = {}
+    for held, tensors in before:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                if id(tensor) not in others:
+                    others[id(tensor)] = replace(tensor)
+                held[name] = others[id(tensor)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for held, tensors in before:
+            held.clear()
+            held.update(tensors)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -31,18 +31,21 @@ class ModelStage(nn.Module):
         super().__init__()
         # All in one attribute, and none of them a module: the names of what the model holds are free.
         self._part = _Part(outline, model, first, end)
-        for name in self._part.held:
-            *path, last = name.split(".")
-            owner = model.get_submodule(".".join(path))
-            holder = _holder(self, path)
-            if last in owner._parameters:
-                holder._parameters[last] = owner._parameters[last]
-            else:
-                holder._buffers[last] = owner._buffers[last]
+        self.share_with(self)
 
     def forward(self, given: Any) -> Any:
         """See above."""
         return _Run(self._part, given).result()
+
+    def share_with(self, root: nn.Module) -> None:
+        """Makes this stage's parameters and buffers those of `root` too, under the names they have in the model."""
+        for name in self._part.held:
+            *path, last = name.split(".")
+            owner, holder = self._part.model.get_submodule(".".join(path)), _holder(root, path)
+            if last in owner._parameters:
+                holder._parameters[last] = owner._parameters[last]
+            else:
+                holder._buffers[last] = owner._buffers[last]
 
     def call_when_begun(self, listener: Callable[[], None]) -> None:
         """Has `listener` called in each forward when all that lies in front of the stage has been passed over."""
@@ -190,10 +193,9 @@ class _Run:
         for full in self._stage.absent:
             path, _, name = full.rpartition(".")
             owner = self._stage.model.get_submodule(path)
-            held = owner._parameters if name in owner._parameters else owner._buffers
-            tensor: Any = held[name]
-            before.append((held, name, tensor))
-            held[name] = weightless(tensor, self._device)
+            held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+            before.append((held, name, held[name]))
+            held[name] = weightless(held[name], self._device)
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from planner.core.costs import saved_bytes
 from planner.core.errors import UsageError
 from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
-from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
+from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
 from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, keep_freed_memory
 from planner.model.meter import meter_for
@@ -52,7 +52,7 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
     if device.type == "cpu":
         keep_freed_memory()
     model = loaded.build().to(device)
-    chain = chain_of(model)
+    chain = loaded.chain(model)
     with untouched(model):
         measured = _Measured(loaded, chain, options, device, progress)
         layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
@@ -62,6 +62,7 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
             source=loaded.source,
             settings=loaded.settings,
             inputs=loaded.inputs,
+            granularity=loaded.granularity,
             digest=chain_digest(chain, loaded.settings),
             parameters=sum(p.numel() for p in model.parameters()),
         ),
@@ -193,7 +194,7 @@ class _Measured:
 
     def _ties(self, layer: Layer) -> tuple[tuple[str, ...], int]:
         mine = {name: parameter for name, parameter in layer.parameter_names().items() if name in self.tied}
-        others = [other for name in mine for other in self.tied[name]]
+        others = [other for name in mine for other in self.tied[name] if other != layer.name]
         return tuple(dict.fromkeys(others)), sum(parameter.nbytes for parameter in mine.values())
 
 

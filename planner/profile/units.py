@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from planner.core.errors import ModelError
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel, to_device, user_code
+from planner.model.stage import ModelStage
 
 __all__ = ["Unit", "UnitInput", "trace_units"]
 
@@ -78,6 +79,9 @@ def trace_units(
             last = index == len(chain.layers) - 1
             given = _given(value, batch.targets if last else None)
             tracer = _Tracer()
+            if isinstance(layer.module, ModelStage):
+                # How many modules a stage passes over on the way to its own says nothing about its own.
+                layer.module.call_when_begun(tracer.trace.clear)
             with tracer, saved_tensors_hooks(tracer.saved, _as_it_was):
                 value = _call(layer.name, layer.module, value, size)
                 if last:

@@ -42,7 +42,14 @@ def loss_of(output: Any, _targets: Any = None) -> Tensor:
 
 
 def _transformers(
-    name: str, config: str, *, inputs: Callable[[int], Any], family: str, caveat: str = "", **settings: Any
+    name: str,
+    config: str,
+    *,
+    inputs: Callable[[int], Any],
+    family: str,
+    caveat: str = "",
+    train: bool = False,
+    **settings: Any,
 ) -> RealModel:
     def build() -> nn.Module:
         import transformers
@@ -50,7 +57,7 @@ def _transformers(
         transformers.logging.set_verbosity_error()
         made = getattr(transformers, config)(**settings)
         model: nn.Module = getattr(transformers, name)(made)
-        return model.eval()  # dropout would draw other numbers in every run
+        return model.train(train)  # dropout would draw other numbers in every run
 
     return RealModel(family=family, build=build, inputs=inputs, caveat=caveat)
 
@@ -247,7 +254,7 @@ REAL_MODELS: dict[str, RealModel] = {
     ),
     "RWKV": _transformers(
         "RwkvForCausalLM", "RwkvConfig", inputs=_language, family="state space",
-        vocab_size=WORDS, hidden_size=32, attention_hidden_size=32, num_hidden_layers=4, use_cache=False, **_SPECIAL,
+        vocab_size=WORDS, hidden_size=32, attention_hidden_size=32, num_hidden_layers=4, use_cache=False, train=True, **_SPECIAL,
     ),
     "ResNet-26 (timm)": _timm("resnet26", size=64),
     "EfficientNet (timm)": _timm("efficientnet_b0", size=64),

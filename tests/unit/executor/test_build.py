@@ -140,7 +140,7 @@ def test_the_layers_run(build: Callable[[], nn.Sequential]) -> None:
     torch.manual_seed(4)
     model = build().eval()
     inputs = torch.randint(20, (2, 3)) if build is tied else torch.randn(2, 8)
-    layers = build_layers(loaded_model(lambda: build().eval()), chain_of(model).names, seed=4, device=CPU)
+    layers = build_layers(loaded_model(lambda: build().eval()), chain_of(model), 0, len(chain_of(model).layers), seed=4, device=CPU)
     value = inputs
     for layer in layers:
         value = layer.module(value)
