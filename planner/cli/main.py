@@ -10,7 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 from planner import __version__
-from planner.cli import check, emit, profile, schema, show, solve
+from planner.cli import check, emit, profile, profile_links, schema, show, solve
 from planner.cli.console import Console, forget
 from planner.core.errors import ExitCode, PlannerError
 
@@ -24,6 +24,9 @@ _HELP = """Plan pipeline-parallel training: where to cut a model into stages, an
   gpipe-plan emit                             write what runs it          -> balance.yaml, train.py
   gpipe-plan check                            does the plan still fit?    (for CI: exit code 0 or 1)
   gpipe-plan show FILE                        look at a profile, a plan or a run report
+
+\b
+  torchrun … -m planner profile-links         measure the links between the devices -> links.yaml, for solve --links
 """
 
 # Plain text: rich's boxes wrap messages, and colour help even into a pipe on CI machines.
@@ -35,6 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("profile")(profile.profile)
+app.command("profile-links")(profile_links.profile_links)
 app.command("solve")(solve.solve)
 app.command("emit")(emit.emit)
 app.command("check")(check.check)

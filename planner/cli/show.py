@@ -11,17 +11,21 @@ from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.cli.plans import events_of, profile_for
 from planner.core.balance import Balance
 from planner.core.errors import UsageError
+from planner.core.links import Links
+from planner.core.partial import Partial
 from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.run_report import RunReport
 from planner.emit import decisions_digest
-from planner.show import plan_text, profile_text, run_text
+from planner.show import links_text, plan_text, profile_text, run_text
 
 __all__ = ["show"]
 
 
 def show(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A profile, a plan or a run report.")] = "plan.yaml",
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A profile, a plan, links or a run report.")
+    ] = "plan.yaml",
     plan: Annotated[
         str | None, typer.Option(metavar="FILE", help="For a run report: its plan; default: plan.yaml beside it.")
     ] = None,
@@ -45,6 +49,10 @@ def show(
         text = plan_text(value, events_of(value, profile_for(value, file, profile)), style)
     elif isinstance(value, RunReport):
         text = run_text(value, _plan_of(value, file, plan, console), style)
+    elif isinstance(value, Links):
+        text = links_text(value, style)
+    elif isinstance(value, Partial):
+        raise UsageError(f"{file} is an unfinished profile", hint="finish it: run the same `gpipe-plan profile` again")
     else:
         assert isinstance(value, Balance)
         raise UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")

@@ -58,6 +58,9 @@ def solve(
             "--link", metavar="25GB/s,5us", help="Links between neighbours; `,blocking` if they do not overlap."
         ),
     ] = None,
+    links: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Links as `profile-links` measured them, one by one.")
+    ] = None,
     nodes: Annotated[str | None, typer.Option(metavar="4x8", help="4 nodes of 8 devices, in pipeline order.")] = None,
     inter_link: Annotated[
         str | None, typer.Option(metavar="25GB/s,10us", help="Links between nodes; `--link` is then within a node.")
@@ -106,11 +109,13 @@ def solve(
     fixed = None if micro_batches == "auto" else _one("--micro-batches", micro_batches)
     share = parse_share(headroom)
     given_link = link(link_) if link_ is not None else None
+    _check_links(links, link_, nodes, inter_link)
     given_overhead_us = parse_us(overhead) if overhead is not None else None
     num_devices, node_devices = _devices(devices, nodes)
     policy = _schedule(schedule)
     read = files.read_profile(profile)
     executor = read.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
+    known_links = _known_links(links, num_devices) if links is not None else ()
     inputs = Inputs(
         profile=ProfileReference(path=reference_path(profile, output), digest=files.digest_of(read)),
         model_digest=read.model.digest,
@@ -118,9 +123,10 @@ def solve(
         memory_bytes=tuple(int(cap * (1 - share)) for cap in _caps(mem, num_devices, read)),
         speeds=speeds(speed, num_devices) if speed is not None else (),
         batch=_batch(batch, read, console),
-        link=executor.link if given_link is None else given_link,
+        link=Link() if known_links else executor.link if given_link is None else given_link,
         inter_link=link(inter_link, "--inter-link") if inter_link is not None else None,
         node_devices=node_devices,
+        links=known_links,
         allreduce=link(allreduce, "--allreduce") if allreduce is not None else None,
         reserve_bytes=parse_bytes(reserve),
         overhead_us=executor.overhead_us if given_overhead_us is None else given_overhead_us,
@@ -190,6 +196,17 @@ def _devices(devices: int | None, nodes: str | None) -> tuple[int, int]:
     return total if devices is None else devices, int(each)
 
 
+def _check_links(links: str | None, *others: str | None) -> None:
+    for option, value in zip(("--link", "--nodes", "--inter-link"), others, strict=True):
+        if links is not None and value is not None:
+            raise UsageError(f"`--links {links}` and `{option} {value}`: both say what the links are", hint="give one")
+
+
+def _known_links(path: str, devices: int) -> tuple[Link, ...]:
+    """The links behind the first devices but one; `solve` refuses too few."""
+    return tuple(boundary.link for boundary in files.read_links(path).boundaries)[: max(1, devices - 1)]
+
+
 def _schedule(text: str) -> SchedulePolicy:
     if text not in get_args(SchedulePolicy):
         raise UsageError(f"unknown `--schedule {text}`", hint=f"one of {', '.join(get_args(SchedulePolicy))}")
@@ -238,13 +255,15 @@ def _policy(text: str) -> RecomputePolicy:
 def _notes(console: Console, inputs: Inputs, profile: Profile, *, extrapolated: bool) -> None:
     for cap in sorted(set(inputs.memory_bytes)):
         console.note(f"note: cap {cap / 1e9:g} GB = {format_bytes(cap)} per device")
+    if inputs.links:
+        console.note(f"note: {len(inputs.links)} measured link{'s' * (len(inputs.links) > 1)}")
     if inputs.link != Link():
         kind = ", not overlapping with compute" if inputs.link.blocking else ""
         rate = format_rate(inputs.link.bytes_per_s) if inputs.link.bytes_per_s else "unlimited"
         console.note(f"note: link {rate}, {format_us(inputs.link.latency_us)}{kind}")
     if inputs.replicas != 1 and inputs.allreduce is None:
         console.note("note: no `--allreduce`: summing gradients over replicas is taken to cost nothing")
-    if inputs.link == Link() and profile.device.kind == "cuda":
+    if inputs.link == Link() and not inputs.links and profile.device.kind == "cuda":
         console.note("note: no `--link`: moving tensors between stages is taken to cost nothing")
     if extrapolated:
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be under-estimated")

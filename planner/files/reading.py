@@ -12,27 +12,33 @@ from pydantic_core import ErrorDetails
 
 from planner.core.balance import BALANCE_SCHEMA, Balance
 from planner.core.errors import FileError
+from planner.core.links import LINKS_SCHEMA, Links
+from planner.core.partial import PARTIAL_SCHEMA, Partial
 from planner.core.plan import PLAN_SCHEMA, Plan
 from planner.core.profile import PROFILE_SCHEMA, Profile
 from planner.core.run_report import RUN_SCHEMA, RunReport
 from planner.files.checks import problems_of
 from planner.files.strict_yaml import Document, KeyPath, Problem
 
-__all__ = ["json_schema", "read", "read_balance", "read_plan", "read_profile", "read_run"]
+__all__ = ["json_schema", "read", "read_balance", "read_links", "read_partial", "read_plan", "read_profile", "read_run"]
 
-Value = Profile | Plan | RunReport | Balance
+Value = Profile | Plan | RunReport | Balance | Links | Partial
 
 _TYPES: dict[str, type[Value]] = {
     PROFILE_SCHEMA: Profile,
     PLAN_SCHEMA: Plan,
     RUN_SCHEMA: RunReport,
     BALANCE_SCHEMA: Balance,
+    LINKS_SCHEMA: Links,
+    PARTIAL_SCHEMA: Partial,
 }
 _MADE_BY = {
     "profile": "gpipe-plan profile MODEL.py",
     "plan": "gpipe-plan solve",
     "run": "torchrun … train.py --report run.json",
     "balance": "gpipe-plan emit",
+    "links": "torchrun --nproc-per-node K -m planner profile-links",
+    "partial": "gpipe-plan profile MODEL.py",
 }
 
 
@@ -63,6 +69,16 @@ def read_balance(path: str) -> Balance:
 def read_run(path: str) -> RunReport:
     """The run report in `path`; raises as `read`."""
     return cast("RunReport", _read(path, RUN_SCHEMA))
+
+
+def read_links(path: str) -> Links:
+    """The measured links in `path`; raises as `read`."""
+    return cast("Links", _read(path, LINKS_SCHEMA))
+
+
+def read_partial(path: str) -> Partial:
+    """The interrupted profile in `path`; raises as `read`."""
+    return cast("Partial", _read(path, PARTIAL_SCHEMA))
 
 
 def _read(path: str, wanted: str | None) -> Value:
@@ -208,7 +224,7 @@ def _kind(schema: str) -> str:
 
 
 def json_schema(kind: str) -> dict[str, Any]:
-    """The JSON Schema of `profile`, `plan` or `run`."""
+    """The JSON Schema of a kind of file, such as `profile`."""
     by_kind = {_kind(schema): value for schema, value in _TYPES.items()}
     schema = TypeAdapter(by_kind[kind]).json_schema()
     # The dataclass has a default for it, the file must not.

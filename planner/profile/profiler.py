@@ -1,16 +1,19 @@
 """Model to profile: traces the units, measures each distinct one, and writes down what every layer costs."""
 
+import gc
 import platform
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from planner.core.costs import saved_bytes
-from planner.core.errors import UsageError
+from planner.core.errors import MeasurementError, UsageError
+from planner.core.partial import Measurement, Partial
 from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
 from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
@@ -21,13 +24,20 @@ from planner.profile.clocks import clock_for
 from planner.profile.flops import forward_flops
 from planner.profile.memory import measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
-from planner.profile.timing import Times, measure_times
-from planner.profile.units import Unit, trace_units
+from planner.profile.regret import regret
+from planner.profile.timing import Samples, measure_times, times_of
+from planner.profile.units import Unit, UnitInput, trace_units
 
-__all__ = ["ProfileOptions", "profile_model"]
+__all__ = ["InterruptedProfileError", "ProfileOptions", "profile_model"]
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being measured, how many measurements are done, and how many there are."""
+"""Called with what is being measured, how much is done, and how much there is; larger micro-batches count for more."""
+
+_REGRET = 0.01
+"""Repeats suffice when others would lead to a cut that is slower by less than this."""
+
+_MEMORY_PASSES = 6
+"""How many timed passes a memory record takes, about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +48,43 @@ class ProfileOptions:
     device: str = "cpu"
     threads: int = 1
     repeats: int = 10
+    """At least so many timed repeats of every layer."""
+    time_budget_s: float = 60.0
+    """More repeats than that are begun only so long after the first."""
+    until_memory_ends: bool = False
+    """Whether sizes for which memory does not suffice are left out, rather than an error."""
 
 
-def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progress = lambda *_: None) -> Profile:
+class InterruptedProfileError(KeyboardInterrupt):
+    """Ctrl-C, with what had been measured by then."""
+
+    def __init__(self, partial: Partial) -> None:
+        super().__init__()
+        self.partial = partial
+
+
+def profile_model(
+    loaded: LoadedModel,
+    options: ProfileOptions,
+    progress: Progress = lambda *_: None,
+    *,
+    warn: Callable[[str], None] = lambda _: None,
+    earlier: Partial | None = None,
+) -> Profile:
     """Measures every layer of the model at every micro-batch size. The model is left as it was.
+
+    Args:
+        loaded: The model.
+        options: How.
+        progress: Called before each measurement.
+        warn: Called with what the user should know.
+        earlier: What an interrupted run measured; used if it was of the same model in the same environment.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
         UsageError: The device does not exist here.
+        MeasurementError: Memory does not suffice.
+        InterruptedProfileError: Ctrl-C.
     """
     device = device_of(options.device)
     torch.set_num_threads(options.threads)
@@ -53,10 +92,29 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
         keep_freed_memory()
     model = loaded.build().to(device)
     chain = loaded.chain(model)
-    with untouched(model):
-        measured = _Measured(loaded, chain, options, device, progress)
-        layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
+    kept = _Kept(_header(loaded, model, chain, options))
+    if earlier is not None:
+        kept.take_over(earlier, warn)
+    try:
+        with untouched(model):
+            measured = _Measured(loaded, chain, options, device, kept, progress=progress, warn=warn)
+            layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
+    except KeyboardInterrupt as error:
+        raise InterruptedProfileError(kept.partial()) from error
     return Profile(
+        generator=GENERATOR,
+        model=kept.header.model,
+        device=kept.header.device,
+        environment=kept.header.environment,
+        optimizer=loaded.optimizer_name,
+        optimizer_peak="sum" if measured.optimizer_peaks_add else "largest",
+        micro_batch_sizes=tuple(measured.sizes),
+        layers=layers,
+    )
+
+
+def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, options: ProfileOptions) -> Partial:
+    return Partial(
         generator=GENERATOR,
         model=Model(
             source=loaded.source,
@@ -66,7 +124,7 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
             digest=chain_digest(chain, loaded.settings),
             parameters=sum(p.numel() for p in model.parameters()),
         ),
-        device=describe_device(device),
+        device=describe_device(device_of(options.device)),
         environment=Environment(
             torch=str(torch.__version__),
             python=platform.python_version(),
@@ -74,9 +132,7 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
             threads=options.threads,
         ),
         optimizer=loaded.optimizer_name,
-        optimizer_peak="sum" if measured.optimizer_peaks_add else "largest",
-        micro_batch_sizes=options.micro_batch_sizes,
-        layers=layers,
+        measurements=(),
     )
 
 
@@ -122,43 +178,175 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
+class _Kept:
+    """What takes long to measure, so that an interrupted run can hand it on."""
+
+    def __init__(self, header: Partial) -> None:
+        self.header = header
+        self.memory: dict[tuple[str, int], MemoryDetail] = {}
+        self.samples: Samples = {}
+
+    def take_over(self, earlier: Partial, warn: Callable[[str], None]) -> None:
+        """Uses what was measured before, if everything it depends on is the same."""
+        differences = earlier.differences(self.header)
+        if differences:
+            warn(f"what an interrupted run measured is of no use ({', '.join(differences)} changed): starting over")
+            return
+        for one in earlier.measurements:
+            key = (one.digest, one.micro_batch_size)
+            self.memory[key] = one.memory
+            self.samples[key] = list(zip(one.forward_us, one.backward_us, strict=True))
+
+    def partial(self) -> Partial:
+        """Everything so far, as a file holds it."""
+        measurements = [
+            Measurement(
+                digest=digest,
+                micro_batch_size=size,
+                memory=memory,
+                forward_us=tuple(forward for forward, _ in self.samples.get((digest, size), ())),
+                backward_us=tuple(backward for _, backward in self.samples.get((digest, size), ())),
+            )
+            for (digest, size), memory in self.memory.items()
+        ]
+        return replace(self.header, measurements=tuple(measurements))
+
+
 class _Measured:
     """All measurements of the distinct units of a chain."""
 
     def __init__(
-        self, loaded: LoadedModel, chain: Chain, options: ProfileOptions, device: torch.device, progress: Progress
+        self,
+        loaded: LoadedModel,
+        chain: Chain,
+        options: ProfileOptions,
+        device: torch.device,
+        kept: _Kept,
+        *,
+        progress: Progress,
+        warn: Callable[[str], None],
     ) -> None:
         self.chain = chain
-        self.sizes = options.micro_batch_sizes
+        self.sizes: list[int] = []
+        self.memory, self._samples = kept.memory, kept.samples
+        self.units = tuple[Unit, ...]()
+        self._inputs: dict[tuple[str, int], UnitInput] = {}
+        self._loaded, self._options, self._device = loaded, options, device
+        self._progress, self._warn = progress, warn
+        self._done = self._total = 0
+        self._meter, self._clock = meter_for(device), clock_for(device, options.threads)
         self.tied = tied_parameters(chain.layers)
-        self.units, inputs = trace_units(chain, loaded, self.sizes, device)
-        distinct: Sequence[Unit] = list({unit.digest: unit for unit in self.units}.values())
-        total = len(inputs) + len(distinct) + len(inputs) * (options.repeats + 2)
-        done = iter(range(total + 1))
-        meter, clock = meter_for(device), clock_for(device, options.threads)
-
-        def step(what: str) -> None:
-            progress(what, next(done), total)
-
-        self.memory: dict[tuple[str, int], MemoryDetail] = {}
-        by_digest = {unit.digest: unit for unit in distinct}
-        for key, given in inputs.items():
-            step(by_digest[key[0]].name)
-            self.memory[key] = measure_memory(by_digest[key[0]], given, meter)
+        self._measure_memory()
         self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
         self.optimizer: dict[str, OptimizerCost] = {}
-        self.flops: dict[str, int] = {}
-        for unit in distinct:
-            step(unit.name)
-            self.optimizer[unit.digest] = measure_optimizer(
-                unit.module, loaded.build_optimizer, meter=meter, clock=clock, repeats=options.repeats
+        self._measure_optimizer()
+        self._measure_times()
+        # Once more, at another time: its few steps in a row may all have met a busy machine.
+        self._measure_optimizer()
+
+    def _measure_memory(self) -> None:
+        """Size by size, as far as memory suffices."""
+        for size in self._options.micro_batch_sizes:
+            failed = False
+            try:
+                inputs = self._records_at(size)
+            except Exception as error:
+                if not _out_of_memory(error):
+                    raise
+                failed = True
+            if failed:
+                # Behind the handler, where the error no longer holds on to the tensors of the failed attempt.
+                self._without(size)
+                return
+            self._inputs |= inputs
+            self.sizes.append(size)
+
+    def _records_at(self, size: int) -> dict[tuple[str, int], UnitInput]:
+        units, traced = trace_units(self.chain, self._loaded, (size,), self._device)
+        self.units = self.units or units
+        # A unit is known by its trace at the first size.
+        inputs: dict[tuple[str, int], UnitInput] = {}
+        for known, now in zip(self.units, units, strict=True):
+            inputs.setdefault((known.digest, size), traced[now.digest, size])
+        by_digest = {unit.digest: unit for unit in self.units}
+        missing = [key for key in inputs if key not in self.memory]
+        for digest, _ in self._steps(missing, passes=_MEMORY_PASSES):
+            self.memory[digest, size] = measure_memory(by_digest[digest], inputs[digest, size], self._meter)
+        return inputs
+
+    def _without(self, size: int) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        if not self.sizes:
+            raise MeasurementError(
+                f"out of memory at micro-batch size {size}, the smallest",
+                hint="profile on a device with more memory, or a smaller model",
             )
-            self.flops[unit.digest] = forward_flops(unit, inputs[unit.digest, self.sizes[0]])
+        if not self._options.until_memory_ends:
+            fitting = ",".join(map(str, self.sizes))
+            raise MeasurementError(f"out of memory at micro-batch size {size}", hint=f"use `--batch-sizes {fitting}`")
+        self._warn(f"out of memory at micro-batch size {size}: sizes up to {self.sizes[-1]} are measured")
+
+    def _measure_optimizer(self) -> None:
+        distinct = list({unit.digest: unit for unit in self.units}.values())
+        by_digest = {unit.digest: unit for unit in distinct}
+        build = self._loaded.build_optimizer
+        first = self.sizes[0]
+        self.flops: dict[str, int] = {}
+        # Parameters and gradients of all layers.
+        between_bytes = 2 * sum(p.nbytes for layer in self.chain.layers for p in layer.module.parameters())
+        for digest, _ in self._steps([(unit.digest, first) for unit in distinct]):
+            cost = measure_optimizer(
+                by_digest[digest].module,
+                build,
+                meter=self._meter,
+                clock=self._clock,
+                repeats=self._options.repeats,
+                between_bytes=between_bytes,
+            )
+            known = self.optimizer.get(digest, cost)
+            self.optimizer[digest] = replace(cost, step_us=min(cost.step_us, known.step_us))
+            self.flops[digest] = forward_flops(by_digest[digest], self._inputs[digest, first])
         largest = max(distinct, key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
-        self.optimizer_peaks_add = peaks_add(largest.module, loaded.build_optimizer, meter=meter)
-        self.times: dict[tuple[str, int], Times] = measure_times(
-            distinct, inputs, clock=clock, repeats=options.repeats, progress=step
+        self.optimizer_peaks_add = peaks_add(largest.module, build, meter=self._meter)
+
+    def _measure_times(self) -> None:
+        started = time.monotonic()
+
+        def doubtful() -> Sequence[int]:
+            regrets = {size: self._regret(size) for size in self.sizes}
+            sizes = [size for size, share in regrets.items() if share >= _REGRET]
+            if sizes and time.monotonic() - started > self._options.time_budget_s:
+                self._warn(_too_noisy(max(regrets.values()), self._options.time_budget_s))
+                return ()
+            return sizes
+
+        for key in self._inputs:
+            self._samples.setdefault(key, [])
+        measure_times(
+            self.units,
+            self._inputs,
+            self._samples,
+            clock=self._clock,
+            repeats=self._options.repeats,
+            doubtful=doubtful,
+            progress=self._steps,
         )
+        self.times = {key: times_of(self._samples[key], self._clock) for key in self._inputs}
+
+    def _regret(self, size: int) -> float:
+        chain = [unit.digest for unit in self.units]
+        samples = {digest: self._samples[digest, size] for digest in chain}
+        return regret(chain, samples, self._clock.typical_us)
+
+    def _steps(self, keys: Sequence[tuple[str, int]], passes: int = 1) -> Iterator[tuple[str, int]]:
+        """Announces one measurement after the other."""
+        names = {unit.digest: unit.name for unit in reversed(self.units)}
+        self._total += passes * sum(size for _, size in keys)
+        for digest, size in keys:
+            self._progress(names[digest], self._done, self._total)
+            yield digest, size
+            self._done += passes * size
 
     def layer(self, n: int) -> LayerProfile:
         """What layer `n` costs."""
@@ -200,3 +388,20 @@ class _Measured:
 
 def _made(detail: MemoryDetail) -> int:
     return sum(tensor.bytes for tensor in detail.outputs if tensor.alias < 0)
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Whether it, or what caused it, is a device or the machine that has no more."""
+    while error is not None:
+        # torch's allocator on the CPU has no error of its own.
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _too_noisy(share: float, budget_s: float) -> str:
+    return (
+        f"this machine is too noisy to tell the best cut: another run might choose one whose slowest stage is "
+        f"{share:.1%} slower or faster; end other programs, or allow more than `--time-budget {budget_s:g}s`"
+    )

@@ -1,5 +1,6 @@
 """Profiles, plans, verdicts and run reports as text for a terminal or a pipe. Knows `planner.core` only."""
 
+from planner.show.links import links_text
 from planner.show.memory import memory_text
 from planner.show.plan import plan_text
 from planner.show.profile import profile_text
@@ -11,6 +12,7 @@ from planner.show.verdict import verdict_text
 __all__ = [
     "Style",
     "comparison_text",
+    "links_text",
     "memory_text",
     "plan_text",
     "profile_text",

@@ -252,6 +252,12 @@ def _check_request(profile: Profile, request: Request) -> None:
         raise UsageError(f"{len(inputs.memory_bytes)} caps for {num_devices} devices: one for each is needed")
     if inputs.speeds and len(inputs.speeds) != num_devices:
         raise UsageError(f"{len(inputs.speeds)} speeds for {num_devices} devices: one for each is needed")
+    if inputs.links and len(inputs.links) < num_devices - 1:
+        raise UsageError(
+            f"{len(inputs.links)} links between neighbours for {num_devices} devices: {num_devices - 1} are needed",
+            hint=f"measure them between {num_devices} processes: "
+            f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
+        )
     _check_replicas(inputs)
     if num_devices > num_layers and inputs.replicas == 1:
         raise UsageError(
@@ -283,8 +289,9 @@ def _check_solver(request: Request) -> None:
         raise UsageError(f"{what} plans for the GPipe schedule only, not `{inputs.schedule}`")
     if inputs.recompute == "layers":
         raise UsageError(f"{what} recomputes stage by stage only", hint="use `--recompute auto`")
-    if inputs.any_order and inputs.inter_link is not None:
-        raise UsageError(f"{what} and nodes: which link lies between two stages would depend on the order")
+    if inputs.any_order and (inputs.inter_link is not None or inputs.links):
+        known = "links" if inputs.links else "nodes"
+        raise UsageError(f"{what} and {known}: which link lies between two stages would depend on the order")
 
 
 def _check_replicas(inputs: Inputs) -> None:

@@ -95,7 +95,7 @@ def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:
     if features.unlike:
         inputs = replace(inputs, speeds=draw(st.sampled_from([(), _drawn_speeds(draw, inputs.devices)])))
     if features.any_order:
-        inputs = replace(inputs, inter_link=None, node_devices=0)
+        inputs = replace(inputs, inter_link=None, node_devices=0, links=())
     if features.rules:
         inputs = draw(_rules(inputs, [layer.name for layer in profile.layers]))
     space = Space(profile, inputs)
@@ -138,7 +138,10 @@ def _caps(draw: st.DrawFn, space: Space, features: Features) -> tuple[int, ...]:
 
 @st.composite
 def _nodes(draw: st.DrawFn, inputs: Inputs) -> Inputs:
-    """Nodes of one or two devices, with another link between them; or none."""
+    """Nodes of one or two devices, with another link between them; or every link by itself; or none of it."""
+    if draw(st.integers(0, 2)) == 0:
+        links = draw(st.lists(st.sampled_from(LINKS), min_size=max(1, inputs.devices - 1), max_size=inputs.devices))
+        return replace(inputs, link=Link(), links=tuple(links))
     inter_link = draw(st.sampled_from([None, *LINKS]))
     return replace(inputs, inter_link=inter_link, node_devices=draw(st.sampled_from([0, 1, 2])) if inter_link else 0)
 
