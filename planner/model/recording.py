@@ -11,7 +11,7 @@ is still at work there) or lies inside a call that is over, and that those stage
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.model.ghosts import Ghost, ghost_like
 from planner.model.nests import Nest, take_apart, tensors_in
 
-__all__ = ["END", "Call", "Constant", "Held", "Meta", "Passed", "Recording", "Value", "arguments_of", "record", "wrapped"]
+__all__ = [
+    "END",
+    "Call",
+    "Constant",
+    "Held",
+    "Meta",
+    "Passed",
+    "Recording",
+    "Value",
+    "arguments_of",
+    "as_ghosts",
+    "record",
+    "wrapped",
+]
 
 END = 1 << 60
 """The time at which the model's outputs are used."""
@@ -53,7 +66,11 @@ class Meta:
     def of(cls, tensor: Tensor) -> "Meta":
         """That of `tensor`."""
         return cls(
-            tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, tensor.requires_grad
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.requires_grad,
         )
 
     @property
@@ -170,7 +187,7 @@ def record(model: nn.Module, inputs: Any, *, ghosts: bool) -> Recording:
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(_replaced(model, _ghost if ghosts else _own_buffer))
+        stack.enter_context(as_ghosts(model) if ghosts else _replaced(model, _own_buffer))
         recorder.know_model(model)
         recorder.know_inputs(inputs)
         stack.enter_context(wrapped(model.modules(), recorder.run))
@@ -179,6 +196,11 @@ def record(model: nn.Module, inputs: Any, *, ghosts: bool) -> Recording:
         args, kwargs = arguments_of(inputs)
         recorder.outputs(model(*args, **kwargs))
     return recorder.recording
+
+
+def as_ghosts(model: nn.Module) -> AbstractContextManager[None]:
+    """Meanwhile parameters and buffers of `model` are ghosts; what is tied stays tied."""
+    return _replaced(model, _ghost)
 
 
 # Private functions

@@ -5,7 +5,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from planner.core.partial import Measurement, Partial
 from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
 from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
+from planner.model.lean import build_lean, fill, move_buffers
 from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, keep_freed_memory
 from planner.model.meter import meter_for
@@ -25,8 +26,8 @@ from planner.profile.flops import forward_flops
 from planner.profile.memory import measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
 from planner.profile.regret import regret
-from planner.profile.timing import Samples, measure_times, times_of
-from planner.profile.units import Unit, UnitInput, trace_units
+from planner.profile.timing import Samples, enough_to_leave_the_cache, measure_times, times_of
+from planner.profile.units import Unit, UnitInput, trace_units, with_values
 
 __all__ = ["InterruptedProfileError", "ProfileOptions", "profile_model"]
 
@@ -90,14 +91,14 @@ def profile_model(
     torch.set_num_threads(options.threads)
     if device.type == "cpu":
         keep_freed_memory()
-    model = loaded.build().to(device)
-    chain = loaded.chain(model)
+    chain, lean = _chain(loaded, device)
+    model = chain.model
     kept = _Kept(_header(loaded, model, chain, options))
     if earlier is not None:
         kept.take_over(earlier, warn)
     try:
         with untouched(model):
-            measured = _Measured(loaded, chain, options, device, kept, progress=progress, warn=warn)
+            measured = _Measured(loaded, chain, options, device, kept, lean=lean, progress=progress, warn=warn)
             layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
     except KeyboardInterrupt as error:
         raise InterruptedProfileError(kept.partial()) from error
@@ -111,6 +112,17 @@ def profile_model(
         micro_batch_sizes=tuple(measured.sizes),
         layers=layers,
     )
+
+
+def _chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
+    """The model's chain, and whether its parameters have no values yet: layers get them when they are measured."""
+    with suppress(Exception):  # what needs values somewhere is built whole, and an error of the user's comes again
+        chain = loaded.chain(build_lean(loaded.build))
+        if all(parameter.is_meta for parameter in chain.model.parameters()):
+            trace_units(chain, loaded, (1,), device, ghosts=True)
+            move_buffers(chain.model, device)
+            return chain, True
+    return loaded.chain(loaded.build().to(device)), False
 
 
 def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, options: ProfileOptions) -> Partial:
@@ -223,6 +235,7 @@ class _Measured:
         device: torch.device,
         kept: _Kept,
         *,
+        lean: bool,
         progress: Progress,
         warn: Callable[[str], None],
     ) -> None:
@@ -230,6 +243,8 @@ class _Measured:
         self.sizes: list[int] = []
         self.memory, self._samples = kept.memory, kept.samples
         self.units = tuple[Unit, ...]()
+        self._distinct: dict[str, Unit] = {}
+        self._lean = lean
         self._inputs: dict[tuple[str, int], UnitInput] = {}
         self._loaded, self._options, self._device = loaded, options, device
         self._progress, self._warn = progress, warn
@@ -262,17 +277,24 @@ class _Measured:
             self.sizes.append(size)
 
     def _records_at(self, size: int) -> dict[tuple[str, int], UnitInput]:
-        units, traced = trace_units(self.chain, self._loaded, (size,), self._device)
-        self.units = self.units or units
+        units, traced = trace_units(self.chain, self._loaded, (size,), self._device, ghosts=self._lean)
+        if not self.units:
+            self._know(units)
         # A unit is known by its trace at the first size.
         inputs: dict[tuple[str, int], UnitInput] = {}
         for known, now in zip(self.units, units, strict=True):
-            inputs.setdefault((known.digest, size), traced[now.digest, size])
-        by_digest = {unit.digest: unit for unit in self.units}
+            if (known.digest, size) not in inputs:
+                inputs[known.digest, size] = with_values(traced[now.digest, size], self._device)
         missing = [key for key in inputs if key not in self.memory]
         for digest, _ in self._steps(missing, passes=_MEMORY_PASSES):
-            self.memory[digest, size] = measure_memory(by_digest[digest], inputs[digest, size], self._meter)
+            self.memory[digest, size] = measure_memory(self._distinct[digest], inputs[digest, size], self._meter)
         return inputs
+
+    def _know(self, units: tuple[Unit, ...]) -> None:
+        self.units = units
+        self._distinct = {unit.digest: unit for unit in reversed(units)}
+        measured = [unit.module for digest in self._distinct for unit in enough_to_leave_the_cache(units, digest)]
+        fill(measured, self.chain.model, self._device)
 
     def _without(self, size: int) -> None:
         gc.collect()
@@ -288,16 +310,14 @@ class _Measured:
         self._warn(f"out of memory at micro-batch size {size}: sizes up to {self.sizes[-1]} are measured")
 
     def _measure_optimizer(self) -> None:
-        distinct = list({unit.digest: unit for unit in self.units}.values())
-        by_digest = {unit.digest: unit for unit in distinct}
         build = self._loaded.build_optimizer
         first = self.sizes[0]
         self.flops: dict[str, int] = {}
         # Parameters and gradients of all layers.
         between_bytes = 2 * sum(p.nbytes for layer in self.chain.layers for p in layer.module.parameters())
-        for digest, _ in self._steps([(unit.digest, first) for unit in distinct]):
+        for digest, _ in self._steps([(digest, first) for digest in self._distinct]):
             cost = measure_optimizer(
-                by_digest[digest].module,
+                self._distinct[digest].module,
                 build,
                 meter=self._meter,
                 clock=self._clock,
@@ -306,8 +326,8 @@ class _Measured:
             )
             known = self.optimizer.get(digest, cost)
             self.optimizer[digest] = replace(cost, step_us=min(cost.step_us, known.step_us))
-            self.flops[digest] = forward_flops(by_digest[digest], self._inputs[digest, first])
-        largest = max(distinct, key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
+            self.flops[digest] = forward_flops(self._distinct[digest], self._inputs[digest, first])
+        largest = max(self._distinct.values(), key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
         self.optimizer_peaks_add = peaks_add(largest.module, build, meter=self._meter)
 
     def _measure_times(self) -> None:
@@ -341,10 +361,9 @@ class _Measured:
 
     def _steps(self, keys: Sequence[tuple[str, int]], passes: int = 1) -> Iterator[tuple[str, int]]:
         """Announces one measurement after the other."""
-        names = {unit.digest: unit.name for unit in reversed(self.units)}
         self._total += passes * sum(size for _, size in keys)
         for digest, size in keys:
-            self._progress(names[digest], self._done, self._total)
+            self._progress(self._distinct[digest].name, self._done, self._total)
             yield digest, size
             self._done += passes * size
 

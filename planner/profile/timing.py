@@ -20,7 +20,7 @@ from planner.profile.clocks import Clock
 from planner.profile.memory import start_backward
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["CACHE_BYTES", "Samples", "Times", "measure_times", "times_of"]
+__all__ = ["CACHE_BYTES", "Samples", "Times", "enough_to_leave_the_cache", "measure_times", "times_of"]
 
 CACHE_BYTES = 64 * 2**20
 """More than a core's share of a CPU's last cache, or a GPU's L2 cache, can hold."""
@@ -69,7 +69,7 @@ def measure_times(
         doubtful: The micro-batch sizes of which more repeats are needed, once there are so many.
         progress: Passes on what will be measured, one by one.
     """
-    kinds = {digest: cycle(_enough_to_leave_the_cache(units, digest)) for digest, _ in inputs}
+    kinds = {digest: cycle(enough_to_leave_the_cache(units, digest)) for digest, _ in inputs}
     with _no_collection():
         for key in list(inputs) * _WARM_UPS:
             _once(next(kinds[key[0]]), inputs[key], clock)
@@ -91,7 +91,7 @@ def times_of(samples: Sequence[tuple[float, float]], clock: Clock) -> Times:
     return Times(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
 
 
-def _enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
+def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
     """As many of the equal layers as it takes until the first one's parameters are no longer in the cache."""
     equal = [unit for unit in units if unit.digest == digest]
     size = sum(parameter.nbytes for parameter in equal[0].module.parameters())
