@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
 from planner.core.profile import Granularity, Setting
+from planner.model.ghosts import storage_of
 from planner.model.outline import Outline, outline_of
 from planner.model.stage import ModelStage
 
@@ -197,5 +198,5 @@ def _flatten(container: nn.Module, prefix: str) -> Iterator[Layer]:
 
 
 def _storage_key(parameter: nn.Parameter) -> int:
-    # Tensors on the meta device have no memory to compare: there only the very same tensor counts as tied.
-    return id(parameter) if parameter.is_meta else parameter.untyped_storage().data_ptr() or id(parameter)
+    key: int = storage_of(parameter)._cdata
+    return key

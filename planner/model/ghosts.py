@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-__all__ = ["Ghost", "NeedsValuesError", "ghost_like"]
+__all__ = ["Ghost", "NeedsValuesError", "ghost_like", "storage_of"]
 
 _MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -93,6 +93,11 @@ class Ghost(Tensor):
 def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
     """A ghost of the shape and dtype of `tensor`."""
     return Ghost(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory that a tensor lies in; a ghost's tells which ghosts share theirs, and how large it would be."""
+    return (tensor.bare if isinstance(tensor, Ghost) else tensor).untyped_storage()
 
 
 def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> Tensor:

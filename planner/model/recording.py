@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.model.ghosts import Ghost, ghost_like
+from planner.model.ghosts import ghost_like, storage_of
 from planner.model.nests import Nest, take_apart, tensors_in
 
 __all__ = [
@@ -343,7 +343,7 @@ class _Recorder(TorchDispatchMode):
         return self._versions[self._storage(tensor)]
 
     def _storage(self, tensor: Tensor, operator: int = -1) -> int:
-        memory = (tensor.bare if isinstance(tensor, Ghost) else tensor).untyped_storage()
+        memory = storage_of(tensor)
         known = self._storages.get(memory._cdata)
         if known is not None:
             return known[1]

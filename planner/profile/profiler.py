@@ -5,28 +5,32 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from planner.core.costs import saved_bytes
-from planner.core.errors import MeasurementError, UsageError
+from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.partial import Measurement, Partial
 from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
+from planner.core.rates import Rates, rates_of
 from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
 from planner.model.lean import build_lean, fill, move_buffers
 from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, keep_freed_memory
-from planner.model.meter import meter_for
-from planner.profile.clocks import clock_for
+from planner.model.meter import Meter, meter_for
+from planner.profile.clocks import Clock, clock_for
+from planner.profile.estimate import GhostMeter, RooflineClock, ghostly
 from planner.profile.flops import forward_flops
 from planner.profile.memory import measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
 from planner.profile.regret import regret
-from planner.profile.timing import Samples, enough_to_leave_the_cache, measure_times, times_of
+from planner.profile.timing import Samples, Times, enough_to_leave_the_cache, measure_times, time_once, times_of
 from planner.profile.units import Unit, UnitInput, trace_units, with_values
 
 __all__ = ["InterruptedProfileError", "ProfileOptions", "profile_model"]
@@ -36,6 +40,8 @@ Progress = Callable[[str, int, int], None]
 
 _REGRET = 0.01
 """Repeats suffice when others would lead to a cut that is slower by less than this."""
+
+_ESTIMATE = "estimate:"
 
 _MEMORY_PASSES = 6
 """How many timed passes a memory record takes, about."""
@@ -87,18 +93,26 @@ def profile_model(
         MeasurementError: Memory does not suffice.
         InterruptedProfileError: Ctrl-C.
     """
-    device = device_of(options.device)
+    rates = rates_of(options.device.removeprefix(_ESTIMATE)) if options.device.startswith(_ESTIMATE) else None
+    device = torch.device("cpu") if rates is not None else device_of(options.device)
     torch.set_num_threads(options.threads)
     if device.type == "cpu":
         keep_freed_memory()
     chain, lean = _chain(loaded, device)
+    if rates is not None and not lean:
+        raise ModelError(
+            "the model cannot be estimated: its layers ask for the values of tensors",
+            hint="measure it: `--device cuda` on the machine that has one, or `--device cpu`",
+        )
     model = chain.model
-    kept = _Kept(_header(loaded, model, chain, options))
+    described = describe_device(device) if rates is None else estimated_device(rates)
+    kept = _Kept(_header(loaded, model, chain, described, options.threads))
     if earlier is not None:
         kept.take_over(earlier, warn)
     try:
-        with untouched(model):
-            measured = _Measured(loaded, chain, options, device, kept, lean=lean, progress=progress, warn=warn)
+        with untouched(model), nullcontext() if rates is None else ghostly(chain):
+            make = _Measured if rates is None else partial(_Estimated, rates=rates)
+            measured = make(loaded, chain, options, device, kept, lean=lean, progress=progress, warn=warn)
             layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
     except KeyboardInterrupt as error:
         raise InterruptedProfileError(kept.partial()) from error
@@ -125,7 +139,7 @@ def _chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
     return loaded.chain(loaded.build().to(device)), False
 
 
-def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, options: ProfileOptions) -> Partial:
+def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, device: Device, threads: int) -> Partial:
     return Partial(
         generator=GENERATOR,
         model=Model(
@@ -136,12 +150,12 @@ def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, options: Profil
             digest=chain_digest(chain, loaded.settings),
             parameters=sum(p.numel() for p in model.parameters()),
         ),
-        device=describe_device(device_of(options.device)),
+        device=device,
         environment=Environment(
             torch=str(torch.__version__),
             python=platform.python_version(),
             dtype=str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch."),
-            threads=options.threads,
+            threads=threads,
         ),
         optimizer=loaded.optimizer_name,
         measurements=(),
@@ -155,7 +169,8 @@ def device_of(name: str) -> torch.device:
         UsageError: Unknown, or not on this machine.
     """
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        raise UsageError(f"unknown device `{name}`", hint="use `--device cpu` or `--device cuda`")
+        hint = "use `--device cpu`, `--device cuda`, or without the device itself `--device estimate:h100`"
+        raise UsageError(f"unknown device `{name}`", hint=hint)
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"no CUDA device here for `--device {name}`", hint="profile on the machine that has it")
     return torch.device(name)
@@ -167,6 +182,11 @@ def describe_device(device: torch.device) -> Device:
         properties = torch.cuda.get_device_properties(device)
         return Device(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
     return Device(kind="cpu", name=cpu_name())
+
+
+def estimated_device(rates: Rates) -> Device:
+    """Name and memory of a device that is not here."""
+    return Device(kind="cuda", name=rates.full_name, memory_bytes=rates.memory_bytes, how="estimated")
 
 
 @contextmanager
@@ -249,7 +269,7 @@ class _Measured:
         self._loaded, self._options, self._device = loaded, options, device
         self._progress, self._warn = progress, warn
         self._done = self._total = 0
-        self._meter, self._clock = meter_for(device), clock_for(device, options.threads)
+        self._meter, self._clock = self._instruments()
         self.tied = tied_parameters(chain.layers)
         self._measure_memory()
         self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
@@ -258,6 +278,9 @@ class _Measured:
         self._measure_times()
         # Once more, at another time: its few steps in a row may all have met a busy machine.
         self._measure_optimizer()
+
+    def _instruments(self) -> tuple[Meter, Clock]:
+        return meter_for(self._device), clock_for(self._device, self._options.threads)
 
     def _measure_memory(self) -> None:
         """Size by size, as far as memory suffices."""
@@ -284,7 +307,7 @@ class _Measured:
         inputs: dict[tuple[str, int], UnitInput] = {}
         for known, now in zip(self.units, units, strict=True):
             if (known.digest, size) not in inputs:
-                inputs[known.digest, size] = with_values(traced[now.digest, size], self._device)
+                inputs[known.digest, size] = self._with_values(traced[now.digest, size])
         missing = [key for key in inputs if key not in self.memory]
         for digest, _ in self._steps(missing, passes=_MEMORY_PASSES):
             self.memory[digest, size] = measure_memory(self._distinct[digest], inputs[digest, size], self._meter)
@@ -295,6 +318,9 @@ class _Measured:
         self._distinct = {unit.digest: unit for unit in reversed(units)}
         measured = [unit.module for digest in self._distinct for unit in enough_to_leave_the_cache(units, digest)]
         fill(measured, self.chain.model, self._device)
+
+    def _with_values(self, given: UnitInput) -> UnitInput:
+        return with_values(given, self._device)
 
     def _without(self, size: int) -> None:
         gc.collect()
@@ -403,6 +429,50 @@ class _Measured:
         mine = {name: parameter for name, parameter in layer.parameter_names().items() if name in self.tied}
         others = [other for name in mine for other in self.tied[name] if other != layer.name]
         return tuple(dict.fromkeys(others)), sum(parameter.nbytes for parameter in mine.values())
+
+
+class _Estimated(_Measured):
+    """The same of layers that only seem to run."""
+
+    def __init__(self, *args: Any, rates: Rates, **kwargs: Any) -> None:
+        self._rates = rates
+        super().__init__(*args, **kwargs)
+
+    def _instruments(self) -> tuple[Meter, Clock]:
+        self._roofline = RooflineClock(self._rates)
+        return GhostMeter(), self._roofline
+
+    def _know(self, units: tuple[Unit, ...]) -> None:
+        self.units = units
+        self._distinct = {unit.digest: unit for unit in reversed(units)}
+
+    def _with_values(self, given: UnitInput) -> UnitInput:
+        return given
+
+    def _measure_times(self) -> None:
+        self.times = {}
+        for key in self._steps(list(self._inputs)):
+            forward_us, backward_us = time_once(self._distinct[key[0]], self._inputs[key], self._clock)
+            self.times[key] = Times(forward_us=forward_us, backward_us=backward_us, spread=0.0)
+
+    def _measure_optimizer(self) -> None:
+        one = self._loaded.build_optimizer(iter([nn.Parameter(torch.zeros(1))]))
+        # On a GPU torch's optimizers take all parameters at once unless told otherwise; a copy of them is transient.
+        self.optimizer_peaks_add = one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
+        self.flops = {}
+        for digest, unit in self._distinct.items():
+            cost = measure_optimizer(
+                unit.module, self._loaded.build_optimizer, meter=self._meter, clock=self._clock, repeats=1
+            )
+            peak_bytes = sum(p.nbytes for p in unit.module.parameters() if p.requires_grad)
+            self.optimizer[digest] = replace(cost, peak_bytes=peak_bytes) if self.optimizer_peaks_add else cost
+            given = self._inputs[digest, self.sizes[0]]
+            self._roofline.time_us(partial(_run, unit, given))
+            self.flops[digest] = self._roofline.flops
+
+
+def _run(unit: Unit, given: UnitInput) -> None:
+    unit.run(given.fresh(), given)
 
 
 def _made(detail: MemoryDetail) -> int:

@@ -20,7 +20,7 @@ from planner.profile.clocks import Clock
 from planner.profile.memory import start_backward
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["CACHE_BYTES", "Samples", "Times", "enough_to_leave_the_cache", "measure_times", "times_of"]
+__all__ = ["CACHE_BYTES", "Samples", "Times", "enough_to_leave_the_cache", "measure_times", "time_once", "times_of"]
 
 CACHE_BYTES = 64 * 2**20
 """More than a core's share of a CPU's last cache, or a GPU's L2 cache, can hold."""
@@ -72,14 +72,14 @@ def measure_times(
     kinds = {digest: cycle(enough_to_leave_the_cache(units, digest)) for digest, _ in inputs}
     with _no_collection():
         for key in list(inputs) * _WARM_UPS:
-            _once(next(kinds[key[0]]), inputs[key], clock)
+            time_once(next(kinds[key[0]]), inputs[key], clock)
         while short := [key for key in inputs if len(samples[key]) < repeats]:
             for key in progress(short):
-                samples[key].append(_once(next(kinds[key[0]]), inputs[key], clock))
+                samples[key].append(time_once(next(kinds[key[0]]), inputs[key], clock))
         while sizes := doubtful():
             gc.collect()
             for key in progress([key for key in inputs if key[1] in sizes] * _BLOCK):
-                samples[key].append(_once(next(kinds[key[0]]), inputs[key], clock))
+                samples[key].append(time_once(next(kinds[key[0]]), inputs[key], clock))
 
 
 def times_of(samples: Sequence[tuple[float, float]], clock: Clock) -> Times:
@@ -98,7 +98,8 @@ def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
 
 
-def _once(unit: Unit, given: UnitInput, clock: Clock) -> tuple[float, float]:
+def time_once(unit: Unit, given: UnitInput, clock: Clock) -> tuple[float, float]:
+    """Forward and backward time of one micro-batch in microseconds, gradients being there."""
     for parameter in unit.module.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
