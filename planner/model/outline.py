@@ -162,7 +162,9 @@ def _shapes(
     while todo:
         number = todo.pop()
         one, two = recording.calls[number], other.calls[number] if number < len(other.calls) else None
-        if two is None or [recording.calls[c].path for c in one.children] != [other.calls[c].path for c in two.children]:
+        if two is None or [recording.calls[c].path for c in one.children] != [
+            other.calls[c].path for c in two.children
+        ]:
             raise _changes(one)
         for child, its in zip(one.children, two.children, strict=True):
             call = recording.calls[child]
@@ -197,9 +199,7 @@ def _changes(call: Call) -> ModelError:
     )
 
 
-def _storages(
-    recording: Recording, time: int, crossings: Sequence[tuple[int, ...]], cuts: Sequence[int]
-) -> list[int]:
+def _storages(recording: Recording, time: int, crossings: Sequence[tuple[int, ...]], cuts: Sequence[int]) -> list[int]:
     """Of the tensors that are there at a cut, at the begin or at the end."""
     if time == 0:
         return [recording.values[leaf.number][0] for leaf in recording.inputs if isinstance(leaf, Value)]

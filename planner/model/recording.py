@@ -24,7 +24,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.model.ghosts import Ghost, ghost_like
 from planner.model.nests import Nest, take_apart, tensors_in
 
-__all__ = ["END", "Call", "Constant", "Held", "Meta", "Passed", "Recording", "Value", "arguments_of", "record", "wrapped"]
+__all__ = [
+    "END",
+    "Call",
+    "Constant",
+    "Held",
+    "Meta",
+    "Passed",
+    "Recording",
+    "Value",
+    "arguments_of",
+    "record",
+    "wrapped",
+]
 
 END = 1 << 60
 """The time at which the model's outputs are used."""
@@ -53,7 +65,11 @@ class Meta:
     def of(cls, tensor: Tensor) -> "Meta":
         """That of `tensor`."""
         return cls(
-            tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, tensor.requires_grad
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.requires_grad,
         )
 
     @property
@@ -270,7 +286,7 @@ class _Recorder(TorchDispatchMode):
             call=call,
             holds=tuple(self._name_in(self._held[storage], call) for storage in storages if storage in self._held),
             random=random,
-            decides=_decides(func),
+            decides=_decides(func, given),
             writes_held=any(storage in self._held for storage in written),
             writes=tuple(self._versions[storage] for storage in written),
         )
@@ -361,7 +377,9 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
-def _decides(func: Any) -> bool:
+def _decides(func: Any, given: list[Tensor]) -> bool:
+    if func._schema.name == "aten::index" and all(t.dtype is not torch.bool for t in given[1:]):
+        return False  # only a mask makes the shape depend on values
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 

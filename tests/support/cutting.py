@@ -64,7 +64,9 @@ def compare(
     micro_batches = [example_inputs(size) for size in sizes]
     loss, gradients = _in_one_piece(model, micro_batches, loss_fn)
     model.zero_grad()
-    flights = [_Flight(chain, cuts, inputs, loss_fn, seed, recompute=recompute) for seed, inputs in enumerate(micro_batches)]
+    flights = [
+        _Flight(chain, cuts, inputs, loss_fn, seed, recompute=recompute) for seed, inputs in enumerate(micro_batches)
+    ]
     for flight in flights:
         flight.backward()
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
