@@ -160,7 +160,7 @@ class Cuts:
         return kept
 
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
-        """Of the cuts between each two of `ends`, those nearly as narrow as the narrowest; not much wider than the ends."""
+        """Of the cuts between each two of `ends`, those nearly as narrow as the narrowest, and `widest` times these."""
         kept = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):
             here = {cut: self.num_bytes(cut) for cut in cuts if first < cut < end}

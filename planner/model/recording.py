@@ -152,8 +152,8 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     flow: nx.DiGraph = field(default_factory=nx.DiGraph)
-    """Versions of storages, and what each was made from. Attributes: `storage` number, `operator` that made it or -1, time it was `made`, `uses`
-    (times)."""
+    """Versions of storages, and what each was made from. Attributes: number of the `storage`, `operator` that made the
+    version or -1, when it was `made`, times of its `uses`."""
     values: list[tuple[int, Meta]] = field(default_factory=list)
     """Tensors that calls returned or that came as inputs, each geometry of a storage once: (storage, geometry)."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from planner.profile.clocks import clock_for
 from planner.profile.flops import forward_flops
 from planner.profile.memory import measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
+from planner.profile.passing import passing_us
 from planner.profile.timing import Times, measure_times
 from planner.profile.units import Unit, trace_units
 
@@ -160,6 +161,8 @@ class _Measured:
             distinct, inputs, clock=clock, repeats=options.repeats, progress=step
         )
 
+        self.passing = passing_us(distinct, inputs, clock=clock, repeats=options.repeats)
+
     def layer(self, n: int) -> LayerProfile:
         """What layer `n` costs."""
         unit, layer = self.units[n], self.chain.layers[n]
@@ -178,7 +181,10 @@ class _Measured:
             tied_bytes=tied_bytes,
             optimizer_us=round(optimizer.step_us, 1),
             optimizer_peak_bytes=optimizer.peak_bytes,
-            forward_us=tuple(round(t.forward_us, 1) for t in times),
+            forward_us=tuple(
+                round(max(0.0, t.forward_us - self.passing[unit.digest, size]), 1)
+                for t, size in zip(times, self.sizes, strict=True)
+            ),
             backward_us=tuple(round(t.backward_us, 1) for t in times),
             spread=tuple(round(t.spread, 4) for t in times),
             output_bytes=tuple(sum(t.bytes for t in d.outputs) for d in details),

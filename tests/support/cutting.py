@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class _Flight:
         torch.manual_seed(seed)
         self._edges: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
         value = inputs
-        for first, end in zip(cuts, cuts[1:], strict=False):
+        for first, end in pairwise(cuts):
             stage = chain.stage(first, end)
             if first:
                 leaves = [t.detach().contiguous().requires_grad_(t.requires_grad) for t in value]

@@ -85,6 +85,8 @@ class Dictionaries(Blocks):
     """Blocks that take and return dicts, one of whose entries is None."""
 
     class Entry(Block):
+        """Passes a dict on."""
+
         def forward(self, entries: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
             return {"value": super().forward(entries["value"]), "scale": entries["scale"] * 2, "none": None}
 
@@ -117,6 +119,8 @@ class Keywords(Blocks):
     """Takes keyword arguments, some of them None, and returns a dataclass."""
 
     class Masked(Block):
+        """Passes the mask on."""
+
         def forward(self, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
             added = super().forward(value)
             return (added if mask is None else added * mask[..., None]), mask
@@ -151,6 +155,8 @@ class Translator(nn.Module):
     """Every layer of the decoder reads what the encoder made, and a bias that the first one made."""
 
     class Layer(Block):
+        """Of the decoder."""
+
         def __init__(self) -> None:
             super().__init__()
             self.bias = nn.Linear(WIDTH, 1)
@@ -214,6 +220,8 @@ class PassedOn(Blocks):
     """Blocks that hand a view and the thing itself on."""
 
     class Handing(Block):
+        """Adds a view."""
+
         def forward(self, value: Tensor, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
             return super().forward(value), same, same.view_as(same)
 
@@ -414,6 +422,8 @@ class Leaking(Blocks):
         return value
 
     class Leaving(Block):
+        """Reads what was left."""
+
         def forward(self, value: Tensor, left: list[Tensor]) -> Tensor:  # type: ignore[override]
             left.append(value * 2)
             return super().forward(value) + left[0]
