@@ -1,7 +1,7 @@
 """A model as a chain of layers: layer l maps what crosses boundary l-1 to what crosses boundary l.
 
-For an `nn.Sequential` a layer is a child, nested ones flattened; the layer's name is its module path, and what crosses a
-boundary is any nest of tuples, lists and dicts of tensors. Any other model is cut where its outline says: a layer is
+For an `nn.Sequential` a layer is a child, nested ones flattened; the layer's name is its module path, and what crosses
+a boundary is any nest of tuples, lists and dicts of tensors. Any other model is cut where its outline says: a layer is
 part of its own forward, named after the largest module in it, and what crosses a boundary is a tuple of tensors.
 """
 

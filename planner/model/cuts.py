@@ -107,6 +107,8 @@ class Cuts:
         ends.update(cut for cut in possible if cut not in small)
         ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
         chosen = self._without_empty(sorted(ends))
+        if not chosen and not problems:  # a block alone
+            chosen = self._without_empty(self._possible(calls[1:], problems))
         if granularity == "fine":
             every = [cut for cut in self._possible(calls[1:], problems) if cut not in chosen]
             inner = self._narrowest(every, chosen, widest=_WIDEST)
@@ -143,7 +145,7 @@ class Cuts:
             problem = self.crossing(call.exit + 1).problem
             if problem is None:
                 possible.append(call.exit + 1)
-            else:
+            elif not problems or problem not in problems[-1]:
                 problems.append(f'behind "{call.path}": {problem}')
         return sorted(set(possible))
 
@@ -158,7 +160,7 @@ class Cuts:
         return kept
 
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
-        """Of the cuts between each two of `ends`, those nearly as narrow as the narrowest; not much wider than the ends."""
+        """Of the cuts between each two of `ends`, those nearly as narrow as the narrowest, and `widest` times these."""
         kept = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):
             here = {cut: self.num_bytes(cut) for cut in cuts if first < cut < end}

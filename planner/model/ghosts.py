@@ -8,7 +8,6 @@ Inside lies a fake tensor of torch's. It is wrapped because libraries look for f
 compilation, and do something else then.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,20 +34,7 @@ class NeedsValuesError(Exception):
 class Ghost(Tensor):
     """A tensor without values."""
 
-    _fake: FakeTensor | None
-
-    @staticmethod
-    def __new__(
-        cls,
-        shape: Sequence[int],
-        stride: Sequence[int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "Ghost":
-        ghost = Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
-        ghost._fake = None
-        return ghost
+    _fake: FakeTensor | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -62,6 +48,7 @@ class Ghost(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Runs an operator on what is inside."""
         ghosts: dict[int, Ghost] = {}
 
         def lay_bare(value: Any) -> Any:
@@ -87,12 +74,16 @@ class Ghost(Tensor):
         return _mapped(wrap, result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """There are no values to show."""
         return f"Ghost({list(self.shape)}, {self.dtype}, {self.device})"
 
 
 def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
     """A ghost of the shape and dtype of `tensor`."""
-    return Ghost(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    ghost: Ghost = Tensor._make_wrapper_subclass(
+        Ghost, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device
+    )
+    return ghost
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
@@ -107,7 +98,7 @@ def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> T
 
 
 def _wrapped(inner: FakeTensor) -> Ghost:
-    ghost = Ghost(inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device)
+    ghost = ghost_like(inner, inner.device)
     ghost._fake = inner
     return ghost
 

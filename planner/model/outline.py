@@ -7,6 +7,7 @@ of batches of different size, tell how the shapes of all tensors grow with the b
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,10 +101,10 @@ def outline_of(model: nn.Module, example_inputs: Callable[[int], Any], granulari
         why = f": {problems[0]}" if problems else ", it has a single layer with parameters"
         raise ModelError(
             f"the model ({type(model).__name__}) cannot be cut{why}",
-            hint="split it into modules that return what the following ones need, for example blocks in an nn.ModuleList",
+            hint="split it into modules that return what the following ones need, such as blocks in an nn.ModuleList",
         )
     edges = [0, *chosen, END]
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(pairwise(edges))
     crossings = tuple(cuts.crossing(cut).values for cut in chosen)
     holds = [cuts.holds(*span) for span in spans]
     names = _names(recording, model, spans)
@@ -240,22 +241,22 @@ def _names(recording: Recording, model: nn.Module, spans: Sequence[tuple[int, in
     counts: dict[str, int] = {}
     names = []
     for span in spans:
-        whole = [call for call in recording.calls[1:] if _is_whole(recording, call, span)]
-        tops = [call for call in whole if not _is_whole(recording, recording.calls[call.parent], span)]
+        whole = [call for call in recording.calls[1:] if _is_whole(call, span)]
+        tops = [call for call in whole if not _is_whole(recording.calls[call.parent], span)]
         name = max(tops, key=lambda call: numbers[call.path]).path if tops else "rest"
         counts[name] = counts.get(name, 0) + 1
         names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
     return tuple(names)
 
 
-def _is_whole(recording: Recording, call: Call, span: tuple[int, int]) -> bool:
+def _is_whole(call: Call, span: tuple[int, int]) -> bool:
     return call.number > 0 and span[0] <= call.enter and call.exit < span[1]
 
 
 def _add_unread(
     holds: list[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[tuple[int, int]]
 ) -> None:
-    """Parameters and buffers that this forward did not read (experts nobody was sent to) go to where their module is."""
+    """Parameters and buffers that this forward did not read (of experts not chosen) go to where their module is."""
     read = frozenset(name for names in holds for name in names)
     known = {id(tensor) for name, tensor in _named_tensors(model) if name in read}
     where: dict[str, int] = {}

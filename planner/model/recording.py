@@ -153,8 +153,8 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     flow: nx.DiGraph = field(default_factory=nx.DiGraph)
-    """Versions of storages, and what each was made from. Attributes: `storage` number, `operator` that made it or -1, time it was `made`, `uses`
-    (times)."""
+    """Versions of storages, and what each was made from. Attributes: number of the `storage`, `operator` that made the
+    version or -1, when it was `made`, times of its `uses`."""
     values: list[tuple[int, Meta]] = field(default_factory=list)
     """Tensors that calls returned or that came as inputs, each geometry of a storage once: (storage, geometry)."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -292,7 +292,7 @@ class _Recorder(TorchDispatchMode):
             call=call,
             holds=tuple(self._name_in(self._held[storage], call) for storage in storages if storage in self._held),
             random=random,
-            decides=_decides(func),
+            decides=_decides(func, given),
             writes_held=any(storage in self._held for storage in written),
             writes=tuple(self._versions[storage] for storage in written),
         )
@@ -383,7 +383,9 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
-def _decides(func: Any) -> bool:
+def _decides(func: Any, given: list[Tensor]) -> bool:
+    if func._schema.name == "aten::index" and all(t.dtype is not torch.bool for t in given[1:]):
+        return False  # only a mask makes the shape depend on values
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 

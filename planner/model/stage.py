@@ -37,6 +37,11 @@ class ModelStage(nn.Module):
         """See above."""
         return _Run(self._part, given).result()
 
+    def pass_over(self, given: Any) -> None:
+        """Runs what lies in front of the stage's own modules, and nothing of these."""
+        if self._part.begin:
+            _Run(self._part, given, own=False).result()
+
     def share_with(self, root: nn.Module) -> None:
         """Makes this stage's parameters and buffers those of `root` too, under the names they have in the model."""
         for name in self._part.held:
@@ -73,15 +78,16 @@ class _Part:
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
 
 
-class _Finished(BaseException):  # noqa: N818 - no error: it ends a forward early, past handlers of Exception
-    """The stage's last module is done."""
+class _Finished(BaseException):
+    """The stage's last module is done. No `Exception`: the model's own handlers are not to stop it."""
 
 
 class _Run:
     """One forward of a stage."""
 
-    def __init__(self, stage: _Part, given: Any) -> None:
+    def __init__(self, stage: _Part, given: Any, *, own: bool = True) -> None:
         self._stage = stage
+        self._own = own
         self._calls = stage.outline.recording.calls
         self._stack = [0]
         self._next = {0: 0}
@@ -110,6 +116,8 @@ class _Run:
             try:
                 output = self._stage.model(*args, **kwargs)
             except _Finished:
+                if not self._own:
+                    return None
                 return tuple(self._tensors[value] for value in self._stage.sent)
         if self._stage.stop != END:
             raise _another_path("it ended early")
@@ -141,6 +149,8 @@ class _Run:
             self._keep(leaves, call.leaves)
         if call.exit + 1 == self._stage.begin:
             self._stage.when_begun()
+            if not self._own:
+                raise _Finished
         if call.exit + 1 == self._stage.stop:
             raise _Finished
         return result

@@ -5,7 +5,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
 from planner.core.rates import Rates, rates_of
 from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
-from planner.model.lean import build_lean, fill, move_buffers
+from planner.model.lean import fill
 from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, keep_freed_memory
 from planner.model.meter import Meter, meter_for
@@ -29,7 +29,9 @@ from planner.profile.estimate import GhostMeter, RooflineClock, ghostly
 from planner.profile.flops import forward_flops
 from planner.profile.memory import measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
+from planner.profile.passing import passing_us
 from planner.profile.regret import regret
+from planner.profile.structure import find_chain
 from planner.profile.timing import Samples, Times, enough_to_leave_the_cache, measure_times, time_once, times_of
 from planner.profile.units import Unit, UnitInput, trace_units, with_values
 
@@ -98,7 +100,7 @@ def profile_model(
     torch.set_num_threads(options.threads)
     if device.type == "cpu":
         keep_freed_memory()
-    chain, lean = _chain(loaded, device)
+    chain, lean = find_chain(loaded, device)
     if rates is not None and not lean:
         raise ModelError(
             "the model cannot be estimated: its layers ask for the values of tensors",
@@ -126,17 +128,6 @@ def profile_model(
         micro_batch_sizes=tuple(measured.sizes),
         layers=layers,
     )
-
-
-def _chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
-    """The model's chain, and whether its parameters have no values yet: layers get them when they are measured."""
-    with suppress(Exception):  # what needs values somewhere is built whole, and an error of the user's comes again
-        chain = loaded.chain(build_lean(loaded.build))
-        if all(parameter.is_meta for parameter in chain.model.parameters()):
-            trace_units(chain, loaded, (1,), device, ghosts=True)
-            move_buffers(chain.model, device)
-            return chain, True
-    return loaded.chain(loaded.build().to(device)), False
 
 
 def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, device: Device, threads: int) -> Partial:
@@ -276,6 +267,7 @@ class _Measured:
         self.optimizer: dict[str, OptimizerCost] = {}
         self._measure_optimizer()
         self._measure_times()
+        self.passing = passing_us(self._distinct, self._inputs, clock=self._clock, repeats=options.repeats)
         # Once more, at another time: its few steps in a row may all have met a busy machine.
         self._measure_optimizer()
 
@@ -411,7 +403,10 @@ class _Measured:
             tied_bytes=tied_bytes,
             optimizer_us=round(optimizer.step_us, 1),
             optimizer_peak_bytes=optimizer.peak_bytes,
-            forward_us=tuple(round(t.forward_us, 1) for t in times),
+            forward_us=tuple(
+                round(max(0.0, t.forward_us - self.passing[unit.digest, size]), 1)
+                for t, size in zip(times, self.sizes, strict=True)
+            ),
             backward_us=tuple(round(t.backward_us, 1) for t in times),
             spread=tuple(round(t.spread, 4) for t in times),
             output_bytes=tuple(sum(t.bytes for t in d.outputs) for d in details),
