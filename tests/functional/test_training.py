@@ -47,6 +47,7 @@ def test_awkward_boundaries_tied_weights_and_three_stages(tmp_path: Path) -> Non
 
 def test_models_that_are_no_sequential(tmp_path: Path) -> None:
     """Their own forward on every stage: keyword arguments, skips, tied and shared parameters, both schedules."""
+    pytest.importorskip("transformers")
     cases = [
         Case(model=model, balance=balance, recompute=recompute, schedule=schedule, micro_batches=4, steps=2)
         for model, balance in ((BRANCHING, (1, 2, 4)), (BRANCHING, (3, 2, 2)), (GPT2, (2, 1, 2)))

@@ -14,10 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, logging  # noqa: E402 - be
 logging.set_verbosity_error()
 
 
-def build_model(layers: int = 3) -> nn.Module:
+def build_model(layers: int = 3, width: int = 16) -> nn.Module:
     """Without dropout, so that there is something to compare with."""
     config = GPT2Config(
-        n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0.0, attn_pdrop=0.0,
+        n_layer=layers, n_embd=width, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0.0, attn_pdrop=0.0,
         embd_pdrop=0.0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return GPT2LMHeadModel(config)  # type: ignore[no-any-return]
