@@ -48,7 +48,7 @@ class Cuts:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._running = [self._runner(call) for call in recording.calls]
         flow = recording.flow.nodes
-        self._last_use = {v: max(data["uses"], default=-1) for v, data in flow.items()}
+        self._lives = [(v, data["made"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]]
         self._num_bytes: dict[int, int] = {}
         self._creator: dict[int, int] = {}
         for data in flow.values():
@@ -56,14 +56,11 @@ class Cuts:
 
     def crossing(self, cut: int, *, used_before: int = END + 1) -> Crossing:
         """What crosses `cut` for the sake of what happens between it and `used_before`."""
-        flow = self.recording.flow.nodes
-        live = []
-        for version, last in self._last_use.items():
-            data = flow[version]
-            if data["made"] < cut <= last:
-                uses = data["uses"]
-                if used_before > END or uses[bisect_left(uses, cut)] < used_before:
-                    live.append(version)
+        live = [
+            version
+            for version, made, last, uses in self._lives
+            if made < cut <= last and uses[bisect_left(uses, cut)] < used_before
+        ]
         needs = _Needs(self, cut)
         needs.follow(live, strict=True)
         for number in self.recording.decisions:

@@ -18,6 +18,7 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -192,6 +193,7 @@ def record(model: nn.Module, inputs: Any, *, ghosts: bool) -> Recording:
         recorder.know_inputs(inputs)
         stack.enter_context(wrapped(model.modules(), recorder.run))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(_forget, _forget))  # there will be no backward
         stack.enter_context(recorder)
         args, kwargs = arguments_of(inputs)
         recorder.outputs(model(*args, **kwargs))
@@ -391,6 +393,10 @@ def _decides(func: Any, given: list[Tensor]) -> bool:
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
+
+
+def _forget(_: Any) -> None:
+    """Keeps nothing."""
 
 
 @contextmanager

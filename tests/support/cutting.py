@@ -23,7 +23,7 @@ class Compared:
 
     chain: Chain
     seconds: float
-    """That it took to find the layers."""
+    """CPU time that it took to find the layers."""
     loss_error: float
     """Relative."""
     gradient_error: float
@@ -57,9 +57,9 @@ def compare(
         sizes: Samples of each micro-batch; all are in flight at once.
         recompute: Whether the stages are computed again in backward.
     """
-    begin = time.perf_counter()
+    begin = time.process_time()
     chain = chain_of(model, example_inputs, granularity)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     num_layers = len(chain.layers)
     cuts = sorted({round(num_layers * k / num_stages) for k in range(num_stages + 1)})
     micro_batches = [example_inputs(size) for size in sizes]

@@ -375,6 +375,7 @@ REAL_MODELS: dict[str, RealModel] = {
         num_hidden_layers=4,
         use_cache=False,
         train=True,
+        caveat="in training mode: when it is evaluated, its first forward rescales its own weights",
         **_SPECIAL,
     ),
     "ResNet-26 (timm)": _timm("resnet26", size=64),

@@ -9,6 +9,9 @@ from planner.model.chain import chain_digest, chain_of
 from tests.support.cutting import compare
 from tests.support.real_models import IN_CI, REAL_MODELS, loss_of
 
+pytest.importorskip("transformers")
+pytest.importorskip("timm")
+
 NAMES = tuple(REAL_MODELS) if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
 
 
