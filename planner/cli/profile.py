@@ -53,7 +53,7 @@ def profile(
         int, typer.Option(metavar="N", help="Timed repeats of every layer, at least; more while the cut is in doubt.")
     ] = 10,
     time_budget: Annotated[
-        str, typer.Option(metavar="60s", help="Begin no repeats beyond `--repeat` after timing for so long.")
+        str, typer.Option(metavar="60s", help="Begin no repeats beyond `--repeat` after timing for so long; 0s: none.")
     ] = "60s",
     format_: Format = "text",
     *,

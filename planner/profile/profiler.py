@@ -50,7 +50,7 @@ class ProfileOptions:
     repeats: int = 10
     """At least so many timed repeats of every layer."""
     time_budget_s: float = 60.0
-    """More repeats than that are begun only so long after the first."""
+    """More repeats than that are begun only so long after the first; 0: none, and nothing is said about it."""
     until_memory_ends: bool = False
     """Whether sizes for which memory does not suffice are left out, rather than an error."""
 
@@ -313,6 +313,8 @@ class _Measured:
         started = time.monotonic()
 
         def doubtful() -> Sequence[int]:
+            if not self._options.time_budget_s:
+                return ()
             regrets = {size: self._regret(size) for size in self.sizes}
             sizes = [size for size, share in regrets.items() if share >= _REGRET]
             if sizes and time.monotonic() - started > self._options.time_budget_s:

@@ -820,6 +820,43 @@ def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen
     assert files.read_partial("profile.yaml.partial").measurements
 
 
+def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the partial file, which is gone in the end; of another optimizer it is of no use, and that is said."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    command_line = ("profile", "model.py", *FAST)
+    for options, told in (((), "note: going on from profile.yaml.partial"), (("--optimizer", "sgd"), "starting over")):
+        with monkeypatch.context() as patch:
+            patch.setattr("planner.profile.profiler.measure_times", interrupted)
+            stopped = call(capsys, *command_line)
+        assert (stopped.code, visible(empty)) == (130, {"model.py", "profile.yaml.partial"})
+        assert stopped.err.endswith("wrote profile.yaml.partial: the same command goes on from there\n")
+        assert "profile.yaml.partial is an unfinished profile" in call(capsys, "show", "profile.yaml.partial").error
+        done = call(capsys, *command_line, *options)
+        assert (done.code, visible(empty)) == (0, {"model.py", "profile.yaml"})
+        assert told in done.err
+        (empty / "profile.yaml").unlink()
+
+
+def test_a_spoilt_partial_profile_is_refused(empty: Path, capsys: Capsys) -> None:
+    """With file and line; it may be somebody's, so nothing is overwritten."""
+    (empty / "profile.yaml.partial").write_text("schema: gpipe-plan/partial/v1\nwhat: 1\n")
+    done = call(capsys, "profile", "model.py", *FAST)
+    assert done.code == 2
+    assert "profile.yaml.partial:1: error: `generator`: is missing" in done.err
+    assert visible(empty) == {"model.py", "profile.yaml.partial"}
+
+
+def test_auto_sizes_go_up_to_the_batch(empty: Path, capsys: Capsys) -> None:
+    """Powers of two, and the batch itself."""
+    fast = ("--repeat", "2", "--time-budget", "0s")
+    for options, sizes in (((), (1, 2, 4, 8)), (("--batch", "6"), (1, 2, 4, 6)), (("--batch", "1"), (1,))):
+        assert call(capsys, "profile", "model.py", *fast, *options).code == 0
+        assert files.read_profile("profile.yaml").micro_batch_sizes == sizes
+
+
 def test_an_interrupt_while_writing_leaves_nothing_behind(
     here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

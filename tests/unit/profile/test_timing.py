@@ -55,11 +55,18 @@ def test_a_noisy_machine_ends_with_a_warning(repeats: dict[int, list[int]], monk
     """Once the time is up, and not before the least number of repeats; it names the regret and what to do."""
     monkeypatch.setattr(profiler, "regret", lambda *_: 0.123)
     said: list[str] = []
-    profile_model(small(), OPTIONS, warn=said.append)
+    profile_model(small(), replace(OPTIONS, time_budget_s=1e-6), warn=said.append)
     assert repeats == {1: [3], 2: [3]}
     assert len(said) == 1
     assert "12.3%" in said[0]
-    assert "--time-budget 0s" in said[0]
+    assert "--time-budget 1e-06s" in said[0]
+
+
+def test_without_a_time_budget_nothing_is_judged(repeats: dict[int, list[int]]) -> None:
+    """As many repeats as were asked for, whatever they are worth."""
+    said: list[str] = []
+    profile_model(small(), OPTIONS, warn=said.append)
+    assert (repeats, said) == ({}, [])
 
 
 def test_equal_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
