@@ -50,7 +50,7 @@ def profile(
     ] = None,
     threads: Annotated[int, typer.Option(metavar="N", help="CPU threads per stage.")] = 1,
     repeat: Annotated[
-        int, typer.Option(metavar="N", help="Timed repeats of every layer, at least; more while the cut is in doubt.")
+        int, typer.Option(metavar="N", help="Timed repeats of every layer, at least; more while the plan is in doubt.")
     ] = 10,
     time_budget: Annotated[
         str, typer.Option(metavar="60s", help="Begin no repeats beyond `--repeat` after timing for so long; 0s: none.")

@@ -5,16 +5,16 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from planner.profile.regret import _evenest, regret
+from planner.profile.regret import Key, _evenest, regret
 
 CHAIN = ["a", "b", "c", "d"]
 
 
-def samples_of(times: list[float], spread: float, seed: int = 0) -> dict[str, list[tuple[float, float]]]:
+def samples_of(times: list[float], spread: float, size: int = 1, seed: int = 0) -> dict[Key, list[tuple[float, float]]]:
     """Ten repeats of every layer, each up to `spread` too long."""
     rng = random.Random(seed)
     return {
-        name: [(time * (1 + spread * rng.random()), 0.0) for _ in range(10)]
+        (name, size): [(time * (1 + spread * rng.random()), 0.0) for _ in range(10)]
         for name, time in zip(CHAIN, times, strict=True)
     }
 
@@ -36,6 +36,17 @@ def test_a_cut_that_noise_cannot_move_is_not_regretted() -> None:
     assert regret(CHAIN, samples_of([1.0, 1e5, 2.0, 1.0], 2.0), min) < 1e-3
 
 
+def test_a_micro_batch_size_that_is_hard_to_tell_is_regretted() -> None:
+    """Where both take about as long, and one of them scatters; not where the larger one is much faster."""
+
+    def both(large: float) -> dict[Key, list[tuple[float, float]]]:
+        return samples_of([1e4] * 4, 0.0) | samples_of([large] * 4, 0.8, size=2)
+
+    near = [regret(CHAIN, both(1e3 * n), lambda times: sum(times) / len(times)) for n in range(8, 16)]
+    assert max(near) > 0.001
+    assert regret(CHAIN, both(0.5e4), lambda times: sum(times) / len(times)) == 0.0
+
+
 def test_what_takes_no_time_beside_an_executor_does_not_matter() -> None:
     """Layers of a microsecond, however much they scatter."""
     assert regret(CHAIN, samples_of([1.0, 1.1, 1.2, 1.0], 2.0), min) < 0.01
@@ -43,12 +54,12 @@ def test_what_takes_no_time_beside_an_executor_does_not_matter() -> None:
 
 def test_a_single_layer_cannot_be_cut_wrongly() -> None:
     """Nor can an empty measurement."""
-    assert regret(["a"], {"a": [(1e5, 2e5), (2e5, 1e5)]}, min) == 0.0
+    assert regret(["a"], {("a", 1): [(1e5, 2e5), (2e5, 1e5)]}, min) == 0.0
 
 
 def test_equal_layers_err_alike() -> None:
     """They were measured once: 8 of them are cut in the middle whatever their time."""
-    assert regret(["a"] * 8, {"a": [(1e5, 2e5), (3e5, 1e5), (2e5, 2e5)]}, min) == 0.0
+    assert regret(["a"] * 8, {("a", 1): [(1e5, 2e5), (3e5, 1e5), (2e5, 2e5)]}, min) == 0.0
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
