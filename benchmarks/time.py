@@ -65,7 +65,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print("# Times of layers, of whole steps, and of plans\n")
     print(f"`python benchmarks/time.py` on {cpu_name()}, {os.cpu_count()} cores, ", end="")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread, process time.\n")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread, process time.")
+    print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.\n")
     with tempfile.TemporaryDirectory() as folder:
         vgg = Path(folder, "vgg.py")
         vgg.write_text(VGG, encoding="utf-8")

@@ -37,14 +37,18 @@ def test_a_cut_that_noise_cannot_move_is_not_regretted() -> None:
 
 
 def test_a_micro_batch_size_that_is_hard_to_tell_is_regretted() -> None:
-    """Where both take about as long, and one of them scatters; not where the larger one is much faster."""
+    """Of equal layers, whose cut is certain: where both sizes take about as long, and one of them scatters."""
 
-    def both(large: float) -> dict[Key, list[tuple[float, float]]]:
-        return samples_of([1e4] * 4, 0.0) | samples_of([large] * 4, 0.8, size=2)
+    def mean(times: list[float]) -> float:
+        return sum(times) / len(times)
 
-    near = [regret(CHAIN, both(1e3 * n), lambda times: sum(times) / len(times)) for n in range(8, 16)]
-    assert max(near) > 0.001
-    assert regret(CHAIN, both(0.5e4), lambda times: sum(times) / len(times)) == 0.0
+    def regret_of(large: float) -> float:
+        rng = random.Random(0)
+        scattered = [(large * (1 + 0.8 * rng.random()), 0.0) for _ in range(10)]
+        return regret(["a"] * 4, {("a", 1): [(1e4, 0.0)] * 10, ("a", 2): scattered}, mean)
+
+    assert max(regret_of(1e3 * n) for n in range(8, 16)) > 0.01
+    assert regret_of(0.4e4) == 0.0
 
 
 def test_what_takes_no_time_beside_an_executor_does_not_matter() -> None:
