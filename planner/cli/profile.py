@@ -54,10 +54,10 @@ def profile(
         str, typer.Option(metavar="coarse|fine", help="About one layer per block, or cuts inside blocks too.")
     ] = "coarse",
     repeat: Annotated[
-        int, typer.Option(metavar="N", help="Timed repeats of every layer, at least; more while the cut is in doubt.")
+        int, typer.Option(metavar="N", help="Timed repeats of every layer, at least; more while the plan is in doubt.")
     ] = 10,
     time_budget: Annotated[
-        str, typer.Option(metavar="60s", help="Begin no repeats beyond `--repeat` after timing for so long.")
+        str, typer.Option(metavar="60s", help="Begin no repeats beyond `--repeat` after timing for so long; 0s: none.")
     ] = "60s",
     format_: Format = "text",
     *,

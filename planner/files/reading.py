@@ -203,7 +203,7 @@ def _schema(document: Document, wanted: str | None) -> str:
         found = json.dumps(found)
     if wanted is not None and found in _TYPES and found != wanted:
         raise FileError(
-            f"is a {_kind(found)}, a {_kind(wanted)} is needed", path=document.path, line=document.lines["schema",]
+            f"is a {_called(found)}, a {_called(wanted)} is needed", path=document.path, line=document.lines["schema",]
         )
     if found not in _TYPES:
         same_kind = [name for name in _TYPES if _kind(name) == _kind(str(found))]
@@ -221,6 +221,10 @@ def _schema(document: Document, wanted: str | None) -> str:
 def _kind(schema: str) -> str:
     parts = schema.split("/")
     return parts[1] if len(parts) == 3 else schema
+
+
+def _called(schema: str) -> str:
+    return {"links": "list of links", "partial": "partial profile"}.get(_kind(schema), _kind(schema))
 
 
 def json_schema(kind: str) -> dict[str, Any]:

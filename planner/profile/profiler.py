@@ -41,7 +41,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being measured, how much is done, and how much there is; larger micro-batches count for more."""
 
 _REGRET = 0.01
-"""Repeats suffice when others would lead to a cut that is slower by less than this."""
+"""Repeats suffice when others would lead to a plan that is slower by less than this."""
 
 _ESTIMATE = "estimate:"
 
@@ -59,7 +59,7 @@ class ProfileOptions:
     repeats: int = 10
     """At least so many timed repeats of every layer."""
     time_budget_s: float = 60.0
-    """More repeats than that are begun only so long after the first."""
+    """More repeats than that are begun only so long after the first; 0: none, and nothing is said about it."""
     until_memory_ends: bool = False
     """Whether sizes for which memory does not suffice are left out, rather than an error."""
 
@@ -351,13 +351,14 @@ class _Measured:
     def _measure_times(self) -> None:
         started = time.monotonic()
 
-        def doubtful() -> Sequence[int]:
-            regrets = {size: self._regret(size) for size in self.sizes}
-            sizes = [size for size, share in regrets.items() if share >= _REGRET]
-            if sizes and time.monotonic() - started > self._options.time_budget_s:
-                self._warn(_too_noisy(max(regrets.values()), self._options.time_budget_s))
-                return ()
-            return sizes
+        def doubtful() -> bool:
+            if not self._options.time_budget_s:
+                return False
+            share = self._regret()
+            if share >= _REGRET and time.monotonic() - started > self._options.time_budget_s:
+                self._warn(_too_noisy(share, self._options.time_budget_s))
+                return False
+            return share >= _REGRET
 
         for key in self._inputs:
             self._samples.setdefault(key, [])
@@ -372,10 +373,9 @@ class _Measured:
         )
         self.times = {key: times_of(self._samples[key], self._clock) for key in self._inputs}
 
-    def _regret(self, size: int) -> float:
+    def _regret(self) -> float:
         chain = [unit.digest for unit in self.units]
-        samples = {digest: self._samples[digest, size] for digest in chain}
-        return regret(chain, samples, self._clock.typical_us)
+        return regret(chain, {key: self._samples[key] for key in self._inputs}, self._clock.typical_us)
 
     def _steps(self, keys: Sequence[tuple[str, int]], passes: int = 1) -> Iterator[tuple[str, int]]:
         """Announces one measurement after the other."""
@@ -486,6 +486,6 @@ def _out_of_memory(error: BaseException | None) -> bool:
 
 def _too_noisy(share: float, budget_s: float) -> str:
     return (
-        f"this machine is too noisy to tell the best cut: another run might choose one whose slowest stage is "
-        f"{share:.1%} slower or faster; end other programs, or allow more than `--time-budget {budget_s:g}s`"
+        f"this machine is too noisy to tell the best plan: that of another run may be {share:.1%} slower or faster; "
+        f"end other programs, or allow more than `--time-budget {budget_s:g}s`"
     )

@@ -55,7 +55,7 @@ def measure_times(
     *,
     clock: Clock,
     repeats: int,
-    doubtful: Callable[[], Sequence[int]],
+    doubtful: Callable[[], bool],
     progress: Callable[[list[Key]], Iterator[Key]],
 ) -> None:
     """Adds repeats to `samples`; gradients exist, as from the second micro-batch on.
@@ -66,7 +66,7 @@ def measure_times(
         samples: What was measured before; an entry for every key of `inputs`.
         clock: The device's clock.
         repeats: Timed passes over all layers at least, 2 or more.
-        doubtful: The micro-batch sizes of which more repeats are needed, once there are so many.
+        doubtful: Whether still more are needed, once there are so many.
         progress: Passes on what will be measured, one by one.
     """
     kinds = {digest: cycle(enough_to_leave_the_cache(units, digest)) for digest, _ in inputs}
@@ -76,9 +76,9 @@ def measure_times(
         while short := [key for key in inputs if len(samples[key]) < repeats]:
             for key in progress(short):
                 samples[key].append(time_once(next(kinds[key[0]]), inputs[key], clock))
-        while sizes := doubtful():
+        while doubtful():
             gc.collect()
-            for key in progress([key for key in inputs if key[1] in sizes] * _BLOCK):
+            for key in progress(list(inputs) * _BLOCK):
                 samples[key].append(time_once(next(kinds[key[0]]), inputs[key], clock))
 
 

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from tests.support.cli import (
     write_model,
 )
 
-COMMANDS = ("profile", "solve", "emit", "check", "show", "schema")
+COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "show", "schema")
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
 
 Capsys = pytest.CaptureFixture[str]
@@ -670,7 +671,7 @@ def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
 # Help, version, schema
 
 
-@pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run"])
+@pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run", "links", "partial"])
 def test_schema_prints_a_json_schema(capsys: Capsys, kind: str) -> None:
     """One document, of an object whose `schema` key is the kind's."""
     done = call(capsys, "schema", kind)
@@ -688,12 +689,13 @@ def test_version_names_what_the_numbers_depend_on(capsys: Capsys) -> None:
 
 
 OPTIONS = {
-    "profile": "--output --batch-sizes --device --optimizer --set --input --format --quiet --debug",
-    "solve": "--devices --mem --batch --micro-batches --recompute --link --reserve --headroom --balance --output",
+    "profile-links": "--output --device --format --quiet",
+    "profile": "--output --batch-sizes --batch --repeat --time-budget --device --optimizer --set --input --format",
+    "solve": "--devices --mem --batch --micro-batches --recompute --link --links --reserve --headroom --balance",
     "emit": "--output --profile --force --quiet",
     "check": "--mem --headroom --profile --format --quiet",
     "show": "--plan --profile --format",
-    "schema": "profile|plan|balance|run",
+    "schema": "profile|plan|balance|run|links|partial",
 }
 
 
@@ -804,15 +806,55 @@ def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen[str]") -> None:
-    """Exit code 130, no traceback, no half-written file."""
+    """Exit code 130, no traceback, no half-written profile; what was measured is kept."""
     assert profiling.stderr is not None
     assert profiling.stderr.readline().startswith("profiling model.py")
+    time.sleep(2)
     profiling.send_signal(signal.SIGINT)
     out, err = profiling.communicate(timeout=60)
     assert (profiling.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert "bug" not in err
-    assert visible(empty) == {"model.py"}
+    assert err.endswith("wrote profile.yaml.partial: the same command goes on from there\n")
+    assert visible(empty) == {"model.py", "profile.yaml.partial", ".cache"}
+    assert files.read_partial("profile.yaml.partial").measurements
+
+
+def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the partial file, which is gone in the end; of another optimizer it is of no use, and that is said."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    command_line = ("profile", "model.py", *FAST)
+    for options, told in (((), "note: going on from profile.yaml.partial"), (("--optimizer", "sgd"), "starting over")):
+        with monkeypatch.context() as patch:
+            patch.setattr("planner.profile.profiler.measure_times", interrupted)
+            stopped = call(capsys, *command_line)
+        assert (stopped.code, visible(empty)) == (130, {"model.py", "profile.yaml.partial"})
+        assert stopped.err.endswith("wrote profile.yaml.partial: the same command goes on from there\n")
+        assert "profile.yaml.partial is an unfinished profile" in call(capsys, "show", "profile.yaml.partial").error
+        done = call(capsys, *command_line, *options)
+        assert (done.code, visible(empty)) == (0, {"model.py", "profile.yaml"})
+        assert told in done.err
+        (empty / "profile.yaml").unlink()
+
+
+def test_a_spoilt_partial_profile_is_refused(empty: Path, capsys: Capsys) -> None:
+    """With file and line; it may be somebody's, so nothing is overwritten."""
+    (empty / "profile.yaml.partial").write_text("schema: gpipe-plan/partial/v1\nwhat: 1\n")
+    done = call(capsys, "profile", "model.py", *FAST)
+    assert done.code == 2
+    assert "profile.yaml.partial:1: error: `generator`: is missing" in done.err
+    assert visible(empty) == {"model.py", "profile.yaml.partial"}
+
+
+def test_auto_sizes_go_up_to_the_batch(empty: Path, capsys: Capsys) -> None:
+    """Powers of two, and the batch itself."""
+    fast = ("--repeat", "2", "--time-budget", "0s")
+    for options, sizes in (((), (1, 2, 4, 8)), (("--batch", "6"), (1, 2, 4, 6)), (("--batch", "1"), (1,))):
+        assert call(capsys, "profile", "model.py", *fast, *options).code == 0
+        assert files.read_profile("profile.yaml").micro_batch_sizes == sizes
 
 
 def test_an_interrupt_while_writing_leaves_nothing_behind(

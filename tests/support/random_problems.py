@@ -47,6 +47,8 @@ class Features:
     chunks: tuple[int, ...] = (1,)
     unlike: bool = False
     """Caps and speeds that differ between devices, and links between nodes."""
+    links: bool = False
+    """Every link by itself."""
     replicas: tuple[int, ...] = (1,)
     rules: bool = False
     """Layers that must, or must not, be in one stage."""
@@ -95,7 +97,10 @@ def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:
     if features.unlike:
         inputs = replace(inputs, speeds=draw(st.sampled_from([(), _drawn_speeds(draw, inputs.devices)])))
     if features.any_order:
-        inputs = replace(inputs, inter_link=None, node_devices=0, links=())
+        inputs = replace(inputs, inter_link=None, node_devices=0)
+    if features.links:
+        links = draw(st.lists(st.sampled_from(LINKS), min_size=max(1, inputs.devices - 1), max_size=inputs.devices))
+        inputs = replace(inputs, link=Link(), inter_link=None, node_devices=0, links=tuple(links))
     if features.rules:
         inputs = draw(_rules(inputs, [layer.name for layer in profile.layers]))
     space = Space(profile, inputs)
@@ -138,10 +143,7 @@ def _caps(draw: st.DrawFn, space: Space, features: Features) -> tuple[int, ...]:
 
 @st.composite
 def _nodes(draw: st.DrawFn, inputs: Inputs) -> Inputs:
-    """Nodes of one or two devices, with another link between them; or every link by itself; or none of it."""
-    if draw(st.integers(0, 2)) == 0:
-        links = draw(st.lists(st.sampled_from(LINKS), min_size=max(1, inputs.devices - 1), max_size=inputs.devices))
-        return replace(inputs, link=Link(), links=tuple(links))
+    """Nodes of one or two devices, with another link between them; or none."""
     inter_link = draw(st.sampled_from([None, *LINKS]))
     return replace(inputs, inter_link=inter_link, node_devices=draw(st.sampled_from([0, 1, 2])) if inter_link else 0)
 
