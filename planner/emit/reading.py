@@ -7,7 +7,7 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -80,6 +80,8 @@ def _values(path: str, text: str) -> dict[str, Any]:
         content = json.loads(text)
     if isinstance(content, list):
         return {"module_fqns_per_model_part" if content and isinstance(content[0], list) else "balance": content}
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a list or a mapping, got `{text.strip()}`")  # noqa: TRY004 - of a file
     named = {str(key).lower(): value for key, value in content.items()}
     if isinstance(named.get("parallelism"), dict):
         named |= named["parallelism"]
@@ -124,12 +126,12 @@ def _from_boundaries(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, .
     return _from_balance([end - first for first, end in pairwise(value)], layers)
 
 
-def _from_split_spec(value: Mapping[str, Any], layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+def _from_split_spec(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     """Modules before or after which a stage begins."""
     begins = {modules_of(layer)[0]: n for n, layer in enumerate(layers)}
     ends = {modules_of(layer)[-1]: n + 1 for n, layer in enumerate(layers)}
     cuts = set()
-    for path, point in value.items():
+    for path, point in _mapping(value).items():
         places = ends if point == "END" else begins
         if path not in places:
             raise _inside(path, layers)
@@ -137,8 +139,10 @@ def _from_split_spec(value: Mapping[str, Any], layers: Sequence[LayerProfile]) -
     return _from_boundaries([0, *sorted(cuts - {0, len(layers)}), len(layers)], layers)
 
 
-def _from_parts(value: Iterable[Iterable[str]], layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     """A list of modules per stage."""
+    if not all(isinstance(paths, (list, tuple)) for paths in value):
+        raise UsageError(f"expected a list of modules per stage, got `{value}`")
     stage_of: dict[str, int] = {}
     for stage, paths in enumerate(value):
         for path in paths:
@@ -150,9 +154,15 @@ def _from_parts(value: Iterable[Iterable[str]], layers: Sequence[LayerProfile]) 
     return _from_runs(stages)
 
 
-def _from_device_map(value: Mapping[str, Any], layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+def _from_device_map(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     """Module to device; a stage is a run of layers on one device."""
-    return _from_runs(_placed(dict(value), layers))
+    return _from_runs(_placed(_mapping(value), layers))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"expected a mapping of module to place, got `{value}`")
+    return value
 
 
 def _from_runs(places: Sequence[Any]) -> tuple[int, ...]:
