@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from planner.cli.options import integers
 from planner.core.costs import costs_at
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, timeline
@@ -10,9 +11,10 @@ from planner.core.plan import Plan
 from planner.core.planning import cluster_of
 from planner.core.profile import Profile
 from planner.core.simulate import Event
+from planner.emit import SUFFIXES, read_balance_list
 from planner.files import read_profile
 
-__all__ = ["events_of", "profile_for", "profile_path", "reference_path"]
+__all__ = ["cuts", "events_of", "profile_for", "profile_path", "reference_path"]
 
 
 def reference_path(profile_path: str, plan_path: str) -> str:
@@ -41,3 +43,15 @@ def events_of(plan: Plan, profile: Profile) -> tuple[Event, ...]:
     """Simulated events of one step of the plan."""
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     return timeline(costs, Partition.of(plan, costs.names), cluster_of(plan.inputs))
+
+
+def cuts(text: str, profile: Profile) -> tuple[int, ...]:
+    """`--balance`: `6,6,6,6`, or a file that gives the cuts, of ours or of another engine.
+
+    Raises:
+        UsageError: Neither.
+        FileError: The file gives no cuts of this profile.
+    """
+    if text.endswith(SUFFIXES):
+        return read_balance_list(text, profile.layers)
+    return integers("--balance", text)

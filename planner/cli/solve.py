@@ -8,7 +8,7 @@ import typer
 from planner import files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, caps, check_format, integers, link, names, speeds
-from planner.cli.plans import events_of, reference_path
+from planner.cli.plans import cuts, events_of, reference_path
 from planner.core.cluster import ExecutorCost, Link
 from planner.core.errors import UsageError
 from planner.core.plan import Inputs, ProfileReference, RecomputePolicy, SchedulePolicy
@@ -74,7 +74,10 @@ def solve(
     reserve: Annotated[str, typer.Option(metavar="500MB", help="Kept free on every device.")] = "0B",
     headroom: Annotated[str, typer.Option(metavar="5%", help="Share of every cap kept free.")] = "0%",
     balance: Annotated[
-        str | None, typer.Option(metavar="6,6,6,6", help="Judge these cuts instead of searching.")
+        str | None,
+        typer.Option(
+            metavar="6,6,6,6|FILE", help="Judge these cuts, or those of an engine's file, instead of searching."
+        ),
     ] = None,
     together: Annotated[
         list[str] | None, typer.Option(metavar="A,B", help="Layers that must be in one stage; may be repeated.")
@@ -105,7 +108,6 @@ def solve(
     """Find the stage boundaries, micro-batches and recomputation with the smallest step time that fits."""
     console = Console(quiet=quiet)
     as_json = check_format(format_)
-    cuts = integers("--balance", balance) if balance is not None else None
     fixed = None if micro_batches == "auto" else _one("--micro-batches", micro_batches)
     share = parse_share(headroom)
     given_link = link(link_) if link_ is not None else None
@@ -114,6 +116,7 @@ def solve(
     num_devices, node_devices = _devices(devices, nodes)
     policy = _schedule(schedule)
     read = files.read_profile(profile)
+    given = cuts(balance, read) if balance is not None else None
     executor = read.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
     known_links = _known_links(links, num_devices) if links is not None else ()
     inputs = Inputs(
@@ -143,7 +146,7 @@ def solve(
     request = Request(
         inputs=inputs,
         micro_batches=fixed,
-        balance=cuts,
+        balance=given,
         time_limit_s=parse_us(time_limit) / 1e6 if time_limit is not None else None,
         solver=_solver(solver),
     )

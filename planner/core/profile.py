@@ -133,6 +133,8 @@ class LayerProfile:
 
     __pydantic_config__ = _FORBID
     name: str
+    modules: tuple[str, ...] = ()
+    """Paths of its modules in execution order, where it is more than the one that it is named after."""
     digest: str = ""
     """Layers with the same digest run the same operators on the same shapes and were measured once."""
     parameter_bytes: int

@@ -68,7 +68,7 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
             yield ("layers", n, "tied_bytes"), text, ""
         for field in fields(layer):
             values = getattr(layer, field.name)
-            if not isinstance(values, tuple) or field.name == "tied":
+            if not isinstance(values, tuple) or field.name in ("tied", "modules"):
                 continue
             if len(values) != len(sizes) and (len(values) or field.default is MISSING):
                 text = f"expected {len(sizes)} values, one per micro-batch size, got {len(values)}"

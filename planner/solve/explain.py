@@ -66,7 +66,9 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
         yield f"with {devices} the smallest `--mem` is {cap}"
     else:
         yield f"without interleaving, {devices} need at least `--mem` {cap}"
-    if everything and len(set(inputs.memory_bytes)) == 1 and asking.balance is None:
+    # More devices may be interleaved, one cannot.
+    counts = inputs.schedule in ("gpipe", "1f1b") and asking.balance is None
+    if counts and len(set(inputs.memory_bytes)) == 1:
         count = min(filter(None, map(_smallest_count, cases)), default=None)
         if count is not None and count[0] > inputs.devices:
             yield f"`--devices {count[0]}` fits in {format_bytes(inputs.memory_bytes[0])} (M = {count[1]})"

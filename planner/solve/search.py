@@ -326,7 +326,10 @@ def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> In
         )
 
     def cases_for(other: Profile, inputs: Inputs, micro_batches: int | None) -> Sequence[Case]:
-        return cases_of(other, replace(request, inputs=inputs, micro_batches=micro_batches))
+        try:
+            return cases_of(other, replace(request, inputs=inputs, micro_batches=micro_batches))
+        except UsageError:
+            return []  # the cuts or rules that were given leave it nothing to try
 
     return explain_infeasible(
         Asking(

@@ -155,9 +155,12 @@ class _Search:
 
     def several_chunks(self) -> None:
         case = self.case
-        alone = replace(case, schedule="1f1b", chunks=1).memory(1, 0).smallest()[1:]
-        if alone.max() > max(case.caps_bytes):
-            return  # a layer that is too large for every device
+        self._check_time()
+        costs = case.costs
+        # A layer may need less within a stage than alone, but never less than what it holds all the time.
+        always = costs.parameters + costs.gradients + costs.optimizer + costs.buffers
+        if float(always.max()) > max(case.caps_bytes):
+            return
         for count in range(case.num_devices, 0, -1):
             least_us = max(self._least_us(count), case.bound_us)
             if least_us >= self.upper_us:
@@ -167,7 +170,8 @@ class _Search:
                 many.actions  # noqa: B018 - whether the schedule runs with so many devices
             except UsageError:
                 continue
-            if case.costs.num_layers < many.num_stages:
+            balance = case.rules.balance
+            if case.costs.num_layers < many.num_stages or (balance and len(balance) != many.num_stages):
                 continue
             if not self._every_partition(many):
                 self._improve_all(many)

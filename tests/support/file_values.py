@@ -35,6 +35,7 @@ def full_layer(n: int) -> LayerProfile:
     )
     return LayerProfile(
         name=f"h.{n}",
+        modules=(f"h.{n}", f"dropout.{n}"),
         digest=f"{n:08x}",
         parameter_bytes=1000 + n,
         gradient_bytes=500,

@@ -329,7 +329,7 @@ def test_the_smallest_cap_of_given_cuts_is_theirs() -> None:
         ((2, 2, 2), asked(3, 4, memory_bytes=1500, schedule="1f1b")),
         ((2, 2, 1, 1), asked(2, 4, memory_bytes=1500, schedule="interleaved", chunks=2)),
         ((2, 2, 1, 1), asked(2, 4, memory_bytes=2300, schedule="interleaved", chunks=2)),
-        ((2, 2, 2), asked(4, 4, memory_bytes=1500, replicas=2)),
+        ((2, 2, 2), asked(6, 4, memory_bytes=1500, replicas=2)),
     ],
     ids=["1f1b", "interleaved", "interleaved-looser", "replicas"],
 )
