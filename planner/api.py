@@ -342,9 +342,17 @@ def sweep(
         profile: A profile, or its file.
         devices: How many devices: `1,2,4,8`, or the numbers.
         mem: Caps of each of them: `16GB,80GB`, or each as text or bytes; by default the profiled device's.
-        batch: As for `solve`, and so are `micro_batches`, `schedule`, `recompute`, `link`, `overhead`, `reserve`,
-            `headroom`, `extrapolate`, and `time_limit`, which holds for each cell.
+        batch: Samples per optimizer step; by default the largest profiled size.
+        micro_batches: As for `solve`, and so are the next.
+        schedule: `gpipe`, `1f1b`, `interleaved`, or `auto`.
+        recompute: `auto`, `never`, `except-last`, `always` or `layers`.
+        link: Between neighbours.
+        overhead: The executor's time per micro-batch, stage and direction.
+        reserve: Kept free on every device.
+        headroom: Share of every cap kept free.
+        time_limit: For each cell.
         output: A folder, into which the plan of every cell is written.
+        extrapolate: Whether unprofiled micro-batch sizes are allowed.
         progress: Called before every cell.
 
     Raises:

@@ -30,9 +30,7 @@ def sweep(
     recompute: Annotated[
         str, typer.Option(metavar="auto|never|except-last|always|layers", help="Recompute activations in backward.")
     ] = "auto",
-    link_: Annotated[
-        str | None, typer.Option("--link", metavar="25GB/s,5us", help="Links between neighbours.")
-    ] = None,
+    link_: Annotated[str | None, typer.Option("--link", metavar="25GB/s,5us", help="Links between neighbours.")] = None,
     overhead: Annotated[
         str | None, typer.Option(metavar="1ms", help="Executor's time per micro-batch, stage and direction.")
     ] = None,

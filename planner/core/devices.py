@@ -1,7 +1,7 @@
 """Accelerators that people ask about by name: `gpipe-plan check --device h100`.
 
 Memory is what the vendor's data sheet says, its "GB" read as 10^9 bytes. Boards often hold a little more (an H100 of
-"80 GB" reports 85.0 GB to torch), never less: an answer for a name errs on the safe side, and `--mem` takes exact sizes.
+"80 GB" reports 85.0 GB), so an answer for a name errs on the safe side; `--mem` takes exact sizes.
 """
 
 import re

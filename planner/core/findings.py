@@ -44,33 +44,34 @@ RULES: Final = (
         code="GP101",
         severity="error",
         title="a stage needs more memory than its cap",
-        meaning="The predicted peak of a stage, reserve included, is above the memory of its device: the cap in the "
-        "plan, or the one that `--mem` or `--device` puts in its place.",
+        meaning="The predicted peak of a stage, reserve included, is above the memory of its device: the cap in "
+        "the plan, or the one that `--mem` or `--device` puts in its place.",
         why="Training would end with an out-of-memory error in the first step, on that device, and with it everywhere.",
-        remedy="Solve again under this cap: `gpipe-plan solve` finds other cuts, more micro-batches or recomputation, or "
-        "says that nothing fits and what would. Otherwise take devices with more memory, more devices, or a smaller "
-        "batch. The finding is followed by what would fit, computed for this plan.",
+        remedy="Solve again under this cap: `gpipe-plan solve` finds other cuts, more micro-batches or "
+        "recomputation, or says that nothing fits and what would. Otherwise take devices with more "
+        "memory, more devices, or a smaller batch. The finding is followed by what would fit, computed "
+        "for this plan.",
     ),
     Rule(
         code="GP102",
         severity="warning",
         title="a stage leaves less room than asked for",
         meaning="The stage fits its cap, but less than the share given by `--headroom` stays free.",
-        why="Predictions are tested to within a few percent, fragmentation and libraries differ from one release to the "
-        "next: a plan that fills a device to the last percent may fail after an upgrade.",
-        remedy="Solve with the same headroom (`gpipe-plan solve --headroom 5%`), so that the search keeps it free. "
-        "Warnings do not change the exit code; `check --strict` makes them.",
+        why="Predictions are tested to within a few percent, fragmentation and libraries differ from one "
+        "release to the next: a plan that fills a device to the last percent may fail after an upgrade.",
+        remedy="Solve with the same headroom (`gpipe-plan solve --headroom 5%`), so that the search keeps it "
+        "free. Warnings do not change the exit code; `check --strict` makes them.",
     ),
     Rule(
         code="GP201",
         severity="error",
         title="the plan was made from another profile",
-        meaning="The digest of the profile that the plan records is not that of the profile beside it. The digest is over "
-        "what the file means: comments and layout do not count, any number does.",
-        why="The cuts were the best for other costs. They may no longer fit, and there may be faster ones; what is said "
-        "of memory is recomputed from the profile of today.",
-        remedy="Solve again with the options of the plan's `inputs`, and commit profile and plan together. If the profile "
-        "was changed by mistake, restore it.",
+        meaning="The digest of the profile that the plan records is not that of the profile beside it. The digest "
+        "is over what the file means: comments and layout do not count, any number does.",
+        why="The cuts were the best for other costs. They may no longer fit, and there may be faster ones; "
+        "what is said of memory is recomputed from the profile of today.",
+        remedy="Solve again with the options of the plan's `inputs`, and commit profile and plan together. If "
+        "the profile was changed by mistake, restore it.",
     ),
     Rule(
         code="GP202",
@@ -84,20 +85,20 @@ RULES: Final = (
         code="GP203",
         severity="warning",
         title="numbers in the plan are not those of the profile",
-        meaning="Recomputed from the very profile that the plan was made from, step time or memory differ from what is "
-        "written in the plan.",
-        why="Somebody edited the plan by hand, which is allowed: what was checked are the edited cuts. But the numbers and "
-        "the solver's certificate in the file belong to others, and people read them.",
-        remedy="Nothing, if the edit is meant. To write the numbers anew: `gpipe-plan check --format json`, or solve with "
-        "`--balance` set to the edited cuts.",
+        meaning="Recomputed from the very profile that the plan was made from, step time or memory differ from "
+        "what is written in the plan.",
+        why="Somebody edited the plan by hand, which is allowed: what was checked are the edited cuts. But "
+        "the numbers and the solver's certificate in the file belong to others, and people read them.",
+        remedy="Nothing, if the edit is meant. To write the numbers anew: `gpipe-plan check --format json`, or "
+        "solve with `--balance` set to the edited cuts.",
     ),
     Rule(
         code="GP204",
         severity="note",
         title="times were taken on another device",
         meaning="With `--device` memory is judged for a device other than the profiled one.",
-        why="Bytes are nearly the same on any device; times are not. Step time, the bubble and the choice of cuts still "
-        "speak of the profiled device.",
+        why="Bytes are nearly the same on any device; times are not. Step time, the bubble and the choice of "
+        "cuts still speak of the profiled device.",
         remedy="Profile on that device to plan for it. For the question whether it fits, nothing is to be done.",
     ),
     Rule(

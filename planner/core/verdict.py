@@ -16,7 +16,7 @@ from planner.core.findings import Finding, Severity, finding
 from planner.core.plan import Plan, SolverReport, Stage
 from planner.core.planning import build_plan
 from planner.core.profile import Profile
-from planner.core.units import bytes_option, format_bytes
+from planner.core.units import format_bytes
 
 __all__ = ["VERDICT_SCHEMA", "Finding", "Verdict", "compared", "judge"]
 
@@ -75,18 +75,13 @@ def judge(
     Raises:
         UsageError: The plan breaks an invariant (a layer lost, an empty stage, …).
     """
-    findings: list[Finding] = []
-    if profile_digest != plan.inputs.profile.digest:
-        findings.append(_stale(plan, profile_digest))
+    stale = profile_digest != plan.inputs.profile.digest
+    findings = [_stale(plan, profile_digest)] if stale else []
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
-    if sum(partition.balance) == len(profile.layers) and min(partition.balance, default=0) > 0:
-        renamed = _renamed(plan, partition, profile)
-        if renamed is not None:
-            return _verdict([*findings, renamed], None, strict=strict)
-    elif findings:
-        return _verdict([*findings, _other_length(partition, profile)], None, strict=strict)
-    if findings and not covers(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate):
-        return _verdict(findings, None, strict=strict)
+    misfit = _misfit(plan, partition, profile, stale=stale)
+    uncovered = stale and not covers(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+    if misfit is not None or uncovered:
+        return _verdict([*findings, *([misfit] if misfit else [])], None, strict=strict)
     if device is not None:
         memory_bytes = (device.memory_bytes,) * plan.inputs.devices
         findings.extend(_elsewhere(profile, device))
@@ -102,7 +97,7 @@ def judge(
         now = build_plan(costs, partition, inputs=inputs, solver=given)
     for place in range(now.num_devices):
         findings.extend(_memory_findings(now.stages[place :: now.num_devices], headroom))
-    if profile_digest == plan.inputs.profile.digest and memory_bytes is None:
+    if not stale and memory_bytes is None:
         findings.extend(_edited(plan, now))
     return _verdict(findings, now, strict=strict)
 
@@ -144,6 +139,13 @@ def _stale(plan: Plan, digest: str) -> Finding:
     )
 
 
+def _misfit(plan: Plan, partition: Partition, profile: Profile, *, stale: bool) -> Finding | None:
+    """Whether the plan names or counts other layers. Of its own profile a wrong count is an error, not a finding."""
+    if sum(partition.balance) == len(profile.layers) and min(partition.balance, default=0) > 0:
+        return _renamed(plan, partition, profile)
+    return _other_length(partition, profile) if stale else None
+
+
 def _renamed(plan: Plan, partition: Partition, profile: Profile) -> Finding | None:
     for stage, (first, end) in zip(plan.stages, partition.intervals(), strict=True):
         for name, layer in ((stage.first, first), (stage.last, end - 1)):
@@ -170,8 +172,7 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
         layers = f"device {stage.index} (stages {', '.join(str(chunk.index) for chunk in chunks)})"
     if need > cap:
         message = f"{layers} needs {format_bytes(need)}, {format_bytes(need - cap)} over its cap of {format_bytes(cap)}"
-        hint = f"as it is cut, it needs `--mem {bytes_option(need)}`; solve again to see what fits"
-        return [finding("GP101", message, hint=hint, stage=stage.index)]
+        return [finding("GP101", message, hint="solve again, or give more with `--mem`", stage=stage.index)]
     if need > cap * (1 - headroom):
         message = f"{layers} needs {format_bytes(need)}, which leaves {1 - need / cap:.1%} of {format_bytes(cap)} free"
         hint = f"{headroom:.0%} headroom was asked for"

@@ -26,7 +26,7 @@ def at_revision(path: str, revision: str) -> str:
         raise FileError(f"git could not be run: {error.strerror}", path=called) from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().partition("\n")[0].removeprefix("fatal: ")
-        hint = f"in CI the checkout may hold one commit alone: `git fetch origin {revision}` first"
+        hint = "in CI the checkout may hold one commit alone: `fetch-depth: 0` of actions/checkout fetches the others"
         raise FileError(f"git says: {said}", path=called, hint=hint)
     try:
         return done.stdout.decode("utf-8")

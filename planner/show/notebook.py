@@ -6,6 +6,7 @@ from planner.core.plan import Plan, Stage
 from planner.core.units import format_bytes, format_us
 from planner.show.names import schedule_name
 from planner.show.numbers import counted, percent, rate
+from planner.show.style import UNICODE
 
 __all__ = ["plan_html"]
 
@@ -17,7 +18,7 @@ def plan_html(plan: Plan) -> str:
     """The plan's figures and a row per stage, with a bar of its memory against the cap."""
     predicted = plan.predicted
     title = (
-        f"{schedule_name(plan.schedule)}, {counted(len(plan.stages), 'stage')} × "
+        f"{schedule_name(plan.schedule)}, {counted(len(plan.stages), 'stage')} {UNICODE.times} "
         f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch_size, 'sample')}"
     )
     figures = (

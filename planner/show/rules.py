@@ -1,8 +1,8 @@
 """What findings mean, for people who met one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
-from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
@@ -15,10 +15,11 @@ __all__ = ["rules_text"]
 
 def rules_text(rules: Sequence[Rule], style: Style) -> str:
     """Each with its code, what it means, why it matters, and what to do."""
-    parts: list[RenderableType] = []
-    for known in rules:
-        parts.append(heading(plain(f"{known.code} ({known.severity}): {known.title}", style)))
-        for title, said in (("meaning", known.meaning), ("why", known.why), ("what to do", known.remedy)):
-            parts.append(Padding(Text(plain(f"{title}: {said}", style)), (0, 0, 0, 2), expand=False))
-        parts.append(BLANK)
-    return render(style, *parts[:-1])
+    return render(style, *chain.from_iterable(_rule(known, style) for known in rules)).rstrip("\n")
+
+
+def _rule(known: Rule, style: Style) -> Iterator[Text | Padding]:
+    yield heading(plain(f"{known.code} ({known.severity}): {known.title}", style))
+    for title, said in (("meaning", known.meaning), ("why", known.why), ("what to do", known.remedy)):
+        yield Padding(Text(plain(f"{title}: {said}", style)), (0, 0, 0, 2), expand=False)
+    yield BLANK

@@ -1,8 +1,7 @@
 """Many clusters: a row for each, a heat map over devices and memory, and which is the smallest that trains."""
 
-from collections.abc import Sequence
+from itertools import chain
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.sweep import Sweep, SweepCell
@@ -27,11 +26,9 @@ def sweep_text(sweep: Sweep, style: Style) -> str:
     names, rows = sweep_rows(sweep)
     columns = [Column(header=name, number=n not in (2, len(names) - 1)) for n, name in enumerate(names)]
     per_row = len(sweep.memory_bytes)
-    gaps: list[Sequence[str] | None] = []
-    for n, row in enumerate(rows):
-        gaps += [None, row] if n and n % per_row == 0 else [row]
-    parts: list[RenderableType] = [table(columns, gaps, style), BLANK, *_heat_map(sweep, style), BLANK]
-    return render(style, *parts, *(Text(line) for line in best_words(sweep)))
+    groups = [(*rows[n : n + per_row], None) for n in range(0, len(rows), per_row)]
+    drawn = table(columns, [*chain.from_iterable(groups)][:-1], style)
+    return render(style, drawn, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_words(sweep)))
 
 
 def sweep_rows(sweep: Sweep) -> Rows:
@@ -76,7 +73,7 @@ def _row(cell: SweepCell) -> tuple[str, ...]:
     return (
         str(cell.devices),
         size,
-        f"{counted(used, 'stage')} x {counted(plan.micro_batches, 'micro-batch', 'es')}",
+        f"{counted(len(plan.stages), 'stage')} x {counted(plan.micro_batches, 'micro-batch', 'es')}",
         format_us(plan.predicted.step_us),
         rate(plan.predicted.samples_per_s),
         rate(cell.samples_per_device_s),
@@ -86,7 +83,7 @@ def _row(cell: SweepCell) -> tuple[str, ...]:
     )
 
 
-def _heat_map(sweep: Sweep, style: Style) -> list[RenderableType]:
+def _heat_map(sweep: Sweep, style: Style) -> list[Text]:
     """Samples per second and device: the deeper, the more. Without colours blocks say it."""
     values = {(c.devices, c.memory_bytes): c.samples_per_device_s for c in sweep.cells if c.plan is not None}
     least, most = min(values.values(), default=0.0), max(values.values(), default=0.0)
@@ -101,7 +98,7 @@ def _heat_map(sweep: Sweep, style: Style) -> list[RenderableType]:
             value = values.get((count, cap))
             line.append_text(_square(value, least, most, width, style))
         lines.append(line)
-    return list(lines)
+    return lines
 
 
 def _square(value: float | None, least: float, most: float, width: int, style: Style) -> Text:

@@ -18,7 +18,7 @@ _COLORS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def verdict_text(verdict: Verdict, style: Style) -> str:
-    """Every finding with its code and hint, what would fit, the memory of the plan as recomputed, and the answer last."""
+    """Every finding with its hint, what would fit, what differs, the memory of the plan as recomputed, the answer."""
     parts: list[RenderableType] = []
     for finding in verdict.findings:
         parts += [*_finding(finding, style), BLANK]

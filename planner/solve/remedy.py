@@ -25,12 +25,16 @@ def what_would_fit(plan: Plan, profile: Profile) -> tuple[str, ...]:
         plan: As recomputed, with the caps that it does not keep.
         profile: What it was recomputed from.
     """
+    return (*_more_memory(plan, profile), *_solved_again(plan, profile))
+
+
+def _more_memory(plan: Plan, profile: Profile) -> tuple[str, ...]:
     most = max(plan.device_bytes())
     tpu = profile.device.kind.startswith("tpu")
     cards = [card for card in accelerators_with(most) if card.name.startswith("tpu:") == tpu]
     # No card has so little memory that a plan of megabytes would tell them apart.
-    card = f", as `--device {cards[0].name}` has" if cards and most > _SMALL else ""
-    return (f"as it is cut, the plan fits with `--mem {bytes_option(most)}`{card}", *_solved_again(plan, profile))
+    card = f", which `--device {cards[0].name}` has" if cards and most > _SMALL else ""
+    return (f"as it is cut, the whole plan fits with `--mem {bytes_option(most)}`{card}",)
 
 
 def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:

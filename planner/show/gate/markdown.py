@@ -57,8 +57,8 @@ def rules_markdown(rules: Sequence[Rule]) -> str:
     parts = [
         "# Findings of `gpipe-plan check`",
         "",
-        "Made by `gpipe-plan explain --format markdown`; a test keeps it so. An error makes the answer no (exit code 1), a",
-        "warning does with `--strict`, a note never does.",
+        "Made by `gpipe-plan explain --format markdown`; a test keeps it so. An error makes the answer no (exit code",
+        "1), a warning does with `--strict`, a note never does.",
     ]
     for known in rules:
         parts += ["", f"## {known.code}: {known.title}", "", f"*{known.severity}*", "", known.meaning]
