@@ -15,7 +15,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands(page: str) -> list[tuple[str, int, str]]:
-    """Every command of the page's consoles: the line, the exit code it should have, and what the page says it prints."""
+    """Every command of the page's consoles: the line, the exit code it should have, and what the page shows of it."""
     found = []
     for block in blocks(page, "console"):
         for piece in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:

@@ -13,7 +13,12 @@ from tests.support.chains import chain, layer
 
 def profile(widened: int = 0) -> Profile:
     """Six equal layers of 100 kB; `widened` is added to the parameters of the fourth."""
-    values: dict[str, Any] = {"forward_us": 1000.0, "backward_us": 2000.0, "output_bytes": 20_000, "saved_bytes": 50_000}
+    values: dict[str, Any] = {
+        "forward_us": 1000.0,
+        "backward_us": 2000.0,
+        "output_bytes": 20_000,
+        "saved_bytes": 50_000,
+    }
     sizes = [100_000 + (widened if n == 3 else 0) for n in range(6)]
     return chain(*(layer(f"h.{n}", parameter_bytes=size, **values) for n, size in enumerate(sizes)))
 

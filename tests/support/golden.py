@@ -1,4 +1,4 @@
-"""Texts that were looked at once and must stay as they are. `GOLDEN=write pytest …` writes them anew, to be looked at."""
+"""Texts that were looked at once and must stay so. `GOLDEN=write pytest …` writes them anew, to be looked at."""
 
 import os
 from pathlib import Path

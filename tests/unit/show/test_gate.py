@@ -33,7 +33,7 @@ WIDE = style(120, wrap=False)
 
 def odd(**changes: object) -> Verdict:
     """A verdict whose text holds whatever could break a format."""
-    message = "a|b, c:d%e\nf <g> & \"h\" \x1b[31m `i` *j* \udc80 ]]>".replace("\udc80", "\ufffe")
+    message = 'a|b, c:d%e\nf <g> & "h" \x1b[31m `i` *j* \udc80 ]]>'.replace("\udc80", "\ufffe")
     finding = Finding(code="GP101", severity="error", message=message, hint="k", stage=1)
     return Verdict(fits=False, findings=(finding,), plan=gate.plan(), **changes)  # type: ignore[arg-type]
 
