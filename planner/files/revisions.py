@@ -16,6 +16,8 @@ def at_revision(path: str, revision: str) -> str:
     """
     file = Path(path)
     called = f"git:{revision}:{path}"
+    if not revision:  # git would take the staged file
+        raise FileError("no revision is named", path=called, hint="name one: `git:main`")
     # `./` makes git take the path from the folder that it runs in, wherever the repository begins.
     command = ["git", "show", "--end-of-options", f"{revision}:./{file.name}"]
     try:

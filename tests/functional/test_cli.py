@@ -40,7 +40,7 @@ from tests.support.cli import (
     write_model,
 )
 
-COMMANDS = ("profile", "solve", "emit", "check", "show", "schema")
+COMMANDS = ("profile", "solve", "emit", "check", "explain", "show", "compare", "sweep", "schema")
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
 
 Capsys = pytest.CaptureFixture[str]
@@ -691,7 +691,10 @@ OPTIONS = {
     "profile": "--output --batch-sizes --device --optimizer --set --input --format --quiet --debug",
     "solve": "--devices --mem --batch --micro-batches --recompute --link --reserve --headroom --balance --output",
     "emit": "--output --profile --force --quiet",
-    "check": "--mem --headroom --profile --format --quiet",
+    "check": "--mem --device --headroom --against --strict --profile --format --quiet",
+    "explain": "--format",
+    "compare": "--format",
+    "sweep": "--devices --mem --batch --schedule --recompute --link --reserve --headroom --time-limit --output --format",
     "show": "--plan --profile --format",
     "schema": "profile|plan|balance|run",
 }

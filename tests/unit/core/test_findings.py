@@ -134,3 +134,11 @@ def test_the_verdict_is_written_with_what_it_found(tmp_path: Path) -> None:
     text = files.dump(gate.over_the_cap(), as_json=True)
     assert '"would_fit": [' in text
     assert '"difference": {' in text
+
+
+def test_a_large_plan_is_not_solved_again() -> None:
+    """A gate answers at once: of thousands of layers only the cap that would do is told."""
+    layers = tuple(replace(gate.profile().layers[0], name=f"h.{n}") for n in range(2500))
+    large = replace(gate.profile(), layers=layers)
+    plan = api.solve(large, devices=10, mem="1GB", batch=4, balance=(250,) * 10)
+    assert len(api.check(plan, profile=large, mem="1MB").would_fit) == 1
