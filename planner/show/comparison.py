@@ -8,25 +8,21 @@ from rich.text import Text
 from planner.core.comparison import ComparedPlan, Comparison
 from planner.core.difference import Difference, StageDifference
 from planner.core.units import format_bytes, format_us
+from planner.show.fitting import Rows, fitting_table
 from planner.show.names import schedule_name
 from planner.show.numbers import NOTHING, difference, percent, rate
-from planner.show.rendering import BLANK, Column, heading, plain, render, table
+from planner.show.rendering import BLANK, heading, plain, render
 from planner.show.style import Style
 
 __all__ = ["comparison_rows", "difference_parts", "difference_rows", "plans_text"]
 
 _LONGEST_BAR = 40
 
-Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""Names of the columns, and the rows."""
-
 
 def plans_text(comparison: Comparison, style: Style) -> str:
     """A table of all plans, a chart, and of two plans what differs from stage to stage."""
-    names, rows = comparison_rows(comparison)
-    columns = [Column(header=name, number=n > 1) for n, name in enumerate(names)]
-    shown = [[plain(item, style) for item in row] for row in rows]
-    parts: list[RenderableType] = [table(columns, shown, style), BLANK, *_chart(comparison.plans, style)]
+    shown = fitting_table(comparison_rows(comparison), style, words=(0, 1), goes=(9, 6, 7, 3, 1, 4))
+    parts: list[RenderableType] = [shown, BLANK, *_chart(comparison.plans, style)]
     notes = [row.path for row in comparison.plans if not row.recomputed]
     if notes:
         said = f"numbers as written, the profile is not at hand: {', '.join(notes)}"
@@ -76,17 +72,15 @@ def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
 
 def difference_parts(found: Difference, style: Style) -> list[RenderableType]:
     """Bytes and time per stage, before and now."""
-    names, rows = difference_rows(found)
-    columns = [Column(header=name, number=n > 0) for n, name in enumerate(names)]
     title = heading(plain(f"against {found.against}", style))
     if not found.recomputed:
         title.append(", whose numbers are as written: its profile is not at hand", "not bold")
-    return [title, table(columns, rows, style)]
+    return [title, fitting_table(difference_rows(found), style, words=(0,), goes=(1, 4))]
 
 
 def difference_rows(found: Difference) -> Rows:
     """A row per stage, and one for the whole step."""
-    names = ("", "memory before", "now", "difference", "time before", "now", "difference")
+    names = ("", "memory before", "memory now", "difference", "time before", "time now", "difference")
     rows = [_stage_row(stage) for stage in found.stages]
     step = (
         "step",

@@ -1,13 +1,12 @@
 """Many clusters: a row for each, a heat map over devices and memory, and which is the smallest that trains."""
 
-from itertools import chain
-
 from rich.text import Text
 
 from planner.core.sweep import Sweep, SweepCell
 from planner.core.units import exact_bytes_option, format_bytes, format_us
+from planner.show.fitting import Rows, fitting_table
 from planner.show.numbers import NOTHING, counted, percent, rate
-from planner.show.rendering import BLANK, Column, heading, render, table
+from planner.show.rendering import BLANK, heading, render
 from planner.show.style import Style
 
 __all__ = ["best_words", "sweep_rows", "sweep_text"]
@@ -18,16 +17,10 @@ _SHADES = (153, 117, 75, 33, 27)
 _DARK_FROM = 3
 """From this shade on the number is white."""
 
-Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
-
 
 def sweep_text(sweep: Sweep, style: Style) -> str:
     """The table of all cells, the heat map, and the answer on the last lines."""
-    names, rows = sweep_rows(sweep)
-    columns = [Column(header=name, number=n not in (2, len(names) - 1)) for n, name in enumerate(names)]
-    per_row = len(sweep.memory_bytes)
-    groups = [(*rows[n : n + per_row], None) for n in range(0, len(rows), per_row)]
-    drawn = table(columns, [*chain.from_iterable(groups)][:-1], style)
+    drawn = fitting_table(sweep_rows(sweep), style, words=(2, 8), goes=(6, 7, 2), group=len(sweep.memory_bytes))
     return render(style, drawn, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_words(sweep)))
 
 
@@ -65,7 +58,7 @@ def _row(cell: SweepCell) -> tuple[str, ...]:
     size = exact_bytes_option(cell.memory_bytes)
     plan = cell.plan
     if plan is None:
-        return str(cell.devices), size, _NONE[cell.status], *(NOTHING,) * 5, ""
+        return str(cell.devices), size, *(NOTHING,) * 6, _NONE[cell.status]
     used = plan.num_devices * plan.replicas
     notes = [f"{cell.devices - used} unused"] if used < cell.devices else []
     if cell.status == "feasible":
