@@ -694,7 +694,7 @@ OPTIONS = {
     "check": "--mem --device --headroom --against --strict --profile --format --quiet",
     "explain": "--format",
     "compare": "--format",
-    "sweep": "--devices --mem --batch --schedule --recompute --link --reserve --headroom --time-limit --output --format",
+    "sweep": "--devices --mem --batch --schedule --recompute --link --headroom --time-limit --output --format",
     "show": "--plan --profile --format",
     "schema": "profile|plan|balance|run",
 }
