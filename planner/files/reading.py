@@ -20,7 +20,17 @@ from planner.core.run_report import RUN_SCHEMA, RunReport
 from planner.files.checks import problems_of
 from planner.files.strict_yaml import Document, KeyPath, Problem
 
-__all__ = ["json_schema", "read", "read_balance", "read_links", "read_partial", "read_plan", "read_profile", "read_run"]
+__all__ = [
+    "json_schema",
+    "read",
+    "read_balance",
+    "read_links",
+    "read_partial",
+    "read_plan",
+    "read_profile",
+    "read_run",
+    "stage_lines",
+]
 
 Value = Profile | Plan | RunReport | Balance | Links | Partial
 
@@ -51,14 +61,14 @@ def read(path: str) -> Value:
     return _read(path, None)
 
 
-def read_profile(path: str) -> Profile:
-    """The profile in `path`; raises as `read`."""
-    return cast("Profile", _read(path, PROFILE_SCHEMA))
+def read_profile(path: str, text: str | None = None) -> Profile:
+    """The profile in `path`, or in `text`, which is then only called `path`; raises as `read`."""
+    return cast("Profile", _read(path, PROFILE_SCHEMA, text))
 
 
-def read_plan(path: str) -> Plan:
-    """The plan in `path`; raises as `read`."""
-    return cast("Plan", _read(path, PLAN_SCHEMA))
+def read_plan(path: str, text: str | None = None) -> Plan:
+    """The plan in `path`, or in `text`, which is then only called `path`; raises as `read`."""
+    return cast("Plan", _read(path, PLAN_SCHEMA, text))
 
 
 def read_balance(path: str) -> Balance:
@@ -81,20 +91,20 @@ def read_partial(path: str) -> Partial:
     return cast("Partial", _read(path, PARTIAL_SCHEMA))
 
 
-def _read(path: str, wanted: str | None) -> Value:
-    document = Document.parse(path, _read_text(path, wanted))
+def _read(path: str, wanted: str | None, text: str | None = None) -> Value:
+    document = Document.parse(path, _read_text(path, wanted) if text is None else text)
     schema = _schema(document, wanted)
     if schema == RUN_SCHEMA:
         _read_losses(document.content)
     try:
-        text = json.dumps(document.content)
-        value = TypeAdapter(_TYPES[schema]).validate_json(text, strict=True)
+        plain = json.dumps(document.content)
+        value = TypeAdapter(_TYPES[schema]).validate_json(plain, strict=True)
     except ValidationError as error:
         keys = _Keys(_TYPES[schema])
         raise document.refuse(
             _most_telling([_explain(e, document, keys) for e in error.errors(include_url=False)])
         ) from None
-    problems = list(problems_of(value, every_number=_ODD_NUMBER.search(text) is not None))
+    problems = list(problems_of(value, every_number=_ODD_NUMBER.search(plain) is not None))
     if problems:
         raise document.refuse(problems)
     return value
@@ -102,6 +112,14 @@ def _read(path: str, wanted: str | None) -> Value:
 
 _ODD_NUMBER = re.compile(r"[:,\[] -?\d[\d.]*[eE]|[:,\[] ?-|\d{18}|Infinity|NaN")
 """What a number looks like that may be negative or very large. Most files have none, and are spared a look at each."""
+
+
+def stage_lines(path: str) -> tuple[int, ...]:
+    """The line of every stage in the plan in `path`, from 1; none where it cannot be read again."""
+    if path == "-":
+        return ()
+    document = Document.parse(path, _read_text(path, PLAN_SCHEMA))
+    return tuple(document.lines["stages", k] for k in range(len(document.content["stages"])))
 
 
 def _read_text(path: str, wanted: str | None) -> str:

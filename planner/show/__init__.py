@@ -4,6 +4,7 @@ from planner.show.links import links_text
 from planner.show.memory import memory_text
 from planner.show.plan import plan_text
 from planner.show.profile import profile_text
+from planner.show.rules import rules_text
 from planner.show.run import comparison_text, run_text
 from planner.show.style import Style, style_for
 from planner.show.timeline import timeline_text
@@ -16,6 +17,7 @@ __all__ = [
     "memory_text",
     "plan_text",
     "profile_text",
+    "rules_text",
     "run_text",
     "style_for",
     "timeline_text",

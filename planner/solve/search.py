@@ -45,12 +45,17 @@ class Request:
     """`auto` takes the integer programme only for what the dynamic programme cannot hold: devices in any order."""
 
 
-def solve(profile: Profile, request: Request) -> Plan:
+def solve(profile: Profile, request: Request, *, table: CostTable | None = None) -> Plan:
     """The plan with the smallest step time under the caps.
 
     Over stage counts, cuts, M, recomputation, and where they are left open schedules, chunks and replicas. Among plans
     of equal step time the one with the lowest peak memory, then the fewest bytes moved, then the evenest stages is
     taken, then the first found in a fixed order: the same question always gets the same answer.
+
+    Args:
+        profile: What the layers cost.
+        request: The question.
+        table: The profile's costs, if they were read before: for many questions on one profile.
 
     Raises:
         UsageError: The question contradicts itself or the profile.
@@ -58,7 +63,7 @@ def solve(profile: Profile, request: Request) -> Plan:
     """
     _check_request(profile, request)
     deadline = None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
-    cases = cases_of(profile, request)
+    cases = cases_of(profile, request, table=table)
     best: Answer | None = None
     bound_us, complete = inf, True
     # The most promising case first: its plan rules most others out by their bounds.
@@ -127,7 +132,7 @@ def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
     return replace(plan, solver=replace(plan.solver, status="feasible", gap=gap, lower_bound_us=bound_us))
 
 
-def cases_of(profile: Profile, request: Request) -> list[Case]:
+def cases_of(profile: Profile, request: Request, *, table: CostTable | None = None) -> list[Case]:
     """Every combination of schedule, chunks, replicas and M that may be tried."""
     inputs = request.inputs
     names = [layer.name for layer in profile.layers]
@@ -136,7 +141,7 @@ def cases_of(profile: Profile, request: Request) -> list[Case]:
         apart=_named(inputs.apart, names, "--apart"),
         balance=request.balance,
     )
-    table = CostTable(profile)
+    table = table or CostTable(profile)
     costs: dict[int, ChainCosts] = {}
     cases = []
     for replicas in _replica_counts(inputs):

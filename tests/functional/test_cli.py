@@ -41,7 +41,7 @@ from tests.support.cli import (
     write_model,
 )
 
-COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "show", "schema")
+COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "explain", "show", "compare", "sweep", "schema")
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
 
 Capsys = pytest.CaptureFixture[str]
@@ -693,7 +693,10 @@ OPTIONS = {
     "profile": "--output --batch-sizes --batch --repeat --time-budget --device --optimizer --set --input --format",
     "solve": "--devices --mem --batch --micro-batches --recompute --link --links --reserve --headroom --balance",
     "emit": "--output --profile --force --quiet",
-    "check": "--mem --headroom --profile --format --quiet",
+    "check": "--mem --device --headroom --against --strict --profile --format --quiet",
+    "explain": "--format",
+    "compare": "--format",
+    "sweep": "--devices --mem --batch --schedule --recompute --link --headroom --time-limit --output --format",
     "show": "--plan --profile --format",
     "schema": "profile|plan|balance|run|links|partial",
 }
