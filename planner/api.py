@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from planner import files
 from planner.core import options
@@ -18,12 +18,14 @@ from planner.core.comparison import ComparedPlan, Comparison
 from planner.core.devices import accelerator
 from planner.core.difference import difference_of
 from planner.core.errors import FileError, StaleError, UsageError
+from planner.core.findings import Finding, finding
 from planner.core.options import Numbers, Sizes
 from planner.core.plan import Plan, ProfileReference
-from planner.core.profile import Profile
+from planner.core.profile import Granularity, Profile
 from planner.core.recut import with_cuts
 from planner.core.sweep import Sweep
-from planner.core.verdict import Verdict, compared, judge
+from planner.core.units import parse_us
+from planner.core.verdict import Verdict, compared, judge, with_findings
 from planner.show.notebook import plan_html
 
 __all__ = ["check", "compare", "emit", "profile", "solve", "sweep"]
@@ -44,13 +46,16 @@ def profile(
     model: File | Any,
     *,
     output: File | None = None,
-    batch_sizes: Numbers = "1,2,4,8",
+    batch_sizes: Numbers = "auto",
+    batch: int | None = None,
     device: str = "cpu",
     optimizer: str | None = None,
     settings: Mapping[str, object] | None = None,
     inputs: Sequence[str] = (),
     threads: int = 1,
+    granularity: str = "coarse",
     repeat: int = 10,
+    time_budget: str = "60s",
     example_batch: Callable[[int], tuple[Any, Any]] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     progress: Progress = lambda *_: None,
@@ -60,13 +65,17 @@ def profile(
     Args:
         model: `path/to/model.py[:ENTRY]`, or an `nn.Module` itself, of which a copy is measured.
         output: Where to write the profile.
-        batch_sizes: Micro-batch sizes to measure; the solver chooses among them.
-        device: What to measure on: `cpu` or `cuda`.
+        batch_sizes: Micro-batch sizes to measure, among which the solver chooses; by default the powers of two up to
+            `batch` for which memory suffices.
+        batch: Samples per optimizer step that sizes are wanted for; by default 8.
+        device: What to measure on: `cpu` or `cuda`; or, without the device, `estimate:h100` and the like.
         optimizer: Its name; by default the file's `build_optimizer`, or adamw.
         settings: Arguments of the file's `build_model`.
         inputs: Shapes such as `3x224x224`, where there is no `example_batch`.
         threads: CPU threads per stage.
-        repeat: Timed repeats of every layer.
+        granularity: `coarse`: about one layer per block, or `fine`: cuts inside blocks too.
+        repeat: Timed repeats of every layer, at least.
+        time_budget: More repeats than that are begun only so long after the first.
         example_batch: For an `nn.Module`: from a batch size to `(inputs, targets)`.
         loss_fn: For an `nn.Module`: from output and target to a scalar; without it the mean of the output.
         progress: Called as layers are measured.
@@ -74,7 +83,8 @@ def profile(
     Raises:
         PlannerError: The model cannot be loaded, cut into layers or run, or an option is wrong.
     """
-    sizes = tuple(sorted(set(options.integers("--batch-sizes", batch_sizes))))
+    sizes = options.micro_batch_sizes(batch_sizes, batch)
+    how_finely = cast("Granularity", options.choice("--granularity", granularity, Granularity))
     if threads < 1 or repeat < 2:
         raise UsageError(f"{threads} threads and {repeat} repeats: at least 1 thread and 2 repeats are needed")
     if output is not None:
@@ -86,10 +96,25 @@ def profile(
 
     if isinstance(model, (str, os.PathLike)):
         texts = {name: str(value) for name, value in (settings or {}).items()}
-        loaded = load_model(os.fspath(model), settings=texts, inputs=inputs, optimizer=optimizer)
+        path = os.fspath(model)
+        loaded = load_model(path, settings=texts, inputs=inputs, optimizer=optimizer, granularity=how_finely)
     else:
-        loaded = model_of(model, example_batch=example_batch, loss_fn=loss_fn, inputs=inputs, optimizer=optimizer)
-    how = ProfileOptions(micro_batch_sizes=sizes, device=device, threads=threads, repeats=repeat)
+        loaded = model_of(
+            model,
+            example_batch=example_batch,
+            loss_fn=loss_fn,
+            inputs=inputs,
+            optimizer=optimizer,
+            granularity=how_finely,
+        )
+    how = ProfileOptions(
+        micro_batch_sizes=sizes,
+        device=device,
+        threads=threads,
+        repeats=repeat,
+        time_budget_s=parse_us(time_budget) / 1e6,
+        until_memory_ends=batch_sizes == "auto",
+    )
     measured = profile_model(loaded, how, progress)
     if output is not None:
         files.write(os.fspath(output), measured)
@@ -258,6 +283,7 @@ def check(
     device: str | None = None,
     headroom: str | float = "0%",
     balance: Numbers | File | None = None,
+    model: File | None = None,
     strict: bool = False,
     against: File | Plan | None = None,
     profile: File | Profile | None = None,
@@ -270,6 +296,7 @@ def check(
         device: Judge against the memory of a known accelerator, such as `h100`.
         headroom: Warn if less than this share of a cap stays free.
         balance: Judge these cuts instead of the plan's: layers per stage, or a file that gives them.
+        model: `model.py[:ENTRY]`, to tell whether it still is the model that was profiled.
         strict: Whether warnings make the answer no.
         against: Another plan (or its file, or `git:REVISION` for this one as committed) to set this one beside.
         profile: The plan's profile, if it is a value or its file was moved.
@@ -296,6 +323,8 @@ def check(
         headroom=share,
         strict=strict,
     )
+    if model is not None:
+        verdict = with_findings(verdict, _changes(os.fspath(model), measured))
     if verdict.is_over and verdict.plan is not None:
         from planner.solve import what_would_fit  # noqa: PLC0415 - a plan that fits is told so without the solver
 
@@ -426,6 +455,24 @@ def _profile_for(plan: Plan, place: str, given: File | Profile | None) -> tuple[
         return given, "profile.yaml"
     path = files.profile_path(plan, place, None if given is None else os.fspath(given))
     return files.read_profile(path), path
+
+
+def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
+    """A finding for every difference between a model's file of today and the model that was profiled."""
+    from planner.model import load_model  # noqa: PLC0415 - torch
+    from planner.profile import model_changes  # noqa: PLC0415 - torch
+
+    known = profile.model
+    loaded = load_model(
+        model,
+        settings={name: str(value) for name, value in known.settings.items()},
+        inputs=known.inputs,
+        granularity=known.granularity,
+    )
+    return tuple(
+        finding("GP301", f'layer "{change.layer}" {change.message}' if change.layer else change.message)
+        for change in model_changes(loaded, profile)
+    )
 
 
 def _links(given: File | Sequence[Link] | None) -> Sequence[Link]:

@@ -28,6 +28,10 @@ def check(
     balance: Annotated[
         str | None, typer.Option(metavar="6,6,6,6|FILE", help="Judge these cuts instead of the plan's.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL.py[:ENTRY]", help="Tell whether this still is the profiled model; needs torch."),
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(metavar="PLAN|git:REV", help="Tell what differs from this plan, or from this one as committed."),
@@ -50,6 +54,7 @@ def check(
         device=device,
         headroom=headroom,
         balance=balance,
+        model=model,
         strict=strict,
         against=against,
         profile=profile,

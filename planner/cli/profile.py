@@ -5,14 +5,15 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, Format, Quiet, check_format, integers
+from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.core.cluster import ExecutorCost
 from planner.core.errors import UsageError
+from planner.core.options import choice, micro_batch_sizes
 from planner.core.profile import Granularity
 from planner.core.units import parse_us
 
@@ -35,7 +36,9 @@ def profile(
     batch: Annotated[
         int | None, typer.Option(metavar="B", help="Samples per optimizer step, for `--batch-sizes auto`; default: 8.")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="What to measure on.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda|estimate:NAME", help="What to measure on; estimate:h100 without one.")
+    ] = "cpu",
     optimizer: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="adamw, adam, sgd, …; default: the file's build_optimizer, or adamw."),
@@ -67,7 +70,7 @@ def profile(
     """Measure time and memory of every layer, at several micro-batch sizes."""
     console = Console(quiet=quiet)
     as_json = check_format(format_)
-    sizes = _sizes(batch_sizes, batch)
+    sizes = micro_batch_sizes(batch_sizes, batch)
     time_budget_s = parse_us(time_budget) / 1e6
     if threads < 1 or repeat < 2:
         raise UsageError(f"`--threads {threads} --repeat {repeat}`: at least 1 thread and 2 repeats are needed")
@@ -96,7 +99,7 @@ def profile(
             settings=_pairs(settings or []),
             inputs=inputs or [],
             optimizer=optimizer,
-            granularity=_granularity(granularity),
+            granularity=cast("Granularity", choice("--granularity", granularity, Granularity)),
         )
         for note in loaded.notes:
             console.note(f"note: {note}")
@@ -134,19 +137,6 @@ _UNFINISHED = (
 )
 
 
-def _sizes(text: str, batch: int | None) -> tuple[int, ...]:
-    """Micro-batch sizes in ascending order."""
-    if text != "auto":
-        if batch is not None:
-            raise UsageError(f"`--batch {batch}` and `--batch-sizes {text}`: give one of them")
-        return tuple(sorted(set(integers("--batch-sizes", text))))
-    most = 8 if batch is None else batch
-    if most < 1:
-        raise UsageError(f"`--batch {batch}`: at least 1 sample is needed")
-    # The batch itself too, so that every number that divides it lies between measured sizes.
-    return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
-
-
 def _executor(console: Console) -> ExecutorCost | None:
     """What two neighbouring processes on this machine cost, measured once and remembered."""
     from planner.executor import executor_cost  # noqa: PLC0415 - torch
@@ -165,12 +155,6 @@ def _relative(source: str, output: str) -> str:
     if output != "-" and not Path(path).is_absolute():
         path = Path(os.path.relpath(path, Path(output).parent)).as_posix()
     return f"{path}{colon}{entry}"
-
-
-def _granularity(text: str) -> Granularity:
-    if text not in ("coarse", "fine"):
-        raise UsageError(f"unknown granularity `{text}`", hint="use `--granularity coarse` or `--granularity fine`")
-    return "coarse" if text == "coarse" else "fine"
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What `gpipe-plan check` can find: every code with what it means, why it matters, and what to do.
 
 The one place for these texts: `gpipe-plan explain`, `docs/findings.md`, and the rules in SARIF come from here.
-Hundreds group them: 1 memory, 2 plan and profile, 3 profile and model (to come), 4 against another plan.
+Hundreds group them: 1 memory, 2 plan and profile, 3 profile and model, 4 against another plan.
 """
 
 from dataclasses import dataclass
@@ -100,6 +100,16 @@ RULES: Final = (
         why="Bytes are nearly the same on any device; times are not. Step time, the bubble and the choice of "
         "cuts still speak of the profiled device.",
         remedy="Profile on that device to plan for it. For the question whether it fits, nothing is to be done.",
+    ),
+    Rule(
+        code="GP301",
+        severity="error",
+        title="the model is no longer the profiled one",
+        meaning="The model file given by `--model`, built without weights, differs from the model behind the profile: "
+        "a layer came or went, has other parameters, or computes something else.",
+        why="Memory and time in the profile are those of the old model. The plan may no longer fit, and the executor "
+        "refuses to run it.",
+        remedy="Profile the model of today, solve again, and commit both files with the change to the model.",
     ),
     Rule(
         code="GP401",

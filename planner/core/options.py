@@ -20,6 +20,7 @@ __all__ = [
     "count_or_auto",
     "integers",
     "link",
+    "micro_batch_sizes",
     "names",
     "nodes",
     "one",
@@ -111,6 +112,23 @@ def caps(asked: Sizes, devices: int) -> tuple[int, ...]:
             f"`--mem {_shown(asked)}` names {len(found)} caps for {devices} devices", hint="give one, or one each"
         )
     return found * devices if len(found) == 1 else found
+
+
+def micro_batch_sizes(asked: Numbers, batch: int | None) -> tuple[int, ...]:
+    """The sizes to profile, in ascending order: `1,2,4`, or for `auto` the powers of two up to the batch (8), and it.
+
+    Raises:
+        UsageError: Not sizes; or both sizes and a batch.
+    """
+    if asked != "auto":
+        if batch is not None:
+            raise UsageError(f"`--batch {batch}` and `--batch-sizes {_shown(asked)}`: give one of them")
+        return tuple(sorted(set(integers("--batch-sizes", asked))))
+    most = 8 if batch is None else batch
+    if most < 1:
+        raise UsageError(f"`--batch {batch}`: at least 1 sample is needed")
+    # The batch itself too, so that every number that divides it lies between measured sizes.
+    return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
 
 
 def speeds(asked: str | float | Sequence[float], devices: int) -> tuple[float, ...]:

@@ -102,6 +102,11 @@ def judge(
     return _verdict(findings, now, strict=strict)
 
 
+def with_findings(verdict: Verdict, found: Sequence[Finding]) -> Verdict:
+    """`verdict` with more findings, judged anew."""
+    return _verdict([*verdict.findings, *found], verdict.plan, strict=verdict.strict)
+
+
 def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
     """`verdict` with what its plan has become beside `before`; as it is where it has no plan."""
     if verdict.plan is None:
