@@ -127,12 +127,14 @@ def _optimizer_spans(
     spans: Sequence[Span], costs: ChainCosts, partition: Partition, cluster: Cluster
 ) -> Iterator[Span]:
     intervals, count = partition.intervals(), partition.num_devices
+    # The spans of a device come in the order of time.
+    last_backward = {span.device: span.end_us for span in spans if span.kind == "backward"}
     for device in range(count):
         own_us = sum(
             own_step_us(costs, *intervals[k], cluster, device=partition.device_of(k), replicas=partition.replicas)
             for k in range(device, len(intervals), count)
         )
-        end_us = max(span.end_us for span in spans if span.device == device and span.kind == "backward")
+        end_us = last_backward[device]
         if own_us > 0:
             yield Span(kind="optimizer", device=device, stage=device, start_us=end_us, end_us=end_us + own_us)
 
@@ -148,16 +150,19 @@ def _memory(
     spans: Sequence[Span], costs: ChainCosts, partition: Partition, cluster: Cluster
 ) -> tuple[tuple[Level, ...], ...]:
     stages, count = stages_of(costs, partition, cluster), partition.num_devices
+    computing: list[list[Span]] = [[] for _ in range(count)]
+    for span in spans:
+        if span.kind in ("forward", "backward"):
+            computing[span.device].append(span)
     levels = []
     for device in range(count):
-        computing = [s for s in spans if s.device == device and s.kind in ("forward", "backward")]
         law: _StageLaw | _ChunkLaw
         if partition.schedule == "interleaved":
             law = _ChunkLaw(costs, partition, device, cluster.reserve_bytes)
         else:
             law = _StageLaw(costs, partition, device, cluster.reserve_bytes)
         peak = sum(stage.memory.total for stage in stages[device::count])
-        levels.append(tuple(_levels(computing, law, peak)))
+        levels.append(tuple(_levels(computing[device], law, peak)))
     return tuple(levels)
 
 
