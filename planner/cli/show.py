@@ -1,5 +1,7 @@
 """`gpipe-plan show`: look at a profile, a plan, or a run report."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -8,16 +10,36 @@ import typer
 from planner import files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
-from planner.cli.plans import events_of, profile_for
+from planner.cli.plans import events_of, profile_for, step_of_plan
 from planner.core.balance import Balance
 from planner.core.errors import UsageError
 from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.run_report import RunReport
 from planner.emit import decisions_digest
-from planner.show import plan_text, profile_text, run_text
+from planner.show import (
+    comparison_text,
+    plan_html,
+    plan_text,
+    profile_html,
+    profile_text,
+    run_html,
+    run_text,
+    schedule_name,
+    timeline_svg,
+    trace_json,
+)
 
 __all__ = ["show"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What there is to show: any of the three, but one."""
+
+    profile: Profile | None = None
+    plan: Plan | None = None
+    report: RunReport | None = None
 
 
 def show(
@@ -26,6 +48,14 @@ def show(
         str | None, typer.Option(metavar="FILE", help="For a run report: its plan; default: plan.yaml beside it.")
     ] = None,
     profile: Annotated[str | None, typer.Option(metavar="FILE", help="The plan's profile, if it was moved.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="FILE", help="For a plan: the report of a run under it, to set beside it.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a report that a browser shows.")] = None,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Write the timeline as a picture.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the step for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
     format_: Format = "text",
     *,
     quiet: Quiet = False,
@@ -35,20 +65,86 @@ def show(
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     value = files.read(file)
+    outputs = {"--html": html, "--svg": svg, "--trace": trace}
+    to_stdout = [option for option, path in outputs.items() if path == "-"]
+    if len(to_stdout) > 1 or (to_stdout and as_json):
+        taken = " and ".join([*to_stdout, *(["--format json"] if as_json else [])])
+        raise UsageError(f"{taken} all go to standard output", hint="name a file")
+    if isinstance(value, Balance):
+        raise UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
+    if run is not None and not isinstance(value, Plan):
+        raise UsageError(f"`--run` goes with a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
     if as_json:
         console.result(files.dump(value, as_json=True))
-        return
+    seen = _seen(value, file, plan, run, console)
+    if not as_json and not to_stdout:
+        console.result(_text(value, seen, file, profile))
+    if any(outputs.values()):
+        _write(seen, plan or file, profile, outputs, console)
+
+
+def _seen(value: Profile | Plan | RunReport, file: str, plan: str | None, run: str | None, console: Console) -> _Seen:
+    if isinstance(value, Profile):
+        return _Seen(profile=value)
+    if isinstance(value, RunReport):
+        return _Seen(report=value, plan=_plan_of(value, file, plan, console))
+    report = files.read_run(run) if run is not None else None
+    if report is not None and decisions_digest(value) != report.plan_digest:
+        console.warning(f"{run} is of another plan than {file}: nothing to compare with")
+        report = None
+    return _Seen(plan=value, report=report)
+
+
+def _text(value: Profile | Plan | RunReport, seen: _Seen, file: str, profile: str | None) -> str:
     style = style_for_stdout()
     if isinstance(value, Profile):
-        text = profile_text(value, style)
-    elif isinstance(value, Plan):
-        text = plan_text(value, events_of(value, profile_for(value, file, profile)), style)
-    elif isinstance(value, RunReport):
-        text = run_text(value, _plan_of(value, file, plan, console), style)
+        return profile_text(value, style)
+    if isinstance(value, RunReport):
+        return run_text(value, seen.plan, style)
+    text = plan_text(value, events_of(value, profile_for(value, file, profile)), style)
+    return text if seen.report is None else f"{text}\n\n{comparison_text(value, seen.report, style)}"
+
+
+def _write(
+    seen: _Seen, plan_path: str, profile_path: str | None, outputs: Mapping[str, str | None], console: Console
+) -> None:
+    """The files that were asked for; what cannot be drawn is an error before any is written."""
+    texts = {option: path for option, path in outputs.items() if path is not None}
+    for path in texts.values():
+        files.check_writable(path)
+    if seen.plan is None:
+        for option in texts:
+            if option != "--html":
+                raise UsageError(
+                    f"`{option}` needs a plan: a {'profile' if seen.profile else 'run report'} has no timeline",
+                    hint="`gpipe-plan show plan.yaml`" if seen.profile else "name the plan that ran: `--plan FILE`",
+                )
+        drawn = {"--html": profile_html(seen.profile) if seen.profile else run_html(_report(seen))}
     else:
-        assert isinstance(value, Balance)
-        raise UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
-    console.result(text)
+        drawn = dict(_drawn(seen.plan, seen.report, plan_path, profile_path, texts))
+    for option, path in texts.items():
+        files.write_text(path, drawn[option])
+        if path != "-":
+            console.note(f"wrote {path}")
+
+
+def _report(seen: _Seen) -> RunReport:
+    assert seen.report is not None  # one of the three there is
+    return seen.report
+
+
+def _drawn(
+    plan: Plan, report: RunReport | None, plan_path: str, profile_path: str | None, wanted: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    profile = profile_for(plan, plan_path, profile_path)
+    step = step_of_plan(plan, profile)
+    title = f"{schedule_name(plan.schedule)}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
+    if "--html" in wanted:
+        yield "--html", plan_html(plan, step, profile, report, decisions_digest(plan))
+    if "--svg" in wanted:
+        yield "--svg", timeline_svg(step, title)
+    if "--trace" in wanted:
+        yield "--trace", trace_json(step, title)
 
 
 def _plan_of(report: RunReport, report_path: str, plan_path: str | None, console: Console) -> Plan | None:
