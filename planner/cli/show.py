@@ -1,6 +1,6 @@
 """`gpipe-plan show`: look at a profile, a plan, or a run report."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ import typer
 from planner import files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
-from planner.cli.plans import events_of, profile_for, step_of_plan
+from planner.cli.plans import events_of, profile_for, profile_path, step_of_plan
 from planner.core.balance import Balance
 from planner.core.errors import UsageError
 from planner.core.plan import Plan
@@ -74,13 +74,19 @@ def show(
         raise UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
     if run is not None and not isinstance(value, Plan):
         raise UsageError(f"`--run` goes with a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
-    if as_json:
-        console.result(files.dump(value, as_json=True))
+    wanted = {option: path for option, path in outputs.items() if path is not None}
+    for path in wanted.values():
+        files.check_writable(path)
     seen = _seen(value, file, plan, run, console)
-    if not as_json and not to_stdout:
-        console.result(_text(value, seen, file, profile))
-    if any(outputs.values()):
-        _write(seen, plan or file, profile, outputs, console)
+    text = files.dump(value, as_json=True) if as_json else _text(value, seen, file, profile)
+    drawn = _drawn(seen, plan or file, profile, wanted, console)
+    for option, path in wanted.items():
+        files.write_text(path, drawn[option])
+    if not to_stdout:
+        console.result(text)
+    for path in wanted.values():
+        if path != "-":
+            console.note(f"wrote {path}")
 
 
 def _seen(value: Profile | Plan | RunReport, file: str, plan: str | None, run: str | None, console: Console) -> _Seen:
@@ -105,46 +111,46 @@ def _text(value: Profile | Plan | RunReport, seen: _Seen, file: str, profile: st
     return text if seen.report is None else f"{text}\n\n{comparison_text(value, seen.report, style)}"
 
 
-def _write(
-    seen: _Seen, plan_path: str, profile_path: str | None, outputs: Mapping[str, str | None], console: Console
-) -> None:
-    """The files that were asked for; what cannot be drawn is an error before any is written."""
-    texts = {option: path for option, path in outputs.items() if path is not None}
-    for path in texts.values():
-        files.check_writable(path)
-    if seen.plan is None:
-        for option in texts:
-            if option != "--html":
-                raise UsageError(
-                    f"`{option}` needs a plan: a {'profile' if seen.profile else 'run report'} has no timeline",
-                    hint="`gpipe-plan show plan.yaml`" if seen.profile else "name the plan that ran: `--plan FILE`",
-                )
-        drawn = {"--html": profile_html(seen.profile) if seen.profile else run_html(_report(seen))}
-    else:
-        drawn = dict(_drawn(seen.plan, seen.report, plan_path, profile_path, texts))
-    for option, path in texts.items():
-        files.write_text(path, drawn[option])
-        if path != "-":
-            console.note(f"wrote {path}")
-
-
-def _report(seen: _Seen) -> RunReport:
-    assert seen.report is not None  # one of the three there is
-    return seen.report
-
-
 def _drawn(
-    plan: Plan, report: RunReport | None, plan_path: str, profile_path: str | None, wanted: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
-    profile = profile_for(plan, plan_path, profile_path)
-    step = step_of_plan(plan, profile)
-    title = f"{schedule_name(plan.schedule)}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
+    seen: _Seen, plan_path: str, profile: str | None, wanted: Collection[str], console: Console
+) -> dict[str, str]:
+    """The text of every file that is wanted, by its option."""
+    pictures = [option for option in wanted if option != "--html"]
+    if seen.plan is None:
+        if pictures:
+            what, hint = ("profile", "`gpipe-plan show plan.yaml`") if seen.profile else ("run report", "`--plan FILE`")
+            raise UsageError(f"`{pictures[0]}` needs a plan: a {what} alone has no timeline", hint=hint)
+        return {"--html": _html_without_plan(seen)} if wanted else {}
+    if not wanted:
+        return {}
+    plan = seen.plan
+    found = _profile_of(seen, plan_path, profile, console, needed=bool(pictures))
+    step = step_of_plan(plan, found) if found is not None else None
+    drawn = {}
     if "--html" in wanted:
-        yield "--html", plan_html(plan, step, profile, report, decisions_digest(plan))
-    if "--svg" in wanted:
-        yield "--svg", timeline_svg(step, title)
-    if "--trace" in wanted:
-        yield "--trace", trace_json(step, title)
+        drawn["--html"] = plan_html(plan, found, step, seen.report, decisions_digest(plan))
+    if step is not None:
+        title = f"{schedule_name(plan.schedule)}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
+        makers = {"--svg": timeline_svg, "--trace": trace_json}
+        drawn |= {option: makers[option](step, title) for option in pictures}
+    return drawn
+
+
+def _html_without_plan(seen: _Seen) -> str:
+    if seen.profile is not None:
+        return profile_html(seen.profile)
+    assert seen.report is not None  # one of the three there is
+    return run_html(seen.report)
+
+
+def _profile_of(seen: _Seen, plan_path: str, override: str | None, console: Console, *, needed: bool) -> Profile | None:
+    """The plan's profile. A run report is worth showing without, as it is in the terminal."""
+    assert seen.plan is not None
+    path = profile_path(seen.plan, plan_path, override)
+    if seen.report is not None and override is None and not needed and not Path(path).exists():
+        console.warning(f"{path} is not there: the report has neither timeline nor layers")
+        return None
+    return files.read_profile(path)
 
 
 def _plan_of(report: RunReport, report_path: str, plan_path: str | None, console: Console) -> Plan | None:

@@ -12,7 +12,7 @@ from planner.core.step import Span, Step
 from planner.show.markup import element, number, safe
 from planner.show.scale import time_ticks
 
-__all__ = ["HUES", "legend_kinds", "row_name", "timeline_svg"]
+__all__ = ["HUES", "has_lanes", "legend_kinds", "row_name", "timeline_svg"]
 
 HUES = 4
 """Looks that chunks take turns in."""
@@ -63,14 +63,9 @@ class _Frame:
     def bottom(self) -> float:
         return self.y(self.step.num_devices)
 
-    @property
-    def has_lanes(self) -> bool:
-        """Whether there is room for sends."""
-        return self.row >= 11
-
     def lane(self, name: str) -> tuple[float, float]:
         """Middle and height of a lane, within its row."""
-        edge = 3.0 if self.has_lanes else 0.0
+        edge = 3.0 if has_lanes(self.step) else 0.0
         if name == "compute":
             return self.row / 2, self.row - 2 * edge - 1
         return (edge / 2 if name == "send backward" else self.row - edge / 2), edge
@@ -90,7 +85,7 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
         step=step,
         end_us=max(step.end_us, 1e-9),
         left=14 + 6.4 * len(f"{name} {step.num_devices - 1}"),
-        row=min(_TALLEST, max(_LOWEST, _HEIGHT / step.num_devices)),
+        row=_row_height(step),
     )
     height = frame.bottom + _AXIS + (_LEGEND if standalone else 0)
     # A page may hold other pictures: only this one's patterns have this name.
@@ -111,7 +106,9 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
         class_="timeline",
         viewBox=f"0 0 {number(_WIDTH)} {number(height)}",
         role="img",
-        **{"aria_label": title, "width": _WIDTH if standalone else None, "height": height if standalone else None},
+        aria_label=title,
+        width=_WIDTH if standalone else None,
+        height=height if standalone else None,
     ) + ("\n" if standalone else "")
 
 
@@ -120,8 +117,13 @@ def row_name(step: Step) -> str:
     return "stage" if step.chunks == 1 else "device"
 
 
-def legend_kinds(step: Step, *, sends: bool = True) -> list[tuple[str, str]]:
-    """Class and words of every look there is in the picture, which may have no room for sends."""
+def has_lanes(step: Step) -> bool:
+    """Whether rows are tall enough for sends at their edges."""
+    return _row_height(step) >= 11
+
+
+def legend_kinds(step: Step) -> list[tuple[str, str]]:
+    """Class and words of every look there is in the picture."""
     kinds = {span.kind for span in step.spans}
     chunks = min(step.chunks, HUES)
     several = [f", chunk {v}" if chunks > 1 else "" for v in range(chunks)]
@@ -129,13 +131,17 @@ def legend_kinds(step: Step, *, sends: bool = True) -> list[tuple[str, str]]:
     found += [(f"b{v}", f"backward{words}") for v, words in enumerate(several)]
     if any(span.recompute_us > 0 for span in step.spans):
         found.append(("again", "recompute, within its backward"))
-    if sends and kinds & {"send forward", "send backward"}:
+    if has_lanes(step) and kinds & {"send forward", "send backward"}:
         found.append(("s", "transfer, at the edge towards its receiver"))
     if "receive" in kinds:
         found.append(("r", "transfer that keeps its receiver busy"))
     if "optimizer" in kinds:
         found.append(("o", "optimizer"))
     return found
+
+
+def _row_height(step: Step) -> float:
+    return min(_TALLEST, max(_LOWEST, _HEIGHT / step.num_devices))
 
 
 def _pattern() -> str:
@@ -205,7 +211,7 @@ def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, f
     yield from lane("compute", ((_look(s, count), x(s.start_us), x(s.end_us)) for s in computing))
     again = (("again", x(s.start_us), x(s.start_us + s.recompute_us)) for s in computing if s.recompute_us > 0)
     yield from lane("compute", again)
-    for kind in ("send backward", "send forward") if frame.has_lanes else ():
+    for kind in ("send backward", "send forward") if has_lanes(frame.step) else ():
         yield from lane(kind, (("s", x(s.start_us), x(s.end_us)) for s in spans if s.kind == kind))
 
 
@@ -242,12 +248,13 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
         if span.recompute_us > 0:
             x, room = frame.x((span.start_us + span.recompute_us + span.end_us) / 2), room * 0.7
         y = frame.y(span.device) + frame.row / 2 + 3.6
-        yield f'<text class="on-{span.kind[0]}" x="{number(x, 1)}" y="{number(y, 1)}" text-anchor="middle">{text}</text>'
+        place = f'x="{number(x, 1)}" y="{number(y, 1)}" text-anchor="middle"'
+        yield f'<text class="on-{span.kind[0]}" {place}>{text}</text>'
 
 
 def _legend(frame: _Frame) -> str:
     x, y, parts = frame.left, frame.bottom + _AXIS + 2, []
-    for look, words in legend_kinds(frame.step, sends=frame.has_lanes):
+    for look, words in legend_kinds(frame.step):
         paint = "b0" if look == "again" else look
         parts.append(_rect(paint, x, y, 18, 11))
         if look == "again":

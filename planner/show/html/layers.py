@@ -13,6 +13,8 @@ from planner.show.markup import element, number, safe
 __all__ = ["layers_section"]
 
 _HEIGHT = 150.0
+_FEW = 20
+"""Up to so many stages have a line and a number each, of more every eighth has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
         _chart("bytes", profile.layers, sums, cuts, format_bytes),
     ]
     lead = f"One micro-batch of {sizes[n]}, {len(profile.layers)} layers from left to right"
-    lead += ", dashed lines where the stages begin; numbers below are stages." if cuts else "."
+    lead += ", dashed lines where stages begin, with the number of the stage below." if cuts else "."
     body = "".join(charts) + details("Every layer", scroll(_numbers(profile, n, cuts), "layers"))
     return Section(anchor="layers", title="Layers", lead=lead, body=body)
 
@@ -69,13 +71,12 @@ def _chart(
     width = 100 / len(layers)
     drawn = [_line(0, _HEIGHT, look="axis", across=True)]
     for place, layer in enumerate(layers):
-        drawn.append(_layer(layer, parts, place * width, width, top, text))
-    begin = 0
+        drawn.append(_layer(layer, parts, place * width, width, top=top, text=text))
+    begin, every = 0, 1 if len(cuts) <= _FEW else 8
     for stage, end in enumerate(cuts):
-        if stage:
+        if stage % every == 0 and stage:
             drawn.append(_line(begin * width, _HEIGHT + 4, look="cut"))
-        # Numbers need about 2 % of the width; where stages are narrower, some go.
-        if (end - begin) * width >= 2.5 or stage % 8 == 0:
+        if stage % every == 0:
             drawn.append(
                 element(
                     "text", str(stage), x=f"{number((begin + end) / 2 * width)}%", y=_HEIGHT + 15, text_anchor="middle"
@@ -95,6 +96,7 @@ def _layer(
     parts: Sequence[_Part],
     x: float,
     width: float,
+    *,
     top: float,
     text: Callable[[float], str],
 ) -> str:

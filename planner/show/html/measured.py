@@ -1,6 +1,8 @@
 """What a run measured, beside what the plan predicted."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import isfinite
 from statistics import median
 
 from planner.core.plan import Plan
@@ -42,7 +44,8 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
     )
     body += legend([("t-predicted", "predicted"), ("t-measured", "measured")])
     steps = report.step_us[report.warmup_steps :] or report.step_us
-    lead = f"Median of {len(steps)} steps on {report.device.kind} {report.device.name}. Difference: measured against predicted."
+    machine = f"{report.device.kind} {report.device.name}".strip()
+    lead = f"Median of {len(steps)} steps on {machine}. Difference: measured against predicted."
     return Section(anchor="measured", title=title, lead=lead, body=body)
 
 
@@ -98,7 +101,7 @@ def run_section(report: RunReport) -> Section:
 
 
 def _series(title: str, values: Sequence[float], text: Callable[[float], str]) -> str:
-    finite = [value for value in values if value == value and abs(value) != float("inf")]  # noqa: PLR0124 - NaN
+    finite = [value for value in values if isfinite(value)]
     if not finite:
         return ""
     low, high = min(finite), max(finite)
@@ -107,11 +110,11 @@ def _series(title: str, values: Sequence[float], text: Callable[[float], str]) -
     points = [
         (n / max(1, len(values) - 1) * 100, 100 - (value - low) / span * 90)
         for n, value in enumerate(values)
-        if n % every == 0 and value in finite
+        if n % every == 0 and isfinite(value)
     ]
     lines = [
         element("line", class_="curve", x1=f"{number(a)}%", x2=f"{number(c)}%", y1=b, y2=d)
-        for (a, b), (c, d) in zip(points, points[1:], strict=False)
+        for (a, b), (c, d) in pairwise(points)
     ]
     told = f"{title}: first {text(values[0])}, last {text(values[-1])}; from {text(low)} to {text(high)}"
     picture = element("svg", *lines, width="100%", height=106.0, role="img", aria_label=told)

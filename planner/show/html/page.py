@@ -32,13 +32,13 @@ _Figure = tuple[str, str, str]
 """A key figure: what, how much, and a remark."""
 
 
-def plan_html(plan: Plan, step: Step, profile: Profile | None, report: RunReport | None, digest: str) -> str:
+def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: RunReport | None, digest: str) -> str:
     """The report of a plan.
 
     Args:
         plan: The plan.
-        step: One step under it.
-        profile: What it was made from, for the layers.
+        profile: What it was made from, if it is at hand; else there are no layers to show.
+        step: One step under it, which takes the profile as well.
         report: Of a run under it, if there is one.
         digest: Of what the plan decides, by which run reports name it.
     """
@@ -57,7 +57,7 @@ def plan_html(plan: Plan, step: Step, profile: Profile | None, report: RunReport
         lead=profile.model.source if profile else "",
         figures=_figures(plan),
         sections=sections,
-        data=timeline_data(plan, step),
+        data=timeline_data(plan, step) if step else "{}",
     )
 
 

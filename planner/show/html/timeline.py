@@ -1,15 +1,14 @@
 """The timeline in the report: the SVG for paper and for readers without scripts, and the data that a script draws."""
 
 import json
-from collections.abc import Iterator
 
 from planner.core.plan import Plan
 from planner.core.step import Span, Step
 from planner.core.units import format_us
-from planner.show.html.parts import STYLE, Section, legend
+from planner.show.html.parts import STYLE, Section, legend, note
 from planner.show.markup import element
 from planner.show.numbers import layer_range, percent
-from planner.show.svg import legend_kinds, row_name, timeline_svg
+from planner.show.svg import has_lanes, legend_kinds, row_name, timeline_svg
 
 __all__ = ["timeline_data", "timeline_section"]
 
@@ -17,8 +16,11 @@ _KINDS = ("forward", "backward", "receive", "optimizer", "send forward", "send b
 """In the data a kind is its place in this list."""
 
 
-def timeline_section(plan: Plan, step: Step) -> Section:
+def timeline_section(plan: Plan, step: Step | None) -> Section:
     """Canvas with its controls, filled by the script; the picture without them."""
+    if step is None:
+        body = note("The timeline is computed from the profile, which was not found: give it with --profile FILE.")
+        return Section(anchor="timeline", title="Timeline", body=body)
     title = f"Timeline of one training step, {format_us(step.pipeline_us)} up to the last backward"
     picture = element("div", timeline_svg(step, title, standalone=False), class_="still")
     buttons = "".join(
@@ -38,11 +40,13 @@ def timeline_section(plan: Plan, step: Step) -> Section:
     )
     keys = "Drag to move, double-click or Ctrl+wheel to zoom; or arrow keys, + and −, 0."  # noqa: RUF001
     live = element("div", controls, canvas, element("p", keys, class_="note"), class_="live", hidden="")
+    bubble, ideal = percent(plan.predicted.bubble), percent(plan.predicted.ideal_bubble)
+    lead = f"One step, {format_us(step.pipeline_us)} up to the last backward. Blank is idle: {bubble} of the devices' "
+    lead += f"time (equal stages: {ideal})."
     return Section(
         anchor="timeline",
         title="Timeline",
-        lead=f"One step, {format_us(step.pipeline_us)} up to the last backward. Blank is idle: "
-        f"{percent(plan.predicted.bubble)} of the devices' time (equal stages: {percent(plan.predicted.ideal_bubble)}).",
+        lead=lead,
         body=element("div", picture, live, legend(legend_kinds(step)), class_="timeline-box"),
     )
 
@@ -51,7 +55,10 @@ def timeline_data(plan: Plan, step: Step) -> str:
     """The step as JSON for the script, in tenths of a microsecond; fit to stand within a script element."""
     rows: list[list[int]] = [[] for _ in range(step.num_devices)]
     free = [0] * step.num_devices
+    sends = has_lanes(step)
     for span in step.spans:
+        if span.kind.startswith("send") and not sends:
+            continue
         free[span.device] = _append(rows[span.device], span, step, free[span.device])
     again = sorted({(span.stage, round(span.recompute_us * 10)) for span in step.spans if span.recompute_us > 0})
     last = step.micro_batches - 1
@@ -77,8 +84,3 @@ def _append(row: list[int], span: Span, step: Step, before: int) -> int:
     code = _KINDS.index(span.kind) + len(_KINDS) * (span.stage // step.num_devices)
     row += (code, span.micro_batch, start - before, end - start)
     return start
-
-
-def kinds() -> Iterator[str]:
-    """The kinds in the order of their codes."""
-    yield from _KINDS
