@@ -14,7 +14,8 @@ def safe(text: str) -> str:
 def number(value: float, decimals: int = 2) -> str:
     """A coordinate without trailing zeros: `12.5`, `3`."""
     text = f"{value:.{decimals}f}"
-    return (text.rstrip("0").rstrip(".") if "." in text else text) or "0"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
 
 
 def attributes(values: dict[str, str | float | None]) -> str:

@@ -91,7 +91,7 @@
     const font = getComputedStyle(document.body).fontFamily;
     context.font = "11px " + font;
     left = context.measureText(data.row + " " + (K - 1)).width + 12;
-    if (width < 560) left = context.measureText(String(K - 1)).width + 10;
+    if (width < 560) left = Math.max(28, context.measureText(String(K - 1)).width + 10);
     context.textBaseline = "middle";
     axis();
     const every = rowHeight >= 11 ? 1 : rowHeight >= 8 ? 4 : 8;
