@@ -9,6 +9,7 @@ from planner.core.costs import costs_at
 from planner.core.evaluate import Partition
 from planner.core.planning import cluster_of
 from planner.core.step import step_of
+from tests.support.chains import random_profile
 from tests.unit.show.samples import interleaved, plan, profile, step_of_sample, unlike
 
 PLANS = [
@@ -42,12 +43,18 @@ def test_levels_come_in_the_order_of_time(planned):
         assert times == sorted(times)
 
 
-def test_memory_without_exact_records_peaks_as_well():
-    """The additive bound has one moment for all actions; its highest point is the peak too."""
-    bare = profile()
-    planned = plan(of=bare)
-    assert not costs_at(bare, 1).exact
-    assert max(level.bytes for level in step_of_sample(planned).memory[0]) == planned.device_bytes()[0]
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_memory_from_exact_records_peaks_as_well(seed, recompute, schedule):
+    """There the first backward is a moment of its own, and may be the highest."""
+    measured = random_profile(seed, 6, exact=True)
+    costs = costs_at(measured, 1)
+    assert costs.exact
+    for micro_batches in (3, 5):
+        planned = plan(schedule=schedule, recompute=recompute, micro_batches=micro_batches, of=measured)
+        step = step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+        assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.device_bytes()
 
 
 def test_recomputation_is_told_of_backwards_alone():
