@@ -49,12 +49,16 @@ frame.addEventListener("load", () => setTimeout(async () => {
       && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 2;
     if (over) found.overlaps.push(a.outerHTML.slice(0, 60) + " | " + b.outerHTML.slice(0, 60));
   }
-  found.outside = parts.filter((e) => box(e).right > WIDTH + 1 || box(e).left < -1).map((e) => e.outerHTML.slice(0, 80));
+  const isOutside = (e) => box(e).right > WIDTH + 1 || box(e).left < -1;
+  found.outside = parts.filter(isOutside).map((e) => e.outerHTML.slice(0, 80));
   const canvas = page.querySelector("canvas");
   if (canvas) {
-    const press = (key) => canvas.dispatchEvent(new frame.contentWindow.KeyboardEvent("keydown", { key, bubbles: true }));
     const output = page.querySelector("output");
-    found.keys = ["ArrowRight", "ArrowRight", "ArrowDown", "End", "+", "0"].map((key) => (press(key), output.textContent));
+    const press = (key) => {
+      canvas.dispatchEvent(new frame.contentWindow.KeyboardEvent("keydown", { key, bubbles: true }));
+      return output.textContent;
+    };
+    found.keys = ["ArrowRight", "ArrowRight", "ArrowDown", "End", "+", "0"].map(press);
     // It is drawn with the next frame, whenever a headless browser has one.
     for (let n = 0; n < 30 && !canvas.style.height; n++) await new Promise((go) => setTimeout(go, 100));
     const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;

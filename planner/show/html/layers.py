@@ -7,7 +7,7 @@ from itertools import accumulate
 from planner.core.plan import Plan
 from planner.core.profile import LayerProfile, Profile
 from planner.core.units import format_bytes, format_us
-from planner.show.html.parts import Section, details, legend, note, scroll, table
+from planner.show.html.parts import Section, details, layer_name, legend, note, scroll, table
 from planner.show.markup import element, number, safe
 
 __all__ = ["layers_section"]
@@ -123,7 +123,7 @@ def _numbers(profile: Profile, n: int, cuts: Sequence[int]) -> str:
             stage += 1
         rows.append(
             [
-                safe(layer.name),
+                layer_name(layer.name),
                 *([str(stage)] if cuts else []),
                 format_us(layer.forward_us[n]),
                 format_us(layer.backward_us[n]),

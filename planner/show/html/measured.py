@@ -8,9 +8,9 @@ from statistics import median
 from planner.core.plan import Plan
 from planner.core.run_report import RunReport
 from planner.core.units import format_bytes, format_us
-from planner.show.html.parts import Section, bar, legend, note, table
+from planner.show.html.parts import STYLE, Section, bar, layer_name, legend, note, table
 from planner.show.markup import element, number, safe
-from planner.show.numbers import NOTHING, difference
+from planner.show.numbers import NOTHING, difference, layer_range
 
 __all__ = ["measured_section", "run_section"]
 
@@ -87,7 +87,7 @@ def run_section(report: RunReport) -> Section:
     ]
     rows = [
         [
-            f"{run.index}: {safe(run.first)} … {safe(run.last)}",
+            f"{run.index}: {layer_name(layer_range(run.first, run.last, None, STYLE))}",
             format_us(run.forward_us),
             format_us(run.backward_us),
             format_bytes(run.parameter_bytes),

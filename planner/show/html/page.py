@@ -17,7 +17,7 @@ from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
 from planner.show.html.memory import memory_section
-from planner.show.html.parts import STYLE, Section, definitions, scroll, table
+from planner.show.html.parts import STYLE, Section, definitions, layer_name, scroll, table
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
 from planner.show.memory import share_of_cap
@@ -112,7 +112,7 @@ def _figures(plan: Plan) -> list[_Figure]:
     fullest = max(range(len(devices)), key=lambda d: devices[d] / max(1, caps[d]))
     return [
         ("step", format_us(predicted.step_us), _certificate(plan.solver)),
-        ("throughput", f"{rate(predicted.samples_per_s)} samples/s", f"batch {plan.inputs.batch}"),
+        ("samples/s", rate(predicted.samples_per_s), f"batch {plan.inputs.batch}"),
         ("bubble", percent(predicted.bubble), f"ideal {percent(predicted.ideal_bubble)}"),
         ("peak memory", format_bytes(devices[fullest]), f"{share_of_cap(devices[fullest], caps[fullest])} of its cap"),
         ("recompute", percent(predicted.recompute_share), f"imbalance {predicted.imbalance:.2f}"),
@@ -135,7 +135,7 @@ def _stages(plan: Plan) -> Section:
         rows.append(
             [
                 f"{stage.index}{' ◀' if stage.index == slowest else ''}",
-                safe(layer_range(stage.first, stage.last, stage.layers, STYLE)),
+                layer_name(layer_range(stage.first, stage.last, stage.layers, STYLE)),
                 again,
                 str(plan.device_of(stage)),
                 format_us(stage.forward_us),

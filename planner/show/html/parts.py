@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from planner.core.plan import StageMemory
 from planner.show.markup import element, number, safe
-from planner.show.style import UNICODE, Style
+from planner.show.style import Style
 
 __all__ = [
     "KINDS",
@@ -14,6 +14,7 @@ __all__ = [
     "bar",
     "definitions",
     "details",
+    "layer_name",
     "legend",
     "note",
     "scroll",
@@ -42,6 +43,11 @@ class Section:
 def words(kind: str) -> str:
     """An item of memory in words."""
     return kind.replace("_", " ")
+
+
+def layer_name(name: str) -> str:
+    """A module path, or a range of them, that may break behind its dots."""
+    return safe(name).replace(".", ".<wbr>")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, caption: str = "") -> str:
@@ -87,6 +93,3 @@ def bar(look: str, start: float, width: float, tip: str = "") -> str:
     """A part of a bar, in shares of its track."""
     place = f"left:{number(start * 100)}%;width:{number(max(0.0, width) * 100)}%"
     return element("i", class_=look, style=place, title=tip or None)
-
-
-ELLIPSIS = UNICODE.ellipsis

@@ -1,6 +1,7 @@
 """One step drawn out: the simulator's events with their recomputation, and memory whose highest point is the peak."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_blocking_links_keep_the_receiver_busy():
     assert not {"send forward", "send backward"} & kinds
     for device in range(planned.num_devices):
         mine = sorted((s for s in spans if s.device == device), key=lambda s: s.start_us)
-        assert all(a.end_us <= b.start_us + 1e-6 for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.end_us <= b.start_us + 1e-6 for a, b in pairwise(mine))
 
 
 def test_the_optimizer_follows_the_last_backward():

@@ -7,12 +7,16 @@ from html.parser import HTMLParser
 
 import pytest
 
+from planner.core.costs import costs_at
+from planner.core.evaluate import Partition
 from planner.core.plan import SolverReport
+from planner.core.planning import cluster_of
+from planner.core.step import step_of
 from planner.show import plan_html, profile_html, run_html
 from tests.unit.show.samples import explained, interleaved, plan, profile, report, step_of_sample, unlike
 
 EVIL = "<script>alert(1)</script>\"'&</style><img src=x onerror=alert(1)>\u202e\x1b"
-VOID = {"meta", "br", "img", "link", "input", "hr"}
+VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
@@ -98,11 +102,6 @@ def test_it_stays_small():
     names = tuple(f"encoder.layers.{n}.mlp" for n in range(24))
     big = profile(names)
     planned = plan((3,) * 8, micro_batches=32, recompute="always", of=big)
-    from planner.core.costs import costs_at
-    from planner.core.evaluate import Partition
-    from planner.core.planning import cluster_of
-    from planner.core.step import step_of
-
     costs = costs_at(big, 1)
     step = step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
     assert len(plan_html(planned, big, step, report(planned), "sha256:1").encode()) < 300_000

@@ -78,5 +78,5 @@ def test_it_is_repeatable():
 
 def test_text_is_made_harmless():
     """Markup is escaped, control and direction characters are spelled out."""
-    assert safe("<b a=\"x\">'&\x1b\u202e\x00") == "&lt;b a=&quot;x&quot;&gt;&#x27;&amp;\\x1b\\u202e\\x00"
+    assert safe('<b a="x">\'&\x1b\u202e\x00') == "&lt;b a=&quot;x&quot;&gt;&#x27;&amp;\\x1b\\u202e\\x00"
     assert [number(12.50), number(3.0), number(-0.001), number(100.0, 0)] == ["12.5", "3", "0", "100"]
