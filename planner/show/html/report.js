@@ -146,7 +146,7 @@
         : box.kind === 2 ? colors.r : colors.o;
       context.fillRect(from, top, wide, tall);
       const redone = box.again ? x(box.start + box.again) - from : 0;
-      if (redone > 0.5) { context.fillStyle = colors.again; context.fillRect(from, top, redone, tall); }
+      if (redone > 2) { context.fillStyle = colors.again; context.fillRect(from, top, redone, tall); }
       if (box === chosen) {
         context.strokeStyle = css("--ink");
         context.lineWidth = 2;
