@@ -14,7 +14,7 @@ __all__ = ["layers_section"]
 
 _HEIGHT = 150.0
 _FEW = 20
-"""Up to so many stages have a line and a number each, of more every eighth has."""
+"""Up to so many stages have a line and a number each, of more every eighth has, or every sixteenth …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def _chart(
     drawn = [_line(0, _HEIGHT, look="axis", across=True)]
     for place, layer in enumerate(layers):
         drawn.append(_layer(layer, parts, place * width, width, top=top, text=text))
-    begin, every = 0, 1 if len(cuts) <= _FEW else 8
+    begin, every = 0, 1 if len(cuts) <= _FEW else 8 * -(-len(cuts) // 80)
     for stage, end in enumerate(cuts):
         if stage % every == 0 and stage:
             drawn.append(_line(begin * width, _HEIGHT + 4, look="cut"))

@@ -47,7 +47,7 @@ def words(kind: str) -> str:
 
 def layer_name(name: str) -> str:
     """A module path, or a range of them, that may break behind its dots."""
-    return safe(name).replace(".", ".<wbr>")
+    return element("span", safe(name).replace(".", ".<wbr>"), class_="name")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, caption: str = "") -> str:

@@ -146,7 +146,11 @@
         : box.kind === 2 ? colors.r : colors.o;
       context.fillRect(from, top, wide, tall);
       const redone = box.again ? x(box.start + box.again) - from : 0;
-      if (redone > 2) { context.fillStyle = colors.again; context.fillRect(from, top, redone, tall); }
+      if (redone > 0.4) {
+        // Too narrow for hatching, which is slow besides: a shade.
+        context.fillStyle = redone > 2 ? colors.again : "#6d3b0680";
+        context.fillRect(from, top, redone, tall);
+      }
       if (box === chosen) {
         context.strokeStyle = css("--ink");
         context.lineWidth = 2;
