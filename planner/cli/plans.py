@@ -6,12 +6,19 @@ from planner.core.plan import Plan
 from planner.core.planning import cluster_of
 from planner.core.profile import Profile
 from planner.core.simulate import Event
+from planner.core.step import Step, step_of
 from planner.files import profile_for, profile_path, reference_path
 
-__all__ = ["events_of", "profile_for", "profile_path", "reference_path"]
+__all__ = ["events_of", "profile_for", "profile_path", "reference_path", "step_of_plan"]
 
 
 def events_of(plan: Plan, profile: Profile) -> tuple[Event, ...]:
     """Simulated events of one step of the plan."""
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     return timeline(costs, Partition.of(plan, costs.names), cluster_of(plan.inputs))
+
+
+def step_of_plan(plan: Plan, profile: Profile) -> Step:
+    """One step of the plan drawn out, for pictures and traces."""
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+    return step_of(costs, Partition.of(plan, costs.names), cluster_of(plan.inputs))

@@ -1,4 +1,7 @@
-"""Profiles, plans, verdicts and run reports as text for a terminal or a pipe. Knows `planner.core` only."""
+"""Profiles, plans, verdicts and run reports as text; in modules of their own, as HTML, SVG and traces.
+
+Knows `planner.core` only.
+"""
 
 from planner.show.links import links_text
 from planner.show.memory import memory_text

@@ -22,6 +22,7 @@ import planner.executor
 from planner import files
 from planner.cli.main import run
 from planner.core.errors import ExitCode
+from planner.core.plan import Plan
 from planner.core.profile import Device
 from planner.core.run_report import RunReport, StageRun
 from planner.emit import decisions_digest
@@ -629,9 +630,8 @@ def test_nothing_is_emitted_from_a_stale_plan(here: Path, capsys: Capsys) -> Non
 # show
 
 
-def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
-    """The report finds plan.yaml beside it; another plan is not compared with, and a warning says so."""
-    plan = files.read_plan("plan.yaml")
+def run_of(plan: Plan) -> RunReport:
+    """The report of a short run under `plan`."""
     stages = tuple(
         StageRun(
             index=stage.index,
@@ -644,7 +644,7 @@ def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
         )
         for stage in plan.stages
     )
-    report = RunReport(
+    return RunReport(
         plan_digest=decisions_digest(plan),
         device=Device(kind="cpu"),
         losses=(1.0, 0.5),
@@ -652,6 +652,11 @@ def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
         warmup_steps=1,
         stages=stages,
     )
+
+
+def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
+    """The report finds plan.yaml beside it; another plan is not compared with, and a warning says so."""
+    report = run_of(files.read_plan("plan.yaml"))
     files.write("run.json", report)
     beside = call(capsys, "show", "run.json")
     assert (beside.code, beside.err) == (0, "")
@@ -666,6 +671,81 @@ def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
     alone = call(capsys, "show", "run.json")
     assert (alone.code, alone.err) == (0, "")
     assert json.loads(call(capsys, "show", "run.json", "--format", "json").out)["schema"] == "gpipe-plan/run/v1"
+
+
+def test_show_writes_what_is_asked_for(here: Path, capsys: Capsys) -> None:
+    """A report, a picture and a trace in one go, each said on stderr; stdout has the text as ever."""
+    text = call(capsys, "show").out
+    done = call(capsys, "show", "--html", "out/report.html", "--svg", "step.svg", "--trace", "step.json")
+    assert (done.code, done.out) == (0, text)
+    assert done.err == "wrote out/report.html\nwrote step.svg\nwrote step.json\n"
+    assert (here / "out/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert (here / "step.svg").read_text(encoding="utf-8").startswith("<svg")
+    assert json.loads((here / "step.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert call(capsys, "show", "profile.yaml", "--html", "profile.html", "-q").err == ""
+    assert "Profile of model.py" in (here / "profile.html").read_text(encoding="utf-8")
+
+
+def test_one_file_may_go_to_stdout(here: Path, capsys: Capsys) -> None:
+    """`-` takes the place of the text; two of them, or JSON beside it, are refused before anything is written."""
+    done = call(capsys, "show", "--svg", "-")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("<svg")
+    assert done.out.endswith("</svg>\n")
+    before = visible(here)
+    for arguments in (("--svg", "-", "--trace", "-"), ("--html", "-", "--format", "json")):
+        assert call(capsys, "show", *arguments).code == 2
+    assert call(capsys, "show", "--html", "a.html", "--svg", "profile.yaml/x.svg").code == 2
+    assert visible(here) == before
+
+
+def test_only_plans_have_a_timeline(here: Path, capsys: Capsys) -> None:
+    """A profile gives a report, but neither picture nor trace; `--run` goes with a plan."""
+    for option in ("--svg", "--trace"):
+        done = call(capsys, "show", "profile.yaml", option, "x")
+        assert done.code == 2
+        assert f"`{option}` needs a plan" in done.error
+    assert "`--run` goes with a plan" in call(capsys, "show", "profile.yaml", "--run", "run.json").error
+    assert not (here / "x").exists()
+
+
+def test_a_run_is_shown_from_either_side(here: Path, capsys: Capsys) -> None:
+    """`show plan.yaml --run run.json` and `show run.json` write the same report; a run of another plan is left out."""
+    plan = files.read_plan("plan.yaml")
+    files.write("run.json", run_of(plan))
+    beside = call(capsys, "show", "--run", "run.json", "--html", "a.html")
+    assert "predicted" in beside.out
+    assert call(capsys, "show", "run.json", "--html", "b.html").code == 0
+    page = (here / "a.html").read_text(encoding="utf-8")
+    assert page == (here / "b.html").read_text(encoding="utf-8")
+    assert "Median of 1 steps" in page
+
+    (here / "profile.yaml").rename(here / "moved.yaml")
+    alone = call(capsys, "show", "run.json", "--html", "c.html")
+    assert alone.code == 0
+    assert alone.err.startswith("warning: profile.yaml is not there")
+    assert call(capsys, "show", "run.json", "--profile", "moved.yaml", "--html", "c.html").err == "wrote c.html\n"
+    (here / "moved.yaml").rename(here / "profile.yaml")
+
+    assert call(capsys, *SOLVE[:5], "--balance", "3,2").code == 0
+    other = call(capsys, "show", "--run", "run.json")
+    assert (other.code, other.err) == (
+        0,
+        "warning: run.json is of another plan than plan.yaml: nothing to compare with\n",
+    )
+
+
+@pytest.mark.parametrize("columns", ["60", "120"])
+def test_show_is_ascii_where_the_terminal_is(here: Path, capsys: Capsys, columns: str) -> None:
+    """With an ASCII stream, no locale and no colour, plan, profile and run are told in ASCII, and files stay UTF-8."""
+    files.write("run.json", run_of(files.read_plan("plan.yaml")))
+    plain = {"PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C", "NO_COLOR": "1", "COLUMNS": columns}
+    for name in ("plan.yaml", "profile.yaml", "run.json"):
+        shown = spawn(["show", name, "--html", "report.html"], here, **plain)
+        assert shown.code == 0, shown.err
+        assert shown.out.isascii()
+        assert "\x1b" not in shown.out
+        assert "·" in (here / "report.html").read_text(encoding="utf-8")
 
 
 # Help, version, schema
@@ -697,7 +777,7 @@ OPTIONS = {
     "explain": "--format",
     "compare": "--format",
     "sweep": "--devices --mem --batch --schedule --recompute --link --headroom --time-limit --output --format",
-    "show": "--plan --profile --format",
+    "show": "--plan --profile --run --html --svg --trace --format",
     "schema": "profile|plan|balance|run|links|partial",
 }
 

@@ -77,6 +77,7 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
         ("emit",),
         ("show",),
         ("show", "profile.yaml"),
+        ("show", "--html", "report.html", "--svg", "step.svg", "--trace", "step.json"),
         ("schema", "plan"),
         ("profile", "model.py", "--format", "xml"),
     ],
