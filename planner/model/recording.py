@@ -389,8 +389,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
 
 
-def _forget(_: Any) -> None:
+def _forget(_: Any) -> Any:
     """Keeps nothing."""
+    return None
 
 
 @contextmanager
