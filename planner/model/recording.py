@@ -187,6 +187,7 @@ def record(model: nn.Module, inputs: Any, *, ghosts: bool) -> Recording:
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(torch.random.fork_rng())
+        torch.manual_seed(0)
         stack.enter_context(_replaced(model, _ghost if ghosts else _own_buffer))
         recorder.know_model(model)
         recorder.know_inputs(inputs)
