@@ -208,7 +208,7 @@ def solve(
         replicas=replicas,
         recompute=recompute,
         link=link,
-        links=_links(links),
+        links=_links(links, link, nodes, inter_link),
         nodes=nodes,
         inter_link=inter_link,
         allreduce=allreduce,
@@ -475,9 +475,12 @@ def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
     )
 
 
-def _links(given: File | Sequence[Link] | None) -> Sequence[Link]:
+def _links(given: File | Sequence[Link] | None, *others: object) -> Sequence[Link]:
     if given is None:
         return ()
+    for option, value in zip(("--link", "--nodes", "--inter-link"), others, strict=True):
+        if value is not None:
+            raise UsageError(f"`--links` and `{option} {value}`: both say what the links are", hint="give one of them")
     if isinstance(given, (str, os.PathLike)):
         return tuple(boundary.link for boundary in files.read_links(os.fspath(given)).boundaries)
     return given

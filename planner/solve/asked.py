@@ -49,7 +49,6 @@ def request_of(
     Raises:
         UsageError: An option is wrong, or does not go with another or with the profile.
     """
-    _check_links(links, link, nodes, inter_link)
     num_devices, node_devices = _devices(devices, nodes)
     policy = cast("SchedulePolicy", options.choice("--schedule", schedule, SchedulePolicy))
     executor = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
@@ -85,12 +84,6 @@ def request_of(
         time_limit_s=parse_us(time_limit) / 1e6 if time_limit is not None else None,
         solver=cast("Solver", options.choice("--solver", solver, Solver)),
     )
-
-
-def _check_links(links: Sequence[Link], *others: object) -> None:
-    for option, value in zip(("--link", "--nodes", "--inter-link"), others, strict=True):
-        if links and value is not None:
-            raise UsageError(f"`--links` and `{option} {value}`: both say what the links are", hint="give one of them")
 
 
 def _caps(mem: Sizes | None, devices: int, profile: Profile) -> tuple[int, ...]:

@@ -407,7 +407,7 @@ BODY = BUILD + EXAMPLE + LOSS
         pytest.param(MODEL + "build_model = 42\n", "`build_model`", id="build-is-a-number"),
         pytest.param(HEAD + EXAMPLE + "model = 42\n", "`model`", id="model-is-a-number"),
         pytest.param(MODEL + "def build_model(): return nn.Sequential()\n", "empty nn.Sequential", id="no-layers"),
-        pytest.param(MODEL + "def build_model(): return nn.Linear(8, 4)\n", "the model is a Linear", id="one-layer"),
+        pytest.param(MODEL + "def build_model(): return nn.Linear(8, 4)\n", "(Linear) cannot be cut", id="one-layer"),
         pytest.param(
             MODEL + "def build_model(): return nn.Sequential(nn.LazyLinear(4))\n", 'layer "0"', id="lazy-layer"
         ),
@@ -482,10 +482,26 @@ def test_a_finished_model_takes_no_settings(here: Path, capsys: Capsys) -> None:
     assert "takes no `--set width" in refused(capsys, here, "profile", "bad.py", "--set", "width=3").error
 
 
-def test_a_model_that_is_no_sequential_is_refused(here: Path, capsys: Capsys) -> None:
-    """A U-Net's skips cannot be cut yet, and that is what is said."""
-    done = refused(capsys, here, "profile", str(SAMPLE_MODELS / "unet.py"), *FAST)
-    assert "the model is a UNet; only an nn.Sequential can be cut" in done.error
+_NOISY = """
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    def forward(self, value):
+        noise = torch.randn_like(value)
+        for layer in self.layers:
+            value = layer(value + noise)
+        return value
+def build_model(): return Noisy()
+"""
+
+
+def test_a_model_that_cannot_be_cut_says_where_and_why(here: Path, capsys: Capsys) -> None:
+    """The same noise for all layers would have to be drawn on every stage."""
+    write_model(here, MODEL + _NOISY, name="bad.py")
+    done = refused(capsys, here, "profile", "bad.py", *FAST)
+    assert 'the model (Noisy) cannot be cut: behind "layers.0": random numbers are drawn' in done.error
+    assert refused(capsys, here, "profile", "bad.py", "--granularity", "tiny").error.startswith("error: unknown granul")
 
 
 def test_batch_norm_at_one_sample_names_the_size(here: Path, capsys: Capsys) -> None:

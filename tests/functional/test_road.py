@@ -38,10 +38,8 @@ def test_a_model_of_transformers_goes_the_same_road(tmp_path: Path, monkeypatch:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     model = str(ROOT / "tests/support/models/tiny_gpt2.py")
-    assert (
-        run(["profile", model, "--repeat", "2", "--batch-sizes", "2,4", "--granularity", "fine", "--set", "width=128"])
-        == 0
-    )
+    sizes = ["--batch-sizes", "2,4", "--set", "width=128"]
+    assert run(["profile", model, "--repeat", "2", "--granularity", "fine", *sizes]) == 0
     assert run(["solve", "--devices", "2", "--mem", "2GB", "--batch", "8", "--recompute", "always"]) == 0
     assert run(["emit"]) == 0
     torchrun(2, ["train.py", "--steps", "4", "--report", "run.json"], tmp_path)
