@@ -478,9 +478,10 @@ def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
 def _links(given: File | Sequence[Link] | None, *others: object) -> Sequence[Link]:
     if given is None:
         return ()
+    called = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "…"
     for option, value in zip(("--link", "--nodes", "--inter-link"), others, strict=True):
         if value is not None:
-            raise UsageError(f"`--links` and `{option} {value}`: both say what the links are", hint="give one of them")
+            raise UsageError(f"`--links {called}` and `{option} {value}`: both say what the links are", hint="give one")
     if isinstance(given, (str, os.PathLike)):
         return tuple(boundary.link for boundary in files.read_links(os.fspath(given)).boundaries)
     return given

@@ -501,7 +501,9 @@ def test_a_model_that_cannot_be_cut_says_where_and_why(here: Path, capsys: Capsy
     write_model(here, MODEL + _NOISY, name="bad.py")
     done = refused(capsys, here, "profile", "bad.py", *FAST)
     assert 'the model (Noisy) cannot be cut: behind "layers.0": random numbers are drawn' in done.error
-    assert refused(capsys, here, "profile", "bad.py", "--granularity", "tiny").error.startswith("error: unknown granul")
+    assert refused(capsys, here, "profile", "bad.py", "--granularity", "tiny").error.startswith(
+        "error: unknown `--granul"
+    )
 
 
 def test_batch_norm_at_one_sample_names_the_size(here: Path, capsys: Capsys) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from planner import api, files
 from planner.core.errors import UsageError
-from planner.core.findings import RULES, rule
-from planner.core.verdict import Verdict
+from planner.core.findings import RULES, finding, rule
+from planner.core.verdict import Verdict, with_findings
 from planner.show.gate import rules_markdown
 from tests.support import gate
 
@@ -31,6 +31,11 @@ def _slower() -> Verdict:
     return api.check(gate.plan(), profile=gate.profile(), against=before)
 
 
+def _another_model() -> Verdict:
+    verdict = api.check(gate.plan(), profile=gate.profile())
+    return with_findings(verdict, [finding("GP301", 'layer "h.1" is new')])
+
+
 PROVOKED = {
     "GP101": lambda: api.check(gate.plan(), profile=gate.profile(), mem="900kB"),
     "GP102": lambda: api.check(gate.plan(), profile=gate.profile(), headroom="9%"),
@@ -38,6 +43,7 @@ PROVOKED = {
     "GP202": _renamed,
     "GP203": _edited,
     "GP204": lambda: api.check(gate.plan(), profile=gate.profile(), device="h100"),
+    "GP301": _another_model,
     "GP401": lambda: api.check(gate.plan(gate.profile(1000)), profile=gate.profile(1000), against=gate.plan()),
     "GP402": _slower,
 }
@@ -52,9 +58,9 @@ def test_every_finding_is_provoked_somewhere() -> None:
 def test_a_finding_has_the_severity_of_its_rule_and_decides_accordingly(code: str) -> None:
     """Found where it should be; errors alone make the answer no."""
     verdict = PROVOKED[code]()
-    found = [finding for finding in verdict.findings if finding.code == code]
-    assert {finding.severity for finding in found} == {rule(code).severity}
-    assert verdict.fits == all(finding.severity != "error" for finding in verdict.findings)
+    found = [each for each in verdict.findings if each.code == code]
+    assert {each.severity for each in found} == {rule(code).severity}
+    assert verdict.fits == all(each.severity != "error" for each in verdict.findings)
 
 
 def test_nothing_is_found_in_a_plan_that_is_as_it_was() -> None:

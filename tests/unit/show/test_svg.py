@@ -5,9 +5,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from planner.show.svg import timeline_svg
 from planner.show.markup import number, safe
-from planner.show.svg import legend_kinds
+from planner.show.svg import legend_kinds, timeline_svg
 from tests.unit.show.samples import interleaved, plan, step_of_sample
 
 SVG = "{http://www.w3.org/2000/svg}"
