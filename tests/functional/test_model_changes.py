@@ -16,7 +16,9 @@ class Net(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.embed = nn.Linear(8, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16)) for _ in range(3)
+        )
 
     def forward(self, x):
         x = self.embed(x)
