@@ -1,5 +1,71 @@
-"""gpipe-plan: an automatic partitioner and planner for pipeline-parallel training."""
+"""gpipe-plan: an automatic partitioner and planner for pipeline-parallel training.
 
-__all__ = ["__version__"]
+    profile = planner.profile("model.py")                        # measure every layer
+    plan = planner.solve(profile, devices=8, mem="8GB")          # the fastest plan that fits
+    planner.emit(plan, profile=profile)                          # balance.yaml and train.py
+    verdict = planner.check("plan.yaml", device="h100")          # does it still fit?
+
+`planner.compare` sets plans beside each other, `planner.sweep` answers which cluster is large enough. All of them stand
+in `planner.api`, which is imported when one is first used: `import planner` itself costs nothing.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inspect import Signature
+
+    from planner.api import check, compare, emit, profile, solve, sweep
+
+__all__ = ["__version__", "check", "compare", "emit", "profile", "solve", "sweep"]
 
 __version__ = "0.1.0"
+
+_SUBPACKAGES = ("emit", "profile", "solve")
+"""Verbs that are names of subpackages as well, which Python puts into this module once they are imported."""
+
+
+class _Verb(ModuleType):
+    """A subpackage that is also the function of its name in `planner.api`.
+
+    So that `planner.solve(profile, …)` and `from planner.solve import Request` both work, whichever comes first.
+    """
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._function(*arguments, **options)
+
+    @property
+    def _function(self) -> Any:
+        return getattr(import_module("planner.api"), self.__name__.rpartition(".")[2])
+
+    @property
+    def __signature__(self) -> "Signature":
+        from inspect import signature  # noqa: PLC0415 - for notebooks and `help` alone
+
+        return signature(self._function)
+
+
+class _Package(ModuleType):
+    """This package: makes subpackages that are verbs callable as soon as they are imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SUBPACKAGES and isinstance(value, ModuleType):
+            value.__class__ = _Verb
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"{__name__}.{name}")
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

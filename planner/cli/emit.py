@@ -9,9 +9,11 @@ from planner import files
 from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
 from planner.cli.plans import profile_for, profile_path
-from planner.core.errors import FileError, StaleError
+from planner.core.errors import FileError, StaleError, UsageError
+from planner.core.plan import Plan
+from planner.core.profile import Profile
 from planner.core.verdict import judge
-from planner.emit import emit_native, is_edited
+from planner.emit import ENGINES, emit_engine, emit_native, is_edited
 
 __all__ = ["emit"]
 
@@ -20,13 +22,23 @@ def emit(
     plan: Annotated[str, typer.Argument(metavar="[PLAN]", help="The plan; `-` is standard input.")] = "plan.yaml",
     output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write to.")] = ".",
     profile: Annotated[str | None, typer.Option(metavar="FILE", help="The plan's profile, if it was moved.")] = None,
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="native|torchgpipe|torch|torchtitan|deepspeed|megatron|device-map",
+            help="For which engine; native is the bundled executor.",
+        ),
+    ] = "native",
     *,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a train.py that was edited.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that was edited.")] = False,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Write balance.yaml and train.py, the pipelined training script."""
+    """Write balance.yaml and train.py, the pipelined training script; or the plan in another engine's format."""
     console = Console(quiet=quiet)
+    if format_ != "native" and format_ not in ENGINES:
+        raise UsageError(f"unknown `--format {format_}`", hint=f"one of native, {', '.join(ENGINES)}")
     read = files.read_plan(plan)
     measured = profile_for(read, plan, profile)
     verdict = judge(read, measured, profile_digest=files.digest_of(measured))
@@ -34,18 +46,40 @@ def emit(
         if finding.code in ("GP201", "GP202"):
             raise StaleError(finding.message, path=plan, hint=finding.hint)
         console.warning(f"{finding.code}: {finding.message}")
-    profile_folder = str(Path(profile_path(read, plan, profile)).parent)
-    emitted = emit_native(verdict.plan or read, measured, folder=output, profile_folder=profile_folder)
+    now = verdict.plan or read
+    if format_ == "native":
+        _native(console, now, measured, output, str(Path(profile_path(read, plan, profile)).parent), force=force)
+    else:
+        _engine(console, format_, now, measured, output, force=force)
+
+
+def _native(console: Console, plan: Plan, profile: Profile, output: str, profile_folder: str, *, force: bool) -> None:
+    emitted = emit_native(plan, profile, folder=output, profile_folder=profile_folder)
     script = Path(output, "train.py")
-    if not force and is_edited(script):
-        raise FileError("was edited since it was emitted", path=str(script), hint="keep it, or pass `--force`")
+    _keep_edited(script, force=force)
     files.write_text(str(Path(output, "balance.yaml")), emitted.balance)
     files.write_text(str(script), emitted.script)
     console.result(f"{Path(output, 'balance.yaml')}\n{script}")
-    order = [read.device_of(stage) for stage in read.stages]
+    order = [plan.device_of(stage) for stage in plan.stages]
     if order != sorted(order) or order[-1] >= len(order):
         places = ",".join(map(str, order))
         console.note(
             f"note: the stages are planned for devices {places}, in this order (CUDA_VISIBLE_DEVICES={places})"
         )
-    console.next(f"torchrun --nproc-per-node {len(read.stages)} {script}")
+    console.next(f"torchrun --nproc-per-node {len(plan.stages)} {script}")
+
+
+def _engine(console: Console, name: str, plan: Plan, profile: Profile, output: str, *, force: bool) -> None:
+    emitted = emit_engine(name, plan, profile)
+    path = Path(output, emitted.name)
+    _keep_edited(path, force=force)
+    files.write_text(str(path), emitted.text)
+    console.result(str(path))
+    for note in emitted.notes:
+        console.note(f"note: {note}")
+    console.next(emitted.use)
+
+
+def _keep_edited(path: Path, *, force: bool) -> None:
+    if not force and is_edited(path):
+        raise FileError("was edited since it was emitted", path=str(path), hint="keep it, or pass `--force`")

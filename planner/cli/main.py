@@ -3,18 +3,17 @@
 import io
 import sys
 import traceback
-from importlib import metadata
+from importlib import import_module
 from typing import Annotated, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 
 from planner import __version__
-from planner.cli import check, emit, profile, schema, show, solve
 from planner.cli.console import Console, forget
 from planner.core.errors import ExitCode, PlannerError
 
-__all__ = ["app", "main", "run"]
+__all__ = ["app_for", "main", "run"]
 
 _HELP = """Plan pipeline-parallel training: where to cut a model into stages, and into how many micro-batches a batch.
 
@@ -24,33 +23,27 @@ _HELP = """Plan pipeline-parallel training: where to cut a model into stages, an
   gpipe-plan emit                             write what runs it          -> balance.yaml, train.py
   gpipe-plan check                            does the plan still fit?    (for CI: exit code 0 or 1)
   gpipe-plan show FILE                        look at a profile, a plan or a run report
+  gpipe-plan compare A.yaml B.yaml            plans beside each other
+  gpipe-plan sweep --devices 1,2,4 --mem 80GB what is the smallest cluster that trains this?
+
+\b
+  torchrun … -m planner profile-links         measure the links between the devices -> links.yaml, for solve --links
 """
 
-# Plain text: rich's boxes wrap messages, and colour help even into a pipe on CI machines.
-app = typer.Typer(
-    name="gpipe-plan",
-    help=_HELP,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("profile")(profile.profile)
-app.command("solve")(solve.solve)
-app.command("emit")(emit.emit)
-app.command("check")(check.check)
-app.command("show")(show.show)
-app.command("schema")(schema.schema)
+_COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "explain", "show", "compare", "sweep", "schema")
+"""Each a function in the module of its name, with an underscore for the dash."""
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value
     if wanted:
+        from importlib import metadata  # noqa: PLC0415 - a tenth of the time that `check` takes
+
         packages = ("torch", "numpy", "fvcore", "typer", "rich")
         versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
         typer.echo(f"gpipe-plan {__version__} (python {sys.version.split()[0]}, {versions})")
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     *,
     version: Annotated[
@@ -58,6 +51,23 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+def app_for(arguments: list[str]) -> typer.Typer:
+    """The application as far as `arguments` need it: importing every command takes longer than most of them run."""
+    # Plain text: rich's boxes wrap messages, and colour help even into a pipe on CI machines.
+    app = typer.Typer(
+        name="gpipe-plan",
+        help=_HELP,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for name in arguments[:1] if arguments[0] in _COMMANDS else _COMMANDS:
+        python_name = name.replace("-", "_")
+        app.command(name)(getattr(import_module(f"planner.cli.{python_name}"), python_name))
+    return app
 
 
 def run(arguments: list[str]) -> int:
@@ -69,7 +79,7 @@ def run(arguments: list[str]) -> int:
     if not arguments:
         arguments = ["--help"]
     try:
-        code = app(arguments, prog_name="gpipe-plan", standalone_mode=False)
+        code = app_for(arguments)(arguments, prog_name="gpipe-plan", standalone_mode=False)
     except PlannerError as error:
         console.error(error)
         code = error.exit_code

@@ -5,14 +5,17 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, Format, Quiet, check_format, integers
+from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.core.cluster import ExecutorCost
 from planner.core.errors import UsageError
+from planner.core.options import choice, micro_batch_sizes
+from planner.core.profile import Granularity
+from planner.core.units import parse_us
 
 __all__ = ["profile"]
 
@@ -23,9 +26,19 @@ def profile(
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = "profile.yaml",
     batch_sizes: Annotated[
-        str, typer.Option(metavar="1,2,4,8", help="Micro-batch sizes to measure; the solver chooses among them.")
-    ] = "1,2,4,8",
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="What to measure on.")] = "cpu",
+        str,
+        typer.Option(
+            metavar="auto|1,2,4,8",
+            help="Micro-batch sizes to measure; the solver chooses among them. `auto`: powers of two up to `--batch` "
+            "while they fit into memory.",
+        ),
+    ] = "auto",
+    batch: Annotated[
+        int | None, typer.Option(metavar="B", help="Samples per optimizer step, for `--batch-sizes auto`; default: 8.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda|estimate:NAME", help="What to measure on; estimate:h100 without one.")
+    ] = "cpu",
     optimizer: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="adamw, adam, sgd, …; default: the file's build_optimizer, or adamw."),
@@ -40,7 +53,15 @@ def profile(
         ),
     ] = None,
     threads: Annotated[int, typer.Option(metavar="N", help="CPU threads per stage.")] = 1,
-    repeat: Annotated[int, typer.Option(metavar="N", help="Timed repeats of every layer.")] = 10,
+    granularity: Annotated[
+        str, typer.Option(metavar="coarse|fine", help="About one layer per block, or cuts inside blocks too.")
+    ] = "coarse",
+    repeat: Annotated[
+        int, typer.Option(metavar="N", help="Timed repeats of every layer, at least; more while the plan is in doubt.")
+    ] = 10,
+    time_budget: Annotated[
+        str, typer.Option(metavar="60s", help="Begin no repeats beyond `--repeat` after timing for so long; 0s: none.")
+    ] = "60s",
     format_: Format = "text",
     *,
     quiet: Quiet = False,
@@ -49,33 +70,59 @@ def profile(
     """Measure time and memory of every layer, at several micro-batch sizes."""
     console = Console(quiet=quiet)
     as_json = check_format(format_)
-    sizes = tuple(sorted(set(integers("--batch-sizes", batch_sizes))))
+    sizes = micro_batch_sizes(batch_sizes, batch)
+    time_budget_s = parse_us(time_budget) / 1e6
     if threads < 1 or repeat < 2:
         raise UsageError(f"`--threads {threads} --repeat {repeat}`: at least 1 thread and 2 repeats are needed")
 
     # torch takes longer to import than everything else together: only this command pays for it.
     from planner import files  # noqa: PLC0415
     from planner.model import load_model  # noqa: PLC0415
-    from planner.profile import ProfileOptions, profile_model  # noqa: PLC0415
+    from planner.profile import InterruptedProfileError, ProfileOptions, profile_model  # noqa: PLC0415
     from planner.show import profile_text  # noqa: PLC0415
 
     files.check_writable(output)
-    options = ProfileOptions(micro_batch_sizes=sizes, device=device, threads=threads, repeats=repeat)
+    options = ProfileOptions(
+        micro_batch_sizes=sizes,
+        device=device,
+        threads=threads,
+        repeats=repeat,
+        time_budget_s=time_budget_s,
+        until_memory_ends=batch_sizes == "auto",
+    )
+    unfinished = Path(f"{output}.partial")
+    earlier = files.read_partial(str(unfinished)) if output != "-" and unfinished.exists() else None
     # What the user's code prints is not our answer.
     with contextlib.redirect_stdout(sys.stderr):
-        loaded = load_model(model, settings=_pairs(settings or []), inputs=inputs or [], optimizer=optimizer)
+        loaded = load_model(
+            model,
+            settings=_pairs(settings or []),
+            inputs=inputs or [],
+            optimizer=optimizer,
+            granularity=cast("Granularity", choice("--granularity", granularity, Granularity)),
+        )
         for note in loaded.notes:
             console.note(f"note: {note}")
-        with console.progress(f"profiling {model}") as progress:
-            measured = profile_model(loaded, options, progress)
-        if measured.device.kind == "cpu":
-            measured = replace(measured, device=replace(measured.device, executor=_executor(console)))
+        # First, because an interrupt from here on loses nothing.
+        executor = _executor(console) if device.startswith("cpu") else None
+        if earlier is not None:
+            console.note(f"note: going on from {unfinished}")
+        try:
+            with console.progress(f"profiling {model}") as progress:
+                measured = profile_model(loaded, options, progress, warn=console.warning, earlier=earlier)
+        except InterruptedProfileError as interrupt:
+            if output != "-" and interrupt.partial.measurements:
+                files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=model))
+                console.note(f"wrote {unfinished}: the same command goes on from there")
+            raise
+    measured = replace(measured, device=replace(measured.device, executor=executor))
     measured = replace(measured, model=replace(measured.model, source=_relative(measured.model.source, output)))
     header = _HEADER.format(model=model)
     if output == "-":
         console.result(files.dump(measured, as_json=as_json, header=header))
         return
     files.write(output, measured, header=header)
+    unfinished.unlink(missing_ok=True)
     console.result(files.dump(measured, as_json=True) if as_json else profile_text(measured, style_for_stdout()))
     console.note(f"wrote {output}")
     console.next(f"gpipe-plan solve{'' if output == 'profile.yaml' else f' {output}'} --devices 2 --mem 8GB")
@@ -83,6 +130,10 @@ def profile(
 
 _HEADER = (
     "Measured by `gpipe-plan profile {model}`; times in microseconds, sizes in bytes, one value per micro-batch size."
+)
+_UNFINISHED = (
+    "What `gpipe-plan profile {model}` had measured when it was interrupted; the same command goes on from here.\n"
+    "Delete this file to start over."
 )
 
 

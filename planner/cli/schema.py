@@ -11,11 +11,11 @@ from planner.core.errors import UsageError
 
 __all__ = ["schema"]
 
-_KINDS = ("profile", "plan", "balance", "run")
+_KINDS = ("profile", "plan", "balance", "run", "links", "partial")
 
 
 def schema(
-    kind: Annotated[str, typer.Argument(metavar="profile|plan|balance|run", help="Which file.")],
+    kind: Annotated[str, typer.Argument(metavar="profile|plan|balance|run|links|partial", help="Which file.")],
 ) -> None:
     """Print the JSON Schema of a file, for editors and other tools."""
     if kind not in _KINDS:

@@ -1,5 +1,7 @@
 """`gpipe-plan show`: look at a profile, a plan, or a run report."""
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -8,24 +10,50 @@ import typer
 from planner import files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
-from planner.cli.plans import events_of, profile_for
+from planner.cli.plans import events_of, profile_for, profile_path, step_of_plan
 from planner.core.balance import Balance
 from planner.core.errors import UsageError
+from planner.core.links import Links
+from planner.core.partial import Partial
 from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.run_report import RunReport
 from planner.emit import decisions_digest
-from planner.show import plan_text, profile_text, run_text
+from planner.show import comparison_text, links_text, plan_text, profile_text, run_text
+from planner.show.html import plan_html, profile_html, run_html
+from planner.show.names import schedule_name
+from planner.show.svg import timeline_svg
+from planner.show.trace import trace_json
 
 __all__ = ["show"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What there is to show: plan and report, or one alone."""
+
+    links: Links | None = None
+    profile: Profile | None = None
+    plan: Plan | None = None
+    report: RunReport | None = None
+
+
 def show(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A profile, a plan or a run report.")] = "plan.yaml",
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A profile, a plan, links or a run report.")
+    ] = "plan.yaml",
     plan: Annotated[
         str | None, typer.Option(metavar="FILE", help="For a run report: its plan; default: plan.yaml beside it.")
     ] = None,
     profile: Annotated[str | None, typer.Option(metavar="FILE", help="The plan's profile, if it was moved.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="FILE", help="For a plan: the report of a run under it, to set beside it.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a report that a browser shows.")] = None,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Write the timeline as a picture.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the step for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
     format_: Format = "text",
     *,
     quiet: Quiet = False,
@@ -35,20 +63,102 @@ def show(
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     value = files.read(file)
-    if as_json:
-        console.result(files.dump(value, as_json=True))
-        return
+    outputs = {"--html": html, "--svg": svg, "--trace": trace}
+    to_stdout = [option for option, path in outputs.items() if path == "-"]
+    if len(to_stdout) > 1 or (to_stdout and as_json):
+        taken = " and ".join([*to_stdout, *(["--format json"] if as_json else [])])
+        raise UsageError(f"{taken} all go to standard output", hint="name a file")
+    if isinstance(value, Balance):
+        raise UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
+    if isinstance(value, Partial):
+        raise UsageError(f"{file} is an unfinished profile", hint="finish it: run the same `gpipe-plan profile` again")
+    if run is not None and not isinstance(value, Plan):
+        raise UsageError(f"`--run` goes with a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
+    wanted = {option: path for option, path in outputs.items() if path is not None}
+    for path in wanted.values():
+        files.check_writable(path)
+    seen = _seen(value, file, plan, run, console)
+    text = files.dump(value, as_json=True) if as_json else _text(value, seen, file, profile)
+    drawn = _drawn(seen, plan or file, profile, wanted, console)
+    for option, path in wanted.items():
+        files.write_text(path, drawn[option])
+    if not to_stdout:
+        console.result(text)
+    for path in wanted.values():
+        if path != "-":
+            console.note(f"wrote {path}")
+
+
+def _seen(
+    value: Profile | Plan | RunReport | Links, file: str, plan: str | None, run: str | None, console: Console
+) -> _Seen:
+    if isinstance(value, Links):
+        return _Seen(links=value)
+    if isinstance(value, Profile):
+        return _Seen(profile=value)
+    if isinstance(value, RunReport):
+        return _Seen(report=value, plan=_plan_of(value, file, plan, console))
+    report = files.read_run(run) if run is not None else None
+    if report is not None and decisions_digest(value) != report.plan_digest:
+        console.warning(f"{run} is of another plan than {file}: nothing to compare with")
+        report = None
+    return _Seen(plan=value, report=report)
+
+
+def _text(value: Profile | Plan | RunReport | Links, seen: _Seen, file: str, profile: str | None) -> str:
     style = style_for_stdout()
     if isinstance(value, Profile):
-        text = profile_text(value, style)
-    elif isinstance(value, Plan):
-        text = plan_text(value, events_of(value, profile_for(value, file, profile)), style)
-    elif isinstance(value, RunReport):
-        text = run_text(value, _plan_of(value, file, plan, console), style)
-    else:
-        assert isinstance(value, Balance)
-        raise UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
-    console.result(text)
+        return profile_text(value, style)
+    if isinstance(value, Links):
+        return links_text(value, style)
+    if isinstance(value, RunReport):
+        return run_text(value, seen.plan, style)
+    text = plan_text(value, events_of(value, profile_for(value, file, profile)), style)
+    return text if seen.report is None else f"{text}\n\n{comparison_text(value, seen.report, style)}"
+
+
+def _drawn(
+    seen: _Seen, plan_path: str, profile: str | None, wanted: Collection[str], console: Console
+) -> dict[str, str]:
+    """The text of every file that is wanted, by its option."""
+    if seen.links is not None and wanted:
+        raise UsageError(f"`{next(iter(wanted))}` draws plans, profiles and run reports, not links")
+    pictures = [option for option in wanted if option != "--html"]
+    if seen.plan is None:
+        if pictures:
+            what, hint = ("profile", "`gpipe-plan show plan.yaml`") if seen.profile else ("run report", "`--plan FILE`")
+            raise UsageError(f"`{pictures[0]}` needs a plan: a {what} alone has no timeline", hint=hint)
+        return {"--html": _html_without_plan(seen)} if wanted else {}
+    if not wanted:
+        return {}
+    plan = seen.plan
+    found = _profile_of(seen, plan_path, profile, console, needed=bool(pictures))
+    step = step_of_plan(plan, found) if found is not None else None
+    drawn = {}
+    if "--html" in wanted:
+        drawn["--html"] = plan_html(plan, found, step, seen.report, decisions_digest(plan))
+    if step is not None:
+        title = f"{schedule_name(plan.schedule)}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
+        makers = {"--svg": timeline_svg, "--trace": trace_json}
+        drawn |= {option: makers[option](step, title) for option in pictures}
+    return drawn
+
+
+def _html_without_plan(seen: _Seen) -> str:
+    if seen.profile is not None:
+        return profile_html(seen.profile)
+    assert seen.report is not None  # one of them there is
+    return run_html(seen.report)
+
+
+def _profile_of(seen: _Seen, plan_path: str, override: str | None, console: Console, *, needed: bool) -> Profile | None:
+    """The plan's profile. A run report is worth showing without, as it is in the terminal."""
+    assert seen.plan is not None
+    path = profile_path(seen.plan, plan_path, override)
+    if seen.report is not None and override is None and not needed and not Path(path).exists():
+        console.warning(f"{path} is not there: the report has neither timeline nor layers")
+        return None
+    return files.read_profile(path)
 
 
 def _plan_of(report: RunReport, report_path: str, plan_path: str | None, console: Console) -> Plan | None:

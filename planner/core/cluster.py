@@ -1,5 +1,6 @@
 """What the plan has to run on: devices in pipeline order, their memory, and the links between neighbours."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Cluster", "ExecutorCost", "Link"]
@@ -28,6 +29,16 @@ class Link:
             return self.latency_us
         return self.latency_us + size_bytes / self.bytes_per_s * 1e6
 
+    @classmethod
+    def slowest(cls, links: Sequence["Link"]) -> "Link":
+        """What several links are at most, whatever the size: the longest latency with the smallest bandwidth."""
+        rates = [link.bytes_per_s for link in links if link.bytes_per_s]
+        return cls(
+            latency_us=max((link.latency_us for link in links), default=0.0),
+            bytes_per_s=min(rates, default=0.0),
+            blocking=any(link.blocking for link in links),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorCost:
@@ -52,6 +63,8 @@ class Cluster:
     """Between nodes, where that differs."""
     node_devices: int = 0
     """Devices per node; 0 where all are in one."""
+    links: tuple[Link, ...] = ()
+    """The one behind every device, where each is known; the three fields above do not count then."""
     allreduce: Link | None = None
     """What replicas sum gradients over; None where that costs nothing."""
     reserve_bytes: int = 0
@@ -71,8 +84,13 @@ class Cluster:
     def link_behind(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
         """The link from `device` to the next one of a pipeline of `num_devices`, from the last one back to the first.
 
-        Replicas lie one behind the other: the slowest of their links counts, because all wait for each other.
+        Replicas lie one behind the other: the slowest of their links counts, because all wait for each other. Where
+        links are known one by one, the way back from the last device is not: the slowest link of the pipeline stands
+        for it.
         """
+        if self.links:
+            ways = [device] if device + 1 < num_devices else range(num_devices - 1)
+            return Link.slowest([self.links[r * num_devices + d] for r in range(replicas) for d in ways])
         if self.inter_link is None or self.node_devices == 0:
             return self.link
         follows = (device + 1) % num_devices

@@ -157,6 +157,8 @@ def stage_times(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tu
                 last_backward_us=backward + last_again + cluster.overhead_us,
                 send_us=link.transfer_us(float(costs.output[end - 1])) if crosses else 0.0,
                 blocking=crosses and link.blocking,
+                recompute_us=again,
+                last_recompute_us=last_again,
             )
         )
     return tuple(times)
@@ -220,12 +222,7 @@ def predict(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Predic
     total_us = step_us(costs, partition, cluster)
     pipeline_us = total_us - optimizer_us(costs, partition, cluster)
     busy = sum(micro_batches * (t.forward_us + t.backward_us) - t.backward_us + t.last_backward_us for t in times)
-    again = sum(
-        (micro_batches - 1) * most + last
-        for most, last in (
-            _recompute_us(costs, partition, k, cluster.speed(partition.device_of(k))) for k in range(len(times))
-        )
-    )
+    again = sum((micro_batches - 1) * t.recompute_us + t.last_recompute_us for t in times)
     pair_us = [t.forward_us + t.backward_us for t in times]
     device_us = [sum(pair_us[d::num_devices]) for d in range(num_devices)]
     samples = micro_batches * costs.micro_batch_size * partition.replicas

@@ -28,7 +28,16 @@ from planner.core.costs import ChainCosts
 from planner.core.layer_memory import StageLayers, StageLevels
 from planner.core.plan import Recompute, StageMemory
 
-__all__ = ["IntervalMemory", "LinearMoment", "interval_memory", "interval_totals", "linear_moments", "stage_memory"]
+__all__ = [
+    "IntervalMemory",
+    "LinearMoment",
+    "StageMoments",
+    "interval_memory",
+    "interval_totals",
+    "linear_moments",
+    "stage_memory",
+    "stage_moments",
+]
 
 FloatArray = NDArray[np.float64]
 
@@ -86,6 +95,57 @@ def stage_memory(
     memory = _peaks(stages, in_flight, recompute)
     items = {f.name: round(float(getattr(memory, f.name)[0, -1])) for f in fields(memory)}
     return StageMemory.of(**items, reserve=reserve_bytes)
+
+
+class StageMoments(NamedTuple):
+    """Bytes of one stage at each of the moments whose largest is its peak, and what lies between them."""
+
+    forward: int
+    """During a forward with as many micro-batches in flight as there ever are."""
+    first_backward: int
+    """During the first backward, with as many."""
+    backward: int
+    """During a later backward, with `left` in flight."""
+    left: int
+    optimizer_step: int
+    held: int
+    """Per micro-batch in flight."""
+    always: int
+    """Parameters, optimizer state, buffers and the mini-batch's part."""
+    gradients: int
+
+
+def stage_moments(
+    costs: ChainCosts,
+    first: int,
+    end: int,
+    *,
+    micro_batches: int,
+    in_flight: int,
+    recompute: Recompute,
+    recomputed: Collection[int] = (),
+) -> StageMoments:
+    """The moments that `stage_memory` takes the peak of; arguments likewise, the reserve left out."""
+    stages = _Stages(costs, np.array([first]), micro_batches, slice(first, end))
+    if recompute == "layers":
+        stages.recompute_layers(StageLayers.of(costs, first, end).levels(frozenset(recomputed)))
+        recompute = "never"
+    held = stages.input + (stages.saved if recompute == "never" else stages.output)
+    totals = [_whole(stages, moment) for moment in _all_moments(stages, in_flight, recompute)]
+    optimizer_step = totals.pop()
+    # Without exact records one moment stands for all; with them the first backward stands apart in GPipe alone, and
+    # the later ones, if there are any, have one micro-batch less.
+    later = len(totals) == 3
+    return StageMoments(
+        forward=totals[0],
+        first_backward=totals[min(1, len(totals) - 1)],
+        backward=totals[-1],
+        left=in_flight - later,
+        optimizer_step=optimizer_step,
+        held=round(held[0, -1].item()),
+        always=round((stages.parameters + stages.optimizer + stages.buffers + stages.data)[0, -1].item()),
+        gradients=round(stages.gradients[0, -1].item()),
+    )
 
 
 def interval_memory(
@@ -163,11 +223,8 @@ def linear_moments(
 def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalMemory:
     if recompute == "layers":
         raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
-    if stages.micro_batches == 1 and recompute == "except-last":
-        recompute = "never"
-    moments = _moments(stages, in_flight, recompute) if stages.exact else _additive(stages, in_flight, recompute)
     peak = total = None
-    for moment in moments:
+    for moment in _all_moments(stages, in_flight, recompute):
         alive = moment.gradients + moment.in_flight + moment.transfer + moment.working
         if peak is None or total is None:
             peak, total = moment, alive
@@ -185,6 +242,19 @@ def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalM
         transfer=peak.transfer,
         working=peak.working,
     )
+
+
+def _all_moments(stages: "_Stages", in_flight: int, recompute: Recompute) -> Iterator["_Moment"]:
+    if stages.micro_batches == 1 and recompute == "except-last":
+        recompute = "never"
+    return _moments(stages, in_flight, recompute) if stages.exact else _additive(stages, in_flight, recompute)
+
+
+def _whole(stages: "_Stages", moment: "_Moment") -> int:
+    """Bytes at a moment, rounded item by item as in `StageMemory`."""
+    always = (stages.parameters, stages.optimizer, stages.buffers)
+    items = (*always, moment.gradients, moment.in_flight + stages.data, moment.transfer, moment.working)
+    return sum(round(item[0, -1].item()) for item in items)
 
 
 class _Moment(NamedTuple):

@@ -64,7 +64,18 @@ class Inputs:
 
     __pydantic_config__ = _FORBID
     __quiet__ = frozenset(
-        {"speeds", "node_devices", "chunks", "replicas", "together", "apart", "any_order", "inter_link", "allreduce"}
+        {
+            "speeds",
+            "node_devices",
+            "links",
+            "chunks",
+            "replicas",
+            "together",
+            "apart",
+            "any_order",
+            "inter_link",
+            "allreduce",
+        }
     )
     profile: ProfileReference
     model_digest: str = ""
@@ -81,6 +92,8 @@ class Inputs:
     """Between nodes, where it differs from `link`, which then is the one within a node."""
     node_devices: int = 0
     """Devices per node; 0 where all are in one."""
+    links: tuple[Link, ...] = ()
+    """The one behind every device but the last, where each was measured; `link` and nodes do not count then."""
     allreduce: Link | None = None
     """What replicas sum their gradients over; None where that costs nothing."""
     reserve_bytes: int = 0

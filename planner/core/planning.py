@@ -22,6 +22,7 @@ def cluster_of(inputs: Inputs) -> Cluster:
         link=inputs.link,
         inter_link=inputs.inter_link,
         node_devices=inputs.node_devices,
+        links=inputs.links,
         allreduce=inputs.allreduce,
         reserve_bytes=inputs.reserve_bytes,
         overhead_us=inputs.overhead_us,

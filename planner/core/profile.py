@@ -15,6 +15,7 @@ __all__ = [
     "Device",
     "Environment",
     "Generator",
+    "Granularity",
     "LayerProfile",
     "MemoryDetail",
     "Model",
@@ -26,6 +27,9 @@ PROFILE_SCHEMA: Final = "gpipe-plan/profile/v1"
 
 Setting = bool | int | float | str
 """A value given by `--set name=value`."""
+
+Granularity = Literal["coarse", "fine"]
+"""How finely a model is cut into layers: about one per block, or parts of blocks too."""
 
 # pydantic, which only `planner.files` knows, reads this attribute: unknown keys are errors.
 _FORBID = {"extra": "forbid"}
@@ -51,6 +55,7 @@ class Model:
     settings: dict[str, Setting] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     """The `--input` options, where the model file has no `example_batch`."""
+    granularity: Granularity = "coarse"
     digest: str = ""
     """`sha256:…` over structure, names, shapes, dtypes and settings; weights do not count."""
     parameters: int = 0
@@ -128,6 +133,8 @@ class LayerProfile:
 
     __pydantic_config__ = _FORBID
     name: str
+    modules: tuple[str, ...] = ()
+    """Paths of its modules in execution order, where it is more than the one that it is named after."""
     digest: str = ""
     """Layers with the same digest run the same operators on the same shapes and were measured once."""
     parameter_bytes: int

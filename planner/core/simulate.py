@@ -27,6 +27,10 @@ class StageTimes:
     """Crossing the boundary behind this stage, once, in either direction; 0 for the last stage."""
     blocking: bool = False
     """Whether receiving over that boundary keeps the receiver busy."""
+    recompute_us: float = 0.0
+    """How much of `backward_us` is computing activations again."""
+    last_recompute_us: float = 0.0
+    """How much of `last_backward_us` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,13 +62,14 @@ def optimizer_tail_us(stages: Sequence[StageTimes], optimizer_us: Sequence[float
         optimizer_us: The optimizer's step of each.
 
     Returns:
-        max over k of U_k - sum_{j<k} (F_j + B_j + 2 C_j): the drain behind stage k and the fill in front of it hide
-        that much of its optimizer's step. Never less than U_0.
+        max over k of U_k - sum_{j<k} (F_j + W_j + 2 C_j): the drain behind stage k and the fill in front of it hide
+        at least that much of its optimizer's step. Never less than U_0. Recomputation in the drain is left out: it may
+        not make the drain any longer, where a slower stage is behind it.
     """
     tail = hidden = 0.0
     for stage, own in zip(stages, optimizer_us, strict=True):
         tail = max(tail, own - hidden)
-        hidden += stage.forward_us + stage.last_backward_us + 2 * stage.send_us
+        hidden += stage.forward_us + stage.last_backward_us - stage.last_recompute_us + 2 * stage.send_us
     return tail
 
 

@@ -11,6 +11,8 @@ from fractions import Fraction
 from planner.core.errors import UsageError
 
 __all__ = [
+    "bytes_option",
+    "exact_bytes_option",
     "format_bytes",
     "format_rate",
     "format_us",
@@ -86,6 +88,23 @@ def parse_share(text: str) -> float:
     return float(number / 100)
 
 
+def bytes_option(size_bytes: int) -> str:
+    """A size rounded up to two decimals, as options take it: `8.21GB`."""
+    for unit, factor in _DECIMAL:
+        if size_bytes >= factor:
+            return _two_decimals(-(-size_bytes * 100 // factor), unit)
+    return f"{size_bytes}B"
+
+
+def exact_bytes_option(size_bytes: int) -> str:
+    """A size to the byte, as options take it: `8GB`, `1.5GiB`, `8000000001B`."""
+    binary = tuple((f"{p}iB", 1024**n) for n, p in ((4, "T"), (3, "G"), (2, "M"), (1, "K")))
+    for unit, factor in (*_DECIMAL, *binary):
+        if size_bytes >= factor and size_bytes * 100 % factor == 0:
+            return _two_decimals(size_bytes * 100 // factor, unit)
+    return f"{size_bytes}B"
+
+
 def format_bytes(size_bytes: float) -> str:
     """Bytes for a person, in binary units with three significant digits: `7.45 GiB`."""
     return _in_units(float(size_bytes), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
@@ -99,6 +118,14 @@ def format_rate(bytes_per_s: float) -> str:
 def format_us(time_us: float) -> str:
     """Microseconds for a person, in the unit that reads best: `812 ms`."""
     return _in_units(float(time_us), 1000, ("us", "ms", "s"))
+
+
+_DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+
+
+def _two_decimals(hundredths: int, unit: str) -> str:
+    whole, rest = divmod(hundredths, 100)
+    return f"{whole}{f'.{rest:02d}'.rstrip('0') if rest else ''}{unit}"
 
 
 def _split(text: str, sample: str) -> tuple[Fraction, str]:

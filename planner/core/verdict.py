@@ -1,10 +1,6 @@
 """Does a plan still hold? Everything is recomputed from the profile; the numbers in the plan are compared, not trusted.
 
-GP101  error    a stage needs more memory than its cap
-GP102  warning  a stage fits, but leaves less than the headroom asked for
-GP201  error    the plan was made from another profile
-GP202  error    the profile's layers are not those the stages name
-GP203  warning  predictions in the plan differ from what the profile says now (edited by hand?)
+What can be found, and what it means, stands in `planner.core.findings`.
 """
 
 from collections.abc import Sequence
@@ -12,27 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from planner.core.costs import costs_at, covers
+from planner.core.devices import Accelerator
+from planner.core.difference import Difference, difference_of, growth
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, check_partition
+from planner.core.findings import Finding, Severity, finding
 from planner.core.plan import Plan, SolverReport, Stage
 from planner.core.planning import build_plan
 from planner.core.profile import Profile
 from planner.core.units import format_bytes
 
-__all__ = ["VERDICT_SCHEMA", "Finding", "Verdict", "judge"]
+__all__ = ["VERDICT_SCHEMA", "Finding", "Verdict", "compared", "judge"]
 
 VERDICT_SCHEMA: Final = "gpipe-plan/check/v1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing to know about a plan."""
-
-    code: str
-    severity: Literal["error", "warning"]
-    message: str
-    hint: str = ""
-    stage: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +29,26 @@ class Verdict:
 
     schema: Literal["gpipe-plan/check/v1"] = VERDICT_SCHEMA
     fits: bool
-    """No finding of severity error."""
+    """No finding of severity error, and with `strict` none of severity warning."""
     findings: tuple[Finding, ...]
     plan: Plan | None
     """Recomputed; None where the profile is not the plan's at all."""
+    strict: bool = False
+    """Whether warnings count like errors."""
+    would_fit: tuple[str, ...] = ()
+    """Where a stage is over its cap: the nearest things that would fit, each computed."""
+    difference: Difference | None = None
+    """From another plan, where one was given."""
+
+    @property
+    def refused(self) -> tuple[Severity, ...]:
+        """Severities that make the answer no."""
+        return ("error", "warning") if self.strict else ("error",)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a stage needs more than its cap."""
+        return any(found.code == "GP101" for found in self.findings)
 
 
 def judge(
@@ -53,7 +57,9 @@ def judge(
     *,
     profile_digest: str,
     memory_bytes: tuple[int, ...] | None = None,
+    device: Accelerator | None = None,
     headroom: float = 0.0,
+    strict: bool = False,
 ) -> Verdict:
     """Recomputes `plan` from `profile` and says what is wrong with it.
 
@@ -62,23 +68,23 @@ def judge(
         profile: The profile as it is now.
         profile_digest: Its digest.
         memory_bytes: Caps to judge against instead of the plan's, one per device.
+        device: What to take for every device instead: its memory is the cap.
         headroom: Share of the cap that should stay free, in [0, 1).
+        strict: Whether warnings make the answer no.
 
     Raises:
         UsageError: The plan breaks an invariant (a layer lost, an empty stage, …).
     """
-    findings: list[Finding] = []
-    if profile_digest != plan.inputs.profile.digest:
-        findings.append(_stale(plan, profile_digest))
+    stale = profile_digest != plan.inputs.profile.digest
+    findings = [_stale(plan, profile_digest)] if stale else []
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
-    if sum(partition.balance) == len(profile.layers) and min(partition.balance, default=0) > 0:
-        renamed = _renamed(plan, partition, profile)
-        if renamed is not None:
-            return _verdict([*findings, renamed], None)
-    elif findings:
-        return _verdict([*findings, _other_length(partition, profile)], None)
-    if findings and not covers(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate):
-        return _verdict(findings, None)
+    misfit = _misfit(plan, partition, profile, stale=stale)
+    uncovered = stale and not covers(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+    if misfit is not None or uncovered:
+        return _verdict([*findings, *([misfit] if misfit else [])], None, strict=strict)
+    if device is not None:
+        memory_bytes = (device.memory_bytes,) * plan.inputs.devices
+        findings.extend(_elsewhere(profile, device))
     if memory_bytes is not None and len(memory_bytes) != plan.inputs.devices:
         raise UsageError(f"{len(memory_bytes)} caps for {plan.inputs.devices} devices")
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
@@ -89,16 +95,38 @@ def judge(
         # The certificate was for other cuts, or another profile.
         given = SolverReport(method="given", status="given")
         now = build_plan(costs, partition, inputs=inputs, solver=given)
-    for device in range(now.num_devices):
-        findings.extend(_memory_findings(now.stages[device :: now.num_devices], headroom))
-    if profile_digest == plan.inputs.profile.digest and memory_bytes is None:
+    for place in range(now.num_devices):
+        findings.extend(_memory_findings(now.stages[place :: now.num_devices], headroom))
+    if not stale and memory_bytes is None:
         findings.extend(_edited(plan, now))
-    return _verdict(findings, now)
+    return _verdict(findings, now, strict=strict)
 
 
-def _verdict(findings: list[Finding], plan: Plan | None) -> Verdict:
-    fits = all(finding.severity != "error" for finding in findings)
-    return Verdict(fits=fits, findings=tuple(findings), plan=plan)
+def with_findings(verdict: Verdict, found: Sequence[Finding]) -> Verdict:
+    """`verdict` with more findings, judged anew."""
+    return _verdict([*verdict.findings, *found], verdict.plan, strict=verdict.strict)
+
+
+def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
+    """`verdict` with what its plan has become beside `before`; as it is where it has no plan."""
+    if verdict.plan is None:
+        return verdict
+    difference = difference_of(before, verdict.plan, against=against, recomputed=recomputed)
+    return replace(verdict, difference=difference, findings=(*verdict.findings, *growth(difference)))
+
+
+def _verdict(findings: list[Finding], plan: Plan | None, *, strict: bool) -> Verdict:
+    verdict = Verdict(fits=True, findings=tuple(findings), plan=plan, strict=strict)
+    return replace(verdict, fits=all(found.severity not in verdict.refused for found in findings))
+
+
+def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
+    profiled = profile.device
+    called = profiled.name or profiled.kind
+    if device.is_called(called):
+        return []
+    message = f"memory is judged for {device.name}, times are those of {called}, where the profile was taken"
+    return [finding("GP204", message)]
 
 
 def _same_us(plan: Plan) -> float:
@@ -109,12 +137,18 @@ def _same_us(plan: Plan) -> float:
 def _stale(plan: Plan, digest: str) -> Finding:
     was = plan.inputs.profile
     message = f"the plan was made from another profile: `{was.path}` was {was.digest[:19]}…, is now {digest[:19]}…"
-    return Finding(
-        code="GP201",
-        severity="error",
-        message=message,
+    return finding(
+        "GP201",
+        message,
         hint=f"solve again: `gpipe-plan solve {was.path} --devices {plan.inputs.devices} …`",
     )
+
+
+def _misfit(plan: Plan, partition: Partition, profile: Profile, *, stale: bool) -> Finding | None:
+    """Whether the plan names or counts other layers. Of its own profile a wrong count is an error, not a finding."""
+    if sum(partition.balance) == len(profile.layers) and min(partition.balance, default=0) > 0:
+        return _renamed(plan, partition, profile)
+    return _other_length(partition, profile) if stale else None
 
 
 def _renamed(plan: Plan, partition: Partition, profile: Profile) -> Finding | None:
@@ -124,13 +158,13 @@ def _renamed(plan: Plan, partition: Partition, profile: Profile) -> Finding | No
             if name not in {other.name for other in profile.layers}:
                 message = f'stage {stage.index} names the layer "{name}", the profile has no such layer'
                 hint = f'layer {layer} is "{profile.layers[layer].name}" now: solve again'
-                return Finding(code="GP202", severity="error", message=message, hint=hint, stage=stage.index)
+                return finding("GP202", message, hint=hint, stage=stage.index)
     return None
 
 
 def _other_length(partition: Partition, profile: Profile) -> Finding:
     message = f"the plan cuts {sum(partition.balance)} layers, the profile has {len(profile.layers)}"
-    return Finding(code="GP202", severity="error", message=message, hint="solve again")
+    return finding("GP202", message, hint="profile and solve again")
 
 
 def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
@@ -143,12 +177,11 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
         layers = f"device {stage.index} (stages {', '.join(str(chunk.index) for chunk in chunks)})"
     if need > cap:
         message = f"{layers} needs {format_bytes(need)}, {format_bytes(need - cap)} over its cap of {format_bytes(cap)}"
-        hint = "solve again with this cap to see what fits, or raise `--mem`"
-        return [Finding(code="GP101", severity="error", message=message, hint=hint, stage=stage.index)]
+        return [finding("GP101", message, hint="solve again, or give more with `--mem`", stage=stage.index)]
     if need > cap * (1 - headroom):
         message = f"{layers} needs {format_bytes(need)}, which leaves {1 - need / cap:.1%} of {format_bytes(cap)} free"
         hint = f"{headroom:.0%} headroom was asked for"
-        return [Finding(code="GP102", severity="warning", message=message, hint=hint, stage=stage.index)]
+        return [finding("GP102", message, hint=hint, stage=stage.index)]
     return []
 
 
@@ -160,4 +193,4 @@ def _edited(plan: Plan, now: Plan) -> list[Finding]:
     message = f"the plan says {was_us / 1e3:.1f} ms per step, the profile {is_us / 1e3:.1f} ms"
     if changed:
         message += f"; memory differs in stage {', '.join(map(str, changed))}"
-    return [Finding(code="GP203", severity="warning", message=message, hint="the plan's decisions were edited by hand")]
+    return [finding("GP203", message, hint="the plan's decisions were edited by hand")]

@@ -1,5 +1,19 @@
-"""The emitter: a plan to the files that run it."""
+"""The emitter: a plan to the files that run it, here or in another engine; and other engines' lists read back."""
 
-from planner.emit.native import Emitted, decisions_digest, emit_native, is_edited
+from planner.emit.engines import ENGINES, emit_engine
+from planner.emit.layout import EngineFile
+from planner.emit.native import Emitted, decisions_digest, emit_native
+from planner.emit.reading import SUFFIXES, read_balance_list
+from planner.emit.signature import is_edited
 
-__all__ = ["Emitted", "decisions_digest", "emit_native", "is_edited"]
+__all__ = [
+    "ENGINES",
+    "SUFFIXES",
+    "Emitted",
+    "EngineFile",
+    "decisions_digest",
+    "emit_engine",
+    "emit_native",
+    "is_edited",
+    "read_balance_list",
+]

@@ -1,6 +1,5 @@
 """`balance.yaml` and `train.py` for the bundled executor."""
 
-import hashlib
 import os
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -15,17 +14,14 @@ from planner.core.plan import Plan, Stage
 from planner.core.planning import GENERATOR
 from planner.core.profile import Profile
 from planner.core.units import format_bytes, format_us
+from planner.emit.signature import signed
 from planner.files import digest_of, dump
 
-__all__ = ["Emitted", "decisions_digest", "emit_native", "is_edited"]
+__all__ = ["Emitted", "decisions_digest", "emit_native"]
 
 _HEADER = """\
 Which stage runs which layers: written by `gpipe-plan emit`.
 Edit the plan and emit again rather than editing here; train.py refuses a model whose layers are not these."""
-
-
-_SIGNATURE = "\n# As emitted: "
-"""Begins the last line of a script; what follows is the digest of all above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +51,7 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
     balance = _balance(plan, profile, _relocated(profile.model.source, profile_folder, folder))
-    return Emitted(balance=dump(balance, header=_HEADER), script=_signed(_script(plan, balance, folder)))
+    return Emitted(balance=dump(balance, header=_HEADER), script=signed(_script(plan, balance, folder)))
 
 
 def _check_runnable(plan: Plan) -> None:
@@ -69,19 +65,6 @@ def _check_runnable(plan: Plan) -> None:
             f"the bundled executor runs one pipeline, not {plan.replicas} side by side yet",
             hint=f"solve for one: `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}`",
         )
-
-
-def is_edited(script: Path) -> bool:
-    """Whether a script at this path is not, or no longer, as it was emitted."""
-    try:
-        if not script.is_file():
-            return False
-        body, _, signature = script.read_text(encoding="utf-8").rpartition(_SIGNATURE)
-    except UnicodeDecodeError:
-        return True
-    except OSError:
-        return False  # nothing that could be lost; writing will say what is wrong
-    return signature.strip() != _digest(body)
 
 
 def decisions_digest(plan: Plan) -> str:
@@ -128,14 +111,6 @@ def _relocated(source: str, profile_folder: str, folder: str) -> str:
     if not Path(path).is_absolute():
         path = Path(os.path.relpath(Path(profile_folder, path), folder)).as_posix()
     return f"{path}{colon}{entry}"
-
-
-def _signed(body: str) -> str:
-    return f"{body}{_SIGNATURE}{_digest(body)}\n"
-
-
-def _digest(body: str) -> str:
-    return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
 def _script(plan: Plan, balance: Balance, folder: str) -> str:

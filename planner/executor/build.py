@@ -1,16 +1,17 @@
 """The layers of one stage with their initial parameters, equal to those of `torch.manual_seed(S); build_model()`."""
 
 import copy
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.core.errors import ModelError
 from planner.executor.own_stage import BuildError, build_only, emptied
-from planner.model.chain import Chain, Layer, chain_of
+from planner.model.chain import Chain, Layer, outlined
 from planner.model.load import LoadedModel
+from planner.model.outline import Outline
+from planner.model.stage import weightless
 
 __all__ = ["build_layers", "build_structure"]
 
@@ -26,46 +27,98 @@ def build_structure(loaded: LoadedModel) -> Chain:
             model = loaded.build()
     except Exception:  # construction that depends on values; an error of the user's comes again
         model = loaded.build()
+    full = model
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
         # A copy in which every tensor is replaced: a finished model stays as it is, and what is tied stays tied.
         model = copy.deepcopy(model, {id(tensor): emptied(tensor) for tensor in _all_tensors(model)})
-    return chain_of(model)
+    try:
+        return loaded.chain(model)
+    except ModelError:  # what can be cut only where it runs on values; an error of the user's comes again
+        full = loaded.build() if full is model else full
+        outline = loaded.chain(full).outline
+        if outline is None:
+            raise
+        return outlined(outline, model)
 
 
-def build_layers(loaded: LoadedModel, names: Sequence[str], *, seed: int, device: torch.device) -> tuple[Layer, ...]:
-    """The layers called `names` on `device`; no other layer's parameters take memory.
+def build_layers(
+    loaded: LoadedModel, chain: Chain, first: int, end: int, *, seed: int, device: torch.device, apart: bool = False
+) -> tuple[Layer, ...]:
+    """Layers `first`..`end - 1` of `chain` on `device`; no other layer's parameters take memory.
 
     A model whose construction cannot be followed (it depends on values, say) is built whole, and the others dropped.
 
-    Raises:
-        ModelError: The model has no such layer.
+    Args:
+        loaded: The model.
+        chain: Its chain, on the meta device.
+        first: First layer.
+        end: Behind the last layer.
+        seed: Of the initial parameters.
+        device: Where to.
+        apart: Whether each layer must be a module of its own: else a model with an outline gives all in one.
     """
 
     def wanted(model: nn.Module) -> list[Tensor]:
-        return [tensor for layer in _select(model, names) for tensor in _all_tensors(layer.module)]
+        if chain.outline is None:
+            return [t for layer in loaded.chain(model).layers[first:end] for t in _all_tensors(layer.module)]
+        return [*_held(chain.outline, model, first, end).values(), *_loose_tensors(model)]
 
     try:
         model = build_only(loaded.build, wanted, seed=seed)
     except BuildError:
         torch.manual_seed(seed)
         model = loaded.build()
-    return tuple(Layer(layer.name, layer.module.to(device)) for layer in _select(model, names))
+    if chain.outline is None:
+        layers = loaded.chain(model).layers[first:end]
+        return tuple(Layer(layer.name, layer.module.to(device)) for layer in layers)
+    _move(model, set(_held(chain.outline, model, first, end)), device)
+    built = outlined(chain.outline, model)
+    return built.layers[first:end] if apart else (Layer(chain.names[first], built.stage(first, end)),)
 
 
-def _select(model: nn.Module, names: Sequence[str]) -> list[Layer]:
-    by_name = {layer.name: layer for layer in chain_of(model).layers}
-    missing = [name for name in names if name not in by_name]
-    if missing:
-        raise ModelError(f'the model has no layer "{missing[0]}"', hint="profile, solve and emit again")
-    return [by_name[name] for name in names]
+def _held(outline: Outline, model: nn.Module, first: int, end: int) -> dict[str, Tensor]:
+    """What layers `first`..`end - 1` need, by name."""
+    names = {name for layer in outline.holds[first:end] for name in layer}
+    return {name: tensor for name, tensor in _named(model) if name in names}
+
+
+def _move(model: nn.Module, held: set[str], device: torch.device) -> None:
+    """Puts what is held and what is no parameter on `device`, and weightless zeros in place of all else."""
+    moved: dict[int, Tensor] = {}
+    kept = {id(tensor) for name, tensor in _named(model) if name in held}
+    for module in model.modules():
+        for owned in (module._parameters, module._buffers):
+            for name, tensor in owned.items():
+                if tensor is not None:
+                    if id(tensor) not in moved:
+                        moved[id(tensor)] = _on(tensor, device) if id(tensor) in kept else weightless(tensor, device)
+                    owned[name] = moved[id(tensor)]  # type: ignore[assignment]
+        for name, value in vars(module).items():
+            if name not in _HELD_BY_TORCH:
+                vars(module)[name] = tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        tensor.data = tensor.data.to(device)
+        return tensor
+    return tensor.to(device)
+
+
+def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _all_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters, buffers, and tensors that are plain attributes, also in lists and dicts."""
+    """Parameters, buffers, and tensors that are plain attributes."""
+    return [*module.parameters(), *module.buffers(), *_loose_tensors(module)]
+
+
+def _loose_tensors(module: nn.Module) -> list[Tensor]:
+    """Tensors that are plain attributes, also in lists and dicts."""
     plain = [vars(part) for part in module.modules()]
     attributes = [value for held in plain for name, value in held.items() if name not in _HELD_BY_TORCH]
-    loose = [leaf for leaf in tree_flatten(attributes)[0] if isinstance(leaf, Tensor)]
-    return [*module.parameters(), *module.buffers(), *loose]
+    return [leaf for leaf in tree_flatten(attributes)[0] if isinstance(leaf, Tensor)]
 
 
 _HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")

@@ -24,16 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
+from torch.distributed import ProcessGroup
 from torch.multiprocessing.spawn import spawn
 
 from planner import __version__
 from planner.core.cluster import ExecutorCost, Link
+from planner.core.links import fit_link
 from planner.executor.engine import Engine
 from planner.executor.stage_module import Boundary, StageModule
 from planner.model.chain import Layer
 from planner.model.machine import cpu_name
 
-__all__ = ["executor_cost", "measure_executor"]
+__all__ = ["executor_cost", "measure_executor", "overhead_us_of", "step_us", "transfer_us_of"]
 
 _MICRO_BATCHES = 8
 _STEPS = 12
@@ -60,17 +62,21 @@ def measure_executor() -> ExecutorCost:
     with tempfile.TemporaryDirectory() as folder:
         spawn(_worker, args=(folder,), nprocs=2)
         alone, small, large = (float(text) for text in Path(folder, "steps_us").read_text().split())
-    overhead_us = alone / (2 * _MICRO_BATCHES)
-    small_us, large_us = (max(0.0, (t / 2 - overhead_us) / _MICRO_BATCHES - overhead_us) for t in (small, large))
-    per_byte_us = max(large_us - small_us, 1e-3) / (4 * (_LARGE - _SMALL))
+    overhead_us = overhead_us_of(alone)
+    times_us = [transfer_us_of(step, overhead_us) for step in (small, large)]
     return ExecutorCost(
-        overhead_us=round(overhead_us, 1),
-        link=Link(
-            latency_us=round(max(0.0, small_us - 4 * _SMALL * per_byte_us), 1),
-            bytes_per_s=round(1e6 / per_byte_us, -6),
-            blocking=True,
-        ),
+        overhead_us=round(overhead_us, 1), link=fit_link((4 * _SMALL, 4 * _LARGE), times_us, blocking=True)
     )
+
+
+def overhead_us_of(alone_us: float) -> float:
+    """o, from the step of one stage."""
+    return alone_us / (2 * _MICRO_BATCHES)
+
+
+def transfer_us_of(both_us: float, overhead_us: float) -> float:
+    """t, from the step of two stages; not negative."""
+    return max(0.0, (both_us / 2 - overhead_us) / _MICRO_BATCHES - overhead_us)
 
 
 def _worker(rank: int, folder: str) -> None:
@@ -81,16 +87,23 @@ def _worker(rank: int, folder: str) -> None:
         if rank < num_stages:
             store = FileStore(f"{folder}/store_{num_stages}_{size}", num_stages)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num_stages)
-            steps_us.append(_step_us(rank, num_stages, size))
+            steps_us.append(step_us(rank, num_stages, size))
             dist.destroy_process_group()
     if rank == 0:
         Path(folder, "steps_us").write_text(" ".join(map(str, steps_us)))
 
 
-def _step_us(rank: int, num_stages: int, size: int) -> float:
-    """Smallest time of a step."""
-    is_last = rank == num_stages - 1
-    crossing = Boundary.of(torch.empty(1, size, device="meta", requires_grad=rank > 0))
+def step_us(index: int, num_stages: int, size: int, group: ProcessGroup | None = None) -> float:
+    """Smallest time of a step of one or two stages on the CPU.
+
+    Args:
+        index: Which of them this process is.
+        num_stages: How many there are.
+        size: float32 values that cross the boundary.
+        group: Their processes, in order; by default all there are.
+    """
+    is_last = index == num_stages - 1
+    crossing = Boundary.of(torch.empty(1, size, device="meta", requires_grad=index > 0))
     module = StageModule(
         [Layer("nothing", _Nothing())],
         received=crossing,
@@ -102,7 +115,7 @@ def _step_us(rank: int, num_stages: int, size: int) -> float:
     sent = torch.empty(() if is_last else (1, size), device="meta", requires_grad=True)
     engine = Engine(
         module,
-        index=rank,
+        index=index,
         num_stages=num_stages,
         device=torch.device("cpu"),
         received=crossing.tensors,
@@ -110,8 +123,9 @@ def _step_us(rank: int, num_stages: int, size: int) -> float:
         schedule="gpipe",
         micro_batches=_MICRO_BATCHES,
         timer=_untimed,
+        group=group,
     )
-    inputs = [torch.zeros(_MICRO_BATCHES, size)] if rank == 0 else []
+    inputs = [torch.zeros(_MICRO_BATCHES, size)] if index == 0 else []
     times = []
     for _ in range(_STEPS):
         begin = time.perf_counter_ns()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 
@@ -24,7 +25,7 @@ Timer = Callable[[str, Callable[[], Any]], Any]
 
 
 class Engine:
-    """One stage under its schedule."""
+    """One stage under its schedule; `group` holds the processes of the pipeline, by default all there are."""
 
     def __init__(
         self,
@@ -38,9 +39,10 @@ class Engine:
         schedule: Schedule,
         micro_batches: int,
         timer: Timer,
+        group: ProcessGroup | None = None,
     ) -> None:
         kind = _Stage if schedule == "gpipe" else _EagerStage
-        stage = kind(module, index, num_stages, device, input_args=received, output_args=sent)
+        stage = kind(module, index, num_stages, device, input_args=received, output_args=sent, group=group)
         stage.timer = timer
         self._module = module
         self._micro_batches = micro_batches

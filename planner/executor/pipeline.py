@@ -25,7 +25,7 @@ from planner.executor.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.stage_module import Shapes, StageModule, shapes_of
 from planner.executor.ties import TiedGradients
 from planner.files import read_balance
-from planner.model.chain import chain_digest, tied_parameters
+from planner.model.chain import chain_digest, shared_parameters
 from planner.model.load import Batch, LoadedModel, load_model, to_device
 from planner.model.machine import cpu_name, keep_freed_memory
 
@@ -209,12 +209,12 @@ class Pipeline:
         chain = build_structure(self.model)
         _check_same_model(balance, chain.names, chain_digest(chain, self.model.settings))
         micro_batch = _micro_batches(self.example_batch(0).inputs, balance.micro_batches)[0]
-        shapes = shapes_of(chain.layers, micro_batch)
+        shapes = shapes_of(chain, micro_batch)
         ends = [sum(balance.balance[: k + 1]) for k in range(balance.num_stages)]
         first, end = ends[self.rank] - balance.balance[self.rank], ends[self.rank]
-        layers = build_layers(self.model, chain.names[first:end], seed=self.seed, device=self.device)
-        self._tied = TiedGradients(tied_parameters(chain.layers), layers, self.rank, _owners(balance))
         stage = balance.stages[self.rank]
+        apart = bool(stage.recomputed)
+        layers = build_layers(self.model, chain, first, end, seed=self.seed, device=self.device, apart=apart)
         recomputed = {stage.layers.index(n): shapes.recomputed(chain.names.index(n), end) for n in stage.recomputed}
         module = StageModule(
             layers,
@@ -225,6 +225,10 @@ class Pipeline:
             # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
             copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
             recomputed=recomputed,
+        )
+        stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]
+        self._tied = TiedGradients(
+            shared_parameters(chain.layers), dict(module.named_parameters(remove_duplicate=False)), self.rank, stage_of
         )
         # From here on only what a step draws (dropout) uses the random state: another one for every stage.
         torch.manual_seed(self.seed * 1_000_003 + 7919 * (self.rank + 1))
@@ -281,7 +285,13 @@ def _load(balance: Balance, folder: Path) -> LoadedModel:
     optimizer = None if balance.optimizer in ("", "build_optimizer") else balance.optimizer
     settings = {name: str(value) for name, value in balance.model.settings.items()}
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"
-    return load_model(source, settings=settings, inputs=balance.model.inputs, optimizer=optimizer)
+    return load_model(
+        source,
+        settings=settings,
+        inputs=balance.model.inputs,
+        optimizer=optimizer,
+        granularity=balance.model.granularity,
+    )
 
 
 def _device(name: str) -> torch.device:
@@ -311,10 +321,6 @@ def _check_same_model(balance: Balance, names: tuple[str, ...], digest: str) -> 
             f"the model has changed since it was planned (digest {digest[:19]}…, planned {balance.model.digest[:19]}…)",
             hint="profile, solve and emit again",
         )
-
-
-def _owners(balance: Balance) -> dict[str, int]:
-    return {name: stage.index for stage in balance.stages for name in stage.layers}
 
 
 def _micro_batches(value: Any, count: int) -> list[Any]:

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from planner.core.errors import ModelError
 from planner.core.plan import Recompute
 from planner.executor.recompute import Recomputed, recomputing
-from planner.model.chain import Layer, run_layers
+from planner.model.chain import Chain, Layer, register, run_layers
+from planner.model.stage import ModelStage
 
 __all__ = ["Boundary", "Shapes", "StageModule", "shapes_of"]
 
@@ -85,17 +86,27 @@ class Shapes:
         return Recomputed(self.stage_writes_input(layer, end), carries)
 
 
-def shapes_of(layers: Sequence[Layer], inputs: Any) -> Shapes:
-    """Runs the chain on the meta device, where nothing is computed.
+def shapes_of(chain: Chain, inputs: Any) -> Shapes:
+    """What crosses the boundaries: known from the outline, or found by running the layers on the meta device.
 
     Args:
-        layers: The chain, on the meta device.
+        chain: The chain, on the meta device.
         inputs: The model's input for one micro-batch, on any device.
 
     Raises:
         ModelError: A layer needs real values (`.item()`, data-dependent shapes) or does not fit its input.
     """
-    boundaries = [Boundary.of(tree_map_only(Tensor, lambda t: t.to("meta"), inputs))]
+    given = Boundary.of(tree_map_only(Tensor, lambda t: t.to("meta"), inputs))
+    if chain.outline is None:
+        return _run_on_meta(chain.layers, given)
+    size = next((int(tensor.shape[0]) for tensor in given.tensors), 0)
+    between = (Boundary.of(chain.outline.boundary(n, size)) for n in range(1, len(chain.layers)))
+    behind = Boundary.of(torch.empty((), device="meta", requires_grad=True))  # in place of the output: the loss
+    return Shapes((given, *between, behind), chain.outline.writes, chain.outline.aliases)
+
+
+def _run_on_meta(layers: Sequence[Layer], received: Boundary) -> Shapes:
+    boundaries = [received]
     writes, aliases = [], []
     for layer in layers:
         # Copies, so that a layer that writes its input does not meet a leaf, and can be seen to write.
@@ -145,7 +156,10 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         for layer in layers:
-            _register(self, layer.name, layer.module)
+            if isinstance(layer.module, ModelStage):
+                layer.module.share_with(self)
+            else:
+                register(self, layer.name, layer.module)
         self._layers = [layer.module for layer in layers]
         self._received = received
         self._recompute = recompute
@@ -206,13 +220,3 @@ class StageModule(nn.Module):
 
     def _layer_with_loss(self, layer: nn.Module, targets: Any, value: Any) -> Any:
         return self._with_loss(layer(value), targets)
-
-
-def _register(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Makes `module` a descendant of `root` under its dotted path, so that parameters keep their original names."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.add_module(last, module)

@@ -1,19 +1,38 @@
 """Files to values and back: strict reading, digests, atomic writing. Alone in knowing yaml and pydantic."""
 
 from planner.files.canonical import digest_of, to_plain
-from planner.files.reading import json_schema, read, read_balance, read_plan, read_profile, read_run
+from planner.files.places import profile_for, profile_path, reference_path
+from planner.files.reading import (
+    json_schema,
+    read,
+    read_balance,
+    read_links,
+    read_partial,
+    read_plan,
+    read_profile,
+    read_run,
+    stage_lines,
+)
+from planner.files.revisions import at_revision
 from planner.files.writing import check_writable, dump, write, write_text
 
 __all__ = [
+    "at_revision",
     "check_writable",
     "digest_of",
     "dump",
     "json_schema",
+    "profile_for",
+    "profile_path",
     "read",
     "read_balance",
+    "read_links",
+    "read_partial",
     "read_plan",
     "read_profile",
     "read_run",
+    "reference_path",
+    "stage_lines",
     "to_plain",
     "write",
     "write_text",

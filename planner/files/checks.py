@@ -5,7 +5,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from planner.core.balance import Balance, StageBalance
-from planner.core.plan import Plan, Stage
+from planner.core.links import Links
+from planner.core.partial import Partial
+from planner.core.plan import Inputs, Plan, Stage
 from planner.core.profile import Profile
 from planner.core.run_report import RunReport
 from planner.files.strict_yaml import KeyPath, Problem
@@ -13,7 +15,9 @@ from planner.files.strict_yaml import KeyPath, Problem
 __all__ = ["problems_of"]
 
 
-def problems_of(value: Profile | Plan | RunReport | Balance, *, every_number: bool = True) -> Iterator[Problem]:
+def problems_of(
+    value: Profile | Plan | RunReport | Balance | Links | Partial, *, every_number: bool = True
+) -> Iterator[Problem]:
     """Everything that makes no sense in `value`; `every_number` is false where none can be out of bounds."""
     if every_number:
         yield from _bad_numbers(value, ())
@@ -23,6 +27,10 @@ def problems_of(value: Profile | Plan | RunReport | Balance, *, every_number: bo
         yield from _plan_problems(value)
     elif isinstance(value, Balance):
         yield from _balance_problems(value)
+    elif isinstance(value, Links):
+        yield from _links_problems(value)
+    elif isinstance(value, Partial):
+        yield from _partial_problems(value)
 
 
 def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
@@ -60,7 +68,7 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
             yield ("layers", n, "tied_bytes"), text, ""
         for field in fields(layer):
             values = getattr(layer, field.name)
-            if not isinstance(values, tuple) or field.name == "tied":
+            if not isinstance(values, tuple) or field.name in ("tied", "modules"):
                 continue
             if len(values) != len(sizes) and (len(values) or field.default is MISSING):
                 text = f"expected {len(sizes)} values, one per micro-batch size, got {len(values)}"
@@ -71,12 +79,7 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     if len(plan.stages) != len(plan.balance):
         text = f"{len(plan.stages)} stages, but the balance has {len(plan.balance)}"
         yield ("stages",), text, "keep `balance` and `stages` of equal length, or solve again"
-    if len(plan.inputs.memory_bytes) != plan.inputs.devices:
-        text = f"expected {plan.inputs.devices} caps, one per device, got {len(plan.inputs.memory_bytes)}"
-        yield ("inputs", "memory_bytes"), text, ""
-    if len(plan.inputs.speeds) not in (0, plan.inputs.devices) or 0 in plan.inputs.speeds:
-        text = f"expected {plan.inputs.devices} speeds above 0, one per device, got {list(plan.inputs.speeds)}"
-        yield ("inputs", "speeds"), text, ""
+    yield from _inputs_problems(plan.inputs)
     if plan.chunks < 1 or len(plan.balance) % plan.chunks:
         text = f"{len(plan.balance)} stages cannot be {plan.chunks} chunks on each device"
         yield ("chunks",), text, "solve again"
@@ -96,6 +99,18 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
         yield ("micro_batches",), text, "make micro_batches · micro_batch_size (· replicas) = inputs.batch"
 
     yield from _recompute_problems(plan.stages)
+
+
+def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
+    if len(inputs.memory_bytes) != inputs.devices:
+        text = f"expected {inputs.devices} caps, one per device, got {len(inputs.memory_bytes)}"
+        yield ("inputs", "memory_bytes"), text, ""
+    if len(inputs.speeds) not in (0, inputs.devices) or 0 in inputs.speeds:
+        text = f"expected {inputs.devices} speeds above 0, one per device, got {list(inputs.speeds)}"
+        yield ("inputs", "speeds"), text, ""
+    if inputs.links and len(inputs.links) < inputs.devices - 1:
+        text = f"expected {inputs.devices - 1} links, one behind every device but the last, got {len(inputs.links)}"
+        yield ("inputs", "links"), text, ""
 
 
 def _recompute_problems(stages: Sequence[Stage | StageBalance]) -> Iterator[Problem]:
@@ -123,3 +138,19 @@ def _balance_problems(balance: Balance) -> Iterator[Problem]:
         elsewhere = [name for name in stage.recomputed if name not in stage.layers]
         if elsewhere:
             yield ("stages", k, "recomputed"), f'"{elsewhere[0]}" is no layer of this stage', "emit again from the plan"
+
+
+def _links_problems(links: Links) -> Iterator[Problem]:
+    if not links.boundaries:
+        yield ("boundaries",), "at least one link between neighbours is needed", "measure again"
+    for n, boundary in enumerate(links.boundaries):
+        if len(boundary.sample_bytes) != len(boundary.sample_us):
+            text = f"expected {len(boundary.sample_bytes)} times, one per size, got {len(boundary.sample_us)}"
+            yield ("boundaries", n, "sample_us"), text, ""
+
+
+def _partial_problems(partial: Partial) -> Iterator[Problem]:
+    for n, one in enumerate(partial.measurements):
+        if len(one.forward_us) != len(one.backward_us):
+            text = f"expected {len(one.forward_us)} values, one per repeat, got {len(one.backward_us)}"
+            yield ("measurements", n, "backward_us"), text, "delete the file to start over"

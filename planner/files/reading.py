@@ -12,27 +12,43 @@ from pydantic_core import ErrorDetails
 
 from planner.core.balance import BALANCE_SCHEMA, Balance
 from planner.core.errors import FileError
+from planner.core.links import LINKS_SCHEMA, Links
+from planner.core.partial import PARTIAL_SCHEMA, Partial
 from planner.core.plan import PLAN_SCHEMA, Plan
 from planner.core.profile import PROFILE_SCHEMA, Profile
 from planner.core.run_report import RUN_SCHEMA, RunReport
 from planner.files.checks import problems_of
 from planner.files.strict_yaml import Document, KeyPath, Problem
 
-__all__ = ["json_schema", "read", "read_balance", "read_plan", "read_profile", "read_run"]
+__all__ = [
+    "json_schema",
+    "read",
+    "read_balance",
+    "read_links",
+    "read_partial",
+    "read_plan",
+    "read_profile",
+    "read_run",
+    "stage_lines",
+]
 
-Value = Profile | Plan | RunReport | Balance
+Value = Profile | Plan | RunReport | Balance | Links | Partial
 
 _TYPES: dict[str, type[Value]] = {
     PROFILE_SCHEMA: Profile,
     PLAN_SCHEMA: Plan,
     RUN_SCHEMA: RunReport,
     BALANCE_SCHEMA: Balance,
+    LINKS_SCHEMA: Links,
+    PARTIAL_SCHEMA: Partial,
 }
 _MADE_BY = {
     "profile": "gpipe-plan profile MODEL.py",
     "plan": "gpipe-plan solve",
     "run": "torchrun … train.py --report run.json",
     "balance": "gpipe-plan emit",
+    "links": "torchrun --nproc-per-node K -m planner profile-links",
+    "partial": "gpipe-plan profile MODEL.py",
 }
 
 
@@ -45,14 +61,14 @@ def read(path: str) -> Value:
     return _read(path, None)
 
 
-def read_profile(path: str) -> Profile:
-    """The profile in `path`; raises as `read`."""
-    return cast("Profile", _read(path, PROFILE_SCHEMA))
+def read_profile(path: str, text: str | None = None) -> Profile:
+    """The profile in `path`, or in `text`, which is then only called `path`; raises as `read`."""
+    return cast("Profile", _read(path, PROFILE_SCHEMA, text))
 
 
-def read_plan(path: str) -> Plan:
-    """The plan in `path`; raises as `read`."""
-    return cast("Plan", _read(path, PLAN_SCHEMA))
+def read_plan(path: str, text: str | None = None) -> Plan:
+    """The plan in `path`, or in `text`, which is then only called `path`; raises as `read`."""
+    return cast("Plan", _read(path, PLAN_SCHEMA, text))
 
 
 def read_balance(path: str) -> Balance:
@@ -65,20 +81,30 @@ def read_run(path: str) -> RunReport:
     return cast("RunReport", _read(path, RUN_SCHEMA))
 
 
-def _read(path: str, wanted: str | None) -> Value:
-    document = Document.parse(path, _read_text(path, wanted))
+def read_links(path: str) -> Links:
+    """The measured links in `path`; raises as `read`."""
+    return cast("Links", _read(path, LINKS_SCHEMA))
+
+
+def read_partial(path: str) -> Partial:
+    """The interrupted profile in `path`; raises as `read`."""
+    return cast("Partial", _read(path, PARTIAL_SCHEMA))
+
+
+def _read(path: str, wanted: str | None, text: str | None = None) -> Value:
+    document = Document.parse(path, _read_text(path, wanted) if text is None else text)
     schema = _schema(document, wanted)
     if schema == RUN_SCHEMA:
         _read_losses(document.content)
     try:
-        text = json.dumps(document.content)
-        value = TypeAdapter(_TYPES[schema]).validate_json(text, strict=True)
+        plain = json.dumps(document.content)
+        value = TypeAdapter(_TYPES[schema]).validate_json(plain, strict=True)
     except ValidationError as error:
         keys = _Keys(_TYPES[schema])
         raise document.refuse(
             _most_telling([_explain(e, document, keys) for e in error.errors(include_url=False)])
         ) from None
-    problems = list(problems_of(value, every_number=_ODD_NUMBER.search(text) is not None))
+    problems = list(problems_of(value, every_number=_ODD_NUMBER.search(plain) is not None))
     if problems:
         raise document.refuse(problems)
     return value
@@ -86,6 +112,14 @@ def _read(path: str, wanted: str | None) -> Value:
 
 _ODD_NUMBER = re.compile(r"[:,\[] -?\d[\d.]*[eE]|[:,\[] ?-|\d{18}|Infinity|NaN")
 """What a number looks like that may be negative or very large. Most files have none, and are spared a look at each."""
+
+
+def stage_lines(path: str) -> tuple[int, ...]:
+    """The line of every stage in the plan in `path`, from 1; none where it cannot be read again."""
+    if path == "-":
+        return ()
+    document = Document.parse(path, _read_text(path, PLAN_SCHEMA))
+    return tuple(document.lines["stages", k] for k in range(len(document.content["stages"])))
 
 
 def _read_text(path: str, wanted: str | None) -> str:
@@ -187,7 +221,7 @@ def _schema(document: Document, wanted: str | None) -> str:
         found = json.dumps(found)
     if wanted is not None and found in _TYPES and found != wanted:
         raise FileError(
-            f"is a {_kind(found)}, a {_kind(wanted)} is needed", path=document.path, line=document.lines["schema",]
+            f"is a {_called(found)}, a {_called(wanted)} is needed", path=document.path, line=document.lines["schema",]
         )
     if found not in _TYPES:
         same_kind = [name for name in _TYPES if _kind(name) == _kind(str(found))]
@@ -207,8 +241,12 @@ def _kind(schema: str) -> str:
     return parts[1] if len(parts) == 3 else schema
 
 
+def _called(schema: str) -> str:
+    return {"links": "list of links", "partial": "partial profile"}.get(_kind(schema), _kind(schema))
+
+
 def json_schema(kind: str) -> dict[str, Any]:
-    """The JSON Schema of `profile`, `plan` or `run`."""
+    """The JSON Schema of a kind of file, such as `profile`."""
     by_kind = {_kind(schema): value for schema, value in _TYPES.items()}
     schema = TypeAdapter(by_kind[kind]).json_schema()
     # The dataclass has a default for it, the file must not.

@@ -1,6 +1,6 @@
 """A user's model.py to a chain of layers. Shared by profiler and executor."""
 
 from planner.model.chain import Chain, Layer, chain_of
-from planner.model.load import Batch, LoadedModel, load_model
+from planner.model.load import Batch, LoadedModel, load_model, model_of
 
-__all__ = ["Batch", "Chain", "Layer", "LoadedModel", "chain_of", "load_model"]
+__all__ = ["Batch", "Chain", "Layer", "LoadedModel", "chain_of", "load_model", "model_of"]

@@ -1,13 +1,14 @@
 """A model as a chain of layers: layer l maps what crosses boundary l-1 to what crosses boundary l.
 
-What crosses a boundary is any nest of tuples, lists and dicts of tensors. For an `nn.Sequential` a layer is a child,
-nested ones flattened; the layer's name is its module path.
+For an `nn.Sequential` a layer is a child, nested ones flattened; the layer's name is its module path, and what crosses
+a boundary is any nest of tuples, lists and dicts of tensors. Any other model is cut where its outline says: a layer is
+part of its own forward, named after the largest module in it, and what crosses a boundary is a tuple of tensors.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +16,25 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
-from planner.core.profile import Setting
+from planner.core.profile import Granularity, Setting
+from planner.model.ghosts import storage_of
+from planner.model.outline import Outline, outline_of
+from planner.model.stage import ModelStage
 
-__all__ = ["Chain", "Layer", "chain_digest", "chain_of", "run_layers", "tied_parameters"]
+__all__ = ["Chain", "Layer", "chain_digest", "chain_of", "run_layers", "shared_parameters", "tied_parameters"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: `name` is its path in the model."""
+    """One layer: `name` is its path in the model, or that of the largest module in it (`#2` where there is another)."""
 
     name: str
     module: nn.Module
 
     def parameter_names(self) -> dict[str, nn.Parameter]:
         """Full parameter name in the model to parameter."""
-        return {f"{self.name}.{name}": parameter for name, parameter in self.module.named_parameters()}
+        prefix = "" if isinstance(self.module, ModelStage) else f"{self.name}."
+        return {f"{prefix}{name}": parameter for name, parameter in self.module.named_parameters()}
 
 
 @dataclass(frozen=True)
@@ -37,34 +42,86 @@ class Chain:
     """The layers of a model in execution order."""
 
     layers: tuple[Layer, ...]
+    model: nn.Module
+    outline: Outline | None = None
+    """Where it is cut, unless it is a Sequential."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Module path of every layer."""
+        """Name of every layer."""
         return tuple(layer.name for layer in self.layers)
 
+    def stage(self, first: int, end: int) -> nn.Module:
+        """Layers `first`..`end - 1` as one module, whose parameters have the names they have in the model.
 
-def chain_of(model: nn.Module) -> Chain:
-    """The chain of an `nn.Sequential`.
+        It takes what crosses the boundary in front of it (the first stage: the model's inputs), and returns what
+        crosses the one behind (the last: the model's output). The modules are the model's own.
+        """
+        if self.outline is None:
+            return _Layers(self.layers[first:end])
+        return ModelStage(self.outline, self.model, first, end)
+
+
+class _Layers(nn.Module):
+    """Layers of a Sequential."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self._layers = [layer.module for layer in layers]
+        for layer in layers:
+            register(self, layer.name, layer.module)
+
+    def forward(self, value: Any) -> Any:
+        return run_layers(self._layers, value)
+
+
+def chain_of(
+    model: nn.Module, example_inputs: Callable[[int], Any] | None = None, granularity: Granularity = "coarse"
+) -> Chain:
+    """The chain of a model.
+
+    Args:
+        model: The model.
+        example_inputs: Inputs for so many samples; only an `nn.Sequential` can do without.
+        granularity: About one layer per block, or also parts of blocks; a Sequential is always cut into its children.
 
     Raises:
-        ModelError: The model is of another kind, or empty.
+        ModelError: It is empty, has parameters without a shape, cannot be run, or cannot be cut anywhere.
     """
-    if not _is_plain_sequential(model):
-        raise ModelError(
-            f"the model is a {type(model).__name__}; only an nn.Sequential can be cut so far",
-            hint="write its forward as an nn.Sequential of layers (tuples of tensors may pass between them)",
-        )
-    layers = tuple(_flatten(model, ""))
-    lazy = [layer.name for layer in layers if any(map(is_lazy, layer.module.parameters()))]
+    lazy = [path for path, module in model.named_modules() if any(map(is_lazy, module._parameters.values()))]
     if lazy:
         raise ModelError(
             f'layer "{lazy[0]}" has parameters without a shape before the model has run (a lazy module)',
             hint="give its size, or run the model once in `build_model`",
         )
-    if not layers:
-        raise ModelError("the model is an empty nn.Sequential: there is nothing to plan")
-    return Chain(layers)
+    if _is_plain_sequential(model):
+        layers = tuple(_flatten(model, ""))
+        if not layers:
+            raise ModelError("the model is an empty nn.Sequential: there is nothing to plan")
+        return Chain(layers, model)
+    if example_inputs is None:
+        raise ModelError(
+            f"the model is a {type(model).__name__}; to cut anything but an nn.Sequential its inputs must be known",
+            hint="define `example_batch(batch_size)`",
+        )
+    return outlined(outline_of(model, example_inputs, granularity), model)
+
+
+def outlined(outline: Outline, model: nn.Module) -> Chain:
+    """The chain of another instance of the model that an outline is of."""
+    stages = (ModelStage(outline, model, n, n + 1) for n in range(len(outline.names)))
+    return Chain(tuple(map(Layer, outline.names, stages)), model, outline)
+
+
+def register(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Makes `module` a descendant of `root` under its dotted path, so that parameters keep their original names."""
+    *path, last = name.split(".")
+    for part in path:
+        below = root._modules.get(part)
+        if below is None:
+            root._modules[part] = below = nn.Module()
+        root = below
+    root._modules[last] = module
 
 
 def run_layers(layers: Sequence[nn.Module], value: Any) -> Any:
@@ -74,18 +131,27 @@ def run_layers(layers: Sequence[nn.Module], value: Any) -> Any:
     return value
 
 
-def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Parameter name to the names in other layers that share its storage; only those that share."""
+def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
+    """(layer, name of the parameter there) of all that lie in the same storage; only those of several layers."""
     by_storage: dict[int, list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.parameter_names().items():
             by_storage.setdefault(_storage_key(parameter), []).append((index, name))
-    tied = {}
-    for owners in by_storage.values():
+    return [owners for owners in by_storage.values() if len({index for index, _ in owners}) > 1]
+
+
+def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
+    """Parameter name to the names in other layers that share its storage; only those that share.
+
+    The name of a layer stands for its parameter where that is called after another module than the layer: a parameter
+    that no module of the layer owns, or that several layers own under the same name.
+    """
+    tied: dict[str, tuple[str, ...]] = {}
+    for owners in shared_parameters(layers):
         for index, name in owners:
-            others = tuple(other for other_index, other in owners if other_index != index)
-            if others:
-                tied[name] = others
+            others = [(layers[n].name, other) for n, other in owners if n != index]
+            told = [other if other.startswith(f"{layer}.") else layer for layer, other in others]
+            tied[name] = tuple(dict.fromkeys((*tied.get(name, ()), *told)))
     return tied
 
 
@@ -94,7 +160,9 @@ def chain_digest(chain: Chain, settings: dict[str, Setting]) -> str:
 
     Weights do not count, so it can be taken on the meta device.
     """
-    content = {"settings": settings, "layers": [_described(layer) for layer in chain.layers]}
+    content: dict[str, Any] = {"settings": settings, "layers": [_described(layer) for layer in chain.layers]}
+    if chain.outline is not None:
+        content |= {"model": _described(Layer("", chain.model)), "crossings": chain.outline.described}
     return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -130,5 +198,5 @@ def _flatten(container: nn.Module, prefix: str) -> Iterator[Layer]:
 
 
 def _storage_key(parameter: nn.Parameter) -> int:
-    # Tensors on the meta device have no memory to compare: there only the very same tensor counts as tied.
-    return id(parameter) if parameter.is_meta else parameter.untyped_storage().data_ptr() or id(parameter)
+    key: int = storage_of(parameter)._cdata
+    return key

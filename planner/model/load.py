@@ -1,6 +1,7 @@
 """A user's model.py: what it offers, found by name, called with the user's settings."""
 
 import contextlib
+import copy
 import importlib.util
 import inspect
 import math
@@ -9,7 +10,7 @@ import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.core.errors import FileError, ModelError, UsageError
-from planner.core.profile import Setting
+from planner.core.profile import Granularity, Setting
+from planner.model.chain import Chain, chain_of
 from planner.model.inputs import input_tensor
+from planner.model.nests import tensors_in
 from planner.model.optimizers import optimizer_builder
 
-__all__ = ["Batch", "LoadedModel", "load_model"]
+__all__ = ["Batch", "LoadedModel", "load_model", "model_of"]
 
 
 class Batch(NamedTuple):
@@ -52,7 +55,16 @@ class LoadedModel:
     build_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
+    granularity: Granularity = "coarse"
     notes: tuple[str, ...] = field(default=())
+
+    def chain(self, model: nn.Module) -> Chain:
+        """The chain of `model`, an instance of this one.
+
+        Raises:
+            ModelError: It cannot be run on its example batch, or not be cut.
+        """
+        return chain_of(model, lambda size: self.example_batch(size).inputs, self.granularity)
 
 
 def load_model(
@@ -61,6 +73,7 @@ def load_model(
     settings: Mapping[str, str] | None = None,
     inputs: Sequence[str] = (),
     optimizer: str | None = None,
+    granularity: Granularity = "coarse",
 ) -> LoadedModel:
     """The model in `path/to/model.py[:ENTRY]`.
 
@@ -70,6 +83,7 @@ def load_model(
         settings: `--set` values as typed; their types come from the entry's signature.
         inputs: `--input` shapes, where the file has no `example_batch`.
         optimizer: Name of an optimizer, which then takes the place of the file's `build_optimizer`.
+        granularity: How finely a model that is no Sequential is cut.
 
     Raises:
         FileError: No such file, or not a Python file.
@@ -77,28 +91,31 @@ def load_model(
         UsageError: A setting that the entry does not have or that is not of its type.
     """
     path, module, entry = _import(source)
-    entry_name, build_model, typed = _builder(path, module, entry, dict(settings or {}))
-    notes = []
-    if not hasattr(module, "loss_fn"):
-        notes.append(f"{path} has no `loss_fn(output, target)`: the mean of the output is trained")
-    example = _example_batch(path, module, typed, tuple(inputs))
-    for name in ("loss_fn", "build_optimizer", "train_batches"):
-        if not callable(getattr(module, name, len)):
-            raise ModelError(f"{path}: `{name}` is a {type(getattr(module, name)).__name__}, not a function")
-    own_optimizer = getattr(module, "build_optimizer", None) if optimizer is None else None
-    build, name_of_it = optimizer_builder(own_optimizer, optimizer or "adamw")
-    return LoadedModel(
-        source=f"{path}:{entry_name}",
-        settings=typed,
-        inputs=tuple(inputs),
-        build=build_model,
-        example_batch=example,
-        loss_fn=getattr(module, "loss_fn", _mean_of_output),
-        build_optimizer=_checked_optimizer(path, build),
-        train_batches=getattr(module, "train_batches", None),
-        optimizer_name=name_of_it,
-        notes=tuple(notes),
+    return _loaded(path, module, entry, settings=settings, inputs=inputs, optimizer=optimizer, granularity=granularity)
+
+
+def model_of(
+    model: Any,
+    *,
+    example_batch: Callable[[int], tuple[Any, Any]] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    inputs: Sequence[str] = (),
+    optimizer: str | None = None,
+    granularity: Granularity = "coarse",
+) -> LoadedModel:
+    """A model that is no file: a copy of `model`, with what a model.py would say of it.
+
+    Raises:
+        ModelError: Not an `nn.Module`, or nothing is known of its inputs.
+    """
+    module = ModuleType("given")
+    given = {"model": copy.deepcopy(model), "example_batch": example_batch, "loss_fn": loss_fn}
+    vars(module).update({name: value for name, value in given.items() if value is not None})
+    loaded = _loaded(
+        "the model", module, "model", settings=None, inputs=inputs, optimizer=optimizer, granularity=granularity
     )
+    # There is no file that a script could train.
+    return replace(loaded, source="")
 
 
 @contextmanager
@@ -128,6 +145,44 @@ def user_code(path: str, what: str) -> Iterator[None]:
 
 
 # Private functions
+
+
+def _loaded(
+    path: str,
+    module: ModuleType,
+    entry: str | None,
+    *,
+    settings: Mapping[str, str] | None,
+    inputs: Sequence[str],
+    optimizer: str | None,
+    granularity: Granularity,
+) -> LoadedModel:
+    """What `module`, which stands at `path`, offers."""
+    entry_name, build_model, typed = _builder(path, module, entry, dict(settings or {}))
+    notes = []
+    if not hasattr(module, "loss_fn"):
+        notes.append(
+            f"{path} has no `loss_fn(output, target)`: the output's own `.loss` is trained, or its mean if it has none"
+        )
+    example = _example_batch(path, module, typed, tuple(inputs))
+    for name in ("loss_fn", "build_optimizer", "train_batches"):
+        if not callable(getattr(module, name, len)):
+            raise ModelError(f"{path}: `{name}` is a {type(getattr(module, name)).__name__}, not a function")
+    own_optimizer = getattr(module, "build_optimizer", None) if optimizer is None else None
+    build, name_of_it = optimizer_builder(own_optimizer, optimizer or "adamw")
+    return LoadedModel(
+        source=f"{path}:{entry_name}",
+        settings=typed,
+        inputs=tuple(inputs),
+        build=build_model,
+        example_batch=example,
+        loss_fn=getattr(module, "loss_fn", _loss_of_output),
+        build_optimizer=_checked_optimizer(path, build),
+        train_batches=getattr(module, "train_batches", None),
+        optimizer_name=name_of_it,
+        granularity=granularity,
+        notes=tuple(notes),
+    )
 
 
 def _import(source: str) -> tuple[str, ModuleType, str | None]:
@@ -295,8 +350,11 @@ def _checked_optimizer(
     return checked
 
 
-def _mean_of_output(output: Any, _target: Any) -> Tensor:
-    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def _loss_of_output(output: Any, _target: Any) -> Tensor:
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return own
+    tensors = [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
     if not tensors:
         raise ModelError("the model's output holds no floating-point tensor", hint="define `loss_fn(output, target)`")
     return torch.stack([tensor.float().mean() for tensor in tensors]).mean()

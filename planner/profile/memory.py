@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
 from planner.core.profile import BoundaryTensor, MemoryDetail
+from planner.model.ghosts import storage_of
 from planner.model.meter import Meter
 from planner.profile.units import Unit, UnitInput
 
@@ -61,12 +62,13 @@ def start_backward(outputs: Sequence[Any]) -> Tensor | None:
 class _GradientSource(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
+        # Without numbers, so that they hold no memory; of their kind, so that ghosts get ghosts.
+        ctx.like = [(output.new_empty(0), output.shape) for output in outputs]
         return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> Any:
-        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return tuple(like.new_ones(shape) for like, shape in ctx.like)
 
 
 class _Pass:
@@ -115,7 +117,7 @@ def _boundaries(unit: Unit, given: UnitInput) -> tuple[tuple[BoundaryTensor, ...
     fixed = _storages([*unit.module.parameters(), *unit.module.buffers()])
     tensors = (output for output in outputs if isinstance(output, Tensor))
     output_sizes = [0 if _key(output) in fixed else _own_bytes(output) for output in tensors]
-    watched = [StorageWeakRef(t.untyped_storage()) for t in (*values, *outputs) if isinstance(t, Tensor)]
+    watched = [StorageWeakRef(storage_of(t)) for t in (*values, *outputs) if isinstance(t, Tensor)]
     values.clear()
     outputs.clear()
     kept = [not watch.expired() for watch in watched]
@@ -141,12 +143,12 @@ def _versions(values: Sequence[Any]) -> list[int]:
 
 
 def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
+    key: int = storage_of(tensor)._cdata
     return key
 
 
 def _own_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+    return storage_of(tensor).nbytes()
 
 
 def _storages(values: Sequence[Any]) -> dict[int, int]:

@@ -1,33 +1,52 @@
 """Model to profile: traces the units, measures each distinct one, and writes down what every layer costs."""
 
+import gc
 import platform
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from planner.core.costs import saved_bytes
-from planner.core.errors import UsageError
+from planner.core.errors import MeasurementError, ModelError, UsageError
+from planner.core.partial import Measurement, Partial
 from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
-from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
+from planner.core.rates import Rates, rates_of
+from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
+from planner.model.lean import fill
 from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, keep_freed_memory
-from planner.model.meter import meter_for
-from planner.profile.clocks import clock_for
+from planner.model.meter import Meter, meter_for
+from planner.profile.clocks import Clock, clock_for
+from planner.profile.estimate import GhostMeter, RooflineClock, ghostly
 from planner.profile.flops import forward_flops
 from planner.profile.memory import measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
-from planner.profile.timing import Times, measure_times
-from planner.profile.units import Unit, trace_units
+from planner.profile.passing import passing_us
+from planner.profile.regret import regret
+from planner.profile.structure import find_chain
+from planner.profile.timing import Samples, Times, enough_to_leave_the_cache, measure_times, time_once, times_of
+from planner.profile.units import Unit, UnitInput, trace_units, with_values
 
-__all__ = ["ProfileOptions", "profile_model"]
+__all__ = ["InterruptedProfileError", "ProfileOptions", "profile_model"]
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being measured, how many measurements are done, and how many there are."""
+"""Called with what is being measured, how much is done, and how much there is; larger micro-batches count for more."""
+
+_REGRET = 0.01
+"""Repeats suffice when others would lead to a plan that is slower by less than this."""
+
+_ESTIMATE = "estimate:"
+
+_MEMORY_PASSES = 6
+"""How many timed passes a memory record takes, about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,44 +57,99 @@ class ProfileOptions:
     device: str = "cpu"
     threads: int = 1
     repeats: int = 10
+    """At least so many timed repeats of every layer."""
+    time_budget_s: float = 60.0
+    """More repeats than that are begun only so long after the first; 0: none, and nothing is said about it."""
+    until_memory_ends: bool = False
+    """Whether sizes for which memory does not suffice are left out, rather than an error."""
 
 
-def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progress = lambda *_: None) -> Profile:
+class InterruptedProfileError(KeyboardInterrupt):
+    """Ctrl-C, with what had been measured by then."""
+
+    def __init__(self, partial: Partial) -> None:
+        super().__init__()
+        self.partial = partial
+
+
+def profile_model(
+    loaded: LoadedModel,
+    options: ProfileOptions,
+    progress: Progress = lambda *_: None,
+    *,
+    warn: Callable[[str], None] = lambda _: None,
+    earlier: Partial | None = None,
+) -> Profile:
     """Measures every layer of the model at every micro-batch size. The model is left as it was.
+
+    Args:
+        loaded: The model.
+        options: How.
+        progress: Called before each measurement.
+        warn: Called with what the user should know.
+        earlier: What an interrupted run measured; used if it was of the same model in the same environment.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
         UsageError: The device does not exist here.
+        MeasurementError: Memory does not suffice.
+        InterruptedProfileError: Ctrl-C.
     """
-    device = device_of(options.device)
+    rates = rates_of(options.device.removeprefix(_ESTIMATE)) if options.device.startswith(_ESTIMATE) else None
+    device = torch.device("cpu") if rates is not None else device_of(options.device)
     torch.set_num_threads(options.threads)
     if device.type == "cpu":
         keep_freed_memory()
-    model = loaded.build().to(device)
-    chain = chain_of(model)
-    with untouched(model):
-        measured = _Measured(loaded, chain, options, device, progress)
-        layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
+    chain, lean = find_chain(loaded, device)
+    if rates is not None and not lean:
+        raise ModelError(
+            "the model cannot be estimated: its layers ask for the values of tensors",
+            hint="measure it: `--device cuda` on the machine that has one, or `--device cpu`",
+        )
+    model = chain.model
+    described = describe_device(device) if rates is None else estimated_device(rates)
+    kept = _Kept(_header(loaded, model, chain, described, options.threads))
+    if earlier is not None:
+        kept.take_over(earlier, warn)
+    try:
+        with untouched(model), nullcontext() if rates is None else ghostly(chain):
+            make = _Measured if rates is None else partial(_Estimated, rates=rates)
+            measured = make(loaded, chain, options, device, kept, lean=lean, progress=progress, warn=warn)
+            layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
+    except KeyboardInterrupt as error:
+        raise InterruptedProfileError(kept.partial()) from error
     return Profile(
+        generator=GENERATOR,
+        model=kept.header.model,
+        device=kept.header.device,
+        environment=kept.header.environment,
+        optimizer=loaded.optimizer_name,
+        optimizer_peak="sum" if measured.optimizer_peaks_add else "largest",
+        micro_batch_sizes=tuple(measured.sizes),
+        layers=layers,
+    )
+
+
+def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, device: Device, threads: int) -> Partial:
+    return Partial(
         generator=GENERATOR,
         model=Model(
             source=loaded.source,
             settings=loaded.settings,
             inputs=loaded.inputs,
+            granularity=loaded.granularity,
             digest=chain_digest(chain, loaded.settings),
             parameters=sum(p.numel() for p in model.parameters()),
         ),
-        device=describe_device(device),
+        device=device,
         environment=Environment(
             torch=str(torch.__version__),
             python=platform.python_version(),
             dtype=str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch."),
-            threads=options.threads,
+            threads=threads,
         ),
         optimizer=loaded.optimizer_name,
-        optimizer_peak="sum" if measured.optimizer_peaks_add else "largest",
-        micro_batch_sizes=options.micro_batch_sizes,
-        layers=layers,
+        measurements=(),
     )
 
 
@@ -86,7 +160,8 @@ def device_of(name: str) -> torch.device:
         UsageError: Unknown, or not on this machine.
     """
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        raise UsageError(f"unknown device `{name}`", hint="use `--device cpu` or `--device cuda`")
+        hint = "use `--device cpu`, `--device cuda`, or without the device itself `--device estimate:h100`"
+        raise UsageError(f"unknown device `{name}`", hint=hint)
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"no CUDA device here for `--device {name}`", hint="profile on the machine that has it")
     return torch.device(name)
@@ -98,6 +173,11 @@ def describe_device(device: torch.device) -> Device:
         properties = torch.cuda.get_device_properties(device)
         return Device(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
     return Device(kind="cpu", name=cpu_name())
+
+
+def estimated_device(rates: Rates) -> Device:
+    """Name and memory of a device that is not here."""
+    return Device(kind="cuda", name=rates.full_name, memory_bytes=rates.memory_bytes, how="estimated")
 
 
 @contextmanager
@@ -121,43 +201,189 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
+class _Kept:
+    """What takes long to measure, so that an interrupted run can hand it on."""
+
+    def __init__(self, header: Partial) -> None:
+        self.header = header
+        self.memory: dict[tuple[str, int], MemoryDetail] = {}
+        self.samples: Samples = {}
+
+    def take_over(self, earlier: Partial, warn: Callable[[str], None]) -> None:
+        """Uses what was measured before, if everything it depends on is the same."""
+        differences = earlier.differences(self.header)
+        if differences:
+            warn(f"what an interrupted run measured is of no use ({', '.join(differences)} changed): starting over")
+            return
+        for one in earlier.measurements:
+            key = (one.digest, one.micro_batch_size)
+            self.memory[key] = one.memory
+            self.samples[key] = list(zip(one.forward_us, one.backward_us, strict=True))
+
+    def partial(self) -> Partial:
+        """Everything so far, as a file holds it."""
+        measurements = [
+            Measurement(
+                digest=digest,
+                micro_batch_size=size,
+                memory=memory,
+                forward_us=tuple(forward for forward, _ in self.samples.get((digest, size), ())),
+                backward_us=tuple(backward for _, backward in self.samples.get((digest, size), ())),
+            )
+            for (digest, size), memory in self.memory.items()
+        ]
+        return replace(self.header, measurements=tuple(measurements))
+
+
 class _Measured:
     """All measurements of the distinct units of a chain."""
 
     def __init__(
-        self, loaded: LoadedModel, chain: Chain, options: ProfileOptions, device: torch.device, progress: Progress
+        self,
+        loaded: LoadedModel,
+        chain: Chain,
+        options: ProfileOptions,
+        device: torch.device,
+        kept: _Kept,
+        *,
+        lean: bool,
+        progress: Progress,
+        warn: Callable[[str], None],
     ) -> None:
         self.chain = chain
-        self.sizes = options.micro_batch_sizes
+        self.sizes: list[int] = []
+        self.memory, self._samples = kept.memory, kept.samples
+        self.units = tuple[Unit, ...]()
+        self._distinct: dict[str, Unit] = {}
+        self._lean = lean
+        self._inputs: dict[tuple[str, int], UnitInput] = {}
+        self._loaded, self._options, self._device = loaded, options, device
+        self._progress, self._warn = progress, warn
+        self._done = self._total = 0
+        self._meter, self._clock = self._instruments()
         self.tied = tied_parameters(chain.layers)
-        self.units, inputs = trace_units(chain, loaded, self.sizes, device)
-        distinct: Sequence[Unit] = list({unit.digest: unit for unit in self.units}.values())
-        total = len(inputs) + len(distinct) + len(inputs) * (options.repeats + 2)
-        done = iter(range(total + 1))
-        meter, clock = meter_for(device), clock_for(device, options.threads)
-
-        def step(what: str) -> None:
-            progress(what, next(done), total)
-
-        self.memory: dict[tuple[str, int], MemoryDetail] = {}
-        by_digest = {unit.digest: unit for unit in distinct}
-        for key, given in inputs.items():
-            step(by_digest[key[0]].name)
-            self.memory[key] = measure_memory(by_digest[key[0]], given, meter)
+        self._measure_memory()
         self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
         self.optimizer: dict[str, OptimizerCost] = {}
-        self.flops: dict[str, int] = {}
-        for unit in distinct:
-            step(unit.name)
-            self.optimizer[unit.digest] = measure_optimizer(
-                unit.module, loaded.build_optimizer, meter=meter, clock=clock, repeats=options.repeats
+        self._measure_optimizer()
+        self._measure_times()
+        self.passing = passing_us(self._distinct, self._inputs, clock=self._clock, repeats=options.repeats)
+        # Once more, at another time: its few steps in a row may all have met a busy machine.
+        self._measure_optimizer()
+
+    def _instruments(self) -> tuple[Meter, Clock]:
+        return meter_for(self._device), clock_for(self._device, self._options.threads)
+
+    def _measure_memory(self) -> None:
+        """Size by size, as far as memory suffices."""
+        for size in self._options.micro_batch_sizes:
+            failed = False
+            try:
+                inputs = self._records_at(size)
+            except Exception as error:
+                if not _out_of_memory(error):
+                    raise
+                failed = True
+            if failed:
+                # Behind the handler, where the error no longer holds on to the tensors of the failed attempt.
+                self._without(size)
+                return
+            self._inputs |= inputs
+            self.sizes.append(size)
+
+    def _records_at(self, size: int) -> dict[tuple[str, int], UnitInput]:
+        units, traced = trace_units(self.chain, self._loaded, (size,), self._device, ghosts=self._lean)
+        if not self.units:
+            self._know(units)
+        # A unit is known by its trace at the first size.
+        inputs: dict[tuple[str, int], UnitInput] = {}
+        for known, now in zip(self.units, units, strict=True):
+            if (known.digest, size) not in inputs:
+                inputs[known.digest, size] = self._with_values(traced[now.digest, size])
+        missing = [key for key in inputs if key not in self.memory]
+        for digest, _ in self._steps(missing, passes=_MEMORY_PASSES):
+            self.memory[digest, size] = measure_memory(self._distinct[digest], inputs[digest, size], self._meter)
+        return inputs
+
+    def _know(self, units: tuple[Unit, ...]) -> None:
+        self.units = units
+        self._distinct = {unit.digest: unit for unit in reversed(units)}
+        measured = [unit.module for digest in self._distinct for unit in enough_to_leave_the_cache(units, digest)]
+        fill(measured, self.chain.model, self._device)
+
+    def _with_values(self, given: UnitInput) -> UnitInput:
+        return with_values(given, self._device)
+
+    def _without(self, size: int) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        if not self.sizes:
+            raise MeasurementError(
+                f"out of memory at micro-batch size {size}, the smallest",
+                hint="profile on a device with more memory, or a smaller model",
             )
-            self.flops[unit.digest] = forward_flops(unit, inputs[unit.digest, self.sizes[0]])
-        largest = max(distinct, key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
-        self.optimizer_peaks_add = peaks_add(largest.module, loaded.build_optimizer, meter=meter)
-        self.times: dict[tuple[str, int], Times] = measure_times(
-            distinct, inputs, clock=clock, repeats=options.repeats, progress=step
+        if not self._options.until_memory_ends:
+            fitting = ",".join(map(str, self.sizes))
+            raise MeasurementError(f"out of memory at micro-batch size {size}", hint=f"use `--batch-sizes {fitting}`")
+        self._warn(f"out of memory at micro-batch size {size}: sizes up to {self.sizes[-1]} are measured")
+
+    def _measure_optimizer(self) -> None:
+        build = self._loaded.build_optimizer
+        first = self.sizes[0]
+        self.flops: dict[str, int] = {}
+        # Parameters and gradients of all layers.
+        between_bytes = 2 * sum(p.nbytes for layer in self.chain.layers for p in layer.module.parameters())
+        for digest, _ in self._steps([(digest, first) for digest in self._distinct]):
+            cost = measure_optimizer(
+                self._distinct[digest].module,
+                build,
+                meter=self._meter,
+                clock=self._clock,
+                repeats=self._options.repeats,
+                between_bytes=between_bytes,
+            )
+            known = self.optimizer.get(digest, cost)
+            self.optimizer[digest] = replace(cost, step_us=min(cost.step_us, known.step_us))
+            self.flops[digest] = forward_flops(self._distinct[digest], self._inputs[digest, first])
+        largest = max(self._distinct.values(), key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
+        self.optimizer_peaks_add = peaks_add(largest.module, build, meter=self._meter)
+
+    def _measure_times(self) -> None:
+        started = time.monotonic()
+
+        def doubtful() -> bool:
+            if not self._options.time_budget_s:
+                return False
+            share = self._regret()
+            if share >= _REGRET and time.monotonic() - started > self._options.time_budget_s:
+                self._warn(_too_noisy(share, self._options.time_budget_s))
+                return False
+            return share >= _REGRET
+
+        for key in self._inputs:
+            self._samples.setdefault(key, [])
+        measure_times(
+            self.units,
+            self._inputs,
+            self._samples,
+            clock=self._clock,
+            repeats=self._options.repeats,
+            doubtful=doubtful,
+            progress=self._steps,
         )
+        self.times = {key: times_of(self._samples[key], self._clock) for key in self._inputs}
+
+    def _regret(self) -> float:
+        chain = [unit.digest for unit in self.units]
+        return regret(chain, {key: self._samples[key] for key in self._inputs}, self._clock.typical_us)
+
+    def _steps(self, keys: Sequence[tuple[str, int]], passes: int = 1) -> Iterator[tuple[str, int]]:
+        """Announces one measurement after the other."""
+        self._total += passes * sum(size for _, size in keys)
+        for digest, size in keys:
+            self._progress(self._distinct[digest].name, self._done, self._total)
+            yield digest, size
+            self._done += passes * size
 
     def layer(self, n: int) -> LayerProfile:
         """What layer `n` costs."""
@@ -177,7 +403,10 @@ class _Measured:
             tied_bytes=tied_bytes,
             optimizer_us=round(optimizer.step_us, 1),
             optimizer_peak_bytes=optimizer.peak_bytes,
-            forward_us=tuple(round(t.forward_us, 1) for t in times),
+            forward_us=tuple(
+                round(max(0.0, t.forward_us - self.passing[unit.digest, size]), 1)
+                for t, size in zip(times, self.sizes, strict=True)
+            ),
             backward_us=tuple(round(t.backward_us, 1) for t in times),
             spread=tuple(round(t.spread, 4) for t in times),
             output_bytes=tuple(sum(t.bytes for t in d.outputs) for d in details),
@@ -193,9 +422,70 @@ class _Measured:
 
     def _ties(self, layer: Layer) -> tuple[tuple[str, ...], int]:
         mine = {name: parameter for name, parameter in layer.parameter_names().items() if name in self.tied}
-        others = [other for name in mine for other in self.tied[name]]
+        others = [other for name in mine for other in self.tied[name] if other != layer.name]
         return tuple(dict.fromkeys(others)), sum(parameter.nbytes for parameter in mine.values())
+
+
+class _Estimated(_Measured):
+    """The same of layers that only seem to run."""
+
+    def __init__(self, *args: Any, rates: Rates, **kwargs: Any) -> None:
+        self._rates = rates
+        super().__init__(*args, **kwargs)
+
+    def _instruments(self) -> tuple[Meter, Clock]:
+        self._roofline = RooflineClock(self._rates)
+        return GhostMeter(), self._roofline
+
+    def _know(self, units: tuple[Unit, ...]) -> None:
+        self.units = units
+        self._distinct = {unit.digest: unit for unit in reversed(units)}
+
+    def _with_values(self, given: UnitInput) -> UnitInput:
+        return given
+
+    def _measure_times(self) -> None:
+        self.times = {}
+        for key in self._steps(list(self._inputs)):
+            forward_us, backward_us = time_once(self._distinct[key[0]], self._inputs[key], self._clock)
+            self.times[key] = Times(forward_us=forward_us, backward_us=backward_us, spread=0.0)
+
+    def _measure_optimizer(self) -> None:
+        one = self._loaded.build_optimizer(iter([nn.Parameter(torch.zeros(1))]))
+        # On a GPU torch's optimizers take all parameters at once unless told otherwise; a copy of them is transient.
+        self.optimizer_peaks_add = one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
+        self.flops = {}
+        for digest, unit in self._distinct.items():
+            cost = measure_optimizer(
+                unit.module, self._loaded.build_optimizer, meter=self._meter, clock=self._clock, repeats=1
+            )
+            peak_bytes = sum(p.nbytes for p in unit.module.parameters() if p.requires_grad)
+            self.optimizer[digest] = replace(cost, peak_bytes=peak_bytes) if self.optimizer_peaks_add else cost
+            given = self._inputs[digest, self.sizes[0]]
+            self._roofline.time_us(partial(_run, unit, given))
+            self.flops[digest] = self._roofline.flops
+
+
+def _run(unit: Unit, given: UnitInput) -> None:
+    unit.run(given.fresh(), given)
 
 
 def _made(detail: MemoryDetail) -> int:
     return sum(tensor.bytes for tensor in detail.outputs if tensor.alias < 0)
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Whether it, or what caused it, is a device or the machine that has no more."""
+    while error is not None:
+        # torch's allocator on the CPU has no error of its own.
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _too_noisy(share: float, budget_s: float) -> str:
+    return (
+        f"this machine is too noisy to tell the best plan: that of another run may be {share:.1%} slower or faster; "
+        f"end other programs, or allow more than `--time-budget {budget_s:g}s`"
+    )

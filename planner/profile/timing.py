@@ -2,6 +2,7 @@
 
 All layers are timed in turn, again and again, rather than each many times in a row: a machine that slows down for a
 while then slows all of them alike, and no layer finds its data in a cache that it would not find it in while training.
+For the same reason equal layers of a model take turns: one of them alone would keep its parameters in the cache.
 """
 
 import gc
@@ -9,18 +10,32 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from planner.profile.clocks import Clock
 from planner.profile.memory import start_backward
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["Times", "measure_times"]
+__all__ = ["CACHE_BYTES", "Samples", "Times", "enough_to_leave_the_cache", "measure_times", "time_once", "times_of"]
+
+CACHE_BYTES = 64 * 2**20
+"""More than a core's share of a CPU's last cache, or a GPU's L2 cache, can hold."""
 
 _WARM_UPS = 2
-"""The first passes fill caches and allocate gradients."""
+"""The first passes fill caches and let libraries choose their kernels."""
+
+_BLOCK = 5
+"""Repeats between two looks at whether they suffice."""
+
+Key = tuple[str, int]
+"""Digest of a layer, and micro-batch size."""
+
+Samples = dict[Key, list[tuple[float, float]]]
+"""Forward and backward time of every repeat, in microseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,38 +50,60 @@ class Times:
 
 def measure_times(
     units: Sequence[Unit],
-    inputs: Mapping[tuple[str, int], UnitInput],
+    inputs: Mapping[Key, UnitInput],
+    samples: Samples,
     *,
     clock: Clock,
     repeats: int,
-    progress: Callable[[str], None],
-) -> dict[tuple[str, int], Times]:
-    """Times by (unit digest, micro-batch size); gradients exist, as from the second micro-batch on.
+    doubtful: Callable[[], bool],
+    progress: Callable[[list[Key]], Iterator[Key]],
+) -> None:
+    """Adds repeats to `samples`; gradients exist, as from the second micro-batch on.
 
     Args:
-        units: One per digest.
-        inputs: What to run them on.
+        units: Every layer's.
+        inputs: What to run them on, once per digest and micro-batch size.
+        samples: What was measured before; an entry for every key of `inputs`.
         clock: The device's clock.
-        repeats: Timed passes over all layers, at least 2.
-        progress: Called with the layer's name before each timing.
+        repeats: Timed passes over all layers at least, 2 or more.
+        doubtful: Whether still more are needed, once there are so many.
+        progress: Passes on what will be measured, one by one.
     """
-    by_digest = {unit.digest: unit for unit in units}
-    forward: dict[tuple[str, int], list[float]] = {key: [] for key in inputs}
-    backward: dict[tuple[str, int], list[float]] = {key: [] for key in inputs}
+    kinds = {digest: cycle(enough_to_leave_the_cache(units, digest)) for digest, _ in inputs}
     with _no_collection():
-        for turn in range(_WARM_UPS + repeats):
-            for key, given in inputs.items():
-                unit = by_digest[key[0]]
-                progress(unit.name)
-                forward_us, backward_us = _once(unit, given, clock)
-                if turn >= _WARM_UPS:
-                    forward[key].append(forward_us)
-                    backward[key].append(backward_us)
-    return {key: _summary(clock, forward[key], backward[key]) for key in inputs}
+        for key in list(inputs) * _WARM_UPS:
+            time_once(next(kinds[key[0]]), inputs[key], clock)
+        while short := [key for key in inputs if len(samples[key]) < repeats]:
+            for key in progress(short):
+                samples[key].append(time_once(next(kinds[key[0]]), inputs[key], clock))
+        while doubtful():
+            gc.collect()
+            for key in progress(list(inputs) * _BLOCK):
+                samples[key].append(time_once(next(kinds[key[0]]), inputs[key], clock))
 
 
-def _once(unit: Unit, given: UnitInput, clock: Clock) -> tuple[float, float]:
-    values: list[Any] = [v.clone() if isinstance(v, torch.Tensor) else v for v in given.fresh()]
+def times_of(samples: Sequence[tuple[float, float]], clock: Clock) -> Times:
+    """What to keep of at least 2 repeats."""
+    both = [sum(sample) for sample in samples]
+    mean = statistics.fmean(both)
+    half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
+    forward_us, backward_us = (clock.typical_us(list(times)) for times in zip(*samples, strict=True))
+    return Times(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
+
+
+def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
+    """As many of the equal layers as it takes until the first one's parameters are no longer in the cache."""
+    equal = [unit for unit in units if unit.digest == digest]
+    size = sum(parameter.nbytes for parameter in equal[0].module.parameters())
+    return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
+
+
+def time_once(unit: Unit, given: UnitInput, clock: Clock) -> tuple[float, float]:
+    """Forward and backward time of one micro-batch in microseconds, gradients being there."""
+    for parameter in unit.module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    values: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in given.fresh()]
     outputs: list[Any] = []
     forward_us = clock.time_us(lambda: outputs.extend(unit.run(values, given)))
     started = start_backward(outputs)
@@ -74,17 +111,6 @@ def _once(unit: Unit, given: UnitInput, clock: Clock) -> tuple[float, float]:
         return forward_us, 0.0
     outputs.clear()
     return forward_us, clock.time_us(started.backward)
-
-
-def _summary(clock: Clock, forward: list[float], backward: list[float]) -> Times:
-    both = [f + b for f, b in zip(forward, backward, strict=True)]
-    mean = statistics.fmean(both)
-    half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
-    return Times(
-        forward_us=clock.typical_us(forward),
-        backward_us=clock.typical_us(backward),
-        spread=half_width / mean if mean else 0.0,
-    )
 
 
 @contextmanager

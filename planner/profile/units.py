@@ -7,6 +7,7 @@ trace of operators it runs (operator, shapes, dtypes, numbers); units with the s
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
 from planner.model.chain import Chain
+from planner.model.ghosts import Ghost
 from planner.model.load import Batch, LoadedModel, to_device, user_code
+from planner.model.recording import as_ghosts
+from planner.model.stage import ModelStage
 
-__all__ = ["Unit", "UnitInput", "trace_units"]
+__all__ = ["Unit", "UnitInput", "trace_units", "with_values"]
 
 
 @dataclass(frozen=True)
@@ -62,30 +66,42 @@ class Unit:
 
 
 def trace_units(
-    chain: Chain, loaded: LoadedModel, sizes: Sequence[int], device: torch.device
+    chain: Chain, loaded: LoadedModel, sizes: Sequence[int], device: torch.device, *, ghosts: bool = False
 ) -> tuple[tuple[Unit, ...], dict[tuple[str, int], UnitInput]]:
     """The unit of every layer, and for every distinct unit its input at every micro-batch size.
+
+    Args:
+        chain: The layers; their parameters need memory only without `ghosts`.
+        loaded: The model they are of.
+        sizes: Micro-batch sizes.
+        device: Where the inputs are wanted.
+        ghosts: Finds shapes alone, without the values of parameters: nothing is computed, and tensors between layers
+            are ghosts. Raises `NeedsValuesError`, or whatever else comes of it, where a layer asks for values.
 
     Raises:
         ModelError: A layer does not run on what the layer before it returned.
     """
     inputs: dict[tuple[str, int], UnitInput] = {}
     digests: list[str] = []
-    for n, size in enumerate(sizes):
-        batch = _batch(loaded, size, device)
-        value = _detached(batch.inputs)
-        for index, layer in enumerate(chain.layers):
-            last = index == len(chain.layers) - 1
-            given = _given(value, batch.targets if last else None)
-            tracer = _Tracer()
-            with tracer, saved_tensors_hooks(tracer.saved, _as_it_was):
-                value = _call(layer.name, layer.module, value, size)
-                if last:
-                    _check_loss(loaded, chain, value, batch.targets)
-            if n == 0:
-                digests.append(_digest(tracer.trace, given, last=last))
-            inputs.setdefault((digests[index], size), given)
-            value = _detached(value)
+    with as_ghosts(chain.model) if ghosts else nullcontext():
+        for n, size in enumerate(sizes):
+            batch = loaded.example_batch(size) if ghosts else _on(loaded.example_batch(size), device)
+            value = _detached(batch.inputs)
+            for index, layer in enumerate(chain.layers):
+                last = index == len(chain.layers) - 1
+                given = _given(value, batch.targets if last else None)
+                tracer = _Tracer()
+                if isinstance(layer.module, ModelStage):
+                    # How many modules a stage passes over on the way to its own says nothing about its own.
+                    layer.module.call_when_begun(tracer.trace.clear)
+                with tracer, saved_tensors_hooks(tracer.saved, _as_it_was):
+                    value = _call(layer.name, layer.module, value, size)
+                    if last:
+                        _check_loss(loaded, chain, value, batch.targets)
+                if n == 0:
+                    digests.append(_digest(tracer.trace, given, last=last))
+                inputs.setdefault((digests[index], size), given)
+                value = _detached(value)
     units = tuple(
         Unit(layer.name, layer.module, loaded.loss_fn if layer is chain.layers[-1] else None, digest)
         for layer, digest in zip(chain.layers, digests, strict=True)
@@ -93,8 +109,20 @@ def trace_units(
     return units, inputs
 
 
-def _batch(loaded: LoadedModel, size: int, device: torch.device) -> Batch:
-    batch = loaded.example_batch(size)
+def with_values(given: UnitInput, device: torch.device) -> UnitInput:
+    """The same input with random numbers in place of ghosts; the costs of layers do not depend on them."""
+    values = [_stand_in(value, device) if isinstance(value, Ghost) else value for value in given.values]
+    return UnitInput(tuple(to_device(values, device)), given.spec, to_device(given.targets, device))
+
+
+def _stand_in(ghost: Ghost, device: torch.device) -> Tensor:
+    tensor = torch.empty_strided(ghost.size(), ghost.stride(), dtype=ghost.dtype, device=device)
+    if not tensor.is_floating_point():
+        return tensor.zero_()
+    return tensor.normal_().requires_grad_(ghost.requires_grad)
+
+
+def _on(batch: Batch, device: torch.device) -> Batch:
     return Batch(to_device(batch.inputs, device), to_device(batch.targets, device))
 
 

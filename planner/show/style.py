@@ -33,6 +33,8 @@ class Glyphs:
     """Fills of a device's chunks, which take turns."""
     backward: str
     """Likewise."""
+    shades: str
+    """From light to dark, five of them."""
     memory: str
     """One fill for each kind of `StageMemory.items()`, in that order."""
 
@@ -51,6 +53,7 @@ UNICODE: Final = Glyphs(
     cap="│",
     forward="░▒",
     backward="▓█",
+    shades="·░▒▓█",
     memory="█▓▒▀░▄▌·",
 )
 ASCII: Final = Glyphs(
@@ -67,6 +70,7 @@ ASCII: Final = Glyphs(
     cap="|",
     forward="-=",
     backward="#%",
+    shades=".:=%#",
     memory="#=%b:~*.",
 )
 

@@ -12,7 +12,7 @@ columns, so boxes never overlap and a box thinner than a column may vanish.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import ceil, floor, log10
+from math import floor
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -21,6 +21,7 @@ from planner.core.simulate import Event
 from planner.core.units import format_us
 from planner.show.numbers import TimeScale, percent
 from planner.show.rendering import flow, heading, render
+from planner.show.scale import nice
 from planner.show.style import Glyphs, Style
 
 __all__ = ["Box", "Scale", "boxes_of", "idle_share", "timeline_parts", "timeline_text"]
@@ -173,7 +174,7 @@ def _look(box: Box, ink: int | None = None, *, bold: bool = False) -> str:
 
 
 def _axis(scale: Scale, margin: int, glyphs: Glyphs) -> list[Text]:
-    step_us = _nice(scale.total_us * _MIN_TICK_COLUMNS / scale.columns)
+    step_us = nice(scale.total_us * _MIN_TICK_COLUMNS / scale.columns)
     unit = TimeScale.fitting([scale.total_us])
     line = [glyphs.rule] * scale.columns
     labels = [" "] * scale.columns
@@ -187,12 +188,6 @@ def _axis(scale: Scale, margin: int, glyphs: Glyphs) -> list[Text]:
         Text(" " * margin + "".join(line), style="dim"),
         Text(unit.unit.rjust(margin - 1) + " " + "".join(labels)),
     ]
-
-
-def _nice(least: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below `least`."""
-    power: float = 10.0 ** ceil(log10(least))
-    return next(power * part for part in (0.2, 0.5, 1.0) if power * part >= least * (1 - 1e-9))
 
 
 def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> Text:

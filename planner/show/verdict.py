@@ -4,21 +4,29 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from planner.core.verdict import Finding, Verdict
+from planner.core.findings import Finding
+from planner.core.verdict import Verdict
+from planner.show.comparison import difference_parts
 from planner.show.memory import memory_parts
+from planner.show.numbers import counted
 from planner.show.rendering import BLANK, plain, render
 from planner.show.style import Style
 
-__all__ = ["verdict_text"]
+__all__ = ["answer", "verdict_text"]
 
-_COLORS = {"error": "bold red", "warning": "bold yellow"}
+_COLORS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def verdict_text(verdict: Verdict, style: Style) -> str:
-    """Every finding with its code and hint, the memory of the plan as recomputed, and the answer on the last line."""
+    """Every finding with its hint, what would fit, what differs, the memory of the plan as recomputed, the answer."""
     parts: list[RenderableType] = []
     for finding in verdict.findings:
         parts += [*_finding(finding, style), BLANK]
+    if verdict.would_fit:
+        lines = [Text("what would fit:"), *(Text(f"      {plain(line, style)}") for line in verdict.would_fit)]
+        parts += [*lines, BLANK]
+    if verdict.difference is not None:
+        parts += [*difference_parts(verdict.difference, style), BLANK]
     if verdict.plan is not None:
         plan = verdict.plan
         parts += [*memory_parts(plan.stages, style, num_devices=plan.num_devices), BLANK]
@@ -33,12 +41,19 @@ def _finding(finding: Finding, style: Style) -> list[RenderableType]:
     return parts
 
 
+def answer(verdict: Verdict) -> str:
+    """Whether it fits, and how many findings there are."""
+    severities = [finding.severity for finding in verdict.findings]
+    counts = [counted(severities.count(name), name) for name in ("error", "warning", "note") if name in severities]
+    words = "fits"
+    if not verdict.fits:
+        stale = any(finding.code.startswith("GP2") for finding in verdict.findings if finding.severity == "error")
+        # Without a recomputed plan nothing was weighed: the plan belongs to another profile.
+        words = "does not fit this profile" if stale and not verdict.is_over else "does not fit"
+        words = words if "error" in severities else "refused, because warnings count"
+    return f"{words} ({', '.join(counts)})" if counts else words
+
+
 def _answer(verdict: Verdict) -> Text:
-    errors = sum(finding.severity == "error" for finding in verdict.findings)
-    warnings = len(verdict.findings) - errors
-    counts = ", ".join(f"{n} {noun}{'s' * (n != 1)}" for n, noun in ((errors, "error"), (warnings, "warning")) if n)
-    if verdict.fits:
-        return Text.assemble(("fits", "bold green"), f" ({counts})" if counts else "")
-    # Without a recomputed plan nothing was weighed: the plan belongs to another profile.
-    words = "does not fit" if any(f.code == "GP101" for f in verdict.findings) else "does not fit this profile"
-    return Text.assemble((words, "bold red"), f" ({counts})")
+    words, _, counts = answer(verdict).partition(" (")
+    return Text.assemble((words, "bold green" if verdict.fits else "bold red"), f" ({counts}" if counts else "")

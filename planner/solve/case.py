@@ -76,7 +76,7 @@ class Case:
         nodes = self.cluster.inter_link is None or (
             0 < self.num_devices * self.replicas <= self.cluster.node_devices or self.cluster.node_devices == 0
         )
-        return len(caps) == len(speeds) == 1 and nodes
+        return len(caps) == len(speeds) == 1 and nodes and len(set(self.cluster.links)) <= 1
 
     @property
     def caps_bytes(self) -> tuple[float, ...]:
@@ -209,7 +209,8 @@ class Case:
         nothing = LinkTimes.of(None, self.costs)
         if self.alike:
             # Cuts at either end of the chain cross nothing, whatever the link.
-            return (LinkTimes.of(self.cluster.link, self.costs),) * (num_stages + 1)
+            link = self.cluster.links[0] if self.cluster.links else self.cluster.link
+            return (LinkTimes.of(link, self.costs),) * (num_stages + 1)
         behind = [
             LinkTimes.of(
                 self.cluster.link_behind(num_stages - 1 - level, num_devices=num_stages, replicas=self.replicas),

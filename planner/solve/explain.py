@@ -10,7 +10,7 @@ from planner.core.costs import ChainCosts
 from planner.core.errors import InfeasibleError
 from planner.core.plan import Inputs
 from planner.core.profile import Profile
-from planner.core.units import format_bytes
+from planner.core.units import bytes_option, format_bytes
 from planner.solve.case import Case
 from planner.solve.tables import width_for
 
@@ -61,7 +61,7 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
     inputs = asking.inputs
     everything = len(cases) == len(asking.cases)
     devices = f"{inputs.devices} device{'s' * (inputs.devices > 1)}"
-    cap = f"{_as_option(int(smallest_bytes))} ({_how(best, inputs)})"
+    cap = f"{bytes_option(int(smallest_bytes))} ({_how(best, inputs)})"
     if everything:
         yield f"with {devices} the smallest `--mem` is {cap}"
     else:
@@ -240,12 +240,3 @@ def _caps(inputs: Inputs) -> str:
         each = format_bytes(inputs.memory_bytes[0])
         return f"{each} on each of {inputs.devices} device{'s' * (inputs.devices > 1)}"
     return f"the caps {', '.join(format_bytes(cap) for cap in inputs.memory_bytes)}"
-
-
-def _as_option(size_bytes: int) -> str:
-    """A cap rounded up to two decimals, as `--mem` takes it."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size_bytes >= factor:
-            whole, hundredths = divmod(-(-size_bytes * 100 // factor), 100)
-            return f"{whole}{f'.{hundredths:02d}'.rstrip('0') if hundredths else ''}{unit}"
-    return f"{size_bytes}B"

@@ -94,10 +94,13 @@ def _changes(profile: Profile, request: Request) -> Iterator[tuple[str, Inputs]]
     if inputs.replicas != 1 or (inputs.devices < len(profile.layers) and request.balance is None):
         speeds = (*inputs.speeds, inputs.speeds[-1]) if inputs.speeds else ()
         caps = (*inputs.memory_bytes, inputs.memory_bytes[-1])
-        yield "one more device", replace(inputs, devices=inputs.devices + 1, memory_bytes=caps, speeds=speeds)
-    if inputs.link != Link() or inputs.inter_link is not None:
+        links = (*inputs.links, *inputs.links[-1:])
+        bigger = replace(inputs, devices=inputs.devices + 1, memory_bytes=caps, speeds=speeds, links=links)
+        yield "one more device", bigger
+    if inputs.link != Link() or inputs.inter_link is not None or inputs.links:
         inter = None if inputs.inter_link is None else _faster(inputs.inter_link)
-        yield "links twice as fast", replace(inputs, link=_faster(inputs.link), inter_link=inter)
+        links = tuple(map(_faster, inputs.links))
+        yield "links twice as fast", replace(inputs, link=_faster(inputs.link), inter_link=inter, links=links)
 
 
 def _faster(link: Link) -> Link:

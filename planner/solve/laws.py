@@ -119,7 +119,7 @@ class GPipeLaw:
         link = stages.link
         so_far = self._pass((total, most, done), link, link, link)
         longest = np.maximum(np.maximum(longest, link), stages.forward)
-        hidden = stages.forward + stages.last_backward + 2 * link + stages.received
+        hidden = stages.forward + stages.backward_alone + 2 * link + stages.received
         total, most, done = self._pass(so_far, stages.forward, stages.backward, stages.last_backward)
         return longest, most, total, done, np.maximum(stages.own, tail - hidden)
 
@@ -189,7 +189,8 @@ class OneForwardOneBackwardLaw:
         trips = (count - 1) // in_flight * (behind + forward + backward) + around
         step = forward + last + 2 * link
         longest = np.maximum(np.maximum(work, again), np.maximum(trips, longest + step))
-        return longest, behind + forward + backward, around, np.maximum(stages.own, tail - step - stages.received)
+        hidden = forward + stages.backward_alone + 2 * link + stages.received
+        return longest, behind + forward + backward, around, np.maximum(stages.own, tail - hidden)
 
     def raised(self, label: Label, ahead: Ahead) -> Label:
         """See `Law`."""

@@ -77,7 +77,7 @@ class Many:
             send_us=send,
             blocking=self._blocking,
         )
-        return pipeline + self._tail_us(first, end, forward + backward + last_again + 2 * send)
+        return pipeline + self._tail_us(first, end, forward + backward + 2 * send)
 
     def _tail_us(self, first: IntArray, end: IntArray, hidden: FloatArray) -> FloatArray:
         own = np.stack(

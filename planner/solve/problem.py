@@ -36,6 +36,8 @@ class Stages(NamedTuple):
     """Of micro-batches 0..M-2, recomputation included."""
     last_backward: FloatArray
     """Of micro-batch M-1."""
+    backward_alone: FloatArray
+    """Without any recomputation."""
     link: FloatArray
     """Shape (n, 1): time on the link behind the stage."""
     received: FloatArray
@@ -185,6 +187,7 @@ class ChainProblem:
             forward=forward + overhead + from_before,
             backward=backward + again + overhead + from_behind,
             last_backward=backward + last_again + overhead + from_behind,
+            backward_alone=backward + overhead + from_behind,
             link=behind.on_link_us[end],
             received=from_behind - from_before,
             own=self.afterwards.own_us(first, end, table.speed),

@@ -116,7 +116,7 @@ def _arcs_of(problem: ChainProblem, level: int, device: int) -> tuple[NDArray[An
     row, column = np.nonzero(np.isfinite(stages.forward))
     at = stages.at(row, column)
     link = problem.links[level + 1].on_link_us[at.first]
-    hidden = at.forward + at.last_backward + at.received
+    hidden = at.forward + at.backward_alone + at.received
     device_of = np.full(len(row), device)
     return device_of, at.first, at.end, at.forward, at.backward, at.last_backward, link, at.own, hidden, at.choice
 

@@ -45,12 +45,17 @@ class Request:
     """`auto` takes the integer programme only for what the dynamic programme cannot hold: devices in any order."""
 
 
-def solve(profile: Profile, request: Request) -> Plan:
+def solve(profile: Profile, request: Request, *, table: CostTable | None = None) -> Plan:
     """The plan with the smallest step time under the caps.
 
     Over stage counts, cuts, M, recomputation, and where they are left open schedules, chunks and replicas. Among plans
     of equal step time the one with the lowest peak memory, then the fewest bytes moved, then the evenest stages is
     taken, then the first found in a fixed order: the same question always gets the same answer.
+
+    Args:
+        profile: What the layers cost.
+        request: The question.
+        table: The profile's costs, if they were read before: for many questions on one profile.
 
     Raises:
         UsageError: The question contradicts itself or the profile.
@@ -58,7 +63,7 @@ def solve(profile: Profile, request: Request) -> Plan:
     """
     _check_request(profile, request)
     deadline = None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
-    cases = cases_of(profile, request)
+    cases = cases_of(profile, request, table=table)
     best: Answer | None = None
     bound_us, complete = inf, True
     # The most promising case first: its plan rules most others out by their bounds.
@@ -127,7 +132,7 @@ def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
     return replace(plan, solver=replace(plan.solver, status="feasible", gap=gap, lower_bound_us=bound_us))
 
 
-def cases_of(profile: Profile, request: Request) -> list[Case]:
+def cases_of(profile: Profile, request: Request, *, table: CostTable | None = None) -> list[Case]:
     """Every combination of schedule, chunks, replicas and M that may be tried."""
     inputs = request.inputs
     names = [layer.name for layer in profile.layers]
@@ -136,7 +141,7 @@ def cases_of(profile: Profile, request: Request) -> list[Case]:
         apart=_named(inputs.apart, names, "--apart"),
         balance=request.balance,
     )
-    table = CostTable(profile)
+    table = table or CostTable(profile)
     costs: dict[int, ChainCosts] = {}
     cases = []
     for replicas in _replica_counts(inputs):
@@ -252,6 +257,12 @@ def _check_request(profile: Profile, request: Request) -> None:
         raise UsageError(f"{len(inputs.memory_bytes)} caps for {num_devices} devices: one for each is needed")
     if inputs.speeds and len(inputs.speeds) != num_devices:
         raise UsageError(f"{len(inputs.speeds)} speeds for {num_devices} devices: one for each is needed")
+    if inputs.links and len(inputs.links) < num_devices - 1:
+        raise UsageError(
+            f"{len(inputs.links)} links between neighbours for {num_devices} devices: {num_devices - 1} are needed",
+            hint=f"measure them between {num_devices} processes: "
+            f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
+        )
     _check_replicas(inputs)
     if num_devices > num_layers and inputs.replicas == 1:
         raise UsageError(
@@ -283,8 +294,9 @@ def _check_solver(request: Request) -> None:
         raise UsageError(f"{what} plans for the GPipe schedule only, not `{inputs.schedule}`")
     if inputs.recompute == "layers":
         raise UsageError(f"{what} recomputes stage by stage only", hint="use `--recompute auto`")
-    if inputs.any_order and inputs.inter_link is not None:
-        raise UsageError(f"{what} and nodes: which link lies between two stages would depend on the order")
+    if inputs.any_order and (inputs.inter_link is not None or inputs.links):
+        known = "links" if inputs.links else "nodes"
+        raise UsageError(f"{what} and {known}: which link lies between two stages would depend on the order")
 
 
 def _check_replicas(inputs: Inputs) -> None:

@@ -279,6 +279,9 @@ def test_an_output_that_is_a_folder_is_named(here: Path, capsys: Capsys, argumen
         ((*SOLVE, "--link", "5GB/s,5"), ["`5`"]),
         ((*SOLVE, "--link", "5GB/s,5us,sometimes"), ["`sometimes`"]),
         ((*SOLVE, "--overhead", "1"), ["`1`"]),
+        ((*SOLVE, "--links", "l.yaml", "--link", "1GB/s"), ["`--links l.yaml`", "`--link 1GB/s`"]),
+        ((*SOLVE, "--links", "l.yaml", "--inter-link", "1GB/s"), ["`--links l.yaml`", "`--inter-link 1GB/s`"]),
+        (("solve", "--nodes", "2x1", "--links", "l.yaml"), ["`--links l.yaml`", "`--nodes 2x1`"]),
         ((*SOLVE, "--reserve", "1"), ["`1`"]),
         ((*SOLVE, "--headroom", "5"), ["`5`"]),
         ((*SOLVE, "--headroom", "100%"), ["`100%`"]),
@@ -330,6 +333,9 @@ def test_refusals_say_what_to_do(here: Path, capsys: Capsys) -> None:
         (("--optimizer", "magic"), ["`magic`"]),
         (("--repeat", "1"), ["--repeat 1"]),
         (("--threads", "0"), ["--threads 0"]),
+        (("--time-budget", "60"), ["`60`", "has no unit"]),
+        (("--batch", "0"), ["--batch 0"]),
+        (("--batch", "8", "--batch-sizes", "1,2"), ["`--batch 8` and `--batch-sizes 1,2`"]),
         (("--set", "depth=3"), ["`depth`"]),
         (("--set", "width"), ["--set width"]),
         (("--set", "width=wide"), ["--set width=wide", "integer"]),
@@ -401,7 +407,7 @@ BODY = BUILD + EXAMPLE + LOSS
         pytest.param(MODEL + "build_model = 42\n", "`build_model`", id="build-is-a-number"),
         pytest.param(HEAD + EXAMPLE + "model = 42\n", "`model`", id="model-is-a-number"),
         pytest.param(MODEL + "def build_model(): return nn.Sequential()\n", "empty nn.Sequential", id="no-layers"),
-        pytest.param(MODEL + "def build_model(): return nn.Linear(8, 4)\n", "the model is a Linear", id="one-layer"),
+        pytest.param(MODEL + "def build_model(): return nn.Linear(8, 4)\n", "(Linear) cannot be cut", id="one-layer"),
         pytest.param(
             MODEL + "def build_model(): return nn.Sequential(nn.LazyLinear(4))\n", 'layer "0"', id="lazy-layer"
         ),
@@ -476,10 +482,28 @@ def test_a_finished_model_takes_no_settings(here: Path, capsys: Capsys) -> None:
     assert "takes no `--set width" in refused(capsys, here, "profile", "bad.py", "--set", "width=3").error
 
 
-def test_a_model_that_is_no_sequential_is_refused(here: Path, capsys: Capsys) -> None:
-    """A U-Net's skips cannot be cut yet, and that is what is said."""
-    done = refused(capsys, here, "profile", str(SAMPLE_MODELS / "unet.py"), *FAST)
-    assert "the model is a UNet; only an nn.Sequential can be cut" in done.error
+_NOISY = """
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    def forward(self, value):
+        noise = torch.randn_like(value)
+        for layer in self.layers:
+            value = layer(value + noise)
+        return value
+def build_model(): return Noisy()
+"""
+
+
+def test_a_model_that_cannot_be_cut_says_where_and_why(here: Path, capsys: Capsys) -> None:
+    """The same noise for all layers would have to be drawn on every stage."""
+    write_model(here, MODEL + _NOISY, name="bad.py")
+    done = refused(capsys, here, "profile", "bad.py", *FAST)
+    assert 'the model (Noisy) cannot be cut: behind "layers.0": random numbers are drawn' in done.error
+    assert refused(capsys, here, "profile", "bad.py", "--granularity", "tiny").error.startswith(
+        "error: unknown `--granul"
+    )
 
 
 def test_batch_norm_at_one_sample_names_the_size(here: Path, capsys: Capsys) -> None:

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import planner.executor
 from planner import files
 from planner.cli.main import run
 from planner.core.errors import ExitCode
+from planner.core.plan import Plan
 from planner.core.profile import Device
 from planner.core.run_report import RunReport, StageRun
 from planner.emit import decisions_digest
@@ -40,7 +42,7 @@ from tests.support.cli import (
     write_model,
 )
 
-COMMANDS = ("profile", "solve", "emit", "check", "show", "schema")
+COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "explain", "show", "compare", "sweep", "schema")
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
 
 Capsys = pytest.CaptureFixture[str]
@@ -628,9 +630,8 @@ def test_nothing_is_emitted_from_a_stale_plan(here: Path, capsys: Capsys) -> Non
 # show
 
 
-def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
-    """The report finds plan.yaml beside it; another plan is not compared with, and a warning says so."""
-    plan = files.read_plan("plan.yaml")
+def run_of(plan: Plan) -> RunReport:
+    """The report of a short run under `plan`."""
     stages = tuple(
         StageRun(
             index=stage.index,
@@ -643,7 +644,7 @@ def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
         )
         for stage in plan.stages
     )
-    report = RunReport(
+    return RunReport(
         plan_digest=decisions_digest(plan),
         device=Device(kind="cpu"),
         losses=(1.0, 0.5),
@@ -651,6 +652,11 @@ def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
         warmup_steps=1,
         stages=stages,
     )
+
+
+def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
+    """The report finds plan.yaml beside it; another plan is not compared with, and a warning says so."""
+    report = run_of(files.read_plan("plan.yaml"))
     files.write("run.json", report)
     beside = call(capsys, "show", "run.json")
     assert (beside.code, beside.err) == (0, "")
@@ -667,10 +673,85 @@ def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
     assert json.loads(call(capsys, "show", "run.json", "--format", "json").out)["schema"] == "gpipe-plan/run/v1"
 
 
+def test_show_writes_what_is_asked_for(here: Path, capsys: Capsys) -> None:
+    """A report, a picture and a trace in one go, each said on stderr; stdout has the text as ever."""
+    text = call(capsys, "show").out
+    done = call(capsys, "show", "--html", "out/report.html", "--svg", "step.svg", "--trace", "step.json")
+    assert (done.code, done.out) == (0, text)
+    assert done.err == "wrote out/report.html\nwrote step.svg\nwrote step.json\n"
+    assert (here / "out/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert (here / "step.svg").read_text(encoding="utf-8").startswith("<svg")
+    assert json.loads((here / "step.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert call(capsys, "show", "profile.yaml", "--html", "profile.html", "-q").err == ""
+    assert "Profile of model.py" in (here / "profile.html").read_text(encoding="utf-8")
+
+
+def test_one_file_may_go_to_stdout(here: Path, capsys: Capsys) -> None:
+    """`-` takes the place of the text; two of them, or JSON beside it, are refused before anything is written."""
+    done = call(capsys, "show", "--svg", "-")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("<svg")
+    assert done.out.endswith("</svg>\n")
+    before = visible(here)
+    for arguments in (("--svg", "-", "--trace", "-"), ("--html", "-", "--format", "json")):
+        assert call(capsys, "show", *arguments).code == 2
+    assert call(capsys, "show", "--html", "a.html", "--svg", "profile.yaml/x.svg").code == 2
+    assert visible(here) == before
+
+
+def test_only_plans_have_a_timeline(here: Path, capsys: Capsys) -> None:
+    """A profile gives a report, but neither picture nor trace; `--run` goes with a plan."""
+    for option in ("--svg", "--trace"):
+        done = call(capsys, "show", "profile.yaml", option, "x")
+        assert done.code == 2
+        assert f"`{option}` needs a plan" in done.error
+    assert "`--run` goes with a plan" in call(capsys, "show", "profile.yaml", "--run", "run.json").error
+    assert not (here / "x").exists()
+
+
+def test_a_run_is_shown_from_either_side(here: Path, capsys: Capsys) -> None:
+    """`show plan.yaml --run run.json` and `show run.json` write the same report; a run of another plan is left out."""
+    plan = files.read_plan("plan.yaml")
+    files.write("run.json", run_of(plan))
+    beside = call(capsys, "show", "--run", "run.json", "--html", "a.html")
+    assert "predicted" in beside.out
+    assert call(capsys, "show", "run.json", "--html", "b.html").code == 0
+    page = (here / "a.html").read_text(encoding="utf-8")
+    assert page == (here / "b.html").read_text(encoding="utf-8")
+    assert "Median of 1 steps" in page
+
+    (here / "profile.yaml").rename(here / "moved.yaml")
+    alone = call(capsys, "show", "run.json", "--html", "c.html")
+    assert alone.code == 0
+    assert alone.err.startswith("warning: profile.yaml is not there")
+    assert call(capsys, "show", "run.json", "--profile", "moved.yaml", "--html", "c.html").err == "wrote c.html\n"
+    (here / "moved.yaml").rename(here / "profile.yaml")
+
+    assert call(capsys, *SOLVE[:5], "--balance", "3,2").code == 0
+    other = call(capsys, "show", "--run", "run.json")
+    assert (other.code, other.err) == (
+        0,
+        "warning: run.json is of another plan than plan.yaml: nothing to compare with\n",
+    )
+
+
+@pytest.mark.parametrize("columns", ["60", "120"])
+def test_show_is_ascii_where_the_terminal_is(here: Path, capsys: Capsys, columns: str) -> None:
+    """With an ASCII stream, no locale and no colour, plan, profile and run are told in ASCII, and files stay UTF-8."""
+    files.write("run.json", run_of(files.read_plan("plan.yaml")))
+    plain = {"PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C", "NO_COLOR": "1", "COLUMNS": columns}
+    for name in ("plan.yaml", "profile.yaml", "run.json"):
+        shown = spawn(["show", name, "--html", "report.html"], here, **plain)
+        assert shown.code == 0, shown.err
+        assert shown.out.isascii()
+        assert "\x1b" not in shown.out
+        assert "·" in (here / "report.html").read_text(encoding="utf-8")
+
+
 # Help, version, schema
 
 
-@pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run"])
+@pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run", "links", "partial"])
 def test_schema_prints_a_json_schema(capsys: Capsys, kind: str) -> None:
     """One document, of an object whose `schema` key is the kind's."""
     done = call(capsys, "schema", kind)
@@ -688,12 +769,16 @@ def test_version_names_what_the_numbers_depend_on(capsys: Capsys) -> None:
 
 
 OPTIONS = {
-    "profile": "--output --batch-sizes --device --optimizer --set --input --format --quiet --debug",
-    "solve": "--devices --mem --batch --micro-batches --recompute --link --reserve --headroom --balance --output",
+    "profile-links": "--output --device --format --quiet",
+    "profile": "--output --batch-sizes --batch --repeat --time-budget --device --optimizer --set --input --format",
+    "solve": "--devices --mem --batch --micro-batches --recompute --link --links --reserve --headroom --balance",
     "emit": "--output --profile --force --quiet",
-    "check": "--mem --headroom --profile --format --quiet",
-    "show": "--plan --profile --format",
-    "schema": "profile|plan|balance|run",
+    "check": "--mem --device --headroom --against --strict --profile --format --quiet",
+    "explain": "--format",
+    "compare": "--format",
+    "sweep": "--devices --mem --batch --schedule --recompute --link --headroom --time-limit --output --format",
+    "show": "--plan --profile --run --html --svg --trace --format",
+    "schema": "profile|plan|balance|run|links|partial",
 }
 
 
@@ -804,15 +889,55 @@ def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen[str]") -> None:
-    """Exit code 130, no traceback, no half-written file."""
+    """Exit code 130, no traceback, no half-written profile; what was measured is kept."""
     assert profiling.stderr is not None
     assert profiling.stderr.readline().startswith("profiling model.py")
+    time.sleep(2)
     profiling.send_signal(signal.SIGINT)
     out, err = profiling.communicate(timeout=60)
     assert (profiling.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert "bug" not in err
-    assert visible(empty) == {"model.py"}
+    assert err.endswith("wrote profile.yaml.partial: the same command goes on from there\n")
+    assert visible(empty) == {"model.py", "profile.yaml.partial", ".cache"}
+    assert files.read_partial("profile.yaml.partial").measurements
+
+
+def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the partial file, which is gone in the end; of another optimizer it is of no use, and that is said."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    command_line = ("profile", "model.py", *FAST)
+    for options, told in (((), "note: going on from profile.yaml.partial"), (("--optimizer", "sgd"), "starting over")):
+        with monkeypatch.context() as patch:
+            patch.setattr("planner.profile.profiler.measure_times", interrupted)
+            stopped = call(capsys, *command_line)
+        assert (stopped.code, visible(empty)) == (130, {"model.py", "profile.yaml.partial"})
+        assert stopped.err.endswith("wrote profile.yaml.partial: the same command goes on from there\n")
+        assert "profile.yaml.partial is an unfinished profile" in call(capsys, "show", "profile.yaml.partial").error
+        done = call(capsys, *command_line, *options)
+        assert (done.code, visible(empty)) == (0, {"model.py", "profile.yaml"})
+        assert told in done.err
+        (empty / "profile.yaml").unlink()
+
+
+def test_a_spoilt_partial_profile_is_refused(empty: Path, capsys: Capsys) -> None:
+    """With file and line; it may be somebody's, so nothing is overwritten."""
+    (empty / "profile.yaml.partial").write_text("schema: gpipe-plan/partial/v1\nwhat: 1\n")
+    done = call(capsys, "profile", "model.py", *FAST)
+    assert done.code == 2
+    assert "profile.yaml.partial:1: error: `generator`: is missing" in done.err
+    assert visible(empty) == {"model.py", "profile.yaml.partial"}
+
+
+def test_auto_sizes_go_up_to_the_batch(empty: Path, capsys: Capsys) -> None:
+    """Powers of two, and the batch itself."""
+    fast = ("--repeat", "2", "--time-budget", "0s")
+    for options, sizes in (((), (1, 2, 4, 8)), (("--batch", "6"), (1, 2, 4, 6)), (("--batch", "1"), (1,))):
+        assert call(capsys, "profile", "model.py", *fast, *options).code == 0
+        assert files.read_profile("profile.yaml").micro_batch_sizes == sizes
 
 
 def test_an_interrupt_while_writing_leaves_nothing_behind(

@@ -31,3 +31,19 @@ def test_the_prediction_of_memory_comes_true_and_the_loss_falls(
     assert sum(report.losses[-5:]) < sum(report.losses[:5])
     assert len(report.step_us) == 30
     assert run(["show", "run.json"]) == 0
+
+
+def test_a_model_of_transformers_goes_the_same_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is; its memory comes true too, and it trains on its own loss."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    model = str(ROOT / "tests/support/models/tiny_gpt2.py")
+    sizes = ["--batch-sizes", "2,4", "--set", "width=128"]
+    assert run(["profile", model, "--repeat", "2", "--granularity", "fine", *sizes]) == 0
+    assert run(["solve", "--devices", "2", "--mem", "2GB", "--batch", "8", "--recompute", "always"]) == 0
+    assert run(["emit"]) == 0
+    torchrun(2, ["train.py", "--steps", "4", "--report", "run.json"], tmp_path)
+    plan, report = read_plan("plan.yaml"), read_run("run.json")
+    assert len(report.losses) == 4
+    for predicted, measured in zip(plan.stages, report.stages, strict=True):
+        assert 0.99 <= predicted.memory.total / measured.peak_bytes <= 1.05

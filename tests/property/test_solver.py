@@ -100,6 +100,27 @@ def test_gpipe_on_unlike_devices_equals_brute_force(problem: Problem) -> None:
         first_by_rank(problem, plan)
 
 
+@pytest.mark.parametrize(
+    "features",
+    [
+        pytest.param(Features(links=True), id="gpipe"),
+        pytest.param(Features(links=True, unlike=True), id="gpipe-unlike"),
+        pytest.param(Features(links=True, replicas=(0, 1, 2)), id="replicas"),
+        pytest.param(Features(links=True, schedules=("1f1b",)), id="1f1b"),
+        pytest.param(Features(links=True, schedules=("interleaved",), chunks=(2,)), id="interleaved"),
+    ],
+)
+def test_links_that_differ_one_by_one_equal_brute_force(features: Features) -> None:
+    """A link for every boundary: as many as there are, or one more than is needed."""
+
+    @examples(50)
+    @given(problems(features))
+    def equal(problem: Problem) -> None:
+        compared(problem)
+
+    equal()
+
+
 @examples(100)
 @given(problems(REPLICAS))
 def test_replicas_equal_brute_force(problem: Problem) -> None:

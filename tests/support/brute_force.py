@@ -209,11 +209,11 @@ class Block:
     @cached_property
     def pairs(self) -> FloatArray:
         """Forward + backward of each stage for a micro-batch that is not the last one; shape (N, S)."""
-        forward, backward, _, _ = self._times
+        forward, backward, _, _, _ = self._times
         return forward + backward
 
     @cached_property
-    def _times(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    def _times(self) -> tuple[FloatArray, ...]:
         cluster, tables = cluster_of(self.inputs), self.tables
         speeds = np.array([cluster.speed(d) for d in self.devices * self.chunks])
         forward, backward, again, last_again = (
@@ -221,12 +221,12 @@ class Block:
         )
         over = cluster.overhead_us
         sends = self._links[0][np.arange(len(speeds)), self.cuts[:, 1:]]
-        return forward + over, backward + again + over, backward + last_again + over, sends
+        return forward + over, backward + again + over, backward + last_again + over, backward + over, sends
 
     @cached_property
     def step_us(self) -> FloatArray:
         """Simulated, with the optimizers' steps; shape (N,)."""
-        forward, backward, last, sends = self._times
+        forward, backward, last, alone, sends = self._times
         pipeline = makespans(
             self.actions,
             forward_us=forward,
@@ -246,7 +246,7 @@ class Block:
             for s in range(d, num * self.chunks, num):
                 own[:, d] += table[self.cuts[:, s], self.cuts[:, s + 1]]
             tail = np.maximum(tail, own[:, d] - hidden)
-            hidden = hidden + forward[:, d] + last[:, d] + 2 * sends[:, d]
+            hidden = hidden + forward[:, d] + alone[:, d] + 2 * sends[:, d]
         total: FloatArray = pipeline + tail
         return total
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from planner.core.balance import Balance, StageBalance
 from planner.core.cluster import ExecutorCost, Link
+from planner.core.links import Links, MeasuredLink
+from planner.core.partial import Measurement, Partial
 from planner.core.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
 from planner.core.profile import Device, Environment, Generator, LayerProfile, Model, Profile
 from planner.core.run_report import RunReport, StageRun
@@ -33,6 +35,7 @@ def full_layer(n: int) -> LayerProfile:
     )
     return LayerProfile(
         name=f"h.{n}",
+        modules=(f"h.{n}", f"dropout.{n}"),
         digest=f"{n:08x}",
         parameter_bytes=1000 + n,
         gradient_bytes=500,
@@ -106,6 +109,7 @@ def fullest_plan() -> Plan:
         batch=2 * plan.inputs.batch,
         inter_link=Link(latency_us=9.0, bytes_per_s=1e9),
         node_devices=1,
+        links=(Link(latency_us=1.5, bytes_per_s=1e8),) * (plan.inputs.devices - 1),
         allreduce=Link(bytes_per_s=2e9),
         chunks=2,
         replicas=2,
@@ -148,6 +152,39 @@ def full_run() -> RunReport:
             StageRun(
                 index=0, first="h.0", last="h.1", forward_us=1.5, backward_us=2.5, parameter_bytes=9, peak_bytes=99
             ),
+        ),
+    )
+
+
+def full_links() -> Links:
+    """Three processes, the second link measured at no size."""
+    measured = MeasuredLink(
+        link=Link(latency_us=400.5, bytes_per_s=2.1e9, blocking=True),
+        sample_bytes=(1024, 4096),
+        sample_us=(401.0, 402.9),
+    )
+    return Links(
+        generator=GENERATOR,
+        device=Device(kind="cpu", name="x86_64"),
+        environment=Environment(torch="2.13.0", python="3.11.7"),
+        backend="gloo",
+        boundaries=(measured, MeasuredLink(link=Link())),
+    )
+
+
+def full_partial() -> Partial:
+    """Interrupted while the second size was timed."""
+    profile = full_profile()
+    one, four = profile.layers[0].detail
+    return Partial(
+        generator=GENERATOR,
+        model=profile.model,
+        device=profile.device,
+        environment=profile.environment,
+        optimizer="adamw",
+        measurements=(
+            Measurement(digest="h", micro_batch_size=1, memory=one, forward_us=(1.5, 1.4), backward_us=(2.5, 2.6)),
+            Measurement(digest="h", micro_batch_size=4, memory=four),
         ),
     )
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from planner.executor import Pipeline
 from planner.model.load import Batch, LoadedModel
+from planner.model.recording import arguments_of
 
 
 def main() -> None:
@@ -91,7 +92,8 @@ def _compare(  # noqa: PLR0917 - one row of the report
 def _backward(loaded: LoadedModel, model: nn.Module, batch: Batch, pieces: int) -> float:
     losses = []
     for piece in _pieces(batch, pieces):
-        loss = loaded.loss_fn(model(piece.inputs), piece.targets)
+        args, kwargs = arguments_of(piece.inputs) if not isinstance(model, nn.Sequential) else ((piece.inputs,), {})
+        loss = loaded.loss_fn(model(*args, **kwargs), piece.targets)
         loss.backward()
         losses.append(loss.detach())
     for parameter in model.parameters():

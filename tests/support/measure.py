@@ -62,7 +62,7 @@ def loaded_model(
 
 def profile_of_model(loaded: LoadedModel, *, sizes: Sequence[int] = (2,), repeats: int = 2) -> Profile:
     """Its profile on one CPU thread."""
-    return profile_model(loaded, ProfileOptions(micro_batch_sizes=tuple(sizes), repeats=repeats))
+    return profile_model(loaded, ProfileOptions(micro_batch_sizes=tuple(sizes), repeats=repeats, time_budget_s=0.0))
 
 
 def memory_of(module: nn.Module, value: Any) -> MemoryDetail:

@@ -47,6 +47,8 @@ class Features:
     chunks: tuple[int, ...] = (1,)
     unlike: bool = False
     """Caps and speeds that differ between devices, and links between nodes."""
+    links: bool = False
+    """Every link by itself."""
     replicas: tuple[int, ...] = (1,)
     rules: bool = False
     """Layers that must, or must not, be in one stage."""
@@ -96,6 +98,9 @@ def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:
         inputs = replace(inputs, speeds=draw(st.sampled_from([(), _drawn_speeds(draw, inputs.devices)])))
     if features.any_order:
         inputs = replace(inputs, inter_link=None, node_devices=0)
+    if features.links:
+        links = draw(st.lists(st.sampled_from(LINKS), min_size=max(1, inputs.devices - 1), max_size=inputs.devices))
+        inputs = replace(inputs, link=Link(), inter_link=None, node_devices=0, links=tuple(links))
     if features.rules:
         inputs = draw(_rules(inputs, [layer.name for layer in profile.layers]))
     space = Space(profile, inputs)

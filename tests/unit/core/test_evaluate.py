@@ -61,7 +61,7 @@ def test_stage_times_are_sums_with_recomputation_links_and_overhead() -> None:
     cluster = cluster_of(inputs_of(2, 8, link=LINK, overhead_us=0.5))
     assert stage_times(costs, partition, cluster) == (
         StageTimes(forward_us=5.5, backward_us=9.5, last_backward_us=9.5, send_us=3.0),
-        StageTimes(forward_us=4.5, backward_us=13.5, last_backward_us=13.5),
+        StageTimes(forward_us=4.5, backward_us=13.5, last_backward_us=13.5, recompute_us=4.0, last_recompute_us=4.0),
     )
 
 

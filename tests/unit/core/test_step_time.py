@@ -102,6 +102,15 @@ def test_an_optimizer_step_is_hidden_by_drain_and_fill() -> None:
     assert optimizer_tail_us(stages, [0, 0, 0]) == 0
 
 
+def test_recomputation_hides_no_optimizer_step() -> None:
+    """Behind a slower stage the drain is as long without it: more work must never seem to make a step shorter."""
+    stages = [
+        StageTimes(forward_us=4, backward_us=9, last_backward_us=9, recompute_us=4, last_recompute_us=4),
+        StageTimes(forward_us=1, backward_us=1, last_backward_us=1),
+    ]
+    assert optimizer_tail_us(stages, [0, 20]) == 20 - 4 - 5
+
+
 def test_forward_and_backward_have_separate_bottlenecks() -> None:
     """T = ΣF + (M-1) max F + ΣB + (M-1) max B, though the two maxima lie on different stages."""
     stages = [

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.executor.build import build_layers, build_structure
 from planner.executor.stage_module import shapes_of
-from planner.model.chain import Layer, chain_digest, chain_of, tied_parameters
+from planner.model.chain import chain_digest, chain_of, tied_parameters
 from planner.model.load import LoadedModel
 from tests.support.measure import loaded_model
 
@@ -116,7 +116,7 @@ def test_the_structure_can_be_run_for_its_shapes(build: Callable[[], nn.Sequenti
     """Whatever the profiler could run, the executor can cut."""
     loaded = finished(build) if ready else loaded_model(build)
     inputs = torch.randint(20, (2, 3)) if build is tied else torch.randn(2, 8)
-    shapes = shapes_of(build_structure(loaded).layers, inputs)
+    shapes = shapes_of(build_structure(loaded), inputs)
     expected = loaded.build()(inputs).shape
     assert shapes.boundaries[-1].tensors[0].shape == expected
 
@@ -126,8 +126,9 @@ def test_the_structure_can_be_run_for_its_shapes(build: Callable[[], nn.Sequenti
 def test_the_layers_are_those_of_the_seeded_model(build: Callable[[], nn.Sequential], index: int) -> None:
     """Also where the construction cannot be followed and the whole model is built."""
     torch.manual_seed(4)
-    expected = chain_of(build()).layers[index]
-    (layer,) = build_layers(loaded_model(build), [expected.name], seed=4, device=CPU)
+    chain = chain_of(build())
+    expected, n = chain.layers[index], index % len(chain.layers)
+    (layer,) = build_layers(loaded_model(build), chain, n, n + 1, seed=4, device=CPU)
     values, made = expected.module.state_dict(), layer.module.state_dict()
     assert layer.name == expected.name
     assert values.keys() == made.keys()
@@ -140,7 +141,8 @@ def test_the_layers_run(build: Callable[[], nn.Sequential]) -> None:
     torch.manual_seed(4)
     model = build().eval()
     inputs = torch.randint(20, (2, 3)) if build is tied else torch.randn(2, 8)
-    layers = build_layers(loaded_model(lambda: build().eval()), chain_of(model).names, seed=4, device=CPU)
+    chain = chain_of(model)
+    layers = build_layers(loaded_model(lambda: build().eval()), chain, 0, len(chain.layers), seed=4, device=CPU)
     value = inputs
     for layer in layers:
         value = layer.module(value)
@@ -151,7 +153,7 @@ def test_part_of_the_layers_run() -> None:
     """The same for one layer of several."""
     torch.manual_seed(4)
     model, inputs = masked(), torch.randn(2, 8)
-    (layer,) = build_layers(loaded_model(masked), ["1"], seed=4, device=CPU)
+    (layer,) = build_layers(loaded_model(masked), chain_of(model), 1, 2, seed=4, device=CPU)
     assert torch.equal(layer.module(inputs), model[1](inputs))
 
 
@@ -159,15 +161,8 @@ def test_layers_of_a_finished_model_are_its_own() -> None:
     """Its weights may come from a checkpoint: they are kept."""
     loaded = finished(plain)
     model = loaded.build()
-    layers: tuple[Layer, ...] = build_layers(loaded, ["0", "2"], seed=4, device=CPU)
-    assert [layer.module for layer in layers] == [model[0], model[2]]  # type: ignore[index]
-
-
-def test_missing_layers_are_named() -> None:
-    """With what to do."""
-    with pytest.raises(ModelError, match='no layer "7"') as refused:
-        build_layers(loaded_model(plain), ["0", "7"], seed=0, device=CPU)
-    assert "emit again" in refused.value.hint
+    layers = build_layers(loaded, chain_of(model), 1, 3, seed=4, device=CPU)
+    assert [layer.module for layer in layers] == [model[1], model[2]]  # type: ignore[index]
 
 
 def test_a_model_that_fails_says_so() -> None:
@@ -176,6 +171,6 @@ def test_a_model_that_fails_says_so() -> None:
     def broken() -> nn.Module:
         raise ModelError("model.py:3: `build_model()` raised ValueError: no")
 
-    for attempt in (build_structure, lambda loaded: build_layers(loaded, ["0"], seed=0, device=CPU)):
+    for attempt in (build_structure, lambda loaded: build_layers(loaded, chain_of(plain()), 0, 1, seed=0, device=CPU)):
         with pytest.raises(ModelError, match="raised ValueError: no"):
             attempt(loaded_model(broken))

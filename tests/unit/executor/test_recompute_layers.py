@@ -123,7 +123,7 @@ def test_loss_and_gradients_equal_the_unpipelined_model(name: str, settings: dic
     """Whichever layers are recomputed, on two micro-batches: dropout, tuples, views, in-place, ties."""
     loaded = load(name, **settings)
     batch = loaded.example_batch(2 * SIZE)
-    shapes = shapes_of(build_structure(loaded).layers, batch.inputs)
+    shapes = shapes_of(build_structure(loaded), batch.inputs)
     pieces = [tree_map_only(Tensor, lambda t, i=i: t[i * SIZE : (i + 1) * SIZE], tuple(batch)) for i in range(2)]
 
     def trained(model: nn.Module, run: Callable[[nn.Module, int], Tensor]) -> list[Tensor]:
@@ -159,7 +159,7 @@ def test_loss_and_gradients_equal_the_unpipelined_model(name: str, settings: dic
 def test_gradients_of_a_stage_in_the_middle(first: int, end: int) -> None:
     """Of what it received, too, which stays as it was: with an in-place first layer, pairs, numbers and views."""
     loaded = load("awkward", dropout="0.5")
-    shapes = shapes_of(build_structure(loaded).layers, loaded.example_batch(SIZE).inputs)
+    shapes = shapes_of(build_structure(loaded), loaded.example_batch(SIZE).inputs)
 
     def run(recomputed: Collection[int]) -> list[Tensor | None]:
         torch.manual_seed(0)
@@ -196,7 +196,7 @@ def prepared(name: str) -> tuple[LoadedModel, ChainCosts, Shapes]:
     """The model, its costs at SIZE samples per micro-batch, and what crosses its boundaries."""
     loaded = load(name)
     costs = costs_at(profile_of_model(loaded, sizes=(SIZE,)), SIZE)
-    return loaded, costs, shapes_of(build_structure(loaded).layers, loaded.example_batch(SIZE).inputs)
+    return loaded, costs, shapes_of(build_structure(loaded), loaded.example_batch(SIZE).inputs)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -293,7 +293,7 @@ def test_recomputing_saves_memory() -> None:
 
 def known(layer: nn.Module, value: Any) -> Recomputed:
     """What `shapes_of` says of a layer behind another."""
-    shapes = shapes_of([*chain_of(nn.Sequential(layer, nn.Identity())).layers], value)
+    shapes = shapes_of(chain_of(nn.Sequential(layer, nn.Identity())), value)
     return shapes.recomputed(0, 2)
 
 
@@ -420,7 +420,7 @@ def test_what_a_layer_keeps_is_never_written(layers: Sequence[nn.Module]) -> Non
     """In-place layers behind, or as, recomputed ones, in every combination."""
     model = nn.Sequential(*layers)
     loaded = loaded_model(lambda: model, 8)
-    shapes = shapes_of(build_structure(loaded).layers, torch.zeros(3, 8))
+    shapes = shapes_of(build_structure(loaded), torch.zeros(3, 8))
     value = torch.randn(3, 8)
     model(value).pow(2).sum().backward()
     expected = [p.grad for p in model.parameters()]

@@ -16,7 +16,7 @@ from planner.model.meter import CpuMeter
 
 def shapes(model: nn.Sequential, inputs: Any) -> Shapes:
     """Of the model's chain, built on the meta device."""
-    return shapes_of(chain_of(model.to("meta")).layers, inputs)
+    return shapes_of(chain_of(model.to("meta")), inputs)
 
 
 class Pair(nn.Module):

@@ -4,13 +4,15 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from planner.core.cluster import Link
 from planner.core.errors import FileError
-from planner.files import dump, read, read_balance, read_plan, read_profile, read_run
-from tests.support.file_values import full_balance, full_plan, full_profile, full_run
+from planner.files import dump, read, read_balance, read_links, read_plan, read_profile, read_run
+from tests.support.file_values import full_balance, full_links, full_partial, full_plan, full_profile, full_run
 
 PROFILE = """\
 schema: gpipe-plan/profile/v1
@@ -52,6 +54,7 @@ def test_the_sample_itself_is_read(tmp_path: Path) -> None:
         (read_plan, "gpipe-plan solve"),
         (read_run, "--report run.json"),
         (read_balance, "gpipe-plan emit"),
+        (read_links, "-m planner profile-links"),
         (read, "gpipe-plan profile MODEL.py"),
     ],
 )
@@ -175,6 +178,7 @@ def test_a_schema_of_somebody_else_is_refused(schema: str, tmp_path: Path) -> No
         (full_profile, read_plan, "is a profile, a plan is needed"),
         (full_run, read_balance, "is a run, a balance is needed"),
         (full_balance, read_run, "is a balance, a run is needed"),
+        (full_links, read_plan, "is a list of links, a plan is needed"),
     ],
 )
 def test_another_kind_of_file_is_refused(
@@ -475,3 +479,43 @@ def test_a_number_too_large_to_compute_with_is_refused(tmp_path: Path) -> None:
     """400 digits of bytes are no size; they would overflow in the cost model."""
     error = refused(PROFILE.replace("parameter_bytes: 10", "parameter_bytes: 1" + "0" * 400), tmp_path)
     assert "`layers[0].parameter_bytes`" in error.message
+
+
+@pytest.mark.parametrize(
+    ("make", "old", "new", "said"),
+    [
+        (full_links, "sample_us: [401.0, 402.9]", "sample_us: [401.0]", "`boundaries[0].sample_us`: expected 2 times"),
+        (full_links, "latency_us: 400.5", "latency_us: -1", "must not be negative"),
+        (full_links, "bytes_per_s: 2100000000.0", "bytes_per_s: fast", "expected a number"),
+        (full_links, "backend: gloo", "backend: gloo\nspeed: 1", "unknown key"),
+        (
+            full_partial,
+            "backward_us: [2.5, 2.6]",
+            "backward_us: [2.5]",
+            "`measurements[0].backward_us`: expected 2 values",
+        ),
+        (full_partial, "forward_us: [1.5, 1.4]", "forward_us: [1.5, nan]", "expected a number"),
+    ],
+)
+def test_links_and_partial_profiles_are_read_strictly(
+    make: Callable[[], object], old: str, new: str, said: str, tmp_path: Path
+) -> None:
+    """With line and key."""
+    text = dump(make())
+    assert old in text, text
+    error = refused(text.replace(old, new, 1), tmp_path)
+    assert said in error.message
+    assert error.line is not None
+
+
+def test_no_links_at_all_are_refused(tmp_path: Path) -> None:
+    """A pipeline of one device has none, and needs no file."""
+    text = dump(full_links())
+    assert "at least one link" in refused(text[: text.index("boundaries:")] + "boundaries: []\n", tmp_path).message
+
+
+def test_a_plan_needs_a_link_for_every_boundary(tmp_path: Path) -> None:
+    """If it has links at all."""
+    plan = full_plan()
+    inputs = replace(plan.inputs, devices=3, memory_bytes=(10**6,) * 3, links=(Link(),))
+    assert "expected 2 links" in refused(dump(replace(plan, inputs=inputs)), tmp_path).message

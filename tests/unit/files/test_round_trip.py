@@ -13,10 +13,21 @@ from planner.core.cluster import Link
 from planner.core.evaluate import Partition
 from planner.core.profile import Device, Profile, Setting
 from planner.core.verdict import judge
-from planner.files import dump, read, read_balance, read_plan, read_profile, read_run, to_plain, write
+from planner.files import (
+    dump,
+    read,
+    read_balance,
+    read_links,
+    read_partial,
+    read_plan,
+    read_profile,
+    read_run,
+    to_plain,
+    write,
+)
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer
-from tests.support.file_values import full_balance, full_profile, full_run, fullest_plan
+from tests.support.file_values import full_balance, full_links, full_partial, full_profile, full_run, fullest_plan
 from tests.support.profiles import inputs_of, profile_of
 
 KINDS: list[tuple[Callable[[], Any], Callable[[str], Any]]] = [
@@ -24,6 +35,8 @@ KINDS: list[tuple[Callable[[], Any], Callable[[str], Any]]] = [
     (fullest_plan, read_plan),
     (full_run, read_run),
     (full_balance, read_balance),
+    (full_links, read_links),
+    (full_partial, read_partial),
 ]
 
 ODD_NAMES = (

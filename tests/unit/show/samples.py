@@ -26,6 +26,7 @@ from planner.core.profile import Device, Environment, LayerProfile, Model, Profi
 from planner.core.run_report import RunReport, StageRun
 from planner.core.schedule import actions_of
 from planner.core.simulate import Event, StageTimes, simulate
+from planner.core.step import Step, step_of
 from planner.core.verdict import Verdict, judge
 from planner.show import (
     Style,
@@ -175,6 +176,11 @@ def explained(planned: Plan | None = None) -> Plan:
 def events_of(planned: Plan) -> tuple[Event, ...]:
     costs = costs_at(profile(), 1)
     return timeline(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+
+
+def step_of_sample(planned: Plan) -> Step:
+    costs = costs_at(profile(), 1)
+    return step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
 
 
 def equal_stages(num_stages: int, micro_batches: int, *, forward_us: float = 1000.0) -> tuple[Event, ...]:

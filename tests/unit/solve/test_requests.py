@@ -130,6 +130,7 @@ NODES = {"inter_link": Link(latency_us=1.0), "node_devices": 1}
         ({"any_order": True, "schedule": "1f1b"}, {}, "`--devices-any-order` plans for the GPipe schedule only"),
         ({"any_order": True, "recompute": "layers"}, {}, "`--devices-any-order` recomputes stage by stage"),
         ({"any_order": True, **NODES}, {}, "`--devices-any-order` and nodes"),
+        ({"any_order": True, "links": (Link(), Link())}, {}, "`--devices-any-order` and links"),
         ({"schedule": "interleaved", "chunks": 2}, {"solver": "milp"}, "`--solver milp` plans for the GPipe"),
         ({"recompute": "layers"}, {"solver": "milp"}, "`--solver milp` recomputes stage by stage"),
         ({"chunks": 2}, {}, "2 chunks per device need `--schedule interleaved`, not `gpipe`"),
@@ -214,3 +215,33 @@ def test_a_prediction_beyond_the_profile_is_marked() -> None:
     plan = solve(profile, Request(inputs=inputs_of(2, 8, extrapolate=True), micro_batches=1))
     assert plan.micro_batch_size == 8
     assert plan.inputs.extrapolate is True
+
+
+def test_too_few_links_are_refused_with_how_to_measure_them() -> None:
+    """4 devices have 3 boundaries; with no links at all `link` counts."""
+    inputs = dataclasses.replace(inputs_of(4, 4), links=(Link(), Link()))
+    with pytest.raises(UsageError, match="2 links between neighbours for 4 devices: 3 are needed") as refused:
+        solve(profile_of([1.0] * 5), Request(inputs=inputs))
+    assert "torchrun --nproc-per-node 4 -m planner profile-links" in refused.value.hint
+
+
+def test_equal_links_are_one_link() -> None:
+    """The same plan, whether every link is named or one for all."""
+    profile = profile_of([10.0] * 6, [20.0] * 6, output_bytes=100)
+    link = Link(latency_us=3.0, bytes_per_s=1e8)
+    inputs = inputs_of(3, 6, link=link)
+    one = solve(profile, Request(inputs=inputs))
+    each = solve(profile, Request(inputs=dataclasses.replace(inputs, link=Link(), links=(link,) * 2)))
+    assert dataclasses.replace(each, inputs=one.inputs) == one
+
+
+def test_the_slow_link_is_where_little_crosses() -> None:
+    """1 kB crosses behind layer 3, 4 MB elsewhere: the cut that lies on the slow link is the one behind layer 3."""
+    profile = profile_of([1e4] * 6, [1e4] * 6)
+    sizes = [1000 if n == 3 else 4_000_000 for n in range(6)]
+    layers = tuple(dataclasses.replace(x, output_bytes=(s,)) for x, s in zip(profile.layers, sizes, strict=True))
+    profile = dataclasses.replace(profile, layers=layers)
+    fast, slow = Link(bytes_per_s=1e12), Link(bytes_per_s=1e7)
+    for links, boundary in (((fast, slow), 1), ((slow, fast), 0)):
+        plan = solve(profile, Request(inputs=dataclasses.replace(inputs_of(3, 8), links=links)))
+        assert sum(plan.balance[: boundary + 1]) == 4

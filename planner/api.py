@@ -1,0 +1,537 @@
+"""The commands as functions: `planner.profile`, `planner.solve`, `planner.emit`, `planner.check`, and two more.
+
+Options have the names and defaults that they have on the command line, and take its texts ("8GB", "25GB/s,5us") or
+values (bytes, numbers, lists, a `Link`). Profiles and plans may be values or paths. Nothing is printed, and a profile
+or plan is written to a file only where `output` names one. Errors are those of `planner.core.errors`.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from planner import files
+from planner.core import options
+from planner.core.cluster import Link
+from planner.core.comparison import ComparedPlan, Comparison
+from planner.core.devices import accelerator
+from planner.core.difference import difference_of
+from planner.core.errors import FileError, StaleError, UsageError
+from planner.core.findings import Finding, finding
+from planner.core.options import Numbers, Sizes
+from planner.core.plan import Plan, ProfileReference
+from planner.core.profile import Granularity, Profile
+from planner.core.recut import with_cuts
+from planner.core.sweep import Sweep
+from planner.core.units import parse_us
+from planner.core.verdict import Verdict, compared, judge, with_findings
+from planner.show.notebook import plan_html
+
+__all__ = ["check", "compare", "emit", "profile", "solve", "sweep"]
+
+File = str | os.PathLike[str]
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is, and how much there is."""
+
+# The core draws nothing; whoever uses this module may be in a notebook.
+Plan._repr_html_ = plan_html  # type: ignore[attr-defined]
+
+_NOWHERE = "-"
+"""The path of a profile that is a value, as of one that came from standard input."""
+
+
+def profile(
+    model: File | Any,
+    *,
+    output: File | None = None,
+    batch_sizes: Numbers = "auto",
+    batch: int | None = None,
+    device: str = "cpu",
+    optimizer: str | None = None,
+    settings: Mapping[str, object] | None = None,
+    inputs: Sequence[str] = (),
+    threads: int = 1,
+    granularity: str = "coarse",
+    repeat: int = 10,
+    time_budget: str = "60s",
+    example_batch: Callable[[int], tuple[Any, Any]] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    progress: Progress = lambda *_: None,
+) -> Profile:
+    """Measures time and memory of every layer of a model, at several micro-batch sizes.
+
+    Args:
+        model: `path/to/model.py[:ENTRY]`, or an `nn.Module` itself, of which a copy is measured.
+        output: Where to write the profile.
+        batch_sizes: Micro-batch sizes to measure, among which the solver chooses; by default the powers of two up to
+            `batch` for which memory suffices.
+        batch: Samples per optimizer step that sizes are wanted for; by default 8.
+        device: What to measure on: `cpu` or `cuda`; or, without the device, `estimate:h100` and the like.
+        optimizer: Its name; by default the file's `build_optimizer`, or adamw.
+        settings: Arguments of the file's `build_model`.
+        inputs: Shapes such as `3x224x224`, where there is no `example_batch`.
+        threads: CPU threads per stage.
+        granularity: `coarse`: about one layer per block, or `fine`: cuts inside blocks too.
+        repeat: Timed repeats of every layer, at least.
+        time_budget: More repeats than that are begun only so long after the first.
+        example_batch: For an `nn.Module`: from a batch size to `(inputs, targets)`.
+        loss_fn: For an `nn.Module`: from output and target to a scalar; without it the mean of the output.
+        progress: Called as layers are measured.
+
+    Raises:
+        PlannerError: The model cannot be loaded, cut into layers or run, or an option is wrong.
+    """
+    sizes = options.micro_batch_sizes(batch_sizes, batch)
+    how_finely = cast("Granularity", options.choice("--granularity", granularity, Granularity))
+    if threads < 1 or repeat < 2:
+        raise UsageError(f"{threads} threads and {repeat} repeats: at least 1 thread and 2 repeats are needed")
+    if output is not None:
+        files.check_writable(os.fspath(output))
+
+    # torch takes longer to import than everything else together.
+    from planner.model import load_model, model_of  # noqa: PLC0415
+    from planner.profile import ProfileOptions, profile_model  # noqa: PLC0415
+
+    if isinstance(model, (str, os.PathLike)):
+        texts = {name: str(value) for name, value in (settings or {}).items()}
+        path = os.fspath(model)
+        loaded = load_model(path, settings=texts, inputs=inputs, optimizer=optimizer, granularity=how_finely)
+    else:
+        loaded = model_of(
+            model,
+            example_batch=example_batch,
+            loss_fn=loss_fn,
+            inputs=inputs,
+            optimizer=optimizer,
+            granularity=how_finely,
+        )
+    how = ProfileOptions(
+        micro_batch_sizes=sizes,
+        device=device,
+        threads=threads,
+        repeats=repeat,
+        time_budget_s=parse_us(time_budget) / 1e6,
+        until_memory_ends=batch_sizes == "auto",
+    )
+    measured = profile_model(loaded, how, progress)
+    if output is not None:
+        files.write(os.fspath(output), measured)
+    return measured
+
+
+def solve(
+    profile: File | Profile = "profile.yaml",
+    *,
+    devices: int | None = None,
+    mem: Sizes | None = None,
+    batch: int | None = None,
+    micro_batches: str | int = "auto",
+    speed: str | float | Sequence[float] | None = None,
+    schedule: str = "gpipe",
+    chunks: str | int = "auto",
+    replicas: str | int = "1",
+    recompute: str = "auto",
+    link: str | Link | None = None,
+    links: File | Sequence[Link] | None = None,
+    nodes: str | None = None,
+    inter_link: str | Link | None = None,
+    allreduce: str | Link | None = None,
+    overhead: str | None = None,
+    reserve: str | int = "0B",
+    headroom: str | float = "0%",
+    balance: Numbers | File | None = None,
+    together: Sequence[str | Sequence[str]] | None = None,
+    apart: Sequence[str | Sequence[str]] | None = None,
+    solver: str = "auto",
+    time_limit: str | None = None,
+    output: File | None = None,
+    devices_any_order: bool = False,
+    frontier: bool = False,
+    explain: bool = False,
+    extrapolate: bool = False,
+) -> Plan:
+    """Finds the plan with the smallest step time that fits: cuts, micro-batches, recomputation.
+
+    Args:
+        profile: A profile, or its file.
+        devices: Devices there are; the plan may use fewer.
+        mem: Memory cap of each: `8GB`, a number of bytes, or one for each device; by default the profiled device's.
+        batch: Samples per optimizer step; by default the largest profiled size.
+        micro_batches: How many micro-batches, or `auto`.
+        speed: How many times faster than the profiled device each device is.
+        schedule: `gpipe`, `1f1b`, `interleaved`, or `auto` for the fastest of them.
+        chunks: Stages per device of the interleaved schedule, or `auto`.
+        replicas: Pipelines side by side, or `auto`.
+        recompute: `auto`, `never`, `except-last`, `always`, or `layers`: layer by layer where that is better.
+        link: Between neighbours: `25GB/s,5us`, with `,blocking` if it does not overlap; by default the profile's.
+        links: Behind each device, as `gpipe-plan profile-links` measured them: its file, or the links.
+        nodes: `4x8`: 4 nodes of 8 devices.
+        inter_link: Between nodes; `link` is then within a node.
+        allreduce: What replicas sum their gradients over.
+        overhead: The executor's time per micro-batch, stage and direction, such as `1ms`.
+        reserve: Kept free on every device.
+        headroom: Share of every cap kept free: `5%`, or 0.05.
+        balance: Layers per stage, or a file that gives the cuts; then these are judged, none searched.
+        together: Groups of layers that must be in one stage.
+        apart: Groups of layers of which no two may be in one stage.
+        solver: `auto`, `dp` or `milp`.
+        time_limit: `60s`; after it the best plan found is given, with its proven gap.
+        output: Where to write the plan.
+        devices_any_order: Whether unlike devices may take any place in the pipeline.
+        frontier: Whether to add the best plan for every M.
+        explain: Whether to add what binds, what would help, and what noise does to the plan.
+        extrapolate: Whether unprofiled micro-batch sizes are allowed.
+
+    Raises:
+        InfeasibleError: Nothing fits; the hint says what would.
+        UsageError: The options contradict each other or the profile.
+        FileError: The profile cannot be read, or the plan not written.
+        SolverError: No plan was found in time.
+    """
+    from planner.solve import frontier_of, insight_of, request_of  # noqa: PLC0415 - `check` seldom needs it
+    from planner.solve import solve as solve_plan  # noqa: PLC0415
+
+    read, path = _profile(profile)
+    place = reference(read, path, _NOWHERE if output is None else os.fspath(output))
+    request = request_of(
+        read,
+        place,
+        devices=devices,
+        mem=mem,
+        batch=batch,
+        micro_batches=micro_batches,
+        speed=speed,
+        schedule=schedule,
+        chunks=chunks,
+        replicas=replicas,
+        recompute=recompute,
+        link=link,
+        links=_links(links, link, nodes, inter_link),
+        nodes=nodes,
+        inter_link=inter_link,
+        allreduce=allreduce,
+        overhead=overhead,
+        reserve=reserve,
+        headroom=headroom,
+        balance=None if balance is None else _cuts(balance, read),
+        together=together,
+        apart=apart,
+        solver=solver,
+        time_limit=time_limit,
+        devices_any_order=devices_any_order,
+        extrapolate=extrapolate,
+    )
+    plan = solve_plan(read, request)
+    if frontier:
+        plan = replace(plan, frontier=frontier_of(read, request))
+    if explain:
+        plan = replace(plan, insight=insight_of(read, request, plan))
+    if output is not None:
+        files.write(os.fspath(output), plan, header=PLAN_HEADER)
+    return plan
+
+
+PLAN_HEADER = """\
+Made by `gpipe-plan solve`. You may edit balance, stages[].recompute, and micro_batches with micro_batch_size by hand:
+then run `gpipe-plan check`, which recomputes everything else from the profile."""
+
+
+def emit(
+    plan: File | Plan = "plan.yaml",
+    *,
+    output: File = ".",
+    profile: File | Profile | None = None,
+    force: bool = False,
+) -> tuple[Path, Path]:
+    """Writes `balance.yaml` and `train.py`, the pipelined training script, and says where they stand.
+
+    Args:
+        plan: A plan, or its file.
+        output: Folder to write to.
+        profile: The plan's profile, if it is a value or its file was moved.
+        force: Whether to overwrite a train.py that was edited.
+
+    Raises:
+        StaleError: The plan was made from another profile.
+        UsageError: The executor cannot run such a plan, or the profile names no model file.
+        FileError: A file cannot be read or written, or train.py was edited.
+    """
+    from planner.emit import emit_native, is_edited  # noqa: PLC0415 - only here
+
+    read, place = _plan(plan)
+    measured, profile_place = _profile_for(read, place, profile)
+    verdict = judge(read, measured, profile_digest=files.digest_of(measured))
+    for found in verdict.findings:
+        if found.code in ("GP201", "GP202"):
+            raise StaleError(found.message, path=place, hint=found.hint)
+    folder = str(Path(profile_place).parent)
+    emitted = emit_native(verdict.plan or read, measured, folder=os.fspath(output), profile_folder=folder)
+    balance, script = Path(output, "balance.yaml"), Path(output, "train.py")
+    if not force and is_edited(script):
+        raise FileError("was edited since it was emitted", path=str(script), hint="keep it, or pass `force=True`")
+    files.write_text(str(balance), emitted.balance)
+    files.write_text(str(script), emitted.script)
+    return balance, script
+
+
+def check(
+    plan: File | Plan = "plan.yaml",
+    *,
+    mem: Sizes | None = None,
+    device: str | None = None,
+    headroom: str | float = "0%",
+    balance: Numbers | File | None = None,
+    model: File | None = None,
+    strict: bool = False,
+    against: File | Plan | None = None,
+    profile: File | Profile | None = None,
+) -> Verdict:
+    """Whether a plan still fits, recomputed from its profile; `fits`, `findings`, and the plan as it is now.
+
+    Args:
+        plan: A plan, or its file.
+        mem: Judge against this cap instead of the plan's.
+        device: Judge against the memory of a known accelerator, such as `h100`.
+        headroom: Warn if less than this share of a cap stays free.
+        balance: Judge these cuts instead of the plan's: layers per stage, or a file that gives them.
+        model: `model.py[:ENTRY]`, to tell whether it still is the model that was profiled.
+        strict: Whether warnings make the answer no.
+        against: Another plan (or its file, or `git:REVISION` for this one as committed) to set this one beside.
+        profile: The plan's profile, if it is a value or its file was moved.
+
+    Raises:
+        FileError: A file cannot be read or is invalid.
+        UsageError: An option is wrong, or the plan is none: layers lost, an empty stage.
+    """
+    if mem is not None and device is not None:
+        raise UsageError("`--mem` and `--device` both say what the cap is", hint="give one of them")
+    share = options.share(headroom)
+    known = accelerator(device) if device is not None else None
+    read, place = _plan(plan)
+    measured, _ = _profile_for(read, place, profile)
+    memory_bytes = options.caps(mem, read.inputs.devices) if mem is not None else None
+    if balance is not None:
+        read = with_cuts(read, measured, _cuts(balance, measured), memory_bytes=memory_bytes)
+    verdict = judge(
+        read,
+        measured,
+        profile_digest=files.digest_of(measured),
+        memory_bytes=memory_bytes,
+        device=known,
+        headroom=share,
+        strict=strict,
+    )
+    if model is not None:
+        verdict = with_findings(verdict, _changes(os.fspath(model), measured))
+    if verdict.is_over and verdict.plan is not None:
+        from planner.solve import what_would_fit  # noqa: PLC0415 - a plan that fits is told so without the solver
+
+        verdict = replace(verdict, would_fit=what_would_fit(verdict.plan, measured))
+    if against is not None:
+        before, recomputed, called = _before(against, place)
+        verdict = compared(verdict, before, against=called, recomputed=recomputed)
+    return verdict
+
+
+def compare(*plans: File | Plan) -> Comparison:
+    """Plans beside each other, each recomputed from its profile where that can be.
+
+    Args:
+        plans: Two or more plans, or their files.
+
+    Raises:
+        UsageError: Fewer than two, or one is no plan of its profile.
+        FileError: A file cannot be read or is invalid.
+    """
+    if len(plans) < 2:
+        raise UsageError("two or more plans are needed", hint="`gpipe-plan compare a.yaml b.yaml`")
+    rows = [_compared(plan, n) for n, plan in enumerate(plans)]
+    difference = None
+    if len(rows) == 2:
+        first, second = rows
+        both = first.recomputed and second.recomputed
+        difference = difference_of(first.plan, second.plan, against=first.path, recomputed=both)
+    return Comparison(plans=tuple(rows), difference=difference)
+
+
+def sweep(
+    profile: File | Profile = "profile.yaml",
+    *,
+    devices: Numbers = "1,2,4,8",
+    mem: Sizes | None = None,
+    batch: int | None = None,
+    micro_batches: str | int = "auto",
+    schedule: str = "gpipe",
+    recompute: str = "auto",
+    link: str | Link | None = None,
+    overhead: str | None = None,
+    reserve: str | int = "0B",
+    headroom: str | float = "0%",
+    time_limit: str | None = None,
+    output: File | None = None,
+    extrapolate: bool = False,
+    progress: Progress = lambda *_: None,
+) -> Sweep:
+    """The best plan for every number of devices and every cap: the smallest cluster that trains, and what others bring.
+
+    Args:
+        profile: A profile, or its file.
+        devices: How many devices: `1,2,4,8`, or the numbers.
+        mem: Caps of each of them: `16GB,80GB`, or each as text or bytes; by default the profiled device's.
+        batch: Samples per optimizer step; by default the largest profiled size.
+        micro_batches: As for `solve`, and so are the next.
+        schedule: `gpipe`, `1f1b`, `interleaved`, or `auto`.
+        recompute: `auto`, `never`, `except-last`, `always` or `layers`.
+        link: Between neighbours.
+        overhead: The executor's time per micro-batch, stage and direction.
+        reserve: Kept free on every device.
+        headroom: Share of every cap kept free.
+        time_limit: For each cell.
+        output: A folder, into which the plan of every cell is written.
+        extrapolate: Whether unprofiled micro-batch sizes are allowed.
+        progress: Called before every cell.
+
+    Raises:
+        UsageError: The options contradict each other or the profile.
+        FileError: The profile cannot be read, or a plan not written.
+    """
+    from planner.solve import request_of, sweep_of  # noqa: PLC0415 - `check` seldom needs it
+
+    counts = options.integers("--devices", devices)
+    read, path = _profile(profile)
+    place = reference(read, path, _NOWHERE if output is None else str(Path(output, "plan.yaml")))
+    request = request_of(
+        read,
+        place,
+        devices=max(counts),
+        mem=None if mem is None else max(options.sizes(mem)),
+        batch=batch,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        recompute=recompute,
+        link=link,
+        overhead=overhead,
+        reserve=reserve,
+        time_limit=time_limit,
+        extrapolate=extrapolate,
+    )
+    caps = request.inputs.memory_bytes[:1] if mem is None else options.sizes(mem)
+    share = options.share(headroom)
+    found = sweep_of(read, request, devices=counts, memory_bytes=caps, headroom=share, progress=progress)
+    if output is not None:
+        for cell in found.cells:
+            if cell.plan is not None:
+                files.write(str(Path(output, cell.file_name)), cell.plan, header=PLAN_HEADER)
+    return found
+
+
+def reference(profile: Profile, path: str, plan_path: str) -> ProfileReference:
+    """How a plan that will stand at `plan_path` refers to its profile."""
+    return ProfileReference(path=files.reference_path(path, plan_path), digest=files.digest_of(profile))
+
+
+# Private functions
+
+
+def _profile(given: File | Profile) -> tuple[Profile, str]:
+    if isinstance(given, Profile):
+        return given, _NOWHERE
+    path = os.fspath(given)
+    return files.read_profile(path), path
+
+
+def _plan(given: File | Plan) -> tuple[Plan, str]:
+    """The plan, and where it stands: a value stands in the working directory."""
+    if isinstance(given, Plan):
+        return given, _NOWHERE
+    path = os.fspath(given)
+    return files.read_plan(path), path
+
+
+def _profile_for(plan: Plan, place: str, given: File | Profile | None) -> tuple[Profile, str]:
+    if isinstance(given, Profile):
+        return given, "profile.yaml"
+    path = files.profile_path(plan, place, None if given is None else os.fspath(given))
+    return files.read_profile(path), path
+
+
+def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
+    """A finding for every difference between a model's file of today and the model that was profiled."""
+    from planner.model import load_model  # noqa: PLC0415 - torch
+    from planner.profile import model_changes  # noqa: PLC0415 - torch
+
+    known = profile.model
+    loaded = load_model(
+        model,
+        settings={name: str(value) for name, value in known.settings.items()},
+        inputs=known.inputs,
+        granularity=known.granularity,
+    )
+    return tuple(
+        finding("GP301", f'layer "{change.layer}" {change.message}' if change.layer else change.message)
+        for change in model_changes(loaded, profile)
+    )
+
+
+def _links(given: File | Sequence[Link] | None, *others: object) -> Sequence[Link]:
+    if given is None:
+        return ()
+    called = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "…"
+    for option, value in zip(("--link", "--nodes", "--inter-link"), others, strict=True):
+        if value is not None:
+            raise UsageError(f"`--links {called}` and `{option} {value}`: both say what the links are", hint="give one")
+    if isinstance(given, (str, os.PathLike)):
+        return tuple(boundary.link for boundary in files.read_links(os.fspath(given)).boundaries)
+    return given
+
+
+def _cuts(given: Numbers | File, profile: Profile) -> tuple[int, ...]:
+    """`6,6,6,6`, the numbers, or a file that gives the cuts, of ours or of another engine."""
+    from planner.emit import SUFFIXES, read_balance_list  # noqa: PLC0415 - seldom needed
+
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(SUFFIXES)):
+        return read_balance_list(os.fspath(given), profile.layers)
+    return options.integers("--balance", given)
+
+
+def _before(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
+    """The plan to compare with, whether it was recomputed, and what it is called."""
+    if isinstance(against, Plan):
+        return _as_its_profile_says(against, lambda: _profile_for(against, _NOWHERE, None)[0], "the other plan")
+    path = os.fspath(against)
+    if not path.startswith("git:"):
+        plan = files.read_plan(path)
+        return _as_its_profile_says(plan, lambda: files.profile_for(plan, path, None), path)
+    if place == _NOWHERE:
+        raise UsageError(f"`--against {path}` needs the plan's file, to look it up in git", hint="name the file")
+    revision = path.removeprefix("git:")
+    committed = files.read_plan(f"{path}:{place}", files.at_revision(place, revision))
+
+    def its_profile() -> Profile:
+        profile_place = files.profile_path(committed, place, None)
+        return files.read_profile(f"{path}:{profile_place}", files.at_revision(profile_place, revision))
+
+    return _as_its_profile_says(committed, its_profile, path)
+
+
+def _as_its_profile_says(plan: Plan, read: Callable[[], Profile], called: str) -> tuple[Plan, bool, str]:
+    """`plan` recomputed, if the very profile that it was made from is at hand; else as it was written."""
+    try:
+        profile = read()
+    except (FileError, UsageError):
+        return plan, False, called
+    digest = files.digest_of(profile)
+    if digest != plan.inputs.profile.digest:
+        return plan, False, called
+    return judge(plan, profile, profile_digest=digest).plan or plan, True, called
+
+
+def _compared(given: File | Plan, index: int) -> ComparedPlan:
+    plan, place = _plan(given)
+    called = f"plan {index + 1}" if isinstance(given, Plan) else place
+    now, recomputed, _ = _as_its_profile_says(plan, lambda: _profile_for(plan, place, None)[0], called)
+    caps = (now.stages[d].memory_bytes for d in range(now.num_devices))
+    fits = all(need <= cap for need, cap in zip(now.device_bytes(), caps, strict=True))
+    return ComparedPlan(path=called, recomputed=recomputed, fits=fits, plan=now)

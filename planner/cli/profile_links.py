@@ -1,0 +1,66 @@
+"""`gpipe-plan profile-links`: measure the links between neighbouring processes of a pipeline."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from planner import files
+from planner.cli.console import Console, style_for_stdout
+from planner.cli.options import Debug, Format, Quiet, check_format
+from planner.core.errors import ExitCode, UsageError
+
+__all__ = ["profile_links"]
+
+_START = "torchrun --nproc-per-node 4 -m planner profile-links"
+
+
+def profile_links(
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = "links.yaml",
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda", help="Between what; `auto`: CUDA where each process has a device.")
+    ] = "auto",
+    format_: Format = "text",
+    *,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - read by main
+) -> None:
+    """Measure latency and bandwidth between neighbours; start it as the training itself will be, under torchrun."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    console = Console(quiet=quiet or not is_first)
+    if "RANK" not in os.environ:
+        raise UsageError("`profile-links` measures between processes, and there is only this one", hint=f"`{_START}`")
+    try:
+        as_json = check_format(format_)
+        _check_usage(device)
+    except UsageError:
+        if is_first:
+            raise
+        raise typer.Exit(ExitCode.ERROR) from None  # the first process tells it
+    if is_first:
+        files.check_writable(output)
+
+    from planner.executor import measure_links  # noqa: PLC0415 - torch
+    from planner.show import links_text  # noqa: PLC0415
+
+    with console.progress("measuring links") as progress:
+        links = measure_links(device, progress)
+    if links is None:
+        return
+    if output == "-":
+        console.result(files.dump(links, as_json=as_json, header=_HEADER))
+        return
+    files.write(output, links, header=_HEADER)
+    console.result(files.dump(links, as_json=True) if as_json else links_text(links, style_for_stdout()))
+    console.note(f"wrote {output}")
+    console.next(f"gpipe-plan solve --devices {len(links.boundaries) + 1} --mem 8GB --links {output}")
+
+
+def _check_usage(device: str) -> None:
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"unknown `--device {device}`", hint="one of auto, cpu, cuda")
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        raise UsageError("one process has no neighbour", hint=f"start 2 or more: `{_START}`")
+
+
+_HEADER = "Measured by `gpipe-plan profile-links`: the link from each process to the next."

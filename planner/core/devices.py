@@ -1,0 +1,88 @@
+"""Accelerators that people ask about by name: `gpipe-plan check --device h100`.
+
+Memory is what the vendor's data sheet says, its "GB" read as 10^9 bytes. Boards often hold a little more (an H100 of
+"80 GB" reports 85.0 GB), so an answer for a name errs on the safe side; `--mem` takes exact sizes.
+"""
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Final
+
+from planner.core.errors import UsageError
+
+__all__ = ["ACCELERATORS", "Accelerator", "accelerator", "accelerators_with"]
+
+_GB = 10**9
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One kind of device, as a plan's stage sees it: a card, a chip, or a core of a chip."""
+
+    name: str
+    memory_bytes: int
+    called: tuple[str, ...]
+    """Words that all stand in the name such a device reports, in lower case: a profile's `device.name`."""
+
+    def is_called(self, reported: str) -> bool:
+        """Whether a device that reports this name may be one of these."""
+        return set(self.called) <= set(re.split(r"[^a-z0-9]+", reported.lower()))
+
+
+ACCELERATORS: Final = (
+    # NVIDIA V100 datasheet (2020): 16 or 32 GB HBM2.
+    Accelerator(name="v100", memory_bytes=16 * _GB, called=("v100",)),
+    Accelerator(name="v100-32gb", memory_bytes=32 * _GB, called=("v100", "32gb")),
+    # NVIDIA T4 datasheet: 16 GB GDDR6.
+    Accelerator(name="t4", memory_bytes=16 * _GB, called=("t4",)),
+    # NVIDIA A10 datasheet: 24 GB GDDR6.
+    Accelerator(name="a10", memory_bytes=24 * _GB, called=("a10",)),
+    # GeForce RTX 3090 and 4090 product pages: 24 GB GDDR6X.
+    Accelerator(name="rtx3090", memory_bytes=24 * _GB, called=("rtx", "3090")),
+    Accelerator(name="rtx4090", memory_bytes=24 * _GB, called=("rtx", "4090")),
+    # NVIDIA A100 datasheet: 40 GB HBM2 or 80 GB HBM2e.
+    Accelerator(name="a100-40gb", memory_bytes=40 * _GB, called=("a100", "40gb")),
+    Accelerator(name="a100-80gb", memory_bytes=80 * _GB, called=("a100", "80gb")),
+    # NVIDIA L40S datasheet: 48 GB GDDR6.
+    Accelerator(name="l40s", memory_bytes=48 * _GB, called=("l40s",)),
+    # NVIDIA H100 datasheet: 80 GB (SXM HBM3, PCIe HBM2e).
+    Accelerator(name="h100", memory_bytes=80 * _GB, called=("h100",)),
+    # NVIDIA H200 datasheet: 141 GB HBM3e.
+    Accelerator(name="h200", memory_bytes=141 * _GB, called=("h200",)),
+    # NVIDIA DGX B200 datasheet: 1,440 GB over 8 GPUs.
+    Accelerator(name="b200", memory_bytes=180 * _GB, called=("b200",)),
+    # AMD Instinct data sheets: MI250X 128 GB over two dies, which are two devices; MI300X 192 GB HBM3.
+    Accelerator(name="mi250x", memory_bytes=64 * _GB, called=("mi250x",)),
+    Accelerator(name="mi300x", memory_bytes=192 * _GB, called=("mi300x",)),
+    # Google Cloud, "TPU system architecture": GiB of HBM per chip, divided by the cores that are devices of their own.
+    # v2 and v3 chips have two such cores; from v4 on the two cores of a chip (v5e and v6e have one) are one device.
+    Accelerator(name="tpu:v2", memory_bytes=8 * _GIB, called=("tpu", "v2")),
+    Accelerator(name="tpu:v3", memory_bytes=16 * _GIB, called=("tpu", "v3")),
+    Accelerator(name="tpu:v4", memory_bytes=32 * _GIB, called=("tpu", "v4")),
+    Accelerator(name="tpu:v5e", memory_bytes=16 * _GIB, called=("tpu", "v5e")),
+    Accelerator(name="tpu:v5p", memory_bytes=95 * _GIB, called=("tpu", "v5p")),
+    Accelerator(name="tpu:v6e", memory_bytes=32 * _GIB, called=("tpu", "v6e")),
+)
+
+
+def accelerator(name: str) -> Accelerator:
+    """The accelerator called `name`, in upper or lower case.
+
+    Raises:
+        UsageError: Not one of those known; the hint names those that come near.
+    """
+    by_name = {known.name: known for known in ACCELERATORS}
+    wanted = name.lower()
+    if wanted in by_name:
+        return by_name[wanted]
+    near = [known for known in by_name if known.startswith(wanted)] or get_close_matches(wanted, by_name, n=3)
+    hint = f"did you mean {' or '.join(f'`{known}`' for known in near)}?" if near else f"one of {', '.join(by_name)}"
+    raise UsageError(f"unknown device `{name}`", hint=f"{hint}; `--mem` takes any size")
+
+
+def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
+    """Those that hold `need_bytes`, the smallest first."""
+    able = [known for known in ACCELERATORS if known.memory_bytes >= need_bytes]
+    return tuple(sorted(able, key=lambda known: known.memory_bytes))

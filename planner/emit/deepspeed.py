@@ -1,0 +1,81 @@
+"""DeepSpeed 0.19.8: a `PipelineModule` with given parts.
+
+Its `partition_method` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or `type:REGEX`: rules that cut by
+themselves. None takes cuts from elsewhere, so the file brings a subclass that sets `parts`, the list that each of these
+rules sets, in the method where they do it. Its engine runs 1F1B (`TrainSchedule`); M is `gradient_accumulation_steps`;
+recomputation is an attribute of the module, which each stage can set for itself.
+"""
+
+from itertools import accumulate
+from typing import Final
+
+from planner.core.errors import UsageError
+from planner.emit.layout import EngineFile, Layout, python_values, text_of
+
+__all__ = ["emit_deepspeed"]
+
+_NAME: Final = "DeepSpeed"
+
+_USE: Final = """\
+Use it (model: what has the LAYERS):
+    module = PlannedPipelineModule([model.get_submodule(name) for name in LAYERS], loss_fn=loss_fn)
+    engine, *_ = deepspeed.initialize(model=module, config=CONFIG | your_own, model_parameters=module.parameters())"""
+
+_CLASS: Final = '''
+
+class PlannedPipelineModule(PipelineModule):
+    """Cut as planned: no `partition_method` takes cuts from elsewhere."""
+
+    def __init__(self, layers, **options):
+        super().__init__(layers, num_stages=len(PARTS) - 1, **options)
+        self.activation_checkpoint_interval = CHECKPOINT_INTERVALS[self.stage_id]
+
+    def _partition_layers(self, method=None):
+        if self._num_layers != PARTS[-1]:
+            raise ValueError(f"the plan cuts {PARTS[-1]} layers, the model has {self._num_layers}")
+        self.parts = list(PARTS)
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+'''
+
+
+def emit_deepspeed(layout: Layout) -> EngineFile:
+    """PARTS, CHECKPOINT_INTERVALS, CONFIG, LAYERS and the subclass that uses them.
+
+    Raises:
+        UsageError: DeepSpeed cannot run the plan at all: interleaved, shared parameters over stages, or no sequence of
+            modules.
+    """
+    layout.refuse_chunks(_NAME)
+    plan, paths = layout.plan, layout.sequential_paths(_NAME)
+    for one, other in layout.ties_over_stages():
+        raise UsageError(
+            f'"{one}" and "{other}" share parameters over stages, of which DeepSpeed would train two copies',
+            hint=f"solve with `--together {one},{other}`; or write both as a `TiedLayerSpec` and set PARTS by hand",
+        )
+    choices = {stage.recompute for stage in plan.stages}
+    notes = layout.schedule_notes(_NAME, "1f1b") + layout.order_notes()
+    if choices & {"except-last", "layers"}:
+        notes += layout.recompute_notes(
+            "DeepSpeed recomputes a whole stage on every micro-batch or not at all: stages that recompute anything do "
+            "so; solve with `--recompute always` or `never`"
+        )
+    # An interval of the stage's length makes one segment of it, which is what our `always` means.
+    intervals = [0 if s.recompute == "never" else s.layers for s in plan.stages]
+    config = {
+        "train_batch_size": plan.inputs.batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.micro_batches,
+    }
+    body = "from deepspeed.pipe import PipelineModule\n\n" + python_values(
+        PARTS=list(accumulate(plan.balance, initial=0)),
+        CHECKPOINT_INTERVALS=intervals,
+        CONFIG=config,
+        LAYERS=[path for stage in paths for path in stage],
+    )
+    return EngineFile(
+        name="plan_deepspeed.py",
+        text=text_of(layout, body + _CLASS, engine="DeepSpeed 0.19.8", option="deepspeed", notes=notes, docstring=_USE),
+        notes=tuple(notes),
+        use="`PlannedPipelineModule([model.get_submodule(name) for name in LAYERS])` of plan_deepspeed.py",
+    )

@@ -1,0 +1,54 @@
+"""Hugging Face accelerate 1.15 and transformers 5: a `device_map`.
+
+A dictionary of module path to device; it has to cover every parameter and buffer (huggingface.co/docs/accelerate,
+"Handling big models for inference", "Designing a device map"). It only places modules: one device works at a time.
+"""
+
+from typing import Final
+
+from planner.emit.layout import EngineFile, Layout, modules_of, python_values, text_of
+
+__all__ = ["emit_device_map"]
+
+_NAME: Final = "a device map"
+
+_USE: Final = """\
+Use it:
+    model = AutoModelForCausalLM.from_pretrained(name, device_map=DEVICE_MAP)"""
+
+_NO_PIPELINE: Final = """\
+a device map places modules, which run one after the other without a pipeline: micro-batches, schedule and \
+recomputation are not in it, and the plan's step time is not reached"""
+
+
+def emit_device_map(layout: Layout) -> EngineFile:
+    """DEVICE_MAP.
+
+    Raises:
+        UsageError: A layer has no path.
+    """
+    layout.module_paths(_NAME)
+    device_map, device_of = {}, {}
+    for stage, device in zip(layout.stages, layout.devices, strict=True):
+        for layer in stage:
+            device_of[layer.name] = device
+            device_map.update(dict.fromkeys(modules_of(layer), device))
+    apart = [pair for pair in layout.ties() if device_of[pair[0]] != device_of[pair[1]]]
+    notes = [
+        _NO_PIPELINE,
+        *(f'"{a}" and "{b}" share parameters and are apart: solve with `--together {a},{b}`' for a, b in apart),
+        *layout.replica_notes(_NAME),
+    ]
+    return EngineFile(
+        name="plan_device_map.py",
+        text=text_of(
+            layout,
+            python_values(DEVICE_MAP=device_map),
+            engine="accelerate 1.15 and transformers 5",
+            option="device-map",
+            notes=notes,
+            docstring=_USE,
+        ),
+        notes=tuple(notes),
+        use="`from_pretrained(…, device_map=DEVICE_MAP)` with what plan_device_map.py defines",
+    )

@@ -1,0 +1,214 @@
+"""The one list that every other engine's format is made from: layers by name, cut into stages."""
+
+import json
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from planner import __version__
+from planner.core.errors import UsageError
+from planner.core.evaluate import Partition, check_partition
+from planner.core.plan import Plan, Schedule
+from planner.core.profile import LayerProfile, Profile
+from planner.emit.signature import signed
+
+__all__ = ["TORCH_SCHEDULES", "EngineFile", "Layout", "modules_of", "paths_above", "python_values", "shown", "text_of"]
+
+TORCH_SCHEDULES: dict[Schedule, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+"""Names of the classes in `torch.distributed.pipelining.schedules` (2.13), as `get_schedule_class` takes them."""
+
+_PATH = re.compile(r"\w+(\.\w+)*")
+_WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFile:
+    """A file for another engine."""
+
+    name: str
+    text: str
+    notes: tuple[str, ...]
+    """What of the plan the engine's format does not hold, and what to do about it; in the file as well."""
+    use: str
+    """What to do with the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A plan beside the layers that it cuts."""
+
+    plan: Plan
+    stages: tuple[tuple[LayerProfile, ...], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, profile: Profile) -> "Layout":
+        """The layers of `profile`, cut as in `plan`.
+
+        Raises:
+            UsageError: The plan does not cut these layers.
+        """
+        partition = Partition.of(plan, [layer.name for layer in profile.layers])
+        check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
+        return cls(plan=plan, stages=tuple(profile.layers[first:end] for first, end in partition.intervals()))
+
+    @property
+    def layers(self) -> tuple[LayerProfile, ...]:
+        """All layers, in order."""
+        return tuple(layer for stage in self.stages for layer in stage)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Per stage the device that runs it."""
+        return tuple(self.plan.device_of(stage) for stage in self.plan.stages)
+
+    def module_paths(self, engine: str) -> tuple[tuple[str, ...], ...]:
+        """Per stage the paths of its modules.
+
+        Raises:
+            UsageError: A layer is a part of a module, so that a cut beside it has no path.
+        """
+        for layer in self.layers:
+            if not all(_PATH.fullmatch(path) for path in modules_of(layer)):
+                raise UsageError(
+                    f'{engine} cuts between modules, and the layer "{layer.name}" is none with a path of its own',
+                    hint="profile the model in whole blocks, or emit for the bundled executor: `--format native`",
+                )
+        return tuple(tuple(path for layer in stage for path in modules_of(layer)) for stage in self.stages)
+
+    def sequential_paths(self, engine: str) -> tuple[tuple[str, ...], ...]:
+        """As `module_paths`, for engines that run a list of modules one after the other.
+
+        Raises:
+            UsageError: Besides, a layer holds several modules: the model is not a sequence of them.
+        """
+        for layer in self.layers:
+            if len(modules_of(layer)) > 1:
+                raise UsageError(
+                    f"{engine} runs modules one after the other, and the layer "
+                    f'"{layer.name}" is {len(layer.modules)} modules that the model\'s own code connects',
+                    hint="write the model as an `nn.Sequential`, or use another `--format`",
+                )
+        return self.module_paths(engine)
+
+    def ties(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of layers that share parameters, each pair once."""
+        owner = {path: n for n, layer in enumerate(self.layers) for path in modules_of(layer)}
+        pairs: dict[tuple[int, int], None] = {}
+        for n, layer in enumerate(self.layers):
+            owners = (owner.get(path) for name in layer.tied for path in paths_above(name))
+            pairs |= dict.fromkeys((other, n) for other in owners if other is not None and other < n)
+        return tuple((self.layers[one].name, self.layers[other].name) for one, other in pairs)
+
+    def ties_over_stages(self) -> tuple[tuple[str, str], ...]:
+        """Those of them that lie in different stages."""
+        stage_of = {layer.name: k for k, stage in enumerate(self.stages) for layer in stage}
+        return tuple(pair for pair in self.ties() if stage_of[pair[0]] != stage_of[pair[1]])
+
+    # What formats cannot hold
+
+    def refuse_chunks(self, engine: str) -> None:
+        """Raises `UsageError` where a device runs several stages."""
+        if self.plan.chunks > 1:
+            raise UsageError(
+                f"{engine} runs one stage on each device, the plan's schedule has {self.plan.chunks} (interleaved)",
+                hint="solve with `--schedule 1f1b` or `gpipe`; or emit `--format torch`, `torchtitan` or `megatron`",
+            )
+
+    def schedule_notes(self, engine: str, schedule: Schedule) -> list[str]:
+        """Where the engine runs only `schedule`."""
+        if self.plan.schedule == schedule:
+            return []
+        runs, planned = TORCH_SCHEDULES[schedule], TORCH_SCHEDULES[self.plan.schedule]
+        text = f"the plan is for {planned}, {engine} runs {runs}: step time and memory will be others"
+        return [f"{text}; solve with `--schedule {schedule}`"]
+
+    def recompute_notes(self, text: str) -> list[str]:
+        """`text` with the choices of the stages, where any of them recomputes."""
+        runs = [(choice, [s.index for s in run]) for choice, run in groupby(self.plan.stages, lambda s: s.recompute)]
+        if [choice for choice, _ in runs] == ["never"]:
+            return []
+        planned = ", ".join(f"{choice} on {_range(stages)}" for choice, stages in runs)
+        return [f"{text} (planned: {planned})"]
+
+    def replica_notes(self, engine: str) -> list[str]:
+        """Where the plan has pipelines side by side and the engine's format one."""
+        count = self.plan.replicas
+        if count == 1:
+            return []
+        return [f"{engine}'s format holds one pipeline: start {count} of them and sum their gradients yourself"]
+
+    def order_notes(self) -> list[str]:
+        """Where devices are not in the usual order, and the engine takes them as they come."""
+        order = self.devices[: self.plan.num_devices]
+        if order == tuple(range(len(order))):
+            return []
+        places = ",".join(map(str, order))
+        return [f"the stages are planned for devices {places}, in this order (CUDA_VISIBLE_DEVICES={places})"]
+
+
+def _range(stages: Sequence[int]) -> str:
+    return f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]} to {stages[-1]}"
+
+
+def modules_of(layer: LayerProfile) -> tuple[str, ...]:
+    """Paths of the modules of a layer."""
+    return layer.modules or (layer.name,)
+
+
+def paths_above(path: str) -> list[str]:
+    """The modules around it: `a.b`, `a` of `a.b.c`."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
+def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Sequence[str], docstring: str = "") -> str:
+    """A file of an engine, in a language whose comments begin with `#`, signed.
+
+    Args:
+        layout: What it holds.
+        body: The configuration.
+        engine: Whose it is, with the version that it was made for.
+        option: Of `emit --format`.
+        notes: What it does not hold.
+        docstring: A second paragraph on how it is used.
+    """
+    plan = layout.plan
+    stages = f"{len(layout.stages)} stage{'s' * (len(layout.stages) > 1)}"
+    lines = [
+        f"For {engine}: written by `gpipe-plan emit --format {option}` (gpipe-plan {__version__}).",
+        f"Plan: {stages}, {TORCH_SCHEDULES[plan.schedule]}, M = {plan.micro_batches} micro-batches of "
+        f"{plan.micro_batch_size} sample{'s' * (plan.micro_batch_size > 1)}"
+        + (f", {plan.replicas} replicas." if plan.replicas > 1 else "."),
+    ]
+    lines += ["", *docstring.splitlines()] if docstring else []
+    if notes:
+        lines += ["", "Not in here:"]
+        lines += [line for note in notes for line in textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")]
+    header = "".join(f"# {shown(line)}".rstrip() + "\n" for line in lines)
+    return signed(f"{header}\n{body}")
+
+
+def python_values(**values: Any) -> str:
+    """Assignments that Python reads back, an entry of a mapping or a list of lists per line."""
+    return "".join(f"{name} = {_python(value, '')}\n" for name, value in values.items())
+
+
+def _python(value: Any, indent: str) -> str:
+    flat = json.dumps(value)
+    inner = indent + "    "
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(key)}: {_python(item, inner)}" for key, item in value.items()]
+    elif isinstance(value, list) and len(flat) > _WIDTH - 20:
+        entries = [_python(item, inner) for item in value]
+    else:
+        return flat
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return "".join([f"{opening}\n", *(f"{inner}{entry},\n" for entry in entries), indent, closing])
+
+
+def shown(text: str) -> str:
+    """Names come from files: whatever they hold, they must not end a comment."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,143 @@
+"""Megatron-Core 0.16: `--pipeline-model-parallel-layout`.
+
+A string of layers with `|` between stages: `E` the embedding, `t` a transformer block, `L` the loss with what is in
+front of it, `t*3` for `ttt` (docs.nvidia.com/megatron-core, "Custom Pipeline Model Parallel Layout", experimental;
+megatron/core/transformer/pipeline_parallel_layer_layout.py). Stages are listed in the order of the model; where there
+are more than devices, they are interleaved as ours are.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Final
+
+from planner.core.errors import UsageError
+from planner.core.profile import LayerProfile
+from planner.emit.layout import EngineFile, Layout, text_of
+
+__all__ = ["balance_of_layout", "emit_megatron"]
+
+_NAME: Final = "Megatron-LM"
+_OPTION: Final = "--pipeline-model-parallel-layout"
+_NUMBERED = re.compile(r"(?P<stem>.*[^\W\d].*?)(?P<number>\d+)(?P<rest>\D.*)?")
+
+
+def emit_megatron(layout: Layout) -> EngineFile:
+    """A shell array of options.
+
+    Raises:
+        UsageError: The layers are not an embedding, blocks and a head; or a cut is inside one of these.
+    """
+    plan = layout.plan
+    kinds = _kinds(layout.layers)
+    letters = []
+    end = 0
+    for stage in layout.stages:
+        first, end = end, end + len(stage)
+        if first and kinds[first - 1] == kinds[first]:
+            raise UsageError(
+                f'Megatron-LM cuts between transformer blocks, the plan between "{layout.layers[first - 1].name}" and '
+                f'"{layout.layers[first].name}", which are {_described(kinds[first])}',
+                hint=f"solve with `--together {layout.layers[first - 1].name},{layout.layers[first].name}`",
+            )
+        letters.append([letter for (letter, _), _ in groupby(kinds[first:end])])
+    text = "|".join("".join(_times(letter, len(list(run))) for letter, run in groupby(stage)) for stage in letters)
+    notes = [
+        *(layout.schedule_notes(_NAME, "1f1b") if plan.schedule == "gpipe" else []),
+        *layout.recompute_notes("Megatron-LM recomputes on all stages alike: set `--recompute-granularity`"),
+        *layout.order_notes(),
+    ]
+    body = (
+        "PIPELINE_ARGS=(\n"
+        f"    --pipeline-model-parallel-size {plan.num_devices}\n"
+        f'    {_OPTION} "{text}"\n'
+        f"    --micro-batch-size {plan.micro_batch_size}\n"
+        f"    --global-batch-size {plan.inputs.batch}\n"
+        ")\n"
+    )
+    use = 'Use it:\n    source plan_megatron.sh\n    torchrun … pretrain_gpt.py "${PIPELINE_ARGS[@]}" …'
+    return EngineFile(
+        name="plan_megatron.sh",
+        text=text_of(layout, body, engine="Megatron-Core 0.16", option="megatron", notes=notes, docstring=use),
+        notes=tuple(notes),
+        use='`source plan_megatron.sh`, then `pretrain_gpt.py "${PIPELINE_ARGS[@]}" …`',
+    )
+
+
+def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+    """Layers of ours in each stage of a layout string.
+
+    Raises:
+        UsageError: It is none, or for another model.
+    """
+    kinds = [kind for kind, _ in groupby(_kinds(layers))]
+    sizes = [len(list(run)) for _, run in groupby(_kinds(layers))]
+    flat = text.replace(",", "").replace(" ", "")
+    for pattern in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
+        flat = re.sub(pattern, lambda found: found[1] * int(found[2]), flat)
+    expected = "".join(letter for letter, _ in kinds)
+    if flat.replace("|", "") != expected:
+        raise UsageError(
+            f"the layout `{text}` is {flat.replace('|', '')}, the profile's layers are {expected}",
+            hint="one E, a t for every transformer block, one L; `m` and empty stages have no counterpart in a plan",
+        )
+    balance, done = [], 0
+    for stage in flat.split("|"):
+        balance.append(sum(sizes[done : done + len(stage)]))
+        done += len(stage)
+    return tuple(balance)
+
+
+Kind = tuple[str, int]
+"""Letter, and number of the block."""
+
+
+def _kinds(layers: Sequence[LayerProfile]) -> list[Kind]:
+    """What each layer is part of: the embedding, one of the blocks, or the head."""
+    blocks = _numbered(layers) or _alike(layers)
+    inside = [n for n, block in enumerate(blocks) if block is not None]
+    if not inside or None in blocks[inside[0] : inside[-1]]:
+        raise UsageError(
+            "cannot tell which layers are the transformer blocks: they have neither numbered names nor equal digests",
+            hint="Megatron-LM runs its own GPT: an embedding, blocks named like `h.0`, `h.1`, …, and a head",
+        )
+    if inside[0] == 0 or inside[-1] == len(layers) - 1:
+        raise UsageError(
+            f'Megatron-LM\'s model begins with an embedding and ends with a head, this one with "{layers[0].name}" '
+            f'and "{layers[-1].name}"',
+            hint="a plan for another model does not fit it; use another `--format`",
+        )
+    kinds: list[Kind] = []
+    for n, block in enumerate(blocks):
+        kinds.append(("t", block) if block is not None else ("E" if n < inside[0] else "L", 0))
+    return kinds
+
+
+def _numbered(layers: Sequence[LayerProfile]) -> list[int | None]:
+    """The number in the name, of those with the commonest name apart from it; empty where no name has one."""
+    found = [_NUMBERED.fullmatch(layer.name) for layer in layers]
+    stems = Counter(match["stem"] for match in found if match)
+    if not stems or max(stems.values()) == 1:
+        return []
+    stem = max(stems, key=lambda name: stems[name])
+    return [int(match["number"]) if match and match["stem"] == stem else None for match in found]
+
+
+def _alike(layers: Sequence[LayerProfile]) -> list[int | None]:
+    """A number for each layer with the commonest digest."""
+    digests = Counter(layer.digest for layer in layers if layer.digest)
+    if not digests or max(digests.values()) == 1:
+        return []
+    digest = max(digests, key=lambda name: digests[name])
+    return [n if layer.digest == digest else None for n, layer in enumerate(layers)]
+
+
+def _times(letter: str, count: int) -> str:
+    return letter if count == 1 else f"{letter}*{count}"
+
+
+def _described(kind: Kind) -> str:
+    return {"E": "both part of the embedding", "L": "both part of the head"}.get(
+        kind[0], f"both part of block {kind[1]}"
+    )

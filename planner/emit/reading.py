@@ -1,0 +1,213 @@
+"""Another engine's list of cuts, read back: files of ours, and those that people wrote by hand for these engines.
+
+Python files are read, not run: of each assignment only what is written down counts.
+"""
+
+import ast
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from planner.core.balance import Balance
+from planner.core.errors import FileError, UsageError
+from planner.core.plan import Plan
+from planner.core.profile import LayerProfile
+from planner.emit.layout import modules_of, paths_above
+from planner.emit.megatron import balance_of_layout
+from planner.files import read
+
+__all__ = ["SUFFIXES", "read_balance_list"]
+
+SUFFIXES: Final = (".py", ".json", ".toml", ".yaml", ".yml", ".sh", ".txt")
+"""Of files with cuts in them."""
+
+_LAYOUT = re.compile(r"""--pipeline-model-parallel-layout[\s=]+["']*([EtmL|(][^\s"']*)""")
+
+
+def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+    """How many of `layers` each stage has, by the file at `path`.
+
+    Args:
+        path: A plan or balance.yaml of ours, or a file that gives torchgpipe's balance, a `split_spec`, torchtitan's
+            `module_fqns_per_model_part`, DeepSpeed's parts, Megatron's layout string or a device map.
+        layers: The layers of the profile, in order.
+
+    Raises:
+        FileError: It cannot be read, gives no such list, or one for other layers.
+    """
+    try:
+        if path.endswith((".yaml", ".yml")):
+            return _own(path, layers)
+        text = Path(path).read_text(encoding="utf-8")
+        for name, value in _values(path, text).items():
+            if name in _READERS:
+                return _READERS[name](value, layers)
+        found = _LAYOUT.search(text)
+        if found:
+            return balance_of_layout(found[1], layers)
+    except UsageError as error:
+        raise FileError(error.message, path=path, hint=error.hint) from None
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise FileError(f"cannot be understood: {error}", path=path) from None
+    except OSError as error:
+        raise FileError(f"cannot be read: {error.strerror}", path=path) from None
+    raise FileError(
+        "gives no cuts", path=path, hint=f"expected one of {', '.join(_READERS)}, or `--pipeline-model-parallel-layout`"
+    )
+
+
+def _own(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+    value = read(path)
+    if isinstance(value, Balance):
+        return _from_parts([stage.layers for stage in value.stages], layers)
+    if isinstance(value, Plan):
+        return value.balance
+    raise UsageError("is neither a plan nor a balance")
+
+
+def _values(path: str, text: str) -> dict[str, Any]:
+    """What the file gives names to, in small letters."""
+    content: Any = {}
+    if path.endswith(".py"):
+        content = _assigned(ast.parse(text))
+    elif path.endswith(".toml"):
+        content = tomllib.loads(text)
+    elif path.endswith(".json"):
+        content = json.loads(text)
+    if isinstance(content, list):
+        return {"module_fqns_per_model_part" if content and isinstance(content[0], list) else "balance": content}
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a list or a mapping, got `{text.strip()}`")  # noqa: TRY004 - of a file
+    named = {str(key).lower(): value for key, value in content.items()}
+    if isinstance(named.get("parallelism"), dict):
+        named |= named["parallelism"]
+    if path.endswith(".json") and not named.keys() & _READERS.keys():
+        return {"device_map": content}  # as `model.hf_device_map` is saved
+    return named
+
+
+def _assigned(module: ast.Module) -> dict[str, Any]:
+    values = {}
+    for node in module.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                values[node.targets[0].id] = ast.literal_eval(_Plain().visit(node.value))
+            except ValueError:
+                continue  # computed: nothing of ours
+    return values
+
+
+class _Plain(ast.NodeTransformer):
+    """`SplitPoint.BEGINNING` to "BEGINNING"."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.Constant:
+        return ast.copy_location(ast.Constant(node.attr), node)
+
+
+# Lists of each kind
+
+
+def _from_balance(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+    """Numbers of layers."""
+    balance = tuple(value)
+    if not balance or not all(isinstance(count, int) for count in balance):
+        raise UsageError(f"expected a list of whole numbers, got `{value}`")
+    if sum(balance) != len(layers):
+        raise UsageError(f"the stages have {sum(balance)} layers together, the profile has {len(layers)}")
+    return balance
+
+
+def _from_boundaries(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+    """[0, first layer of stage 1, …, number of layers]."""
+    return _from_balance([end - first for first, end in pairwise(value)], layers)
+
+
+def _from_split_spec(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+    """Modules before or after which a stage begins."""
+    begins = {modules_of(layer)[0]: n for n, layer in enumerate(layers)}
+    ends = {modules_of(layer)[-1]: n + 1 for n, layer in enumerate(layers)}
+    cuts = set()
+    for path, point in _mapping(value).items():
+        places = ends if point == "END" else begins
+        if path not in places:
+            raise _inside(path, layers)
+        cuts.add(places[path])
+    return _from_boundaries([0, *sorted(cuts - {0, len(layers)}), len(layers)], layers)
+
+
+def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+    """A list of modules per stage."""
+    if not all(isinstance(paths, (list, tuple)) for paths in value):
+        raise UsageError(f"expected a list of modules per stage, got `{value}`")
+    stage_of: dict[str, int] = {}
+    for stage, paths in enumerate(value):
+        for path in paths:
+            if stage_of.setdefault(path, stage) != stage:
+                raise UsageError(f'"{path}" stands in two stages')
+    stages = _placed(stage_of, layers)
+    if stages != sorted(stages):
+        raise UsageError("the stages are not in the order of the model's layers")
+    return _from_runs(stages)
+
+
+def _from_device_map(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+    """Module to device; a stage is a run of layers on one device."""
+    return _from_runs(_placed(_mapping(value), layers))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"expected a mapping of module to place, got `{value}`")
+    return value
+
+
+def _from_runs(places: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(len(list(run)) for _, run in groupby(places))
+
+
+def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list[Any]:
+    """Where each layer is: its modules, what contains them, or what they contain may be named."""
+    inside: dict[str, list[str]] = {}
+    for path in place_of:
+        for above in paths_above(path):
+            inside.setdefault(above, []).append(path)
+    places: list[Any] = []
+    known: set[str] = set()
+    for layer in layers:
+        here: set[Any] = set()
+        for module in modules_of(layer):
+            around = [path for path in (module, *paths_above(module), "") if path in place_of]
+            named = inside.get(module) or around[:1]
+            here.update(place_of[path] for path in named)
+            known.update(around, named)
+        if len(here) != 1:
+            what = "is on several stages" if here else "is in none of the stages"
+            raise UsageError(f'layer "{layer.name}" {what}', hint="every layer of the profile belongs to one stage")
+        places += here
+    strangers = [path for path in place_of if path not in known]
+    if strangers:
+        raise _inside(strangers[0], layers)
+    return places
+
+
+def _inside(path: str, layers: Sequence[LayerProfile]) -> UsageError:
+    for layer in layers:
+        if any(path.startswith(f"{module}.") for module in modules_of(layer)) or path in layer.modules:
+            return UsageError(
+                f'"{path}" is inside the layer "{layer.name}" of the profile, which is not cut',
+                hint="cut before or after the whole layer",
+            )
+    return UsageError(f'"{path}" is no layer of the profile', hint="was it made for another model?")
+
+
+_READERS: Final = {
+    "balance": _from_balance,
+    "split_spec": _from_split_spec,
+    "module_fqns_per_model_part": _from_parts,
+    "parts": _from_boundaries,
+    "device_map": _from_device_map,
+}

@@ -1,0 +1,65 @@
+"""torchgpipe 0.0.7: `GPipe(module, balance, devices=…, chunks=…, checkpoint=…)`.
+
+As its documentation (torchgpipe.readthedocs.io, "Automatic Balancing", API of `torchgpipe.GPipe`) and the source of its
+release have it: an `nn.Sequential` whose children are dealt out to partitions in order, GPipe's schedule, one choice of
+recomputation for all partitions, no parameters shared between children.
+"""
+
+from typing import Final
+
+from planner.core.errors import UsageError
+from planner.core.plan import Recompute
+from planner.emit.layout import EngineFile, Layout, python_values, text_of
+
+__all__ = ["emit_torchgpipe"]
+
+_NAME: Final = "torchgpipe"
+
+_CHECKPOINT: dict[Recompute, str] = {
+    "never": "never",
+    "except-last": "except_last",
+    "always": "always",
+    "layers": "always",
+}
+
+_USE: Final = """\
+Use it (with the layers in one flat nn.Sequential, in this order):
+    model = nn.Sequential(*(model.get_submodule(name) for name in LAYERS))
+    model = GPipe(model, balance=BALANCE, devices=DEVICES, chunks=CHUNKS, checkpoint=CHECKPOINT)"""
+
+
+def emit_torchgpipe(layout: Layout) -> EngineFile:
+    """BALANCE, CHUNKS, CHECKPOINT, DEVICES and LAYERS.
+
+    Raises:
+        UsageError: torchgpipe cannot run the plan at all: interleaved, shared parameters, or no sequence of modules.
+    """
+    layout.refuse_chunks(_NAME)
+    paths = layout.sequential_paths(_NAME)
+    for one, other in layout.ties():
+        raise UsageError(
+            f'torchgpipe refuses parameters that layers share, as "{one}" and "{other}" do',
+            hint="untie them, or use another `--format`",
+        )
+    choices = [stage.recompute for stage in layout.plan.stages]
+    checkpoint = max(choices, key=list(_CHECKPOINT).index)
+    notes = layout.schedule_notes(_NAME, "gpipe") + layout.replica_notes(_NAME)
+    if len(set(choices)) > 1 or "layers" in choices:
+        policy = "always" if checkpoint == "layers" else checkpoint
+        notes += layout.recompute_notes(
+            f"torchgpipe has one CHECKPOINT for all stages, here `{_CHECKPOINT[checkpoint]}`; "
+            f"solve with `--recompute {policy}` for the best plan with that"
+        )
+    body = python_values(
+        BALANCE=list(layout.plan.balance),
+        CHUNKS=layout.plan.micro_batches,
+        CHECKPOINT=_CHECKPOINT[checkpoint],
+        DEVICES=list(layout.devices),
+        LAYERS=[path for stage in paths for path in stage],
+    )
+    return EngineFile(
+        name="plan_torchgpipe.py",
+        text=text_of(layout, body, engine="torchgpipe 0.0.7", option="torchgpipe", notes=notes, docstring=_USE),
+        notes=tuple(notes),
+        use="`GPipe(model, balance=BALANCE, …)` with what plan_torchgpipe.py defines",
+    )

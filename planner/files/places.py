@@ -1,0 +1,36 @@
+"""Where a plan's profile stands: paths in files are relative to the file, so that both can move together."""
+
+import os
+from pathlib import Path
+
+from planner.core.errors import UsageError
+from planner.core.plan import Plan
+from planner.core.profile import Profile
+from planner.files.reading import read_profile
+
+__all__ = ["profile_for", "profile_path", "reference_path"]
+
+
+def reference_path(profile_path: str, plan_path: str) -> str:
+    """How a plan at `plan_path` refers to its profile: relative to its own folder, so both can move together."""
+    if "-" in (profile_path, plan_path):
+        return profile_path
+    return Path(os.path.relpath(profile_path, Path(plan_path).parent)).as_posix()
+
+
+def profile_path(plan: Plan, plan_path: str, override: str | None) -> str:
+    """Where the plan's profile stands."""
+    if override is not None:
+        return override
+    if plan.inputs.profile.path == "-":
+        raise UsageError(
+            "the plan does not say which file its profile is in: it was solved from standard input, or from a value",
+            hint="say where the profile is: `--profile FILE`",
+        )
+    folder = "" if plan_path == "-" else str(Path(plan_path).parent)
+    return os.path.normpath(Path(folder, plan.inputs.profile.path))
+
+
+def profile_for(plan: Plan, plan_path: str, override: str | None) -> Profile:
+    """The plan's profile, read; raises `FileError` if it is not there."""
+    return read_profile(profile_path(plan, plan_path, override))

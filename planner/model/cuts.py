@@ -1,0 +1,254 @@
+"""Where a recorded model can be cut, and what crosses each cut.
+
+A cut is a time of the recording: what ran before it is in front. Calls that are over at a cut are not run again behind
+it; what they returned is received where it is needed. What the code of the calls that are still open did in front of
+the cut is done again behind it, on what was received.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from planner.core.profile import Granularity
+from planner.model.recording import END, Call, Recording
+
+__all__ = ["Crossing", "Cuts"]
+
+_NEAR = 1.1
+"""Cuts with up to so many times the bytes of the best one nearby are worth keeping."""
+
+_WIDEST = 3.0
+"""A cut inside a block may have so many times the bytes of those around it."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What must cross a cut."""
+
+    values: tuple[int, ...]
+    """Numbers of tensors in `Recording.values`."""
+    holds: frozenset[str]
+    """Parameters and buffers that code in front of the cut, which is run again behind it, reads."""
+    problem: str | None
+    """Why the model cannot be cut here."""
+
+
+class Cuts:
+    """The cuts of a recording.
+
+    Args:
+        recording: The recording.
+        model: The model it is of; only its structure counts.
+    """
+
+    def __init__(self, recording: Recording, model: nn.Module) -> None:
+        self.recording = recording
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._running = [self._runner(call) for call in recording.calls]
+        flow = recording.flow.nodes
+        self._lives = [(v, data["made"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]]
+        self._num_bytes: dict[int, int] = {}
+        self._creator: dict[int, int] = {}
+        for data in flow.values():
+            self._creator.setdefault(data["storage"], data["operator"])
+
+    def crossing(self, cut: int, *, used_before: int = END + 1) -> Crossing:
+        """What crosses `cut` for the sake of what happens between it and `used_before`."""
+        live = [
+            version
+            for version, made, last, uses in self._lives
+            if made < cut <= last and uses[bisect_left(uses, cut)] < used_before
+        ]
+        needs = _Needs(self, cut)
+        needs.follow(live, strict=True)
+        for number in self.recording.decisions:
+            if self.repeated(number, cut):
+                needs.follow(self.recording.reads[number], strict=False)
+        return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), needs.problem)
+
+    def num_bytes(self, cut: int) -> int:
+        """Bytes that cross a cut."""
+        if cut not in self._num_bytes:
+            self._num_bytes[cut] = sum(self.recording.values[n][1].nbytes for n in self.crossing(cut).values)
+        return self._num_bytes[cut]
+
+    def repeated(self, operator: int, cut: int) -> bool:
+        """Whether an operator in front of a cut is run again behind it."""
+        done = self.recording.operators[operator]
+        return done.time < cut <= self.recording.calls[self._running[done.call]].exit
+
+    def is_exposed(self, call: int, cut: int) -> bool:
+        """Whether the results of a call come into sight of code that is run again behind a cut."""
+        if call < 0:
+            return True
+        made = self.recording.calls[call]
+        return made.exit < cut and self._running[call] == call and cut <= self._exit_of(self._running[made.parent])
+
+    def holds(self, first: int, end: int) -> frozenset[str]:
+        """Parameters and buffers that must be there to run what lies between two cuts."""
+        inside = (o.holds for o in self.recording.operators if first <= o.time < end)
+        return frozenset(name for names in inside for name in names) | self.crossing(first, used_before=end).holds
+
+    def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
+        """The cuts worth having, in order; and why others are impossible."""
+        calls = self.recording.calls
+        members = [call for call in calls[1:] if self._is_member(call)]
+        inside = {number for call in members for number in self._below(call)}
+        others = [call for call in calls[1:] if call.number not in inside and not self._is_member(call)]
+        problems: list[str] = []
+        ends = set(self._no_wider_than_around(self._possible(members, problems), members))
+        possible = self._no_wider_than_around(self._possible(others, problems), calls[1:])
+        small = {call.exit + 1 for call in others if not any(map(self._trains_itself, self._below(call)))}
+        ends.update(cut for cut in possible if cut not in small)
+        ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
+        chosen = self._without_empty(sorted(ends))
+        if not chosen and not problems:  # a block alone
+            chosen = self._without_empty(self._possible(calls[1:], problems))
+        if granularity == "fine":
+            every = [cut for cut in self._possible(calls[1:], problems) if cut not in chosen]
+            inner = self._narrowest(every, chosen, widest=_WIDEST)
+            chosen = self._without_empty(sorted({*chosen, *inner}))
+        return chosen, problems
+
+    # Private methods
+
+    def _runner(self, call: Call) -> int:
+        """The call whose end decides whether what `call` does is done again: a constant one always is, with it."""
+        while call.constant and call.parent >= 0:
+            call = self.recording.calls[call.parent]
+        return call.number
+
+    def _exit_of(self, call: int) -> int:
+        return self.recording.calls[call].exit
+
+    def _is_member(self, call: Call) -> bool:
+        container, _, name = call.path.rpartition(".")
+        holder = self._modules[container] if name else None
+        return isinstance(holder, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+    def _below(self, call: Call) -> Iterator[int]:
+        for child in call.children:
+            yield child
+            yield from self._below(self.recording.calls[child])
+
+    def _possible(self, calls: Sequence[Call], problems: list[str]) -> list[int]:
+        """Cuts behind calls."""
+        possible = []
+        for call in calls:
+            if call.constant:
+                continue
+            problem = self.crossing(call.exit + 1).problem
+            if problem is None:
+                possible.append(call.exit + 1)
+            elif not problems or problem not in problems[-1]:
+                problems.append(f'behind "{call.path}": {problem}')
+        return sorted(set(possible))
+
+    def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
+        """The cuts that are hardly wider than those around each of `calls` that they cut in two."""
+        kept = []
+        for cut in cuts:
+            around = (call for call in calls if call.enter < cut <= call.exit)
+            widest = (_NEAR * max(self.num_bytes(c.enter), self.num_bytes(c.exit + 1)) for c in around)
+            if self.num_bytes(cut) <= min(widest, default=float("inf")):
+                kept.append(cut)
+        return kept
+
+    def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
+        """Of the cuts between each two of `ends`, those nearly as narrow as the narrowest, and `widest` times these."""
+        kept = []
+        for first, end in zip([0, *ends], [*ends, END], strict=True):
+            here = {cut: self.num_bytes(cut) for cut in cuts if first < cut < end}
+            around = max((self.num_bytes(cut) for cut in (first, end) if 0 < cut < END), default=float("inf"))
+            most = min(_NEAR * min(here.values(), default=0), widest * around)
+            kept += [cut for cut, size in here.items() if size <= most]
+        return kept
+
+    def _without_empty(self, cuts: list[int]) -> list[int]:
+        """Without cuts that would leave a layer no parameters: of the two around it the wider one goes."""
+        kept = list(cuts)
+        n = 0
+        while n <= len(kept) and kept:
+            first, end = (kept[n - 1] if n else 0), (kept[n] if n < len(kept) else END)
+            if self._trains(first, end):
+                n += 1
+                continue
+            at_edge = n in (0, len(kept))
+            drop = min(n, len(kept) - 1) if at_edge else n - (self.num_bytes(first) >= self.num_bytes(end))
+            del kept[drop]
+            n = max(0, n - 1)
+        return kept
+
+    def _trains_itself(self, call: int) -> bool:
+        return bool(self._modules[self.recording.calls[call].path]._parameters)
+
+    def _trains(self, first: int, end: int) -> bool:
+        """Whether what runs between two cuts reads a parameter."""
+        names = (name for o in self.recording.operators if first <= o.time < end for name in o.holds)
+        return any(self._is_parameter(name) for name in names)
+
+    def _is_parameter(self, name: str) -> bool:
+        path, _, last = name.rpartition(".")
+        return last in self._modules[path]._parameters
+
+
+class _Needs:
+    """What must be received, and held, to have certain versions of storages behind a cut."""
+
+    def __init__(self, cuts: Cuts, cut: int) -> None:
+        self._cuts = cuts
+        self._cut = cut
+        self._seen: set[int] = set()
+        self.values: set[int] = set()
+        self.holds: set[str] = set()
+        self.problem: str | None = None
+
+    def follow(self, versions: Iterable[int], *, strict: bool) -> None:
+        """Adds what `versions` need; a strict need must have the very numbers that were drawn, if any were."""
+        recording = self._cuts.recording
+        flow = recording.flow
+        todo = [version for version in versions if version not in self._seen]
+        while todo:
+            version = todo.pop()
+            if version in self._seen:
+                continue
+            self._seen.add(version)
+            data = flow.nodes[version]
+            exposed = [
+                number
+                for number, call in recording.exposures.get(data["storage"], ())
+                if self._cuts.is_exposed(call, self._cut)
+            ]
+            self.values.update(exposed)
+            number = data["operator"]
+            if number < 0:
+                continue
+            done = recording.operators[number]
+            where = recording.calls[done.call].path or "the model itself"
+            if not self._cuts.repeated(number, self._cut):
+                if not exposed:
+                    self._fail(f"a tensor made in {where} ({done.name}) is used behind it, and nobody returned it")
+                elif self._was_made_outside(data["storage"]):
+                    self._fail(f"{where} writes into a tensor ({done.name}) that the code around it goes on using")
+                continue
+            if done.random and strict:
+                self._fail(f"random numbers are drawn ({done.name}) by the code of {where} between modules")
+            if done.writes_held:
+                self._fail(f"the code of {where} writes into a parameter or buffer ({done.name})")
+            if any(not self._is_repeated(old) for old in done.writes):
+                self._fail(f"the code of {where} writes into what a module returned ({done.name})")
+            self.holds.update(done.holds)
+            todo.extend(recording.reads[number])
+
+    def _was_made_outside(self, storage: int) -> bool:
+        maker = self._cuts._creator[storage]
+        return maker >= 0 and self._cuts.repeated(maker, self._cut)
+
+    def _is_repeated(self, version: int) -> bool:
+        made = self._cuts.recording.flow.nodes[version]["operator"]
+        return made >= 0 and self._cuts.repeated(made, self._cut)
+
+    def _fail(self, problem: str) -> None:
+        self.problem = self.problem or problem

@@ -1,0 +1,90 @@
+"""Models without their parameters: structure for planning, and real copies of a few layers for measuring.
+
+A model that is larger than the device, or than this machine, is built with parameters on the meta device, which have
+a shape and take no memory; buffers (tables, masks) are real, for code looks at their values. Layers that are measured
+get parameters of their own then, with random values: what a layer costs does not depend on them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from planner.model.stage import ModelStage
+
+__all__ = ["build_lean", "fill", "move_buffers"]
+
+_SPREAD = 0.02
+"""Standard deviation of the random parameters: outputs stay far from overflow and from denormal numbers."""
+
+
+def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `build` makes, without memory for the parameters of modules that it makes."""
+    with _without_parameters():
+        return build()
+
+
+def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
+    """Gives the parameters of `modules`, parts of `model`, memory and random values; what is tied stays tied.
+
+    Parameters that have values already are left alone.
+    """
+    modules = list(modules)
+    wanted = {id(p) for module in modules for p in module.parameters() if p.is_meta}
+    filled: dict[int, nn.Parameter] = {}
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) in wanted:
+                if id(parameter) not in filled:
+                    filled[id(parameter)] = _filled(parameter, device)
+                part._parameters[name] = filled[id(parameter)]
+    for module in modules:
+        if isinstance(module, ModelStage):
+            module.share_with(module)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Puts all tensors that are no parameters on `device`."""
+    for part in model.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+        for name, value in vars(part).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                vars(part)[name] = tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+# Private functions
+
+
+@contextmanager
+def _without_parameters() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        # A subclass (a quantised parameter, an uninitialised one) has more to it than a shape.
+        if parameter is None or type(parameter) is not nn.Parameter or parameter.is_meta:
+            return
+        # Whoever registers it a second time, under another name, finds the same one.
+        if "_empty" not in vars(parameter):
+            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            vars(parameter)["_empty"] = empty
+        module._parameters[name] = vars(parameter)["_empty"]
+
+    nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _filled(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    tensor = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.normal_(0.0, _SPREAD)
+    else:
+        tensor.zero_()
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)

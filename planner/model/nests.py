@@ -1,0 +1,90 @@
+"""Nests: what models take and return (tuples, lists, dicts, dataclasses), taken apart into leaves and put together.
+
+Not torch's pytrees: those know only the types that somebody registered, and look into some that must stay whole here
+(a key-value cache, which is changed behind the back of whoever holds it).
+"""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Nest", "leaf_names", "put_together", "take_apart", "tensors_in"]
+
+
+@dataclass(frozen=True)
+class Nest:
+    """The structure of a value; without a kind, a leaf."""
+
+    kind: type | None = None
+    keys: tuple[Any, ...] = ()
+    children: tuple["Nest", ...] = ()
+
+
+_LEAF = Nest()
+
+
+def take_apart(value: Any) -> tuple[list[Any], Nest]:
+    """The leaves of `value` in order, and its structure."""
+    leaves: list[Any] = []
+    return leaves, _nest(value, leaves)
+
+
+def put_together(leaves: Iterable[Any], nest: Nest) -> Any:
+    """The value of structure `nest` with the given leaves."""
+    return _value(iter(leaves), nest)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in `value`, in order."""
+    return [leaf for leaf in take_apart(value)[0] if isinstance(leaf, Tensor)]
+
+
+def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
+    """A name for every leaf: keys and positions, joined by dots."""
+    if nest.kind is None:
+        return [prefix]
+    below = zip(nest.keys, nest.children, strict=True)
+    return [name for key, child in below for name in leaf_names(child, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _nest(value: Any, leaves: list[Any]) -> Nest:
+    keys: Iterable[Any]
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        kind, keys, children = type(value), range(len(value)), list(value)
+    elif _is_plain_dataclass(value):
+        keys = [field.name for field in dataclasses.fields(value)]
+        kind, children = type(value), [getattr(value, key) for key in keys]
+    elif type(value) in (dict, OrderedDict):
+        kind, keys, children = type(value), list(value), list(value.values())
+    else:
+        leaves.append(value)
+        return _LEAF
+    return Nest(kind, tuple(keys), tuple(_nest(child, leaves) for child in children))
+
+
+def _is_plain_dataclass(value: Any) -> bool:
+    # One that could not be made again from its fields stays whole.
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and all(field.init for field in dataclasses.fields(value))
+    )
+
+
+def _value(leaves: Iterator[Any], nest: Nest) -> Any:
+    if nest.kind is None:
+        return next(leaves)
+    make: Callable[..., Any] = nest.kind
+    children = [_value(leaves, child) for child in nest.children]
+    if dataclasses.is_dataclass(nest.kind):
+        return make(**dict(zip(nest.keys, children, strict=True)))
+    if issubclass(nest.kind, dict):
+        return make(zip(nest.keys, children, strict=True))
+    if hasattr(nest.kind, "_fields"):  # a named tuple
+        return make(*children)
+    return make(children)

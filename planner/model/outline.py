@@ -1,0 +1,279 @@
+"""A model's outline: how one forward went, where it is cut into layers, and what crosses the cuts.
+
+It names modules and tensors and holds none, so the outline of one instance of a model serves every other. Two forwards,
+of batches of different size, tell how the shapes of all tensors grow with the batch.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import ModelError
+from planner.core.profile import Granularity
+from planner.model.cuts import Cuts
+from planner.model.nests import put_together, take_apart
+from planner.model.recording import END, Call, Leaf, Recording, Value, record
+
+__all__ = ["SIZES", "Outline", "outline_of"]
+
+SIZES = (2, 4)
+"""Samples in the two batches that are run. Not 1, which batch normalization and broadcasting treat in their own way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """See above."""
+
+    recording: Recording
+    shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+    """By value: its shape in a batch of either size."""
+    cuts: tuple[int, ...]
+    names: tuple[str, ...]
+    """Of the layers, one more than there are cuts."""
+    holds: tuple[frozenset[str], ...]
+    """By layer: the parameters and buffers that it needs."""
+    crossings: tuple[tuple[int, ...], ...]
+    """By cut: the values that cross it."""
+    repeated_holds: tuple[frozenset[str], ...]
+    """By cut: parameters and buffers that code in front of it, which is run again behind it, touches."""
+    overwritten: tuple[frozenset[int], ...]
+    """By cut: storages that code in front of it, which is run again behind it, writes into."""
+    writes: tuple[bool, ...]
+    """By layer: whether it writes into a tensor that it receives."""
+    aliases: tuple[bool, ...]
+    """By layer: whether what it passes on shares memory with what it received."""
+
+    def times(self, first: int, end: int) -> tuple[int, int]:
+        """Between which times layers `first`..`end - 1` run."""
+        return (self.cuts[first - 1] if first else 0), (self.cuts[end - 1] if end <= len(self.cuts) else END)
+
+    def received(self, layer: int) -> tuple[int, ...]:
+        """The values in front of a layer but the first."""
+        return self.crossings[layer - 1]
+
+    def shape(self, value: int, size: int) -> tuple[int, ...]:
+        """Of a value, in a batch of `size` samples."""
+        pairs = zip(*self.shapes[value], strict=True)
+        return tuple(a + (b - a) * (size - SIZES[0]) // (SIZES[1] - SIZES[0]) for a, b in pairs)
+
+    def size_of(self, values: Sequence[int], tensors: Sequence[Tensor]) -> int:
+        """How many samples there are, by the shapes of some values."""
+        for value, tensor in zip(values, tensors, strict=True):
+            for a, b, given in zip(*self.shapes[value], tensor.shape, strict=True):
+                if a != b:
+                    return SIZES[0] + (given - a) * (SIZES[1] - SIZES[0]) // (b - a)
+        return SIZES[0]
+
+    def boundary(self, layer: int, size: int) -> tuple[Tensor, ...]:
+        """What is received by a layer but the first, on the meta device."""
+        return tuple(self._meta(value, size) for value in self.received(layer))
+
+    @property
+    def described(self) -> list[Any]:
+        """What crosses each cut, for a digest."""
+        return [[[self.shapes[v], str(self.recording.values[v][1].dtype)] for v in values] for values in self.crossings]
+
+    def _meta(self, value: int, size: int) -> Tensor:
+        meta = self.recording.values[value][1]
+        return torch.empty(self.shape(value, size), dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad)
+
+
+def outline_of(model: nn.Module, example_inputs: Callable[[int], Any], granularity: Granularity) -> Outline:
+    """The outline of `model`.
+
+    Args:
+        model: Any module.
+        example_inputs: A batch of so many samples.
+        granularity: How finely it is cut.
+
+    Raises:
+        ModelError: It cannot be cut anywhere, or does something else for other batch sizes.
+    """
+    recording, other = (_recorded(model, example_inputs, size) for size in SIZES)
+    cuts = Cuts(recording, model)
+    chosen, problems = cuts.choose(granularity)
+    if not chosen:
+        why = f": {problems[0]}" if problems else ", it has a single layer with parameters"
+        raise ModelError(
+            f"the model ({type(model).__name__}) cannot be cut{why}",
+            hint="split it into modules that return what the following ones need, such as blocks in an nn.ModuleList",
+        )
+    edges = [0, *chosen, END]
+    spans = list(pairwise(edges))
+    crossings = tuple(cuts.crossing(cut).values for cut in chosen)
+    holds = [cuts.holds(*span) for span in spans]
+    names = _names(recording, model, spans)
+    _add_unread(holds, recording, model, spans)
+    return Outline(
+        recording=recording,
+        shapes=_shapes(recording, other, chosen),
+        cuts=tuple(chosen),
+        names=names,
+        holds=tuple(holds),
+        crossings=crossings,
+        repeated_holds=tuple(_repeated_holds(cuts, cut) for cut in chosen),
+        overwritten=tuple(_overwritten(cuts, cut) for cut in chosen),
+        writes=tuple(_writes(recording, span, _storages(recording, span[0], crossings, chosen)) for span in spans),
+        aliases=tuple(
+            bool(
+                set(_storages(recording, first, crossings, chosen)) & set(_storages(recording, end, crossings, chosen))
+            )
+            for first, end in spans
+        ),
+    )
+
+
+# Private functions
+
+
+def _recorded(model: nn.Module, example_inputs: Callable[[int], Any], size: int) -> Recording:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same data every time, and so the same digest
+        inputs = example_inputs(size)
+    try:
+        with contextlib.suppress(Exception):  # whatever it is, on real values it may be none, or comes again
+            return record(model, inputs, ghosts=True)
+        return record(model, _beside(model, inputs), ghosts=False)
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"the model ({type(model).__name__}) raised {type(error).__name__} on an example batch of {size}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}",
+            hint="check that `example_batch` fits the model (and the `--set` settings)",
+        ) from error
+
+
+def _beside(model: nn.Module, inputs: Any) -> Any:
+    """The inputs on the device of the model."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    leaves, nest = take_apart(inputs)
+    return put_together((leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves), nest)
+
+
+def _shapes(
+    recording: Recording, other: Recording, cuts: Sequence[int]
+) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of all that comes into sight between modules that some cut goes through."""
+    shapes = _paired("the model's input", recording.inputs, other.inputs)
+    todo = [0]
+    while todo:
+        number = todo.pop()
+        one, two = recording.calls[number], other.calls[number] if number < len(other.calls) else None
+        if two is None or [recording.calls[c].path for c in one.children] != [
+            other.calls[c].path for c in two.children
+        ]:
+            raise _changes(one)
+        for child, its in zip(one.children, two.children, strict=True):
+            call = recording.calls[child]
+            shapes = _paired(call.path, call.leaves, other.calls[its].leaves) | shapes
+            if any(call.enter < cut <= call.exit for cut in cuts):
+                todo.append(child)
+    return shapes
+
+
+def _paired(
+    path: str, leaves: Sequence[Leaf], others: Sequence[Leaf]
+) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    if len(leaves) != len(others):
+        raise _returns_else(path)
+    pairs = [(a, b) for a, b in zip(leaves, others, strict=True) if isinstance(a, Value)]
+    if any(not isinstance(b, Value) or len(a.meta.shape) != len(b.meta.shape) for a, b in pairs):
+        raise _returns_else(path)
+    return {a.number: (a.meta.shape, b.meta.shape) for a, b in pairs if isinstance(b, Value)}
+
+
+def _returns_else(path: str) -> ModelError:
+    return ModelError(
+        f'"{path}" returns something of another structure for another batch size',
+        hint="a pipeline needs the same tensors for every batch",
+    )
+
+
+def _changes(call: Call) -> ModelError:
+    return ModelError(
+        f'"{call.path or "the model"}" calls other modules for another batch size: it takes no fixed path',
+        hint="a pipeline needs the same layers for every batch",
+    )
+
+
+def _storages(recording: Recording, time: int, crossings: Sequence[tuple[int, ...]], cuts: Sequence[int]) -> list[int]:
+    """Of the tensors that are there at a cut, at the begin or at the end."""
+    if time == 0:
+        return [recording.values[leaf.number][0] for leaf in recording.inputs if isinstance(leaf, Value)]
+    if time == END:
+        versions = (data for _, data in recording.flow.nodes(data=True) if data["uses"] and data["uses"][-1] == END)
+        return [data["storage"] for data in versions]
+    return [recording.values[value][0] for value in crossings[cuts.index(time)]]
+
+
+def _writes(recording: Recording, span: tuple[int, int], received: Sequence[int]) -> bool:
+    inside = (o for o in recording.operators if span[0] <= o.time < span[1])
+    return any(recording.flow.nodes[version]["storage"] in received for o in inside for version in o.writes)
+
+
+def _repeated_holds(cuts: Cuts, cut: int) -> frozenset[str]:
+    return frozenset(
+        name
+        for number, operator in enumerate(cuts.recording.operators)
+        if operator.holds and cuts.repeated(number, cut)
+        for name in operator.holds
+    )
+
+
+def _overwritten(cuts: Cuts, cut: int) -> frozenset[int]:
+    flow = cuts.recording.flow.nodes
+    return frozenset(
+        flow[version]["storage"]
+        for number, operator in enumerate(cuts.recording.operators)
+        if operator.writes and cuts.repeated(number, cut)
+        for version in operator.writes
+    )
+
+
+def _names(recording: Recording, model: nn.Module, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """A layer is called after the module in it with the most parameters."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    numbers = {path: sum(p.numel() for p in module.parameters()) for path, module in modules.items()}
+    counts: dict[str, int] = {}
+    names = []
+    for span in spans:
+        whole = [call for call in recording.calls[1:] if _is_whole(call, span)]
+        tops = [call for call in whole if not _is_whole(recording.calls[call.parent], span)]
+        name = max(tops, key=lambda call: numbers[call.path]).path if tops else "rest"
+        counts[name] = counts.get(name, 0) + 1
+        names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return tuple(names)
+
+
+def _is_whole(call: Call, span: tuple[int, int]) -> bool:
+    return call.number > 0 and span[0] <= call.enter and call.exit < span[1]
+
+
+def _add_unread(
+    holds: list[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[tuple[int, int]]
+) -> None:
+    """Parameters and buffers that this forward did not read (of experts not chosen) go to where their module is."""
+    read = frozenset(name for names in holds for name in names)
+    known = {id(tensor) for name, tensor in _named_tensors(model) if name in read}
+    where: dict[str, int] = {}
+    for n, span in enumerate(spans):
+        for call in recording.calls[1:]:
+            if span[0] <= call.enter < span[1]:
+                where.setdefault(call.path, n)
+    for name, tensor in _named_tensors(model):
+        if name in read or id(tensor) in known:
+            continue
+        path = name.rpartition(".")[0]
+        while path and path not in where:
+            path = path.rpartition(".")[0]
+        n = where.get(path, 0)
+        holds[n] |= {name}
+        known.add(id(tensor))
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

@@ -1,0 +1,467 @@
+"""What one forward of a model did, written down: calls of modules, operators, and what was computed from what.
+
+Time is a counter that every operator and every begin and end of a module's forward advances. Tensors are followed by
+storage, of which every write makes a new version: views share what they were made of, a write through one view is seen
+through all others. The versions form a directed graph without cycles, from what an operator read to what it made.
+
+Depending on where the model is cut, an operator is repeated by the stages behind the cut (the module whose code runs it
+is still at work there) or lies inside a call that is over, and that those stages do not run.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.model.ghosts import ghost_like, storage_of
+from planner.model.nests import Nest, take_apart, tensors_in
+
+__all__ = [
+    "END",
+    "Call",
+    "Constant",
+    "Held",
+    "Meta",
+    "Passed",
+    "Recording",
+    "Value",
+    "arguments_of",
+    "as_ghosts",
+    "record",
+    "wrapped",
+]
+
+END = 1 << 60
+"""The time at which the model's outputs are used."""
+
+_SHAPE_ONLY = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+    )
+)
+"""Operators that read no value of the tensor they are given."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A tensor without values: shape, strides and offset in its storage, dtype, whether it carries a gradient."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Meta":
+        """That of `tensor`."""
+        return cls(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.requires_grad,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes to send it."""
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Value:
+    """A leaf of what a call returned: a tensor, by its number in `Recording.values`."""
+
+    number: int
+    meta: Meta
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A leaf of what a call returned: the very object that was among its arguments, at this place."""
+
+    argument: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A leaf of what a call returned: this parameter or buffer itself."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A leaf of what a call returned: no tensor."""
+
+    value: Any
+
+
+Leaf = Value | Passed | Held | Constant
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One call of a module's forward."""
+
+    number: int
+    path: str
+    parent: int
+    enter: int
+    exit: int = END
+    constant: bool = True
+    """Nothing in it depends on a parameter, on a floating-point input or on chance: every stage can run it again."""
+    children: list[int] = field(default_factory=list)
+    nest: Nest = field(default_factory=Nest)
+    leaves: tuple[Leaf, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One operator."""
+
+    name: str
+    time: int
+    call: int
+    """The innermost call that it ran in."""
+    holds: tuple[str, ...]
+    """Parameters and buffers it reads."""
+    random: bool
+    decides: bool
+    """Python, or the shape of its result, depends on the values it reads."""
+    writes_held: bool
+    """It writes into a parameter or buffer."""
+    writes: tuple[int, ...]
+    """The versions that it wrote over."""
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """One forward of a model."""
+
+    calls: list[Call] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    flow: nx.DiGraph = field(default_factory=nx.DiGraph)
+    """Versions of storages, and what each was made from. Attributes: number of the `storage`, `operator` that made the
+    version or -1, when it was `made`, times of its `uses`."""
+    values: list[tuple[int, Meta]] = field(default_factory=list)
+    """Tensors that calls returned or that came as inputs, each geometry of a storage once: (storage, geometry)."""
+    exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """By storage: (value, call that returned it; -1 for an input of the model)."""
+    inputs: tuple[Leaf, ...] = ()
+    input_nest: Nest = field(default_factory=Nest)
+    decisions: list[int] = field(default_factory=list)
+    """Numbers of the operators that decide."""
+    reads: list[tuple[int, ...]] = field(default_factory=list)
+    """By operator: the versions it reads."""
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called with its inputs: a tuple is spread, a dict holds keyword arguments."""
+    if isinstance(inputs, dict):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def record(model: nn.Module, inputs: Any, *, ghosts: bool) -> Recording:
+    """Runs `model` on `inputs` once; buffers, gradients and the random state stay as they were.
+
+    Args:
+        model: The model.
+        inputs: Its inputs.
+        ghosts: Runs it without the values of its parameters and buffers, which takes neither time nor memory. Raises
+            `NeedsValuesError` if the model asks for a value.
+    """
+    recorder = _Recorder(model)
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(torch.random.fork_rng())
+        torch.manual_seed(0)
+        stack.enter_context(as_ghosts(model) if ghosts else _replaced(model, _own_buffer))
+        recorder.know_model(model)
+        recorder.know_inputs(inputs)
+        stack.enter_context(wrapped(model.modules(), recorder.run))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(_forget, _forget))  # there will be no backward
+        stack.enter_context(recorder)
+        args, kwargs = arguments_of(inputs)
+        recorder.outputs(model(*args, **kwargs))
+    return recorder.recording
+
+
+def as_ghosts(model: nn.Module) -> AbstractContextManager[None]:
+    """Meanwhile parameters and buffers of `model` are ghosts; what is tied stays tied."""
+    return _replaced(model, _ghost)
+
+
+# Private functions
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        self._paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self._time = 0
+        self._stack: list[int] = []
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._versions: list[int] = []  # by storage, the newest
+        self._held: dict[int, list[str]] = {}  # by storage
+        self._tainted: set[int] = set()  # versions
+        self._values: dict[tuple[int, Meta], int] = {}
+
+    def know_model(self, model: nn.Module) -> None:
+        """Parameters and buffers by storage; a parameter taints what is computed from it."""
+        for path, module in model.named_modules(remove_duplicate=False):
+            owned = [*module._parameters.items(), *module._buffers.items()]
+            for name, tensor in owned:
+                if tensor is not None:
+                    storage = self._storage(tensor)
+                    names = self._held.setdefault(storage, [])
+                    full = f"{path}.{name}" if path else name
+                    if full not in names:
+                        names.append(full)
+                    if isinstance(tensor, nn.Parameter) or name in module._parameters:
+                        self._tainted.add(self._versions[storage])
+
+    def know_inputs(self, inputs: Any) -> None:
+        """Tensors among the inputs; floating-point ones taint what is computed from them."""
+        leaves, nest = take_apart(inputs)
+        kept: list[Leaf] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                value = self._value(leaf, -1)
+                if leaf.is_floating_point() or leaf.is_complex():
+                    self._tainted.add(self._versions[self.recording.values[value.number][0]])
+                kept.append(value)
+            else:
+                kept.append(Constant(leaf))
+        self.recording.inputs, self.recording.input_nest = tuple(kept), nest
+
+    def outputs(self, output: Any) -> None:
+        """Every tensor of the model's output is used."""
+        for tensor in tensors_in(output):
+            self._use(self._versions[self._storage(tensor)], END)
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of a module's forward."""
+        calls = self.recording.calls
+        parent = self._stack[-1] if self._stack else -1
+        call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
+        calls.append(call)
+        if parent >= 0:
+            calls[parent].children.append(call.number)
+        given = take_apart((args, kwargs))[0]
+        before = {id(leaf): self._version_of(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        self._stack.append(call.number)
+        result = forward(*args, **kwargs)
+        self._stack.pop()
+        leaves, call.nest = take_apart(result)
+        call.leaves = tuple(self._leaf(leaf, call, given, before) for leaf in leaves)
+        call.exit = self._tick()
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        recording, time = self.recording, self._tick()
+        name = func._schema.name
+        given = [] if name in _SHAPE_ONLY else tensors_in((args, kwargs))
+        storages = list(dict.fromkeys(self._storage(tensor) for tensor in given))
+        reads = tuple(self._versions[storage] for storage in storages)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        tainted = random or any(version in self._tainted for version in reads)
+        written = list(dict.fromkeys(self._storage(tensor) for tensor in _written(func, args, kwargs)))
+        call = self._stack[-1] if self._stack else 0
+        operator = Operator(
+            name=name,
+            time=time,
+            call=call,
+            holds=tuple(self._name_in(self._held[storage], call) for storage in storages if storage in self._held),
+            random=random,
+            decides=_decides(func, given),
+            writes_held=any(storage in self._held for storage in written),
+            writes=tuple(self._versions[storage] for storage in written),
+        )
+        number = len(recording.operators)
+        recording.operators.append(operator)
+        recording.reads.append(reads)
+        if operator.decides and reads:
+            recording.decisions.append(number)
+        for version in reads:
+            self._use(version, time)
+        known = set(storages)
+        for tensor in tensors_in(result):
+            storage = self._storage(tensor, operator=number)
+            if storage not in known and storage not in written:
+                self._derive(self._versions[storage], reads, tainted=tainted)
+        for storage in written:
+            self._versions[storage] = self._version(storage, number)
+            self._derive(self._versions[storage], reads, tainted=tainted)
+        if tainted:
+            for above in self._stack:
+                recording.calls[above].constant = False
+
+    def _derive(self, version: int, reads: tuple[int, ...], *, tainted: bool) -> None:
+        self.recording.flow.add_edges_from((read, version) for read in reads if read != version)
+        if tainted:
+            self._tainted.add(version)
+
+    def _leaf(self, leaf: Any, call: Call, given: list[Any], before: dict[int, int]) -> Leaf:
+        argument = next((n for n, other in enumerate(given) if other is leaf), -1)
+        if isinstance(leaf, Tensor):
+            storage = self._storage(leaf)
+            if argument >= 0 and before[id(leaf)] == self._versions[storage]:
+                return Passed(argument)
+            if isinstance(leaf, nn.Parameter) and storage in self._held:
+                return Held(self._name_in(self._held[storage], call.number))
+            return self._value(leaf, call.number)
+        return Passed(argument) if argument >= 0 and not _is_plain(leaf) else Constant(leaf)
+
+    def _value(self, tensor: Tensor, call: int) -> Value:
+        storage, meta = self._storage(tensor), Meta.of(tensor)
+        number = self._values.setdefault((storage, meta), len(self._values))
+        if number == len(self.recording.values):
+            self.recording.values.append((storage, meta))
+        self.recording.exposures.setdefault(storage, []).append((number, call))
+        return Value(number, meta)
+
+    def _version_of(self, tensor: Tensor) -> int:
+        return self._versions[self._storage(tensor)]
+
+    def _storage(self, tensor: Tensor, operator: int = -1) -> int:
+        memory = storage_of(tensor)
+        known = self._storages.get(memory._cdata)
+        if known is not None:
+            return known[1]
+        # A weak reference keeps the address from being given out again.
+        storage = len(self._versions)
+        self._storages[memory._cdata] = StorageWeakRef(memory), storage
+        self._versions.append(self._version(storage, operator))
+        return storage
+
+    def _version(self, storage: int, operator: int) -> int:
+        version: int = self.recording.flow.number_of_nodes()
+        made = self.recording.operators[operator].time if operator >= 0 else -1
+        self.recording.flow.add_node(version, storage=storage, operator=operator, made=made, uses=[])
+        return version
+
+    def _use(self, version: int, time: int) -> None:
+        self.recording.flow.nodes[version]["uses"].append(time)
+
+    def _name_in(self, names: list[str], call: int) -> str:
+        """Of several names of a tied parameter, the one in the module at work."""
+        while call >= 0:
+            path = self.recording.calls[call].path
+            inside = [name for name in names if name.startswith(f"{path}.")] if path else []
+            if inside:
+                return inside[0]
+            call = self.recording.calls[call].parent
+        return names[0]
+
+    def _tick(self) -> int:
+        self._time += 1
+        return self._time
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+
+
+def _decides(func: Any, given: list[Tensor]) -> bool:
+    if func._schema.name == "aten::index" and all(t.dtype is not torch.bool for t in given[1:]):
+        return False  # only a mask makes the shape depend on values
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
+
+
+def _forget(_: Any) -> Any:
+    """Keeps nothing."""
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """An operator that knows no shape without values is an error that is dealt with, not one to be logged."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _ghost(tensor: Tensor) -> Tensor:
+    ghost = ghost_like(tensor, torch.device("cpu"))
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(ghost, requires_grad=tensor.requires_grad) if is_parameter else ghost
+
+
+def _own_buffer(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+
+@contextmanager
+def _replaced(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Lets the model work on others instead of its parameters and buffers; what is tied stays tied."""
+    before = [(held, dict(held)) for module in model.modules() for held in (module._parameters, module._buffers)]
+    others: dict[int, Tensor] = {}
+    for held, tensors in before:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                if id(tensor) not in others:
+                    others[id(tensor)] = replace(tensor)
+                held[name] = others[id(tensor)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for held, tensors in before:
+            held.clear()
+            held.update(tensors)  # type: ignore[arg-type]
+
+
+@contextmanager
+def wrapped(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
+    """Has `run(module, forward, args, kwargs)` called wherever the forward of one of the modules is."""
+    with ExitStack() as stack:
+        for module in dict.fromkeys(modules):
+            stack.callback(_restore, module, vars(module).get("forward"))
+            module.__dict__["forward"] = _wrapper(module, module.forward, run)
+        yield
+
+
+def _wrapper(module: nn.Module, forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)  # some libraries look at the signature of a forward
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run(module, forward, args, kwargs)
+
+    return call
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward

@@ -1,0 +1,240 @@
+"""A stage of a model that is no Sequential: the model's own forward, of which only some layers really run.
+
+Modules in front of the stage are not run: they return what was received, or, where nobody needs it, zeros that take no
+memory. The forward ends behind the stage's last module. Modules are changed only while a stage runs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from planner.core.errors import ModelError
+from planner.model.nests import put_together, take_apart
+from planner.model.outline import Outline
+from planner.model.recording import END, Call, Constant, Held, Leaf, Passed, Value, arguments_of, wrapped
+
+__all__ = ["ModelStage", "weightless"]
+
+
+class ModelStage(nn.Module):
+    """Layers `first`..`end - 1` of `model`; parameters and buffers have the names they have in the model.
+
+    The first stage takes the model's inputs; the others, a tuple of the tensors of `Outline.received`. The last
+    returns the model's output; the others, the tuple that the next one takes.
+    """
+
+    def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
+        super().__init__()
+        # All in one attribute, and none of them a module: the names of what the model holds are free.
+        self._part = _Part(outline, model, first, end)
+        self.share_with(self)
+
+    def forward(self, given: Any) -> Any:
+        """See above."""
+        return _Run(self._part, given).result()
+
+    def pass_over(self, given: Any) -> None:
+        """Runs what lies in front of the stage's own modules, and nothing of these."""
+        if self._part.begin:
+            _Run(self._part, given, own=False).result()
+
+    def share_with(self, root: nn.Module) -> None:
+        """Makes this stage's parameters and buffers those of `root` too, under the names they have in the model."""
+        for name in self._part.held:
+            *path, last = name.split(".")
+            owner, holder = self._part.model.get_submodule(".".join(path)), _holder(root, path)
+            if last in owner._parameters:
+                holder._parameters[last] = owner._parameters[last]
+            else:
+                holder._buffers[last] = owner._buffers[last]
+
+    def call_when_begun(self, listener: Callable[[], None]) -> None:
+        """Has `listener` called in each forward when all that lies in front of the stage has been passed over."""
+        self._part.when_begun = listener
+
+
+class _Part:
+    """What a stage knows."""
+
+    def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
+        self.outline = outline
+        self.model = model
+        self.begin, self.stop = outline.times(first, end)
+        self.received = outline.received(first) if first else ()
+        self.sent = outline.received(end) if end <= len(outline.cuts) else ()
+        self.when_begun: Callable[[], None] = _nothing
+        self.held = sorted({name for layer in outline.holds[first:end] for name in layer})
+        calls = outline.recording.calls
+        self.open = frozenset(c.number for c in calls if any(c.enter < t <= c.exit for t in (self.begin, self.stop)))
+        self.open |= {0}
+        self.watched = [
+            model.get_submodule(calls[child].path) for number in sorted(self.open) for child in calls[number].children
+        ]
+        self.absent = sorted(outline.repeated_holds[first - 1].difference(self.held)) if first else []
+        self.overwritten = outline.overwritten[first - 1] if first else frozenset()
+
+
+class _Finished(BaseException):
+    """The stage's last module is done. No `Exception`: the model's own handlers are not to stop it."""
+
+
+class _Run:
+    """One forward of a stage."""
+
+    def __init__(self, stage: _Part, given: Any, *, own: bool = True) -> None:
+        self._stage = stage
+        self._own = own
+        self._calls = stage.outline.recording.calls
+        self._stack = [0]
+        self._next = {0: 0}
+        self._inside = False
+        self._tensors: dict[int, Tensor] = {}
+        self._begun = stage.begin == 0
+        if self._begun:
+            self._inputs = given
+            leaves = take_apart(given)[0]
+            if len(leaves) != len(stage.outline.recording.inputs):
+                raise ModelError("the model's inputs have another structure than those of `example_batch`")
+            self._keep(leaves, stage.outline.recording.inputs)
+        else:
+            self._tensors.update(zip(stage.received, given, strict=True))
+        self._size = stage.outline.size_of(stage.received, given) if stage.received else 0
+        self._device = given[0].device if stage.received else torch.device("cpu")
+        if not self._begun:
+            self._inputs = self._rebuilt(stage.outline.recording.inputs, stage.outline.recording.input_nest, [])
+
+    def result(self) -> Any:
+        """What crosses the cut behind the stage, or the model's output."""
+        args, kwargs = arguments_of(self._inputs)
+        with ExitStack() as stack:
+            stack.enter_context(self._without_absent())
+            stack.enter_context(wrapped(self._stage.watched, self._run))
+            try:
+                output = self._stage.model(*args, **kwargs)
+            except _Finished:
+                if not self._own:
+                    return None
+                return tuple(self._tensors[value] for value in self._stage.sent)
+        if self._stage.stop != END:
+            raise _another_path("it ended early")
+        return output
+
+    # Private methods
+
+    def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._inside:
+            return forward(*args, **kwargs)
+        call = self._expected(module)
+        if call.exit < self._stage.begin and not call.constant:
+            result = self._rebuilt(call.leaves, call.nest, take_apart((args, kwargs))[0])
+        elif call.number in self._stage.open:
+            self._stack.append(call.number)
+            self._next[call.number] = 0
+            result = forward(*args, **kwargs)
+            self._stack.pop()
+        else:
+            self._inside = True
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                self._inside = False
+        if call.exit >= self._stage.begin:
+            leaves = take_apart(result)[0]
+            if len(leaves) != len(call.leaves):
+                raise _another_path(f'"{call.path}" returned something else')
+            self._keep(leaves, call.leaves)
+        if call.exit + 1 == self._stage.begin:
+            self._stage.when_begun()
+            if not self._own:
+                raise _Finished
+        if call.exit + 1 == self._stage.stop:
+            raise _Finished
+        return result
+
+    def _expected(self, module: nn.Module) -> Call:
+        parent = self._calls[self._stack[-1]]
+        position = self._next[parent.number]
+        self._next[parent.number] = position + 1
+        if position >= len(parent.children):
+            raise _another_path("a module more was called")
+        call = self._calls[parent.children[position]]
+        if self._stage.model.get_submodule(call.path) is not module:
+            raise _another_path(f'"{call.path}" was to be called')
+        return call
+
+    def _keep(self, leaves: Sequence[Any], recorded: Sequence[Leaf]) -> None:
+        for leaf, known in zip(leaves, recorded, strict=True):
+            if isinstance(known, Value) and known.number in self._stage.sent:
+                self._tensors[known.number] = leaf
+
+    def _rebuilt(self, recorded: Sequence[Leaf], nest: Any, given: Sequence[Any]) -> Any:
+        return put_together([self._leaf(leaf, given) for leaf in recorded], nest)
+
+    def _leaf(self, leaf: Leaf, given: Sequence[Any]) -> Any:
+        match leaf:
+            case Value():
+                received = self._tensors.get(leaf.number)
+                return self._zeros(leaf.number) if received is None else received
+            case Passed():
+                return given[leaf.argument]
+            case Held():
+                path, _, name = leaf.name.rpartition(".")
+                return getattr(self._stage.model.get_submodule(path), name)
+            case Constant():
+                return leaf.value
+
+    def _zeros(self, value: int) -> Tensor:
+        storage, meta = self._stage.outline.recording.values[value]
+        shape = self._stage.outline.shape(value, self._size)
+        # What stands in for a tensor is no work of the model's: nobody who watches its operators is to see it.
+        with _disable_current_modes(), torch.no_grad():
+            if storage in self._stage.overwritten:
+                return torch.zeros(shape, dtype=meta.dtype, device=self._device)
+            return torch.zeros((), dtype=meta.dtype, device=self._device).expand(shape)
+
+    @contextmanager
+    def _without_absent(self) -> Iterator[None]:
+        """Zeros take the place of parameters that are touched on the way to the stage, but not needed there."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for full in self._stage.absent:
+            path, _, name = full.rpartition(".")
+            owner = self._stage.model.get_submodule(path)
+            held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+            before.append((held, name, held[name]))
+            held[name] = weightless(held[name], self._device)
+        try:
+            yield
+        finally:
+            for held, name, tensor in before:
+                held[name] = tensor
+
+
+def weightless(tensor: Tensor, device: torch.device) -> Tensor:
+    """Zeros of the shape and dtype of `tensor` that take no memory."""
+    with _disable_current_modes(), torch.no_grad():
+        return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _another_path(what: str) -> ModelError:
+    return ModelError(
+        f"the model took another path than when its layers were found: {what}",
+        hint="a pipeline needs the same layers for every batch; switch off what skips layers by chance or by the data",
+    )
+
+
+def _holder(root: nn.Module, path: Sequence[str]) -> nn.Module:
+    """The module at `path` below `root`, made where it is missing."""
+    for part in path:
+        below = root._modules.get(part)
+        if below is None:
+            root._modules[part] = below = nn.Module()
+        root = below
+    return root
+
+
+def _nothing() -> None:
+    """Nobody waits."""

@@ -1,0 +1,74 @@
+"""What can be told of a model without running it: its chain, and how it differs from the model that was profiled."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from planner.core.profile import Profile
+from planner.core.units import format_bytes
+from planner.model.chain import Chain, Layer, chain_digest
+from planner.model.lean import build_lean, move_buffers
+from planner.model.load import LoadedModel
+from planner.profile.units import trace_units
+
+__all__ = ["ModelChange", "find_chain", "model_changes"]
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """One difference to the profiled model; `layer` is empty where it is the model's as a whole."""
+
+    layer: str
+    message: str
+
+
+def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
+    """The model's chain, and whether its parameters have no values yet: layers get them when they are measured.
+
+    Raises:
+        ModelError: The model cannot be built, cut, or run on its example batch.
+    """
+    with suppress(Exception):  # what needs values somewhere is built whole, and an error of the user's comes again
+        chain = loaded.chain(build_lean(loaded.build))
+        if all(parameter.is_meta for parameter in chain.model.parameters()):
+            trace_units(chain, loaded, (1,), device, ghosts=True)
+            move_buffers(chain.model, device)
+            return chain, True
+    return loaded.chain(loaded.build().to(device)), False
+
+
+def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, ...]:
+    """What is different in a model since it was profiled; empty if nothing is. Takes no device and no weights.
+
+    Args:
+        loaded: The model of today, with the settings of the profile.
+        profile: The profile.
+
+    Raises:
+        ModelError: The model cannot be built, cut, or run on its example batch.
+    """
+    chain, lean = find_chain(loaded, torch.device("cpu"))
+    if chain_digest(chain, loaded.settings) == profile.model.digest:
+        return ()
+    before = {layer.name: layer for layer in profile.layers}
+    changes = [ModelChange(name, "was profiled and is gone") for name in before if name not in chain.names]
+    changes += [ModelChange(name, "is new") for name in chain.names if name not in before]
+    units, _ = trace_units(chain, loaded, profile.micro_batch_sizes[:1], torch.device("cpu"), ghosts=lean)
+    for layer, unit in zip(chain.layers, units, strict=True):
+        known = before.get(layer.name)
+        if known is None:
+            continue
+        now_bytes = _parameter_bytes(layer)
+        if now_bytes != known.parameter_bytes:
+            message = (
+                f"has {format_bytes(now_bytes)} of parameters, {format_bytes(known.parameter_bytes)} when profiled"
+            )
+            changes.append(ModelChange(layer.name, message))
+        elif known.digest and unit.digest != known.digest:
+            changes.append(ModelChange(layer.name, "computes something else than when it was profiled"))
+    return tuple(changes) or (ModelChange("", "the same layers with the same parameters, but another structure"),)
+
+
+def _parameter_bytes(layer: Layer) -> int:
+    return sum(parameter.nbytes for parameter in layer.module.parameters())

@@ -1,0 +1,33 @@
+"""Findings as GitHub's workflow commands, which it shows beside the lines of a pull request.
+
+Escapes as the runner's own toolkit writes them: github.com/actions/toolkit, packages/core/src/command.ts.
+"""
+
+from planner.core.findings import Finding, rule
+from planner.core.verdict import Verdict
+from planner.show.gate.place import Place, full_message
+from planner.show.verdict import answer
+
+__all__ = ["annotations"]
+
+_COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
+
+
+def annotations(verdict: Verdict, place: Place) -> str:
+    """A line per finding, and the answer as a last one, which the log shows as it is."""
+    lines = [_command(finding, verdict, place) for finding in verdict.findings]
+    return "\n".join([*lines, f"{_data(place.path)}: {answer(verdict)}"])
+
+
+def _command(finding: Finding, verdict: Verdict, place: Place) -> str:
+    title = f"{finding.code} {rule(finding.code).title}"
+    at = f"file={_property(place.path)},line={place.line(finding)}," if place.is_file else ""
+    return f"::{_COMMANDS[finding.severity]} {at}title={_property(title)}::{_data(full_message(finding, verdict))}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

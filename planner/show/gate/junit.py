@@ -1,0 +1,61 @@
+"""A verdict as JUnit XML, which nearly every CI server shows: a test case for the plan, and one for each stage."""
+
+import re
+from collections.abc import Iterable
+from xml.etree import ElementTree as ET
+
+from planner.core.findings import Finding, rule
+from planner.core.plan import Stage
+from planner.core.units import format_bytes
+from planner.core.verdict import Verdict
+from planner.show.gate.place import Place, full_message
+
+__all__ = ["junit_xml"]
+
+_SUITE = "gpipe-plan check"
+
+
+def junit_xml(verdict: Verdict, place: Place) -> str:
+    """The report of one test suite. What makes the answer no is a failure; all else is told in the case's output."""
+    cases = [_case("plan", _of_stage(verdict, None), verdict, place)]
+    for stage in verdict.plan.stages if verdict.plan is not None else ():
+        name = f"stage {stage.index}: {stage.first} to {stage.last}"
+        cases.append(_case(name, _of_stage(verdict, stage.index), verdict, place, stage))
+    failures = sum(case.find("failure") is not None for case in cases)
+    counts = {"tests": str(len(cases)), "failures": str(failures), "errors": "0", "skipped": "0", "time": "0"}
+    suites = ET.Element("testsuites", {"name": _SUITE, **counts})
+    suite = ET.SubElement(suites, "testsuite", {"name": _xml(place.path), **counts})
+    suite.extend(cases)
+    ET.indent(suites)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(suites, encoding="unicode") + "\n"
+
+
+def _of_stage(verdict: Verdict, stage: int | None) -> list[Finding]:
+    return [finding for finding in verdict.findings if finding.stage == stage]
+
+
+def _case(
+    name: str, findings: Iterable[Finding], verdict: Verdict, place: Place, stage: Stage | None = None
+) -> ET.Element:
+    case = ET.Element("testcase", {"classname": _xml(place.path), "name": _xml(name), "time": "0"})
+    if place.is_file:
+        case.set("file", _xml(place.path))
+    said = [f"{format_bytes(stage.memory.total)} of {format_bytes(stage.memory_bytes)}"] if stage is not None else []
+    for finding in findings:
+        text = full_message(finding, verdict)
+        if finding.severity in verdict.refused:
+            attributes = {"type": finding.code, "message": _xml(f"{finding.code} {rule(finding.code).title}")}
+            ET.SubElement(case, "failure", attributes).text = _xml(text)
+        else:
+            said.append(f"{finding.code} {finding.severity}: {text}")
+    if said:
+        ET.SubElement(case, "system-out").text = _xml("\n".join(said))
+    return case
+
+
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What no XML 1.0 document may hold, not even escaped (section 2.2)."""
+
+
+def _xml(text: str) -> str:
+    return _FORBIDDEN.sub("\ufffd", text)

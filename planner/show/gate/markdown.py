@@ -1,0 +1,118 @@
+"""A verdict, a comparison and a sweep as Markdown: for the summary of a CI job, or a comment on a pull request."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from planner.core.comparison import Comparison
+from planner.core.difference import Difference
+from planner.core.findings import Rule
+from planner.core.plan import Plan
+from planner.core.sweep import Sweep
+from planner.core.units import format_bytes, format_us
+from planner.core.verdict import Verdict
+from planner.show.comparison import comparison_rows, difference_rows
+from planner.show.gate.place import Place
+from planner.show.memory import share_of_cap
+from planner.show.numbers import percent, rate
+from planner.show.sweep import best_words, sweep_rows
+from planner.show.verdict import answer
+
+__all__ = ["comparison_markdown", "rules_markdown", "sweep_markdown", "verdict_markdown"]
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
+
+
+def verdict_markdown(verdict: Verdict, place: Place) -> str:
+    """The answer, the findings, a row per stage, and the difference from another plan."""
+    mark = "✅" if verdict.fits else "❌"
+    parts = [f"### {mark} `{_code(place.path)}`: {answer(verdict)}"]
+    for found in verdict.findings:
+        hint = f" {_text(_sentence(found.hint))}" if found.hint else ""
+        parts.append(f"- **{found.code}** {found.severity}: {_text(_sentence(found.message))}{hint}")
+    parts += [f"- would fit: {_text(line)}" for line in verdict.would_fit]
+    if verdict.plan is not None:
+        parts += ["", _figures(verdict.plan), "", *_stages(verdict.plan)]
+    if verdict.difference is not None:
+        parts += ["", *_difference(verdict.difference)]
+    return "\n".join(parts) + "\n"
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """A row per plan, and stage by stage the difference of two."""
+    names, rows = comparison_rows(comparison)
+    parts = _table(names, rows)
+    if comparison.difference is not None:
+        parts += ["", *_difference(comparison.difference)]
+    return "\n".join(parts) + "\n"
+
+
+def sweep_markdown(sweep: Sweep) -> str:
+    """A row per cell, and which cluster is the smallest."""
+    names, rows = sweep_rows(sweep)
+    return "\n".join([*_table(names, rows), "", *(_text(line) for line in best_words(sweep))]) + "\n"
+
+
+def rules_markdown(rules: Sequence[Rule]) -> str:
+    """What findings mean, as `docs/findings.md` holds it."""
+    parts = [
+        "# Findings of `gpipe-plan check`",
+        "",
+        "Made by `gpipe-plan explain --format markdown`; a test keeps it so. An error makes the answer no (exit code",
+        "1), a warning does with `--strict`, a note never does.",
+    ]
+    for known in rules:
+        parts += ["", f"## {known.code}: {known.title}", "", f"*{known.severity}*", "", known.meaning]
+        parts += ["", f"**Why it matters.** {known.why}", "", f"**What to do.** {known.remedy}"]
+    return "\n".join(parts) + "\n"
+
+
+def _figures(plan: Plan) -> str:
+    predicted = plan.predicted
+    return (
+        f"step {format_us(predicted.step_us)} · {rate(predicted.samples_per_s)} samples/s · "
+        f"bubble {percent(predicted.bubble)}"
+    )
+
+
+def _stages(plan: Plan) -> list[str]:
+    rows = [
+        (
+            str(stage.index),
+            f"{stage.first} … {stage.last} ({stage.layers})",
+            stage.recompute,
+            format_bytes(stage.memory.total),
+            format_bytes(stage.memory_bytes),
+            share_of_cap(stage.memory.total, stage.memory_bytes),
+        )
+        for stage in plan.stages
+    ]
+    return _table(("stage", "layers", "recompute", "memory", "cap", "share"), rows)
+
+
+def _difference(difference: Difference) -> list[str]:
+    names, rows = difference_rows(difference)
+    how = "" if difference.recomputed else " (its numbers as written: its profile is not at hand)"
+    return [f"Against `{_code(difference.against)}`{how}:", "", *_table(names, rows)]
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [" | ".join(names), " | ".join("---" for _ in names)]
+    lines += [" | ".join(_text(item) for item in row) for row in rows]
+    return [f"| {line} |" for line in lines]
+
+
+def _text(text: str) -> str:
+    """Literal text; pieces in backticks stay code."""
+    pieces = text.replace("\n", " ").split("`")
+    if len(pieces) % 2 == 0:
+        return _SPECIAL.sub(r"\\\1", text)
+    return "".join(f"`{_code(p)}`" if n % 2 else _SPECIAL.sub(r"\\\1", p) for n, p in enumerate(pieces))
+
+
+def _code(text: str) -> str:
+    # In a table even code must not hold a bare bar.
+    return text.replace("`", "'").replace("|", "\\|").replace("\n", " ")
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "…")) else f"{text}."

@@ -1,0 +1,37 @@
+"""Where in which file a finding is shown, and what it says there in full."""
+
+from dataclasses import dataclass
+
+from planner.core.findings import Finding
+from planner.core.verdict import Verdict
+
+__all__ = ["Place", "full_message"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The plan's file."""
+
+    path: str
+    """As the user named it; `-` is standard input."""
+    stage_lines: tuple[int, ...] = ()
+    """The line of every stage, from 1; none where they are not known."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether there is a file to point at."""
+        return self.path != "-"
+
+    def line(self, finding: Finding) -> int:
+        """Where to point: at the finding's stage, or at the top."""
+        if finding.stage is None or finding.stage >= len(self.stage_lines):
+            return 1
+        return self.stage_lines[finding.stage]
+
+
+def full_message(finding: Finding, verdict: Verdict) -> str:
+    """What was found, what to do, and what would fit: one thing a line, for places that show nothing else."""
+    lines = [finding.message, finding.hint] if finding.hint else [finding.message]
+    if finding.code == "GP101":
+        lines += verdict.would_fit
+    return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""Findings as SARIF 2.1.0 (OASIS standard), for code scanning and editors."""
+
+import hashlib
+import json
+from typing import Any, Final
+
+from planner import __version__
+from planner.core.findings import RULES, Finding, Rule
+from planner.core.verdict import Verdict
+from planner.show.gate.place import Place, full_message
+
+__all__ = ["SARIF_SCHEMA", "sarif_log"]
+
+SARIF_SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+
+def sarif_log(verdict: Verdict, place: Place) -> str:
+    """A log of one run: every rule there is, and a result per finding."""
+    driver = {"name": "gpipe-plan", "semanticVersion": __version__, "rules": [_rule(known) for known in RULES]}
+    run = {
+        "tool": {"driver": driver},
+        "automationDetails": {"id": f"gpipe-plan check/{place.path}"},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(finding, verdict, place) for finding in verdict.findings],
+    }
+    return json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.code,
+        "shortDescription": {"text": rule.title},
+        "fullDescription": {"text": rule.meaning},
+        "help": {"text": f"{rule.why}\n\n{rule.remedy}"},
+        "defaultConfiguration": {"level": rule.severity},
+    }
+
+
+def _result(finding: Finding, verdict: Verdict, place: Place) -> dict[str, Any]:
+    codes = [known.code for known in RULES]
+    result: dict[str, Any] = {
+        "ruleId": finding.code,
+        "ruleIndex": codes.index(finding.code),
+        "level": finding.severity,
+        "message": {"text": full_message(finding, verdict)},
+        # The same finding in the next run: not by its numbers, which change with every profile.
+        "partialFingerprints": {"gpipePlan/v1": _fingerprint(finding, place)},
+    }
+    location: dict[str, Any] = {}
+    if place.is_file:
+        location["physicalLocation"] = {
+            "artifactLocation": {"uri": _uri(place.path)},
+            "region": {"startLine": place.line(finding)},
+        }
+    if finding.stage is not None:
+        location["logicalLocations"] = [{"name": f"stage {finding.stage}", "kind": "element"}]
+    if location:
+        result["locations"] = [location]
+    return result
+
+
+def _fingerprint(finding: Finding, place: Place) -> str:
+    return hashlib.sha256(f"{finding.code}:{finding.stage}:{place.path}".encode()).hexdigest()[:32]
+
+
+def _uri(path: str) -> str:
+    from pathlib import Path  # noqa: PLC0415
+    from urllib.parse import quote  # noqa: PLC0415
+
+    found = Path(path)
+    return found.as_uri() if found.is_absolute() else quote(found.as_posix())

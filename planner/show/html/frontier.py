@@ -1,0 +1,129 @@
+"""The trade-off over the number of micro-batches: step time, bubble and peak, the chosen point marked."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from planner.core.plan import FrontierPoint, Plan
+from planner.core.units import format_bytes, format_us
+from planner.show.html.parts import Section, details, note, table
+from planner.show.markup import element, number, safe
+from planner.show.numbers import percent
+
+__all__ = ["frontier_section"]
+
+_MOST_LABELS = 9
+_FEW = 4
+"""So many points have their values beside them; of more only the chosen one does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figure:
+    """What one picture shows of each point."""
+
+    title: str
+    of: Callable[[FrontierPoint], float]
+    text: Callable[[float], str]
+    limit: float = 0.0
+    """A line that points must not lie above; 0 for none."""
+
+
+def frontier_section(plan: Plan) -> Section:
+    """Three pictures of the best plan for each M, and their numbers; without figures, how to get them."""
+    points = plan.frontier
+    if not points:
+        body = note("The plan holds no figures for other numbers of micro-batches: solve again with --frontier.")
+        return Section(anchor="trade-off", title="Trade-off over M", body=body)
+    names = [_name(point, points) for point in points]
+    chosen = [_is_chosen(point, plan) for point in points]
+    cap = max(plan.inputs.memory_bytes)
+    figures = (
+        _Figure(title="step time", of=lambda p: p.step_us, text=format_us),
+        _Figure(title="bubble", of=lambda p: p.bubble, text=percent),
+        _Figure(title="peak memory", of=lambda p: p.peak_bytes, text=format_bytes, limit=cap),
+    )
+    charts = [_chart(figure, points, names, chosen) for figure in figures]
+    unfit = [name for name, point in zip(names, points, strict=True) if not point.fits]
+    lead = "The best plan for each number of micro-batches M; the diamond is this plan."
+    if unfit:
+        lead += f" No plan fits with M = {', '.join(unfit)} (×)."  # noqa: RUF001 - as drawn
+    body = element("div", *charts, class_="charts") + details("The numbers", _numbers(points, names, chosen))
+    return Section(anchor="trade-off", title="Trade-off over M", lead=lead, body=body)
+
+
+def _name(point: FrontierPoint, points: Sequence[FrontierPoint]) -> str:
+    several = any(p.replicas != 1 for p in points)
+    return f"{point.micro_batches}, R {point.replicas}" if several else str(point.micro_batches)
+
+
+def _is_chosen(point: FrontierPoint, plan: Plan) -> bool:
+    return (point.micro_batches, point.replicas) == (plan.micro_batches, plan.replicas)
+
+
+def _chart(figure: _Figure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
+    """Points from left to right, evenly spaced, from zero up; in shares of the picture, so that it fits any width."""
+    of, text, title = figure.of, figure.text, figure.title
+    most = max((of(point) for point in points if point.fits), default=0.0)
+    # A cap far above all points would press them flat.
+    limit = figure.limit if figure.limit <= 2 * most else 0.0
+    top = max(most, limit) or 1.0
+    places = [(n + 0.5) / len(points) * 100 for n in range(len(points))]
+
+    def y(value: float) -> float:
+        return 18 + (1 - value / top) * 110
+
+    parts = [_line(0, 100, 128, 128, "axis")]
+    if limit:
+        parts.append(_line(0, 100, y(limit), y(limit), "limit"))
+        title += f" (dashed: cap {text(limit)})"
+    fitting = [(x, y(of(p))) for x, p in zip(places, points, strict=True) if p.fits]
+    for (x1, y1), (x2, y2) in pairwise(fitting):
+        parts.append(_line(x1, x2, y1, y2, "curve"))
+    every = -(-len(points) // _MOST_LABELS)
+    told = len(points) <= _FEW
+    for n, (x, point) in enumerate(zip(places, points, strict=True)):
+        parts += _point(
+            x, y(of(point)) if point.fits else 128, point, names[n], text(of(point)), chosen=chosen[n], told=told
+        )
+        if n % every == 0 or chosen[n]:
+            parts.append(_text(x, 145, names[n], "middle", look="chosen" if chosen[n] else None))
+    picture = element("svg", *parts, width="100%", height=150.0, role="img", aria_label=f"{title} over M")
+    return element("figure", element("figcaption", safe(title)), picture)
+
+
+def _point(x: float, y: float, point: FrontierPoint, name: str, value: str, *, chosen: bool, told: bool) -> list[str]:
+    if not point.fits:
+        return [_text(x, y - 4, "×", "middle", look="unfit", tip=f"M = {name}: no plan fits")]  # noqa: RUF001
+    tip = f"M = {name}: {value}"
+    side = "start" if x < 15 else "end" if x > 85 else "middle"
+    written = [_text(x, max(11, y - 9), value, side, look="chosen" if chosen else None)] if chosen or told else []
+    if chosen:
+        return [_text(x, y + 5, "◆", "middle", look="mark", tip=tip), *written]
+    return [element("circle", element("title", safe(tip)), cx=f"{number(x)}%", cy=y, r=3.5), *written]
+
+
+def _line(x1: float, x2: float, y1: float, y2: float, look: str) -> str:
+    return element("line", class_=look, x1=f"{number(x1)}%", x2=f"{number(x2)}%", y1=y1, y2=y2)
+
+
+def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None, tip: str = "") -> str:
+    inner = (element("title", safe(tip)) if tip else "") + safe(text)
+    return element("text", inner, class_=look, x=f"{number(x)}%", y=y, text_anchor=anchor)
+
+
+def _numbers(points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
+    rows = []
+    for point, name, mine in zip(points, names, chosen, strict=True):
+        figures = ["no plan fits", "-", "-", "-", "-", "-"]
+        if point.fits:
+            figures = [
+                format_us(point.step_us),
+                f"{point.samples_per_s:,.1f}",
+                percent(point.bubble),
+                format_bytes(point.peak_bytes),
+                percent(point.recompute_share),
+                str(point.devices),
+            ]
+        rows.append([f"{name}{' ◆' if mine else ''}", str(point.micro_batch_size), *figures])
+    header = ("M", "samples each", "step", "samples/s", "bubble", "peak per device", "recompute", "devices")
+    return table(header, rows)

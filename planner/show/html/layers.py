@@ -1,0 +1,136 @@
+"""The layers with their times and bytes, and where the plan cuts them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from planner.core.plan import Plan
+from planner.core.profile import LayerProfile, Profile
+from planner.core.units import format_bytes, format_us
+from planner.show.html.parts import Section, details, layer_name, legend, note, scroll, table
+from planner.show.markup import element, number, safe
+
+__all__ = ["layers_section"]
+
+_HEIGHT = 150.0
+_FEW = 20
+"""Up to so many stages have a line and a number each, of more every eighth has, or every sixteenth …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What a bar is stacked of."""
+
+    look: str
+    words: str
+    of: Callable[[LayerProfile], float]
+
+
+def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
+    """Two pictures over the layers, time and bytes, and the numbers as a table."""
+    if profile is None:
+        body = note("The layers stand in the profile, which was not found: give it with --profile FILE.")
+        return Section(anchor="layers", title="Layers", body=body)
+    sizes = profile.micro_batch_sizes
+    # The size nearest to the plan's: layers were measured at these sizes only.
+    wanted = plan.micro_batch_size if plan else max(sizes)
+    n = min(range(len(sizes)), key=lambda i: (abs(sizes[i] - wanted), -sizes[i]))
+    times = (
+        _Part(look="l-f", words="forward", of=lambda x: x.forward_us[n]),
+        _Part(look="l-b", words="backward", of=lambda x: x.backward_us[n]),
+    )
+    sums = (
+        _Part(look="m-parameters", words="parameters", of=lambda x: x.parameter_bytes),
+        _Part(look="m-optimizer", words="gradients and optimizer", of=_training_bytes),
+        _Part(look="m-in_flight", words="saved, of one micro-batch", of=lambda x: x.saved_bytes[n]),
+    )
+    cuts = tuple(accumulate(plan.balance)) if plan else ()
+    charts = [
+        _chart("time", profile.layers, times, cuts, format_us),
+        _chart("bytes", profile.layers, sums, cuts, format_bytes),
+    ]
+    lead = f"One micro-batch of {sizes[n]}, {len(profile.layers)} layers from left to right"
+    lead += ", dashed lines where stages begin, with the number of the stage below." if cuts else "."
+    body = "".join(charts) + details("Every layer", scroll(_numbers(profile, n, cuts), "layers"))
+    return Section(anchor="layers", title="Layers", lead=lead, body=body)
+
+
+def _training_bytes(layer: LayerProfile) -> int:
+    gradients = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
+    return gradients + layer.optimizer_bytes
+
+
+def _chart(
+    title: str,
+    layers: Sequence[LayerProfile],
+    parts: Sequence[_Part],
+    cuts: Sequence[int],
+    text: Callable[[float], str],
+) -> str:
+    top = max((sum(part.of(layer) for part in parts) for layer in layers), default=0.0) or 1.0
+    width = 100 / len(layers)
+    drawn = [_line(0, _HEIGHT, look="axis", across=True)]
+    for place, layer in enumerate(layers):
+        drawn.append(_layer(layer, parts, place * width, width, top=top, text=text))
+    begin, every = 0, 1 if len(cuts) <= _FEW else 8 * -(-len(cuts) // 80)
+    for stage, end in enumerate(cuts):
+        if stage % every == 0 and stage:
+            drawn.append(_line(begin * width, _HEIGHT + 4, look="cut"))
+        if stage % every == 0:
+            drawn.append(
+                element(
+                    "text", str(stage), x=f"{number((begin + end) / 2 * width)}%", y=_HEIGHT + 15, text_anchor="middle"
+                )
+            )
+        begin = end
+    picture = element(
+        "svg", *drawn, width="100%", height=_HEIGHT + 20, role="img", aria_label=f"{title} of every layer"
+    )
+    told = f"{title}: the largest layer takes {text(top)}"
+    keys = legend((part.look, part.words) for part in parts)
+    return element("figure", element("figcaption", safe(told)), picture, keys, class_="layers")
+
+
+def _layer(
+    layer: LayerProfile,
+    parts: Sequence[_Part],
+    x: float,
+    width: float,
+    *,
+    top: float,
+    text: Callable[[float], str],
+) -> str:
+    tip = f"{layer.name}: " + ", ".join(f"{part.words} {text(part.of(layer))}" for part in parts)
+    drawn, foot = [element("title", safe(tip))], _HEIGHT
+    for part in parts:
+        tall = part.of(layer) / top * (_HEIGHT - 6)
+        foot -= tall
+        if tall > 0.05:
+            place = f'x="{number(x + width * 0.06, 3)}%" width="{number(width * 0.88, 3)}%"'
+            drawn.append(f'<rect class="{part.look}" {place} y="{number(foot, 1)}" height="{number(tall, 1)}"/>')
+    return element("g", *drawn)
+
+
+def _line(x: float, bottom: float, *, look: str, across: bool = False) -> str:
+    left, right = ("0", "100%") if across else (f"{number(x)}%", f"{number(x)}%")
+    return element("line", class_=look, x1=left, x2=right, y1=bottom if across else 0.0, y2=bottom)
+
+
+def _numbers(profile: Profile, n: int, cuts: Sequence[int]) -> str:
+    rows, stage = [], 0
+    for place, layer in enumerate(profile.layers):
+        while stage < len(cuts) and place >= cuts[stage]:
+            stage += 1
+        rows.append(
+            [
+                layer_name(layer.name),
+                *([str(stage)] if cuts else []),
+                format_us(layer.forward_us[n]),
+                format_us(layer.backward_us[n]),
+                format_bytes(layer.parameter_bytes),
+                format_bytes(layer.saved_bytes[n]),
+                format_bytes(layer.output_bytes[n]),
+            ]
+        )
+    header = ("layer", *(("stage",) if cuts else ()), "forward", "backward", "parameters", "saved", "output")
+    return table(header, rows)

@@ -1,0 +1,239 @@
+"""The report as a page: head, key figures, sections, style and script, all in one file."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from string import Template
+
+from planner import __version__
+from planner.core.plan import Plan, SolverReport
+from planner.core.profile import Profile
+from planner.core.run_report import RunReport
+from planner.core.step import Step
+from planner.core.units import format_bytes, format_rate, format_us
+from planner.show.html.frontier import frontier_section
+from planner.show.html.layers import layers_section
+from planner.show.html.measured import measured_section, run_section
+from planner.show.html.memory import memory_section
+from planner.show.html.parts import STYLE, Section, definitions, layer_name, scroll, table
+from planner.show.html.timeline import timeline_data, timeline_section
+from planner.show.markup import element, safe
+from planner.show.memory import share_of_cap
+from planner.show.names import method_name, schedule_name
+from planner.show.numbers import counted, layer_range, percent, rate
+
+__all__ = ["plan_html", "profile_html", "run_html"]
+
+_MANY = 24
+
+_Figure = tuple[str, str, str]
+"""A key figure: what, how much, and a remark."""
+
+
+def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: RunReport | None, digest: str) -> str:
+    """The report of a plan.
+
+    Args:
+        plan: The plan.
+        profile: What it was made from, if it is at hand; else there are no layers to show.
+        step: One step under it, which takes the profile as well.
+        report: Of a run under it, if there is one.
+        digest: Of what the plan decides, by which run reports name it.
+    """
+    sections = [
+        timeline_section(plan, step),
+        memory_section(plan),
+        _stages(plan),
+        frontier_section(plan),
+        layers_section(profile, plan),
+        measured_section(plan, report),
+        *([run_section(report)] if report else []),
+        _provenance(plan, profile, digest),
+    ]
+    return _page(
+        title=_shape(plan),
+        lead=profile.model.source if profile else "",
+        figures=_figures(plan),
+        sections=sections,
+        data=timeline_data(plan, step) if step else "{}",
+    )
+
+
+def profile_html(profile: Profile) -> str:
+    """The report of a profile."""
+    layers, device = profile.layers, profile.device
+    n = profile.micro_batch_sizes.index(max(profile.micro_batch_sizes))
+    size = profile.micro_batch_sizes[n]
+    figures = [
+        ("layers", str(len(layers)), ""),
+        ("parameters", format_bytes(sum(layer.parameter_bytes for layer in layers)), ""),
+        ("forward", format_us(sum(layer.forward_us[n] for layer in layers)), f"micro-batch of {size}"),
+        ("backward", format_us(sum(layer.backward_us[n] for layer in layers)), f"micro-batch of {size}"),
+        ("saved", format_bytes(sum(layer.saved_bytes[n] for layer in layers)), f"micro-batch of {size}"),
+    ]
+    origin = Section(anchor="provenance", title="Provenance", body=definitions(_profile_facts(profile)))
+    return _page(
+        title=f"Profile of {profile.model.source or 'a chain of layers'}",
+        lead=f"{device.kind} {device.name}, {device.how}",
+        figures=figures,
+        sections=[layers_section(profile, None), origin],
+    )
+
+
+def run_html(report: RunReport) -> str:
+    """The report of a run whose plan is not at hand."""
+    facts = [("plan digest", report.plan_digest), *_run_facts(report)]
+    return _page(
+        title=f"Run of {len(report.losses)} steps on {counted(len(report.stages), 'stage')}",
+        lead=f"{report.device.kind} {report.device.name}",
+        figures=[],
+        sections=[
+            run_section(report),
+            Section(anchor="provenance", title="Provenance", body=definitions(facts)),
+        ],
+    )
+
+
+def _shape(plan: Plan) -> str:
+    shape = counted(plan.num_devices, "stage")
+    if plan.chunks > 1:
+        shape = f"{counted(plan.num_devices, 'device')} of {plan.chunks} chunks"
+    if plan.replicas > 1:
+        shape = f"{plan.replicas} replicas of {shape}"
+    micro_batches = counted(plan.micro_batches, "micro-batch", "es")
+    return f"{schedule_name(plan.schedule)}, {shape}, {micro_batches} of {counted(plan.micro_batch_size, 'sample')}"
+
+
+def _figures(plan: Plan) -> list[_Figure]:
+    predicted, devices = plan.predicted, plan.device_bytes()
+    caps = [plan.stages[d].memory_bytes for d in range(plan.num_devices)]
+    fullest = max(range(len(devices)), key=lambda d: devices[d] / max(1, caps[d]))
+    return [
+        ("step", format_us(predicted.step_us), _certificate(plan.solver)),
+        ("samples/s", rate(predicted.samples_per_s), f"batch {plan.inputs.batch}"),
+        ("bubble", percent(predicted.bubble), f"ideal {percent(predicted.ideal_bubble)}"),
+        ("peak memory", format_bytes(devices[fullest]), f"{share_of_cap(devices[fullest], caps[fullest])} of its cap"),
+        ("recompute", percent(predicted.recompute_share), f"imbalance {predicted.imbalance:.2f}"),
+    ]
+
+
+def _certificate(solver: SolverReport) -> str:
+    if solver.status == "optimal":
+        return "optimal: no plan is faster"
+    if solver.status == "feasible":
+        return f"no plan is faster than {format_us(solver.lower_bound_us)} (gap {percent(solver.gap)})"
+    return "these cuts were given, not searched"
+
+
+def _stages(plan: Plan) -> Section:
+    slowest = plan.predicted.bottleneck_stage if len(plan.stages) > 1 else -1
+    rows = []
+    for stage in plan.stages:
+        again = f"{len(stage.recomputed)} of {stage.layers} layers" if stage.recomputed else stage.recompute
+        rows.append(
+            [
+                f"{stage.index}{' ◀' if stage.index == slowest else ''}",
+                layer_name(layer_range(stage.first, stage.last, stage.layers, STYLE)),
+                again,
+                str(plan.device_of(stage)),
+                format_us(stage.forward_us),
+                format_us(stage.backward_us),
+                format_bytes(stage.memory.total),
+                format_bytes(stage.memory_bytes),
+                share_of_cap(stage.memory.total, stage.memory_bytes),
+            ]
+        )
+    header = ("stage", "layers", "recompute", "device", "forward", "backward", "memory", "cap", "share")
+    body = table(header, rows, text=3)
+    lead = "Times are for one micro-batch, backward with any recomputation."
+    lead += " ◀ marks the slowest." if slowest >= 0 else ""
+    return Section(
+        anchor="stages", title="Stages", lead=lead, body=scroll(body, "stages") if len(rows) > _MANY else body
+    )
+
+
+def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
+    inputs, link = plan.inputs, plan.inputs.link
+    moving = f"{format_rate(link.bytes_per_s) if link.bytes_per_s else 'unlimited'}, {format_us(link.latency_us)}"
+    caps = sorted(set(inputs.memory_bytes))
+    written = plan.generator
+    facts = [
+        ("plan digest", digest),
+        ("planned by", f"{written.name} {written.version}" if written else ""),
+        ("certificate", f"{_certificate(plan.solver)}; {method_name(plan.solver.method)}"),
+        ("devices", f"{inputs.devices}, cap {', '.join(map(format_bytes, caps))}"),
+        ("batch", str(inputs.batch)),
+        ("schedule asked for", inputs.schedule),
+        ("recompute asked for", inputs.recompute),
+        ("link", f"{moving}{', blocking' if link.blocking else ''}"),
+        ("reserve", format_bytes(inputs.reserve_bytes) if inputs.reserve_bytes else ""),
+        ("balance", ", ".join(map(str, plan.balance))),
+        ("profile", inputs.profile.path),
+        ("profile digest", inputs.profile.digest),
+        ("model digest", inputs.model_digest),
+    ]
+    facts += _profile_facts(profile) if profile else []
+    return Section(anchor="provenance", title="Provenance", body=definitions(facts))
+
+
+def _profile_facts(profile: Profile) -> list[tuple[str, str]]:
+    device, environment, written = profile.device, profile.environment, profile.generator
+    return [
+        ("model", profile.model.source),
+        ("settings", ", ".join(f"{name}={value}" for name, value in profile.model.settings.items())),
+        ("profiled on", f"{device.kind} {device.name} ({device.how})"),
+        ("profiled by", f"{written.name} {written.version}" if written else ""),
+        ("environment", _versions(environment.torch, environment.python, environment.dtype)),
+        ("optimizer", profile.optimizer),
+        ("micro-batch sizes", ", ".join(map(str, profile.micro_batch_sizes))),
+    ]
+
+
+def _run_facts(report: RunReport) -> list[tuple[str, str]]:
+    environment = report.environment
+    return [
+        ("device", f"{report.device.kind} {report.device.name}"),
+        ("environment", _versions(environment.torch, environment.python, environment.dtype)),
+        ("seed", "" if report.seed is None else str(report.seed)),
+    ]
+
+
+def _versions(torch: str, python: str, dtype: str) -> str:
+    named = [f"torch {torch}" if torch else "", f"python {python}" if python else "", dtype]
+    return ", ".join(filter(None, named))
+
+
+def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequence[Section], data: str = "{}") -> str:
+    script = _file("report.js")
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    cards = [
+        element("div", element("dt", safe(what)), element("dd", safe(value), element("small", safe(remark))))
+        for what, value, remark in figures
+    ]
+    links = [element("a", safe(section.title), href=f"#{section.anchor}") for section in sections]
+    return Template(_file("report.html.txt")).substitute(
+        title=safe(title),
+        lead=safe(lead),
+        # Nothing but this very script runs, and nothing is loaded: whatever names the files hold.
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'",
+        style=_file("report.css"),
+        script=script,
+        data=data,
+        figures=element("dl", *cards, class_="figures") if cards else "",
+        links="".join(links),
+        sections="".join(map(_section, sections)),
+        version=safe(__version__),
+    )
+
+
+def _section(section: Section) -> str:
+    heading = element("h2", safe(section.title), id=f"h-{section.anchor}")
+    lead = element("p", safe(section.lead), class_="lead") if section.lead else ""
+    return element("section", heading, lead, section.body, id=section.anchor, aria_labelledby=f"h-{section.anchor}")
+
+
+@cache
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

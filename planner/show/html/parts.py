@@ -1,0 +1,95 @@
+"""Pieces that every section of the report is made of. All text passes `safe`; what is called markup has done so."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from planner.core.plan import StageMemory
+from planner.show.markup import element, number, safe
+from planner.show.style import Style
+
+__all__ = [
+    "KINDS",
+    "STYLE",
+    "Section",
+    "bar",
+    "definitions",
+    "details",
+    "layer_name",
+    "legend",
+    "note",
+    "scroll",
+    "table",
+    "words",
+]
+
+STYLE = Style(width=120, unicode=True, color=False, wrap=False)
+"""For the helpers that the terminal's texts share with the report."""
+
+KINDS = tuple(name for name, _ in StageMemory().items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One part of the report."""
+
+    anchor: str
+    title: str
+    body: str
+    """Markup."""
+    lead: str = ""
+    """A sentence under the title."""
+
+
+def words(kind: str) -> str:
+    """An item of memory in words."""
+    return kind.replace("_", " ")
+
+
+def layer_name(name: str) -> str:
+    """A module path, or a range of them, that may break behind its dots."""
+    return element("span", safe(name).replace(".", ".<wbr>"), class_="name")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, caption: str = "") -> str:
+    """A table of markup; the first `text` columns are words, the others numbers."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(element(tag, cell, class_=None if n < text else "n") for n, cell in enumerate(row))
+
+    head = element("thead", element("tr", cells("th", [safe(name) for name in header])))
+    body = element("tbody", *(element("tr", cells("td", row)) for row in rows))
+    told = element("caption", safe(caption)) if caption else ""
+    return element("div", element("table", told, head, body), class_="wide", tabindex="0", role="group")
+
+
+def scroll(content: str, label: str) -> str:
+    """Markup that may be tall: it scrolls on a screen, by keyboard too, and is whole on paper."""
+    return element("div", content, class_="tall", tabindex="0", role="group", aria_label=label)
+
+
+def definitions(items: Iterable[tuple[str, str]]) -> str:
+    """Names and what there is to say of each; texts."""
+    return element("dl", *(element("div", element("dt", safe(k)), element("dd", safe(v))) for k, v in items if v))
+
+
+def note(text: str) -> str:
+    """A remark."""
+    return element("p", safe(text), class_="note")
+
+
+def details(summary: str, content: str) -> str:
+    """Markup that is closed at first."""
+    return element("details", element("summary", safe(summary)), content)
+
+
+def legend(items: Iterable[tuple[str, str]]) -> str:
+    """Looks (classes) and what they mean."""
+    return element(
+        "ul", *(element("li", element("i", class_=f"key {look}"), safe(text)) for look, text in items), class_="legend"
+    )
+
+
+def bar(look: str, start: float, width: float, tip: str = "") -> str:
+    """A part of a bar, in shares of its track."""
+    place = f"left:{number(start * 100)}%;width:{number(max(0.0, width) * 100)}%"
+    return element("i", class_=look, style=place, title=tip or None)

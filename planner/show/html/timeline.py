@@ -1,0 +1,86 @@
+"""The timeline in the report: the SVG for paper and for readers without scripts, and the data that a script draws."""
+
+import json
+
+from planner.core.plan import Plan
+from planner.core.step import Span, Step
+from planner.core.units import format_us
+from planner.show.html.parts import STYLE, Section, legend, note
+from planner.show.markup import element
+from planner.show.numbers import layer_range, percent
+from planner.show.svg import has_lanes, legend_kinds, row_name, timeline_svg
+
+__all__ = ["timeline_data", "timeline_section"]
+
+_KINDS = ("forward", "backward", "receive", "optimizer", "send forward", "send backward")
+"""In the data a kind is its place in this list."""
+
+
+def timeline_section(plan: Plan, step: Step | None) -> Section:
+    """Canvas with its controls, filled by the script; the picture without them."""
+    if step is None:
+        body = note("The timeline is computed from the profile, which was not found: give it with --profile FILE.")
+        return Section(anchor="timeline", title="Timeline", body=body)
+    title = f"Timeline of one training step, {format_us(step.pipeline_us)} up to the last backward"
+    picture = element("div", timeline_svg(step, title, standalone=False), class_="still")
+    buttons = "".join(
+        element("button", sign, type="button", data_do=what, title=tip, aria_label=tip)
+        for what, sign, tip in (
+            ("out", "−", "Zoom out (−)"),  # noqa: RUF001 - a minus sign on a button
+            ("in", "+", "Zoom in (+)"),
+            ("all", "whole step", "Show the whole step (0)"),
+        )
+    )
+    controls = element("div", buttons, element("output", aria_live="polite"), class_="controls")
+    canvas = element(
+        "canvas",
+        tabindex="0",
+        role="img",
+        aria_label=f"{title}. Arrow keys walk from box to box, plus and minus zoom, 0 shows the whole step.",
+    )
+    keys = "Drag to move, double-click or Ctrl+wheel to zoom; or arrow keys, + and −, 0."  # noqa: RUF001
+    live = element("div", controls, canvas, element("p", keys, class_="note"), class_="live", hidden="")
+    bubble, ideal = percent(plan.predicted.bubble), percent(plan.predicted.ideal_bubble)
+    lead = f"One step, {format_us(step.pipeline_us)} up to the last backward. Blank is idle: {bubble} of the devices' "
+    lead += f"time (equal stages: {ideal})."
+    return Section(
+        anchor="timeline",
+        title="Timeline",
+        lead=lead,
+        body=element("div", picture, live, legend(legend_kinds(step)), class_="timeline-box"),
+    )
+
+
+def timeline_data(plan: Plan, step: Step) -> str:
+    """The step as JSON for the script, in tenths of a microsecond; fit to stand within a script element."""
+    rows: list[list[int]] = [[] for _ in range(step.num_devices)]
+    free = [0] * step.num_devices
+    sends = has_lanes(step)
+    for span in step.spans:
+        if span.kind.startswith("send") and not sends:
+            continue
+        free[span.device] = _append(rows[span.device], span, step, free[span.device])
+    again = sorted({(span.stage, round(span.recompute_us * 10)) for span in step.spans if span.recompute_us > 0})
+    last = step.micro_batches - 1
+    spared = sorted(
+        s.stage for s in step.spans if s.kind == "backward" and s.micro_batch == last and not s.recompute_us
+    )
+    data = {
+        "row": row_name(step),
+        "chunks": step.chunks,
+        "last": last,
+        "end": round(step.end_us * 10),
+        "stages": [layer_range(s.first, s.last, s.layers, STYLE) for s in plan.stages],
+        "again": dict(again),
+        "spared": spared,
+        "rows": rows,
+    }
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _append(row: list[int], span: Span, step: Step, before: int) -> int:
+    """Kind with chunk, micro-batch, gap behind the start of the one before, duration. Both ends are rounded."""
+    start, end = round(span.start_us * 10), round(span.end_us * 10)
+    code = _KINDS.index(span.kind) + len(_KINDS) * (span.stage // step.num_devices)
+    row += (code, span.micro_batch, start - before, end - start)
+    return start

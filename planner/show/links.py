@@ -1,0 +1,39 @@
+"""Measured links: what each can do."""
+
+from planner.core.links import Links
+from planner.core.units import format_bytes, format_rate, format_us
+from planner.show.numbers import NOTHING
+from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.show.style import Style
+
+__all__ = ["links_text"]
+
+
+def links_text(links: Links, style: Style) -> str:
+    """A row per boundary: latency, bandwidth, and how long the largest message took."""
+    machine = [f"{links.device.kind} {links.device.name}".strip(), links.backend, f"torch {links.environment.torch}"]
+    columns = [Column(header="link", number=False), *map(_number, ("latency", "bandwidth", "largest message", ""))]
+    rows = []
+    for n, boundary in enumerate(links.boundaries):
+        link, sizes = boundary.link, boundary.sample_bytes
+        rows.append(
+            [
+                f"{n} to {n + 1}",
+                format_us(link.latency_us),
+                format_rate(link.bytes_per_s) if link.bytes_per_s else "unlimited",
+                f"{format_bytes(sizes[-1])} in {format_us(boundary.sample_us[-1])}" if sizes else NOTHING,
+                "does not overlap with compute" if link.blocking else "",
+            ]
+        )
+    count = len(links.boundaries)
+    return render(
+        style,
+        heading(f"{count} link{'s' * (count > 1)} between neighbours"),
+        flow((plain(item, style) for item in machine), style, gap=f" {style.glyphs.dot} "),
+        BLANK,
+        table(columns, rows, style),
+    )
+
+
+def _number(header: str) -> Column:
+    return Column(header=header)

@@ -1,0 +1,30 @@
+"""Text for SVG and HTML: escaped, harmless whatever a file's names hold, with numbers as short as they may be."""
+
+from html import escape
+
+__all__ = ["attributes", "element", "number", "safe"]
+
+
+def safe(text: str) -> str:
+    """`text` as content or as a quoted attribute: no markup, and no control or direction characters, spelled out."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return escape(shown, quote=True)
+
+
+def number(value: float, decimals: int = 2) -> str:
+    """A coordinate without trailing zeros: `12.5`, `3`."""
+    text = f"{value:.{decimals}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def attributes(values: dict[str, str | float | None]) -> str:
+    """` class="x" width="3"`; what is None is left out, `_` in a name stands for `-`."""
+    written = ((name.strip("_").replace("_", "-"), value) for name, value in values.items() if value is not None)
+    return "".join(f' {n}="{safe(v) if isinstance(v, str) else number(v)}"' for n, v in written)
+
+
+def element(tag: str, *content: str, **values: str | float | None) -> str:
+    """An element with `content`, which is markup already, and attributes, which are escaped."""
+    inner = "".join(content)
+    return f"<{tag}{attributes(values)}>{inner}</{tag}>"

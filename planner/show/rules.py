@@ -1,0 +1,25 @@
+"""What findings mean, for people who met one."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from rich.padding import Padding
+from rich.text import Text
+
+from planner.core.findings import Rule
+from planner.show.rendering import BLANK, heading, plain, render
+from planner.show.style import Style
+
+__all__ = ["rules_text"]
+
+
+def rules_text(rules: Sequence[Rule], style: Style) -> str:
+    """Each with its code, what it means, why it matters, and what to do."""
+    return render(style, *chain.from_iterable(_rule(known, style) for known in rules)).rstrip("\n")
+
+
+def _rule(known: Rule, style: Style) -> Iterator[Text | Padding]:
+    yield heading(plain(f"{known.code} ({known.severity}): {known.title}", style))
+    for title, said in (("meaning", known.meaning), ("why", known.why), ("what to do", known.remedy)):
+        yield Padding(Text(plain(f"{title}: {said}", style)), (0, 0, 0, 2), expand=False)
+    yield BLANK

@@ -1,0 +1,265 @@
+"""The timeline of one step as SVG: by itself in a file, or within the HTML report, where it is what gets printed.
+
+A row per device. Sends are thin lines at the row's edge towards the neighbour they go to. Boxes of one look are one
+path per row, and boxes too thin to be seen apart become one, so that the size is bounded by what can be seen.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.core.step import Span, Step
+from planner.show.markup import element, number, safe
+from planner.show.scale import time_ticks
+
+__all__ = ["HUES", "has_lanes", "legend_kinds", "row_name", "timeline_svg"]
+
+HUES = 4
+"""Looks that chunks take turns in."""
+
+_WIDTH = 1200.0
+_RIGHT = 12.0
+_AXIS = 30.0
+_LEGEND = 30.0
+_TALLEST, _LOWEST = 26.0, 7.0
+_HEIGHT = 560.0
+_LETTER = 5.6
+"""Width of a digit in a box."""
+_THIN = 1.5
+"""Boxes narrower than this are drawn as one with their neighbours."""
+
+_STYLE = """\
+.timeline{font:10px system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;font-variant-numeric:tabular-nums}
+.timeline text{fill:#1f2630}.timeline .axis text,.timeline .row text{font-size:11px}
+.timeline .axis line,.timeline .rule{stroke:#d9dee5;stroke-width:1}
+.timeline .f0{color:#2a6db0}.timeline .f1{color:#1d7a68}.timeline .f2{color:#6b4fa0}.timeline .f3{color:#59636f}
+.timeline .b0{color:#f2a65a}.timeline .b1{color:#e6cb5c}.timeline .b2{color:#e7a3c4}.timeline .b3{color:#bcc4cc}
+.timeline .o{color:#8d949e}.timeline .s{color:#0d8f8c}.timeline .r{color:#9fd3cf}
+.timeline path,.timeline rect{fill:currentColor}.timeline .row path{stroke:currentColor}.timeline rect.paper{fill:#fff}
+.timeline .hatch{fill:none;stroke:#6d3b06;stroke-width:1.4}
+.timeline .on-f{fill:#fff}.timeline .on-b{fill:#2b1700}
+@media (prefers-color-scheme:dark){.timeline rect.paper{fill:#14181f}.timeline text{fill:#e4e8ee}
+.timeline .axis line,.timeline .rule{stroke:#343c48}.timeline .s{color:#37c0ba}
+.timeline .on-f{fill:#fff}.timeline .on-b{fill:#2b1700}}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """Where things are."""
+
+    step: Step
+    end_us: float
+    left: float
+    row: float
+
+    def x(self, time_us: float) -> float:
+        return self.left + time_us / self.end_us * (_WIDTH - _RIGHT - self.left)
+
+    def y(self, device: int) -> float:
+        return 6 + device * self.row
+
+    @property
+    def bottom(self) -> float:
+        return self.y(self.step.num_devices)
+
+    def lane(self, name: str) -> tuple[float, float]:
+        """Middle and height of a lane, within its row."""
+        edge = 3.0 if has_lanes(self.step) else 0.0
+        if name == "compute":
+            return self.row / 2, self.row - 2 * edge - 1
+        return (edge / 2 if name == "send backward" else self.row - edge / 2), edge
+
+
+def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
+    """The timeline.
+
+    Args:
+        step: What to draw.
+        title: Says what it is, to whom cannot see it as well.
+        standalone: With its own style, paper and legend; else those of the page it stands in.
+    """
+    name = row_name(step)
+    # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.
+    frame = _Frame(
+        step=step,
+        end_us=max(step.end_us, 1e-9),
+        left=14 + 6.4 * len(f"{name} {step.num_devices - 1}"),
+        row=_row_height(step),
+    )
+    height = frame.bottom + _AXIS + (_LEGEND if standalone else 0)
+    # A page may hold other pictures: only this one's patterns have this name.
+    parts = [element("title", safe(title)), _pattern()]
+    if standalone:
+        parts += [element("style", _STYLE), _rect("paper", 0, 0, _WIDTH, height)]
+    parts.append(_axis(frame))
+    by_device: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in step.spans:
+        by_device[span.device].append(span)
+    parts += [_row(frame, device, by_device[device], name) for device in range(step.num_devices)]
+    if standalone:
+        parts.append(_legend(frame))
+    return element(
+        "svg",
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        class_="timeline",
+        viewBox=f"0 0 {number(_WIDTH)} {number(height)}",
+        role="img",
+        aria_label=title,
+        width=_WIDTH if standalone else None,
+        height=height if standalone else None,
+    ) + ("\n" if standalone else "")
+
+
+def row_name(step: Step) -> str:
+    """What a row is called: as tables call it."""
+    return "stage" if step.chunks == 1 else "device"
+
+
+def has_lanes(step: Step) -> bool:
+    """Whether rows are tall enough for sends at their edges."""
+    return _row_height(step) >= 11
+
+
+def legend_kinds(step: Step) -> list[tuple[str, str]]:
+    """Class and words of every look there is in the picture."""
+    kinds = {span.kind for span in step.spans}
+    chunks = min(step.chunks, HUES)
+    several = [f", chunk {v}" if chunks > 1 else "" for v in range(chunks)]
+    found = [(f"f{v}", f"forward{words}") for v, words in enumerate(several)]
+    found += [(f"b{v}", f"backward{words}") for v, words in enumerate(several)]
+    if any(span.recompute_us > 0 for span in step.spans):
+        found.append(("again", "recompute, within its backward"))
+    if has_lanes(step) and kinds & {"send forward", "send backward"}:
+        found.append(("s", "transfer, at the edge towards its receiver"))
+    if "receive" in kinds:
+        found.append(("r", "transfer that keeps its receiver busy"))
+    if "optimizer" in kinds:
+        found.append(("o", "optimizer"))
+    return found
+
+
+def _row_height(step: Step) -> float:
+    return min(_TALLEST, max(_LOWEST, _HEIGHT / step.num_devices))
+
+
+def _pattern() -> str:
+    line = element("path", d="M-1 1 1 -1M0 5 5 0M4 6 6 4", class_="hatch")
+    pattern = element("pattern", line, id="again", width=5.0, height=5.0, patternUnits="userSpaceOnUse")
+    return element("defs", pattern)
+
+
+def _rect(look: str, x: float, y: float, width: float, height: float) -> str:
+    return f'<rect class="{look}" x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"/>'
+
+
+def _axis(frame: _Frame) -> str:
+    unit, ticks = time_ticks(frame.end_us, 10)
+    bottom = frame.bottom
+    marks = [
+        f'<line x1="{number(frame.x(t.time_us))}" x2="{number(frame.x(t.time_us))}" y1="4" y2="{number(bottom + 4)}"/>'
+        + element("text", t.label, x=frame.x(t.time_us), y=bottom + 17, text_anchor="middle")
+        for t in ticks
+    ]
+    marks.append(element("text", unit, x=frame.left - 12, y=bottom + 17, text_anchor="end"))
+    return element("g", *marks, class_="axis")
+
+
+def _row(frame: _Frame, device: int, spans: Sequence[Span], name: str) -> str:
+    y, height = frame.y(device), frame.row
+    every = 1 if height >= 11 else 4 if height >= 8 else 8
+    label = f"{name} {device}"
+    parts = [element("title", label)]
+    if device % every == 0:
+        middle = y + height / 2 + 3.8
+        parts.append(element("text", label, x=frame.left - 8, y=middle, text_anchor="end"))
+    # A box is a thick line: that is the shortest way to say it.
+    paths: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for look, x, end, lane in _boxes(frame, spans):
+        # A little air between neighbours, where there is room for any.
+        width = max(0.2, end - x - min(0.7, 0.12 * (end - x)))
+        paths[look, lane].append(f"M{number(x)} 0h{number(width)}")
+    for (look, lane), drawn in paths.items():
+        paint = 'style="stroke:url(#again)"' if look == "again" else f'class="{look}"'
+        middle, tall = frame.lane(lane)
+        place = f'transform="translate(0 {number(y + middle)})" stroke-width="{number(tall)}"'
+        parts.append(f'<path {paint} {place} d="{"".join(drawn)}"/>')
+    parts += _labels(frame, spans) if height >= 11 else []
+    return element("g", *parts, class_="row")
+
+
+def _look(span: Span, num_devices: int) -> str:
+    if span.kind in ("forward", "backward"):
+        return f"{span.kind[0]}{span.stage // num_devices % HUES}"
+    return span.kind[0]
+
+
+_Box = tuple[str, float, float]
+"""Look, left and right edge."""
+
+
+def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, float, str]]:
+    """Everything in a row, later ones above: look, left and right edge, lane."""
+
+    def lane(name: str, drawn: Iterator[_Box]) -> Iterator[tuple[str, float, float, str]]:
+        for look, x, end in _merged(drawn):
+            yield look, x, end, name
+
+    x, count = frame.x, frame.step.num_devices
+    computing = [s for s in spans if not s.kind.startswith("send")]
+    yield from lane("compute", ((_look(s, count), x(s.start_us), x(s.end_us)) for s in computing))
+    again = (("again", x(s.start_us), x(s.start_us + s.recompute_us)) for s in computing if s.recompute_us > 0)
+    yield from lane("compute", again)
+    for kind in ("send backward", "send forward") if has_lanes(frame.step) else ():
+        yield from lane(kind, (("s", x(s.start_us), x(s.end_us)) for s in spans if s.kind == kind))
+
+
+def _merged(boxes: Iterator[_Box]) -> Iterator[_Box]:
+    """Boxes from left to right; those too thin to be seen apart become one with the one before of the same look."""
+    held: _Box | None = None
+    for look, x, end in boxes:
+        if held is not None:
+            touches = look == held[0] and x - held[2] < _THIN / 2 and end - x < _THIN
+            if touches:
+                held = (look, held[1], end)
+                continue
+            yield held
+        held = (look, x, end)
+    if held is not None:
+        yield held
+
+
+def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
+    several = frame.step.chunks > 1
+    # Of equal boxes all have their number or none has.
+    longest = len(str(frame.step.micro_batches - 1)) + (2 if several else 0)
+    for span in spans:
+        if span.kind not in ("forward", "backward"):
+            continue
+        room = frame.x(span.end_us) - frame.x(span.start_us) - 3
+        text = f"{span.micro_batch}.{span.stage // frame.step.num_devices}" if several else str(span.micro_batch)
+        if room < _LETTER * longest:
+            continue
+        if room >= _LETTER * (longest + 1.4):
+            text = span.kind[0].upper() + text
+        x = frame.x((span.start_us + span.end_us) / 2)
+        # Hatching under a number would be hard to read: the number stands on what is not recomputed.
+        if span.recompute_us > 0:
+            x, room = frame.x((span.start_us + span.recompute_us + span.end_us) / 2), room * 0.7
+        y = frame.y(span.device) + frame.row / 2 + 3.6
+        place = f'x="{number(x, 1)}" y="{number(y, 1)}" text-anchor="middle"'
+        yield f'<text class="on-{span.kind[0]}" {place}>{text}</text>'
+
+
+def _legend(frame: _Frame) -> str:
+    x, y, parts = frame.left, frame.bottom + _AXIS + 2, []
+    for look, words in legend_kinds(frame.step):
+        paint = "b0" if look == "again" else look
+        parts.append(_rect(paint, x, y, 18, 11))
+        if look == "again":
+            parts.append(f'<rect style="fill:url(#again)" x="{number(x)}" y="{number(y)}" width="18" height="11"/>')
+        parts.append(element("text", safe(words), x=x + 24, y=y + 9.5))
+        x += 44 + 5.4 * len(words)
+    parts.append(element("text", "blank: idle", x=x, y=y + 9.5))
+    return element("g", *parts, class_="legend")

@@ -1,0 +1,84 @@
+"""What would fit where a plan does not: computed by solving again, not guessed."""
+
+from typing import Any
+
+from planner.core.devices import accelerators_with
+from planner.core.errors import InfeasibleError, PlannerError
+from planner.core.plan import Inputs, Plan
+from planner.core.profile import Profile
+from planner.core.units import bytes_option, exact_bytes_option, format_us
+from planner.solve.search import Request, solve
+
+__all__ = ["what_would_fit"]
+
+_TIME_LIMIT_S = 2.0
+"""A gate must not keep people waiting: what is not found by then is not told."""
+
+_MOST_WORK = 20_000
+"""Layers times devices. Beyond it even the explanation that nothing fits takes seconds: people solve again by hand."""
+
+
+_SMALL = 10**9
+
+
+def what_would_fit(plan: Plan, profile: Profile) -> tuple[str, ...]:
+    """The nearest things that would fit, in words, for a plan with stages over their caps.
+
+    Args:
+        plan: As recomputed, with the caps that it does not keep.
+        profile: What it was recomputed from.
+    """
+    return (*_more_memory(plan, profile), *_solved_again(plan, profile))
+
+
+def _more_memory(plan: Plan, profile: Profile) -> tuple[str, ...]:
+    most = max(plan.device_bytes())
+    tpu = profile.device.kind.startswith("tpu")
+    cards = [card for card in accelerators_with(most) if card.name.startswith("tpu:") == tpu]
+    # No card has so little memory that a plan of megabytes would tell them apart.
+    card = f", which `--device {cards[0].name}` has" if cards and most > _SMALL else ""
+    return (f"as it is cut, the whole plan fits with `--mem {bytes_option(most)}`{card}",)
+
+
+def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
+    if len(profile.layers) * plan.inputs.devices > _MOST_WORK:
+        return ()
+    # Cuts and micro-batches are free again; the devices, the batch and the rules stay as they are.
+    request = Request(inputs=plan.inputs, time_limit_s=_TIME_LIMIT_S)
+    try:
+        other = solve(profile, request)
+    except InfeasibleError as error:
+        hints = (error.hint,) if error.hint else ()
+        return (f"other cuts do not help: {error.message}", *hints)
+    except PlannerError:
+        return ()  # no answer in time, or the plan's own inputs ask for what cannot be
+    slower = other.predicted.step_us / plan.predicted.step_us - 1
+    cuts = f"{list(other.balance)} with M = {other.micro_batches}, {format_us(other.predicted.step_us)} per step"
+    return (f"under the same caps the cuts {cuts} ({slower:+.1%}): `{_command(other.inputs, profile)}`",)
+
+
+def _command(inputs: Inputs, profile: Profile) -> str:
+    """What solves the same question; options beyond the usual ones as `…`."""
+    caps = inputs.memory_bytes[:1] if len(set(inputs.memory_bytes)) == 1 else inputs.memory_bytes
+    words = [
+        f"gpipe-plan solve {inputs.profile.path} --devices {inputs.devices}",
+        f"--mem {','.join(map(exact_bytes_option, caps))} --batch {inputs.batch}",
+    ]
+    if inputs.schedule != "gpipe":
+        words.append(f"--schedule {inputs.schedule}")
+    if inputs.recompute != "auto":
+        words.append(f"--recompute {inputs.recompute}")
+    spelled_out = {name: getattr(inputs, name) for name in _SPELLED_OUT}
+    if inputs != Inputs(**spelled_out, **_defaults(profile)):
+        words.append("…")
+    return " ".join(words)
+
+
+_SPELLED_OUT = ("profile", "devices", "memory_bytes", "batch", "schedule", "recompute", "chunks")
+
+
+def _defaults(profile: Profile) -> dict[str, Any]:
+    """What options that are left out become."""
+    own = {"model_digest": profile.model.digest, "optimizer": profile.optimizer}
+    executor = profile.device.executor
+    return own if executor is None else {**own, "link": executor.link, "overhead_us": executor.overhead_us}

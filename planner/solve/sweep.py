@@ -1,0 +1,109 @@
+"""The best plan for many clusters of devices alike, from few searches.
+
+A plan for more devices or more memory that keeps within fewer and less is the best there too: what may be chosen from
+shrinks, and it is still among it. Likewise nothing fits where nothing fitted with more. So clusters are asked from
+the largest down, and a search is spared wherever the answer is known.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from planner.core.costs import CostTable
+from planner.core.errors import InfeasibleError, SolverError
+from planner.core.plan import Plan
+from planner.core.profile import Profile
+from planner.core.sweep import Sweep, SweepCell
+from planner.solve.search import Request, solve
+
+__all__ = ["sweep_of"]
+
+Progress = Callable[[str, int, int], None]
+
+_Answer = Plan | InfeasibleError | SolverError
+
+
+def sweep_of(
+    profile: Profile,
+    request: Request,
+    *,
+    devices: Sequence[int],
+    memory_bytes: Sequence[int],
+    headroom: float = 0.0,
+    progress: Progress = lambda *_: None,
+) -> Sweep:
+    """The best plan for every number of devices and every cap.
+
+    Args:
+        profile: What the layers cost.
+        request: Everything else that is asked; its own devices and caps do not count.
+        devices: How many devices.
+        memory_bytes: Caps of each of them.
+        headroom: Share of every cap that is kept free.
+        progress: Called with what is being solved, how many cells are done, and how many there are.
+
+    Raises:
+        UsageError: The question contradicts itself or the profile.
+    """
+    counts, caps = sorted(set(devices)), sorted(set(memory_bytes))
+    table = CostTable(profile)
+    answers: dict[tuple[int, int], _Answer] = {}
+    for count in reversed(counts):
+        for cap in reversed(caps):
+            progress(f"{count} x {cap / 1e9:g} GB", len(answers), len(counts) * len(caps))
+            usable = int(cap * (1 - headroom))
+            # A plan has no use for more devices than layers.
+            asked = _question(request, min(count, len(profile.layers)), usable)
+            known = _known(answers, asked, (count, cap))
+            answers[count, cap] = _solved(profile, asked, table) if known is None else known
+    cells = tuple(_cell(count, cap, answers[count, cap]) for count in counts for cap in caps)
+    return Sweep(
+        profile=request.inputs.profile,
+        batch=request.inputs.batch,
+        devices=tuple(counts),
+        memory_bytes=tuple(caps),
+        cells=cells,
+        smallest=next((n for n, cell in enumerate(cells) if cell.plan is not None), None),
+    )
+
+
+def _question(request: Request, devices: int, cap: int) -> Request:
+    return replace(request, inputs=replace(request.inputs, devices=devices, memory_bytes=(cap,) * devices))
+
+
+def _known(answers: dict[tuple[int, int], _Answer], asked: Request, place: tuple[int, int]) -> _Answer | None:
+    """The answer, if one for as many devices or more with as much memory or more already says it."""
+    inputs = asked.inputs
+    for (devices, cap), answer in answers.items():
+        if devices < place[0] or cap < place[1]:
+            continue
+        if isinstance(answer, InfeasibleError):
+            return answer
+        if isinstance(answer, Plan) and _keeps_within(answer, inputs.devices, inputs.memory_bytes[0]):
+            stages = tuple(replace(stage, memory_bytes=inputs.memory_bytes[0]) for stage in answer.stages)
+            return replace(answer, inputs=inputs, stages=stages)
+    return None
+
+
+def _keeps_within(plan: Plan, devices: int, cap: int) -> bool:
+    return plan.num_devices * plan.replicas <= devices and max(plan.device_bytes()) <= cap
+
+
+def _solved(profile: Profile, request: Request, table: CostTable) -> _Answer:
+    try:
+        return solve(profile, request, table=table)
+    except (InfeasibleError, SolverError) as error:
+        return error
+
+
+def _cell(devices: int, cap: int, answer: _Answer) -> SweepCell:
+    if not isinstance(answer, Plan):
+        return SweepCell(
+            devices=devices, memory_bytes=cap, status="none" if isinstance(answer, InfeasibleError) else "unknown"
+        )
+    return SweepCell(
+        devices=devices,
+        memory_bytes=cap,
+        status="optimal" if answer.solver.status == "optimal" else "feasible",
+        samples_per_device_s=answer.predicted.samples_per_s / devices,
+        plan=answer,
+    )

@@ -1,0 +1,106 @@
+"""The HTML report in a real browser: no error on the console, nothing overlaps or runs over, the keyboard works.
+
+Needs chromium (Debian: `apt-get install chromium`). Set SCREENSHOTS to a folder to keep the pictures.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from planner.show.html import plan_html, profile_html
+from tests.unit.show.samples import explained, interleaved, plan, profile, report, step_of_sample
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine"),
+]
+
+REPORTS = {
+    "plan": lambda: plan_html(explained(), profile(), step_of_sample(explained()), report(plan()), "sha256:1"),
+    "interleaved": lambda: plan_html(interleaved(), profile(), step_of_sample(interleaved()), None, "sha256:1"),
+    "profile": lambda: profile_html(profile()),
+}
+
+# The report forbids all scripts but its own, so it is looked at from outside, through a frame.
+PROBE = """<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe src="report.html" style="width:WIDTHpx;height:9000px;border:0"></iframe><pre id="found"></pre><script>
+const frame = document.querySelector("iframe");
+const found = { errors: [] };
+frame.addEventListener("load", () => setTimeout(async () => {
+  const page = frame.contentDocument, root = page.documentElement;
+  root.dataset.theme = "THEME";
+  found.wide = root.scrollWidth > WIDTH;
+  const inView = (e) => e.getClientRects().length && !e.closest(".wide, .tall, .live[hidden], .still[hidden]");
+  const box = (e) => e.getBoundingClientRect();
+  const parts = [...page.querySelectorAll("h1, h2, p, button, a, dt, dd, li, figcaption, .bar > *, canvas, figure svg")]
+    .filter((e) => inView(e) && !e.classList.contains("skip"));
+  found.overlaps = [];
+  for (const a of parts) for (const b of parts) {
+    if (a === b || a.contains(b) || b.contains(a)) continue;
+    const p = box(a), q = box(b);
+    const over = Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
+      && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 2;
+    if (over) found.overlaps.push(a.outerHTML.slice(0, 60) + " | " + b.outerHTML.slice(0, 60));
+  }
+  const isOutside = (e) => box(e).right > WIDTH + 1 || box(e).left < -1;
+  found.outside = parts.filter(isOutside).map((e) => e.outerHTML.slice(0, 80));
+  const canvas = page.querySelector("canvas");
+  if (canvas) {
+    const output = page.querySelector("output");
+    const press = (key) => {
+      canvas.dispatchEvent(new frame.contentWindow.KeyboardEvent("keydown", { key, bubbles: true }));
+      return output.textContent;
+    };
+    found.keys = ["ArrowRight", "ArrowRight", "ArrowDown", "End", "+", "0"].map(press);
+    // It is drawn with the next frame, whenever a headless browser has one.
+    for (let n = 0; n < 30 && !canvas.style.height; n++) await new Promise((go) => setTimeout(go, 100));
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    const colors = new Set();
+    for (let n = 0; n < pixels.length; n += 4) colors.add([pixels[n], pixels[n + 1], pixels[n + 2]].join());
+    found.forward = colors.has("42,109,176");
+    found.backward = colors.has("242,166,90");
+  }
+  document.getElementById("found").textContent = JSON.stringify(found);
+}, 300));
+</script>"""
+
+
+def browse(folder: Path, page: str, *options: str) -> subprocess.CompletedProcess[str]:
+    assert BROWSER is not None
+    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    words += [f"--user-data-dir={folder / 'browser'}", "--allow-file-access-from-files", "--virtual-time-budget=9000"]
+    words += [*options, (folder / page).as_uri()]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_report_in_a_browser(name, width, theme, tmp_path):
+    """No console message, no part over another or out of sight, keys walk from box to box."""
+    (tmp_path / "report.html").write_text(REPORTS[name](), encoding="utf-8")
+    (tmp_path / "probe.html").write_text(PROBE.replace("WIDTH", str(width)).replace("THEME", theme), encoding="utf-8")
+    done = browse(tmp_path, "probe.html", "--dump-dom", f"--window-size={max(width, 500)},9000")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
+    assert not found["wide"]
+    assert found["overlaps"] == []
+    assert found["outside"] == []
+    if name != "profile":
+        assert found["forward"]
+        assert found["backward"]
+        first, second, below, last, *_ = found["keys"]
+        assert first.startswith("forward, micro-batch 0 · stage 0")
+        assert second.startswith("forward, micro-batch 1 · stage 0")
+        assert below.startswith("forward, micro-batch 1 · stage 1")
+        assert last.startswith("backward, micro-batch ")
+    if folder := os.environ.get("SCREENSHOTS"):
+        picture = Path(folder, f"{name}-{theme}-{width}.png").resolve()
+        browse(tmp_path, "probe.html", f"--screenshot={picture}", f"--window-size={max(width, 500)},4200")

@@ -1,0 +1,91 @@
+"""The worked example of `docs/ci.md`, run as it stands there; and what it needs from the repository."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.cli import environment
+from tests.support.docs import ROOT, blocks, commands
+
+pytestmark = pytest.mark.slow
+
+_VARYING = (
+    (re.compile(r"\b\d[\d.,]* (us|ms|s)\b"), "TIME"),
+    (re.compile(r"[-+]?\d[\d.,]*( ?%| samples/s)"), "SHARE"),
+    (re.compile(r"[0-9a-f]{12}…"), "DIGEST"),
+    (re.compile(r"^GP402.*\n\n", re.MULTILINE), ""),
+    (re.compile(r" \((\d+ errors)(, \d+ notes?)?\)"), r" (\1)"),
+    (re.compile(r" +"), " "),
+)
+
+
+def steady(text: str) -> str:
+    """`text` without what differs from one measurement to the next: times, and all that is computed from them."""
+    for pattern, instead in _VARYING:
+        text = pattern.sub(instead, text)
+    return text
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, int, int, str]]:
+    """Every command of the page in order: line, what the page shows, wanted code, real code, real stdout."""
+    folder = tmp_path_factory.mktemp("ci")
+    (model,) = blocks("ci.md", "python")
+    (folder / "model.py").write_text(model)
+    bin_ = folder / "bin"
+    bin_.mkdir()
+    (bin_ / "gpipe-plan").write_text('#!/bin/sh\nexec python -m planner "$@"\n')
+    (bin_ / "gpipe-plan").chmod(0o755)
+    import sys
+
+    env = environment(
+        PATH=f"{bin_}:{Path(sys.executable).parent}:{environment()['PATH']}",
+        GIT_AUTHOR_NAME="a",
+        GIT_AUTHOR_EMAIL="a@example.org",
+        GIT_COMMITTER_NAME="a",
+        GIT_COMMITTER_EMAIL="a@example.org",
+        GIT_CONFIG_GLOBAL="/dev/null",
+        XDG_CACHE_HOME=str(folder / "cache"),
+    )
+    subprocess.run(["git", "init", "-q", "-b", "main"], cwd=folder, check=True)
+    rows = []
+    for line, code, shown in commands("ci.md"):
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
+        rows.append((line, shown, code, done.returncode, done.stdout))
+    return rows
+
+
+def test_every_command_ends_as_the_page_says(printed: list[tuple[str, str, int, int, str]]) -> None:
+    """Exit code 0, or the one in its comment."""
+    assert [(line, code) for line, _, code, *_ in printed] == [(line, real) for line, _, _, real, _ in printed]
+
+
+def test_the_answers_are_those_on_the_page(printed: list[tuple[str, str, int, int, str]]) -> None:
+    """Findings, bytes per stage, what would fit: all that does not depend on how fast this machine is."""
+    for line, shown, _, _, out in printed:
+        for part in steady(shown).split("\n…\n"):
+            assert part.strip() in steady(out), line
+
+
+def test_the_failing_check_names_stage_bytes_and_what_would_fit() -> None:
+    """The message that the page promises."""
+    shown = next(output for _, code, output in commands("ci.md") if code == 1)
+    assert re.search(
+        r'GP101 error: stage 1 \("2" to "4"\) needs [\d.]+ MiB, [\d.]+ MiB over its cap of 38.1 MiB', shown
+    )
+    assert "the smallest `--mem` is " in shown
+    assert "`--devices 3` fits" in shown
+
+
+def test_the_pages_hook_and_action_are_those_of_the_repository() -> None:
+    """Inputs and ids that the page uses exist."""
+    workflow, hooks = (yaml.safe_load(text) for text in blocks("ci.md", "yaml"))
+    ours = next(step for step in workflow["jobs"]["plan"]["steps"] if "gpipe-plan" in step["uses"])
+    assert set(ours["with"]) <= set(yaml.safe_load((ROOT / "action.yml").read_text())["inputs"])
+    ids = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
+    assert {hook["id"] for hook in hooks["repos"][0]["hooks"]} <= ids

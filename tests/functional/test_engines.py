@@ -1,0 +1,166 @@
+"""Plans taken to other engines and back, as a user types it."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner import files
+from planner.core.profile import Model, Profile
+from planner.emit import ENGINES
+from tests.support.chains import chain, layer
+from tests.support.cli import Ran, call
+
+Capsys = pytest.CaptureFixture[str]
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "engines.md").read_text(encoding="utf-8")
+
+
+def profile_of(*names: str) -> Profile:
+    """Layers of a millisecond and some kilobytes."""
+    cost = {"forward_us": (500.0, 1000.0), "backward_us": (900.0, 2000.0), "output_bytes": (10, 20)}
+    layers = (layer(name, parameter_bytes=1000, saved_bytes=(500, 1000), **cost) for name in names)
+    return chain(*layers, sizes=(1, 2))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> Path:
+    """The working directory, with a profile and a plan of two stages."""
+    monkeypatch.chdir(tmp_path)
+    files.write("profile.yaml", profile_of("wte", "h.0", "h.1", "h.2", "head"))
+    files.write("gpt.yaml", profile_of("wte", "h.0", "h.1", "h.2", "head"))
+    solve(capsys, "--balance", "2,3")
+    return tmp_path
+
+
+def solve(capsys: Capsys, *arguments: str) -> Ran:
+    """`gpipe-plan solve` for two devices and four samples."""
+    ran = call(capsys, "solve", "--devices", "2", "--mem", "8GB", "--batch", "4", "--recompute", "never", *arguments)
+    assert ran.code == 0, ran.err
+    return ran
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_to_an_engine_and_back(here: Path, capsys: Capsys, name: str) -> None:
+    """One file, named on stdout; imported again it gives the same cuts, for `solve` and for `check`."""
+    before = set(here.iterdir())
+    emitted = call(capsys, "emit", "--format", name, "-o", "out")
+    assert emitted.code == 0
+    (path,) = emitted.out.split()
+    assert set(here.iterdir()) - before == {here / "out"}
+    assert [entry.name for entry in (here / "out").iterdir()] == [Path(path).name]
+    assert emitted.err.splitlines()[-1].startswith("next: ")
+    for note in re.findall(r"(?m)^note: (\S+ \S+)", emitted.err):
+        assert note in Path(path).read_text()
+    quiet = call(capsys, "emit", "--format", name, "-o", "out", "-q")
+    assert (quiet.code, quiet.err) == (0, "")
+
+    solve(capsys, "--balance", path, "-o", "imported.yaml")
+    assert files.read_plan("imported.yaml").balance == (2, 3)
+    checked = call(capsys, "check", "--balance", path, "--format", "json")
+    assert checked.code == 0
+    assert '"balance": [\n      2,\n      3\n    ]' in checked.out
+
+
+@pytest.mark.parametrize("name", ["balance.yaml", "plan.yaml"])
+def test_our_own_files_are_lists_too(here: Path, capsys: Capsys, name: str) -> None:
+    """The emitted balance, and another plan."""
+    profile = files.read_profile("profile.yaml")
+    files.write("profile.yaml", replace(profile, model=Model(source="model.py:build_model")))
+    solve(capsys, "--balance", "2,3")
+    assert call(capsys, "emit").code == 0
+    solve(capsys, "--balance", name, "-o", "imported.yaml")
+    assert files.read_plan("imported.yaml").balance == (2, 3)
+
+
+def test_an_edited_file_is_kept(here: Path, capsys: Capsys) -> None:
+    """Unless `--force` is given."""
+    assert call(capsys, "emit", "--format", "torch").code == 0
+    path = here / "plan_torch.py"
+    text = path.read_text()
+    path.write_text(text.replace("MICRO_BATCHES", "CHUNKS"))
+    refused = call(capsys, "emit", "--format", "torch")
+    assert refused.code == 2
+    assert refused.error.startswith("plan_torch.py: error: was edited")
+    assert call(capsys, "emit", "--format", "torch", "--force").code == 0
+    assert path.read_text() == text
+
+
+def test_unknown_formats_are_named(here: Path, capsys: Capsys) -> None:
+    """With those that there are."""
+    refused = call(capsys, "emit", "--format", "alpa")
+    assert refused.code == 2
+    assert "unknown `--format alpa`" in refused.error
+    assert "native, torchgpipe, torch, torchtitan" in refused.err
+
+
+def test_a_plan_that_a_format_cannot_hold_writes_nothing(here: Path, capsys: Capsys) -> None:
+    """Exit code 2, the reason and a remedy."""
+    files.write("profile.yaml", profile_of("wte", "h.0.attn", "h.0.mlp", "h.1.attn", "head"))
+    solve(capsys, "--balance", "2,3")
+    before = set(here.iterdir())
+    refused = call(capsys, "emit", "--format", "megatron")
+    assert refused.code == 2
+    assert 'between "h.0.attn" and "h.0.mlp", which are both part of block 0' in refused.error
+    assert "hint: solve with `--together h.0.attn,h.0.mlp`" in refused.err
+    assert set(here.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (("--balance", "3,2"), 0, "fits"),
+        (("--balance", "5"), 0, "fits"),
+        (("--balance", "1,4", "--mem", "9kB"), 1, 'GP101 error: stage 1 ("h.0" to "head")'),
+        (("--balance", "1,3"), 2, "adds up to 4 layers, the profile has 5"),
+        (("--balance", "1,1,3"), 2, "3 stages need 3 devices, there are 2"),
+        (("--balance", "a,b"), 2, "expected whole numbers with commas between them, got `--balance a,b`"),
+        (("--balance", "none.py"), 2, "none.py: error: cannot be read: No such file"),
+        (("--balance", "-"), 2, "expected whole numbers"),
+    ],
+)
+def test_check_judges_a_list(here: Path, capsys: Capsys, arguments: tuple[str, ...], code: int, expected: str) -> None:
+    """That somebody wrote by hand, in place of the plan's; the plan stays."""
+    before = (here / "plan.yaml").read_bytes()
+    checked = call(capsys, "check", *arguments)
+    assert checked.code == code
+    assert expected in checked.out + checked.err
+    assert (here / "plan.yaml").read_bytes() == before
+
+
+def test_a_list_for_another_profile_is_stale_all_the_same(here: Path, capsys: Capsys) -> None:
+    """`check --balance` does not forget what `check` looks at."""
+    files.write("profile.yaml", profile_of("wte", "h.0", "h.1", "h.2", "lm_head"))
+    checked = call(capsys, "check", "--balance", "3,2")
+    assert checked.code == 1
+    assert "GP201 error" in checked.out
+
+
+# The page
+
+
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines() if line]
+
+
+def test_every_command_of_the_page_works(here: Path, capsys: Capsys) -> None:
+    """In its order, and with what it left."""
+    assert len(COMMANDS) >= 12
+    for line in COMMANDS:
+        ran = call(capsys, *shlex.split(line)[1:])
+        assert ran.code == 0, (line, ran.err)
+    assert files.read_plan("imported.yaml").balance == files.read_plan("torchgpipe.yaml").balance
+
+
+def test_the_page_names_every_format_and_file(here: Path, capsys: Capsys) -> None:
+    """And its Python is Python, with names that the files define."""
+    for name in ENGINES:
+        (path,) = call(capsys, "emit", "--format", name, "-q").out.split()
+        assert f"| `{name}` | `{path}` |" in PAGE
+        assert re.search(rf"gpipe-plan emit .*--format {name}\n", PAGE)
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        compile(block, "engines.md", "exec")
+        for module, names in re.findall(r"from (plan_\w+) import (.*)", block):
+            defined = Path(f"{module}.py").read_text()
+            assert all(re.search(rf"(?m)^(class )?{name}\b", defined) for name in names.split(", ")), module

@@ -1,0 +1,74 @@
+"""`check --model`: is the model of today still the profiled one? Told from structure alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.cli.main import run
+from tests.support.cli import write_model
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embed = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+def build_model(width: int = 32):
+    return Net(width)
+
+def example_batch(n):
+    return torch.randn(n, 8), torch.randn(n, 16)
+
+def loss_fn(output, target):
+    return ((output - target) ** 2).mean()
+"""
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the model, its profile and a plan."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path, MODEL)
+    assert run(["profile", "model.py", "--batch-sizes", "2", "--time-budget", "0s", "--repeat", "2", "-q"]) == 0
+    assert run(["solve", "--devices", "2", "--mem", "1GB", "-q"]) == 0
+    return tmp_path
+
+
+def test_the_same_model_passes(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with other weights: they do not count."""
+    capsys.readouterr()
+    assert run(["check", "--model", "model.py"]) == 0
+    assert "GP301" not in capsys.readouterr().out
+
+
+def test_a_wider_block_is_named_with_its_bytes(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1, in every block, before and now."""
+    write_model(planned, MODEL.replace("width: int = 32", "width: int = 48"))
+    capsys.readouterr()
+    assert run(["check", "--model", "model.py", "--format", "json"]) == 1
+    findings = [found for found in json.loads(capsys.readouterr().out)["findings"] if found["code"] == "GP301"]
+    assert len(findings) == 3
+    assert findings[0]["message"] == 'layer "blocks.0" has 6.25 KiB of parameters, 4.19 KiB when profiled'
+
+
+def test_a_model_that_cannot_be_built_is_no_answer(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, neither yes nor no."""
+    write_model(
+        planned, "def build_model():\n    raise ValueError('no')\n\ndef example_batch(n):\n    return None, None\n"
+    )
+    capsys.readouterr()
+    assert run(["check", "--model", "model.py"]) == 2
+    assert "build_model" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""A model cut into stages that run one after the other in this process, compared with the model in one piece."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from planner.core.profile import Granularity
+from planner.model.chain import Chain, chain_of
+from planner.model.recording import arguments_of
+
+__all__ = ["Compared", "compare"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What differs between the two."""
+
+    chain: Chain
+    seconds: float
+    """CPU time that it took to find the layers."""
+    loss_error: float
+    """Relative."""
+    gradient_error: float
+    """Largest difference of any parameter's gradient, relative to its largest number."""
+
+    @property
+    def crossing(self) -> list[int]:
+        """How many tensors cross each boundary."""
+        assert self.chain.outline is not None
+        return [len(values) for values in self.chain.outline.crossings]
+
+
+def compare(
+    model: nn.Module,
+    example_inputs: Callable[[int], Any],
+    loss_fn: Callable[[Any], Tensor],
+    *,
+    granularity: Granularity = "coarse",
+    num_stages: int = 3,
+    sizes: tuple[int, ...] = (3, 3),
+    recompute: bool = False,
+) -> Compared:
+    """Runs micro-batches of `sizes` samples through all stages, and then backward through all of them.
+
+    Args:
+        model: The model.
+        example_inputs: So many samples.
+        loss_fn: A scalar from the model's output.
+        granularity: How finely to cut.
+        num_stages: Into how many stages, of about as many layers each.
+        sizes: Samples of each micro-batch; all are in flight at once.
+        recompute: Whether the stages are computed again in backward.
+    """
+    begin = time.process_time()
+    chain = chain_of(model, example_inputs, granularity)
+    seconds = time.process_time() - begin
+    num_layers = len(chain.layers)
+    cuts = sorted({round(num_layers * k / num_stages) for k in range(num_stages + 1)})
+    micro_batches = [example_inputs(size) for size in sizes]
+    loss, gradients = _in_one_piece(model, micro_batches, loss_fn)
+    model.zero_grad()
+    flights = [
+        _Flight(chain, cuts, inputs, loss_fn, seed, recompute=recompute) for seed, inputs in enumerate(micro_batches)
+    ]
+    for flight in flights:
+        flight.backward()
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert own.keys() == gradients.keys(), own.keys() ^ gradients.keys()
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    cut_loss = sum(float(flight.loss.detach()) for flight in flights)
+    return Compared(
+        chain=chain,
+        seconds=seconds,
+        loss_error=abs(cut_loss - loss) / max(abs(loss), 1e-30),
+        # A gradient that is nothing but rounding errors is compared with the largest of all.
+        gradient_error=max(
+            float((own[name] - g).abs().max()) / max(float(g.abs().max()), 1e-5 * largest, 1e-30)
+            for name, g in gradients.items()
+        ),
+    )
+
+
+def _in_one_piece(
+    model: nn.Module, micro_batches: list[Any], loss_fn: Callable[[Any], Tensor]
+) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    total = 0.0
+    for seed, inputs in enumerate(micro_batches):
+        torch.manual_seed(seed)
+        args, kwargs = arguments_of(inputs)
+        loss = loss_fn(model(*args, **kwargs))
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class _Flight:
+    """One micro-batch on its way through the stages."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        cuts: list[int],
+        inputs: Any,
+        loss_fn: Callable[[Any], Tensor],
+        seed: int,
+        *,
+        recompute: bool,
+    ) -> None:
+        torch.manual_seed(seed)
+        self._edges: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
+        value = inputs
+        for first, end in pairwise(cuts):
+            stage = chain.stage(first, end)
+            if first:
+                leaves = [t.detach().contiguous().requires_grad_(t.requires_grad) for t in value]
+                self._edges.append((leaves, value))
+                value = tuple(leaves)
+            value = _run(stage, value, recompute=recompute)
+        self.loss = loss_fn(value)
+
+    def backward(self) -> None:
+        """From the loss back to the first stage."""
+        self.loss.backward()
+        while self._edges:
+            leaves, sent = self._edges.pop()
+            pairs = [(t, leaf.grad) for t, leaf in zip(sent, leaves, strict=True) if leaf.grad is not None]
+            torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _run(stage: nn.Module, value: Any, *, recompute: bool) -> Any:
+    def run(*tensors: Tensor) -> Any:
+        # Copies, as the executor makes them where a stage writes into what it receives.
+        return stage(tuple(tensor.clone() for tensor in tensors))
+
+    if not (isinstance(value, tuple) and all(isinstance(t, Tensor) and t.is_leaf for t in value)):
+        return stage(value)
+    return checkpoint(run, *value, use_reentrant=False) if recompute else run(*value)

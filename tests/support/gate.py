@@ -1,0 +1,58 @@
+"""A small profile, its plan, and the same grown: for tests of `check`, `compare`, `sweep` and their formats."""
+
+from pathlib import Path
+from typing import Any
+
+from planner import files
+from planner.core.plan import Inputs, Plan, ProfileReference
+from planner.core.profile import Profile
+from planner.core.verdict import Verdict, compared, judge
+from planner.solve import Request, solve, what_would_fit
+from tests.support.chains import chain, layer
+
+
+def profile(widened: int = 0) -> Profile:
+    """Six equal layers of 100 kB; `widened` is added to the parameters of the fourth."""
+    values: dict[str, Any] = {
+        "forward_us": 1000.0,
+        "backward_us": 2000.0,
+        "output_bytes": 20_000,
+        "saved_bytes": 50_000,
+    }
+    sizes = [100_000 + (widened if n == 3 else 0) for n in range(6)]
+    return chain(*(layer(f"h.{n}", parameter_bytes=size, **values) for n, size in enumerate(sizes)))
+
+
+def plan(of: Profile | None = None, *, cap: int = 1_000_000) -> Plan:
+    """Three stages of two layers, M = 4: they need 820, 920 and 900 kB."""
+    read = profile() if of is None else of
+    inputs = Inputs(
+        profile=ProfileReference(path="profile.yaml", digest=files.digest_of(read)),
+        devices=3,
+        memory_bytes=(cap,) * 3,
+        batch=4,
+        recompute="never",
+    )
+    return solve(read, Request(inputs=inputs, balance=(2, 2, 2)))
+
+
+def over_the_cap() -> Verdict:
+    """Every kind of thing that a verdict can hold: stale, over a cap, grown, what would fit, a difference."""
+    now = profile(widened=400_000)
+    verdict = judge(plan(), now, profile_digest=files.digest_of(now), headroom=0.09)
+    assert verdict.plan is not None
+    with_advice = Verdict(
+        fits=verdict.fits,
+        findings=verdict.findings,
+        plan=verdict.plan,
+        would_fit=what_would_fit(verdict.plan, now),
+    )
+    return compared(with_advice, plan(), against="git:main", recomputed=True)
+
+
+def write(folder: Path, *, widened: int = 0, cap: int = 1_000_000) -> None:
+    """`profile.yaml` and `plan.yaml` in `folder`."""
+    read = profile(widened)
+    files.write(str(folder / "profile.yaml"), read)
+    read = files.read_profile(str(folder / "profile.yaml"))
+    files.write(str(folder / "plan.yaml"), plan(read, cap=cap))

@@ -1,0 +1,29 @@
+"""GPT-2 as `transformers` builds it, small; it computes its own loss."""
+
+import sys
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+# The torchvision of the package index is built for CUDA: beside a CPU torch its operators do not load.
+sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
+
+from transformers import GPT2Config, GPT2LMHeadModel, logging  # noqa: E402 - behind what makes it possible
+
+logging.set_verbosity_error()
+
+
+def build_model(layers: int = 3, width: int = 16) -> nn.Module:
+    """Without dropout, so that there is something to compare with."""
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0.0, attn_pdrop=0.0,
+        embd_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+
+
+def example_batch(batch_size: int) -> tuple[dict[str, Tensor], None]:
+    """The words are their own targets."""
+    words = torch.randint(32, (batch_size, 8))
+    return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words}, None

@@ -1,0 +1,54 @@
+"""Accelerators by name."""
+
+import pytest
+
+from planner.core.devices import ACCELERATORS, accelerator, accelerators_with
+from planner.core.errors import UsageError
+
+
+def test_names_are_unique_and_lower_case() -> None:
+    """They are typed by people and looked up."""
+    names = [known.name for known in ACCELERATORS]
+    assert len(set(names)) == len(names)
+    assert all(name == name.lower() for name in names)
+    assert all(accelerator(name.upper()).name == name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("h100", 80 * 10**9), ("a100-40gb", 40 * 10**9), ("h200", 141 * 10**9), ("tpu:v2", 8 * 2**30), ("t4", 16 * 10**9)],
+)
+def test_memory_is_the_data_sheets(name: str, size: int) -> None:
+    """GB of cards are decimal, GiB of TPU cores binary: the smaller reading is never more than there is."""
+    assert accelerator(name).memory_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("reported", "name", "is_it"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", True),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb", True),
+        ("NVIDIA A100-SXM4-80GB", "a100-40gb", False),
+        ("NVIDIA A100-SXM4-80GB", "a10", False),
+        ("NVIDIA GeForce RTX 4090", "rtx4090", True),
+        ("AMD EPYC", "h100", False),
+    ],
+)
+def test_reported_names_are_recognised_by_their_words(reported: str, name: str, is_it: bool) -> None:  # noqa: FBT001
+    """An A100 is no A10."""
+    assert accelerator(name).is_called(reported) is is_it
+
+
+def test_unknown_names_are_helped() -> None:
+    """`a100` could be two, `h1000` is near, and `--mem` always works."""
+    for name, near in (("a100", "`a100-40gb` or `a100-80gb`"), ("h1000", "`h100`"), ("abacus", "one of ")):
+        with pytest.raises(UsageError, match=f"unknown device `{name}`") as refused:
+            accelerator(name)
+        assert near in refused.value.hint
+        assert "--mem" in refused.value.hint
+
+
+def test_the_smallest_that_holds_it_comes_first() -> None:
+    """And nothing holds a terabyte."""
+    assert accelerators_with(70 * 10**9)[0].memory_bytes == 80 * 10**9
+    assert accelerators_with(10**12) == ()

@@ -1,0 +1,150 @@
+"""Every finding that `check` knows: its texts, and a plan that provokes it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner import api, files
+from planner.core.errors import UsageError
+from planner.core.findings import RULES, finding, rule
+from planner.core.verdict import Verdict, with_findings
+from planner.show.gate import rules_markdown
+from tests.support import gate
+
+
+def _renamed() -> Verdict:
+    was = gate.profile()
+    other = replace(was, layers=(*was.layers[:-1], replace(was.layers[-1], name="head")))
+    return api.check(gate.plan(), profile=other)
+
+
+def _edited() -> Verdict:
+    plan = gate.plan()
+    return api.check(replace(plan, predicted=replace(plan.predicted, step_us=1.0)), profile=gate.profile())
+
+
+def _slower() -> Verdict:
+    layers = tuple(replace(layer, forward_us=(900.0,)) for layer in gate.profile().layers)
+    before = gate.plan(replace(gate.profile(), layers=layers))
+    return api.check(gate.plan(), profile=gate.profile(), against=before)
+
+
+def _another_model() -> Verdict:
+    verdict = api.check(gate.plan(), profile=gate.profile())
+    return with_findings(verdict, [finding("GP301", 'layer "h.1" is new')])
+
+
+PROVOKED = {
+    "GP101": lambda: api.check(gate.plan(), profile=gate.profile(), mem="900kB"),
+    "GP102": lambda: api.check(gate.plan(), profile=gate.profile(), headroom="9%"),
+    "GP201": lambda: api.check(gate.plan(), profile=gate.profile(widened=1)),
+    "GP202": _renamed,
+    "GP203": _edited,
+    "GP204": lambda: api.check(gate.plan(), profile=gate.profile(), device="h100"),
+    "GP301": _another_model,
+    "GP401": lambda: api.check(gate.plan(gate.profile(1000)), profile=gate.profile(1000), against=gate.plan()),
+    "GP402": _slower,
+}
+
+
+def test_every_finding_is_provoked_somewhere() -> None:
+    """A new code needs a case here."""
+    assert list(PROVOKED) == [known.code for known in RULES]
+
+
+@pytest.mark.parametrize("code", PROVOKED)
+def test_a_finding_has_the_severity_of_its_rule_and_decides_accordingly(code: str) -> None:
+    """Found where it should be; errors alone make the answer no."""
+    verdict = PROVOKED[code]()
+    found = [each for each in verdict.findings if each.code == code]
+    assert {each.severity for each in found} == {rule(code).severity}
+    assert verdict.fits == all(each.severity != "error" for each in verdict.findings)
+
+
+def test_nothing_is_found_in_a_plan_that_is_as_it_was() -> None:
+    """Not even a note."""
+    assert api.check(gate.plan(), profile=gate.profile(), against=gate.plan()).findings == ()
+
+
+def test_strict_counts_warnings_and_no_notes() -> None:
+    """GP102 then makes the answer no, GP204 does not."""
+    assert not api.check(gate.plan(), profile=gate.profile(), headroom="9%", strict=True).fits
+    assert api.check(gate.plan(), profile=gate.profile(), device="h100", strict=True).fits
+
+
+@pytest.mark.parametrize("known", RULES, ids=lambda known: known.code)
+def test_the_texts_of_a_rule_are_complete(known) -> None:
+    """A code, a short title in the house's style, and three explanations."""
+    assert re.fullmatch(r"GP[1-9]\d\d", known.code)
+    assert known.title[0].islower()
+    assert not known.title.endswith(".")
+    assert len(known.title) < 60
+    for text in (known.meaning, known.why, known.remedy):
+        assert text.endswith(".")
+        assert "  " not in text
+
+
+def test_codes_are_looked_up_in_any_case_and_typos_are_helped() -> None:
+    """`gp101` is GP101; GP110 is nothing, and the hint says what is near."""
+    assert rule("gp101").code == "GP101"
+    with pytest.raises(UsageError, match="GP111") as refused:
+        rule("GP111")
+    assert "GP101" in refused.value.hint
+
+
+def test_the_page_of_findings_is_made_from_the_table() -> None:
+    """`gpipe-plan explain --format markdown > docs/findings.md` after a change."""
+    page = Path(__file__).parents[3] / "docs" / "findings.md"
+    assert page.read_text(encoding="utf-8") == rules_markdown(RULES)
+
+
+def test_what_would_fit_is_true() -> None:
+    """The cap that is advised fits; so do the cuts that are advised, under the cap that was asked for."""
+    profile = gate.profile()
+    plan = api.solve(profile, devices=3, mem="1MB", batch=4)
+    verdict = api.check(plan, profile=profile, mem="900kB")
+    advised = re.search(r"the whole plan fits with `--mem (\S+)`", verdict.would_fit[0])
+    assert advised is not None
+    assert api.check(plan, profile=profile, mem=advised[1]).fits
+    cuts = re.search(r"the cuts \[([\d, ]+)\] with M = (\d+)", verdict.would_fit[1])
+    assert cuts is not None
+    assert "--devices 3 --mem 900kB --batch 4`" in verdict.would_fit[1]
+    other = api.solve(profile, devices=3, mem="900kB", batch=4, balance=cuts[1], micro_batches=cuts[2])
+    assert max(other.device_bytes()) <= 900_000
+
+
+def test_a_device_is_named_where_it_matters() -> None:
+    """For plans of gigabytes: the smallest known card that holds it."""
+    big = gate.profile(widened=10 * 10**9)
+    verdict = api.check(gate.plan(), profile=big)
+    assert "`--device rtx3090` has" in verdict.would_fit[0] or "`--device a10` has" in verdict.would_fit[0]
+    card = re.search(r"--device (\S+)` has", verdict.would_fit[0])
+    assert card is not None
+    assert api.check(gate.plan(), profile=big, device=card[1]).is_over is False
+
+
+def test_a_comparison_survives_other_stage_counts() -> None:
+    """Stages that only one plan has are shown with what there is."""
+    two = api.solve(gate.profile(), devices=2, mem="2MB", batch=4)
+    difference = api.check(gate.plan(), profile=gate.profile(), against=two).difference
+    assert difference is not None
+    assert [stage.bytes_before is None for stage in difference.stages] == [False, False, True]
+    assert difference.stages[2].bytes == gate.plan().stages[2].memory.total
+    assert difference.stages[2].more_bytes == 0
+
+
+def test_the_verdict_is_written_with_what_it_found(tmp_path: Path) -> None:
+    """JSON holds the difference and what would fit."""
+    text = files.dump(gate.over_the_cap(), as_json=True)
+    assert '"would_fit": [' in text
+    assert '"difference": {' in text
+
+
+def test_a_large_plan_is_not_solved_again() -> None:
+    """A gate answers at once: of thousands of layers only the cap that would do is told."""
+    layers = tuple(replace(gate.profile().layers[0], name=f"h.{n}") for n in range(2500))
+    large = replace(gate.profile(), layers=layers)
+    plan = api.solve(large, devices=10, mem="1GB", batch=4, balance=(250,) * 10)
+    assert len(api.check(plan, profile=large, mem="1MB").would_fit) == 1

@@ -1,0 +1,72 @@
+"""Options as text from the command line or as values from Python."""
+
+import pytest
+
+from planner.core import options
+from planner.core.cluster import Link
+from planner.core.errors import UsageError
+from planner.core.plan import Schedule
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [("1,2,4", (1, 2, 4)), (4, (4,)), ([1, 2], (1, 2)), ((3,), (3,)), ("8", (8,))]
+)
+def test_numbers_come_in_either_form(asked, found) -> None:
+    """Text, one number, or several."""
+    assert options.integers("--x", asked) == found
+
+
+@pytest.mark.parametrize("asked", ["", "1,", "a", "1.5", [], ["x"], 0, "0", [None]])
+def test_what_is_no_number_is_refused_by_name(asked) -> None:
+    """The option is named in the message."""
+    with pytest.raises(UsageError, match="--x"):
+        options.integers("--x", asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("8GB", (8 * 10**9,) * 2),
+        ("1GB,2GiB", (10**9, 2 * 2**30)),
+        (5, (5, 5)),
+        ([1, "2kB"], (1, 2000)),
+    ],
+)
+def test_caps_come_in_either_form(asked, found) -> None:
+    """One for all, or one each."""
+    assert options.caps(asked, 2) == found
+
+
+@pytest.mark.parametrize("asked", ["8", "1GB,1GB,1GB", [1, 2, 3], -1])
+def test_wrong_caps_are_refused(asked) -> None:
+    """A bare number in text, too many, or less than nothing."""
+    with pytest.raises(UsageError):
+        options.caps(asked, 2)
+
+
+def test_shares_links_and_speeds_come_in_either_form() -> None:
+    """And what they cannot be is refused."""
+    assert options.share("5%") == options.share(0.05) == 0.05
+    link = Link(bytes_per_s=25e9, latency_us=5.0)
+    assert options.link("25GB/s,5us") == options.link(link) == link
+    assert options.speeds("1,2.5", 2) == options.speeds([1, 2.5], 2) == (1.0, 2.5)
+    assert options.speeds(2, 2) == (2.0, 2.0)
+    assert options.names("--together", "a,b") == options.names("--together", ["a", "b"]) == ("a", "b")
+    assert options.nodes("4x8") == (4, 8)
+    for refuse in (
+        lambda: options.share(1.0),
+        lambda: options.share("5"),
+        lambda: options.speeds([0], 1),
+        lambda: options.names("--apart", ["a"]),
+        lambda: options.nodes("4x0"),
+        lambda: options.one("--m", [1, 2]),
+        lambda: options.choice("--solver", "x", Schedule),
+    ):
+        with pytest.raises(UsageError):
+            refuse()
+
+
+def test_auto_is_left_to_the_solver() -> None:
+    """0 stands for it."""
+    assert options.count_or_auto("--chunks", "auto") == 0
+    assert options.count_or_auto("--chunks", 3) == options.count_or_auto("--chunks", "3") == 3

@@ -1,0 +1,103 @@
+"""A plan with somebody's own cuts: as planned, but for what the cuts change."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core.errors import UsageError
+from planner.core.plan import Plan, RecomputePolicy, SchedulePolicy
+from planner.core.recut import with_cuts
+from planner.core.verdict import judge
+from planner.files import digest_of
+from planner.solve import Request, solve
+from tests.support.profiles import inputs_of, profile_of
+
+PROFILE = profile_of([10, 20, 30, 40, 50, 60], [20] * 6, parameter_bytes=100, saved_bytes=50, output_bytes=10)
+
+
+def plan_of(
+    *,
+    cap: int | tuple[int, ...] = 10**9,
+    devices: int = 3,
+    recompute: RecomputePolicy = "auto",
+    schedule: SchedulePolicy = "gpipe",
+    chunks: int = 1,
+) -> Plan:
+    """The best plan for three devices and four micro-batches."""
+    inputs = inputs_of(devices, 4, memory_bytes=cap, recompute=recompute)
+    inputs = replace(
+        inputs, schedule=schedule, chunks=chunks, profile=replace(inputs.profile, digest=digest_of(PROFILE))
+    )
+    return solve(PROFILE, Request(inputs=inputs, micro_batches=4))
+
+
+@pytest.mark.parametrize("recompute", ["auto", "never", "except-last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_its_own_cuts_give_the_plan(recompute: RecomputePolicy, schedule: SchedulePolicy) -> None:
+    """But for the certificate, which was for a search."""
+    plan = plan_of(recompute=recompute, schedule=schedule)
+    again = with_cuts(plan, PROFILE, plan.balance)
+    assert again.solver.status == "given"
+    assert replace(again, solver=plan.solver) == plan
+
+
+@pytest.mark.parametrize("balance", [(6,), (1, 5), (2, 2, 2), (1, 1, 4)])
+def test_other_cuts_are_the_solvers_evaluation(balance: tuple[int, ...]) -> None:
+    """The same as `solve --balance` with the plan's M; no finding but that on memory."""
+    plan = plan_of()
+    again = with_cuts(plan, PROFILE, balance)
+    solved = solve(PROFILE, Request(inputs=plan.inputs, balance=balance, micro_batches=4))
+    assert (again.balance, again.stages, again.predicted) == (solved.balance, solved.stages, solved.predicted)
+    assert judge(again, PROFILE, profile_digest=digest_of(PROFILE)).findings == ()
+
+
+def test_recomputation_follows_the_cap() -> None:
+    """The fastest choice that fits on each device, else the one that needs least, within what the plan allows."""
+    plan = plan_of()
+    free = with_cuts(plan, PROFILE, (1, 5))
+    assert [stage.recompute for stage in free.stages] == ["never", "never"]
+    cap = free.stages[1].memory.total - 1
+    tight = with_cuts(plan, PROFILE, (1, 5), memory_bytes=(cap,) * 3)
+    assert tight.stages[0].recompute == "never"
+    assert tight.stages[1].recompute in ("except-last", "always")
+    assert tight.stages[1].memory.total <= cap
+    assert tight.inputs.memory_bytes == (cap,) * 3
+    hopeless = with_cuts(plan, PROFILE, (1, 5), memory_bytes=(1,) * 3)
+    assert hopeless.stages[1].memory.total <= tight.stages[1].memory.total
+    verdict = judge(hopeless, PROFILE, profile_digest=digest_of(PROFILE))
+    assert [finding.code for finding in verdict.findings] == ["GP101", "GP101"]
+    kept = with_cuts(plan_of(recompute="never"), PROFILE, (1, 5), memory_bytes=(1,) * 3)
+    assert {stage.recompute for stage in kept.stages} == {"never"}
+
+
+@pytest.mark.parametrize(
+    ("balance", "expected"),
+    [
+        ((2, 3), "adds up to 5 layers, the profile has 6"),
+        ((6, 0), "at least one layer"),
+        ((1, 1, 1, 3), "4 stages need 4 devices, there are 3"),
+    ],
+)
+def test_cuts_that_make_no_sense(balance: tuple[int, ...], expected: str) -> None:
+    """As in a plan edited by hand."""
+    with pytest.raises(UsageError, match=expected):
+        with_cuts(plan_of(), PROFILE, balance)
+
+
+def test_the_order_of_devices_is_kept_for_as_many_stages() -> None:
+    """And there is none for another number of them."""
+    plan = plan_of()
+    plan = replace(plan, stages=tuple(replace(stage, device=2 - stage.index) for stage in plan.stages))
+    again = with_cuts(plan, PROFILE, (1, 1, 4))
+    assert [stage.device for stage in again.stages] == [2, 1, 0]
+    with pytest.raises(UsageError, match="an order for 3 devices") as caught:
+        with_cuts(plan, PROFILE, (3, 3))
+    assert "solve" in caught.value.hint
+
+
+def test_interleaved_stages_share_their_devices_choice() -> None:
+    """Both chunks of a device."""
+    plan = plan_of(schedule="interleaved", devices=2, chunks=2)
+    assert plan.chunks == 2
+    again = with_cuts(plan, PROFILE, plan.balance)
+    assert replace(again, solver=plan.solver) == plan

@@ -1,0 +1,95 @@
+"""One step drawn out: the simulator's events with their recomputation, and memory whose highest point is the peak."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from planner.core.cluster import Link
+from planner.core.costs import costs_at
+from planner.core.evaluate import Partition
+from planner.core.planning import cluster_of
+from planner.core.step import step_of
+from tests.support.chains import random_profile
+from tests.unit.show.samples import interleaved, plan, profile, step_of_sample, unlike
+
+PLANS = [
+    *(
+        pytest.param(plan(schedule=schedule, recompute=recompute, micro_batches=m), id=f"{schedule}-{recompute}-{m}")
+        for schedule in ("gpipe", "1f1b")
+        for recompute in ("never", "except-last", "always")
+        for m in (3, 7)
+    ),
+    pytest.param(plan((6,), micro_batches=1), id="one stage"),
+    pytest.param(plan(recomputed=((0,), (2, 3), (4, 5))), id="layers"),
+    pytest.param(plan(reserve_bytes=12345), id="reserve"),
+    pytest.param(unlike(), id="unlike devices"),
+    pytest.param(interleaved(), id="interleaved"),
+]
+
+
+@pytest.mark.parametrize("planned", PLANS)
+def test_memory_peaks_where_the_plan_says(planned):
+    """On every device the highest level over the step is the plan's peak."""
+    step = step_of_sample(planned)
+    assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.device_bytes()
+
+
+@pytest.mark.parametrize("planned", PLANS)
+def test_levels_come_in_the_order_of_time(planned):
+    """Levels are counted from the start of the step to its end."""
+    for levels in step_of_sample(planned).memory:
+        times = [level.start_us for level in levels]
+        assert times[0] == 0.0
+        assert times == sorted(times)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_memory_from_exact_records_peaks_as_well(seed, recompute, schedule):
+    """There the first backward is a moment of its own, and may be the highest."""
+    measured = random_profile(seed, 6, exact=True)
+    costs = costs_at(measured, 1)
+    assert costs.exact
+    for micro_batches in (3, 5):
+        planned = plan(schedule=schedule, recompute=recompute, micro_batches=micro_batches, of=measured)
+        step = step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+        assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.device_bytes()
+
+
+def test_recomputation_is_told_of_backwards_alone():
+    """`except-last` recomputes all micro-batches but the last, for as long as a forward takes."""
+    planned = plan(recompute="except-last")
+    for span in step_of_sample(planned).spans:
+        stage = planned.stages[span.stage]
+        again = span.kind == "backward" and span.micro_batch != planned.micro_batches - 1
+        assert span.recompute_us == pytest.approx(stage.forward_us if again else 0.0)
+
+
+def test_blocking_links_keep_the_receiver_busy():
+    """Receiving over a blocking link is a span of the receiver; nothing is sent beside computing."""
+    planned = plan()
+    link = Link(latency_us=10.0, bytes_per_s=1e9, blocking=True)
+    planned = replace(planned, inputs=replace(planned.inputs, link=link))
+    spans = step_of_sample(planned).spans
+    kinds = {span.kind for span in spans}
+    assert "receive" in kinds
+    assert not {"send forward", "send backward"} & kinds
+    for device in range(planned.num_devices):
+        mine = sorted((s for s in spans if s.device == device), key=lambda s: s.start_us)
+        assert all(a.end_us <= b.start_us + 1e-6 for a, b in pairwise(mine))
+
+
+def test_the_optimizer_follows_the_last_backward():
+    """Its step on a device takes what its layers need, and begins with the end of the device's last backward."""
+    measured = profile()
+    measured = replace(measured, layers=tuple(replace(layer, optimizer_us=50.0) for layer in measured.layers))
+    planned = plan(of=measured)
+    costs = costs_at(measured, 1)
+    step = step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    steps = [span for span in step.spans if span.kind == "optimizer"]
+    assert [span.duration_us for span in steps] == pytest.approx([100.0] * 3)
+    for span in steps:
+        assert span.start_us == max(s.end_us for s in step.spans if s.kind == "backward" and s.device == span.device)
+    assert step.end_us == step.pipeline_us + 100.0

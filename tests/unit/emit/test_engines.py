@@ -1,0 +1,479 @@
+"""Every format: the text as it was agreed on, the engine's own reading of it where it is installed, and ours."""
+
+import os
+import re
+import runpy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner import __version__
+from planner.core.errors import FileError, UsageError
+from planner.core.plan import Inputs, Plan, ProfileReference, RecomputePolicy, SchedulePolicy
+from planner.core.profile import LayerProfile, Profile
+from planner.emit import ENGINES, EngineFile, emit_engine, is_edited, read_balance_list
+from planner.solve import Request, solve
+from tests.support.chains import chain, layer
+
+GOLDEN = Path(__file__).parent / "golden"
+
+FLAT = ("embedding", "block_0", "block_1", "block_2", "block_3", "head")
+BALANCES = [(6,), (3, 3), (1, 2, 2, 1), (1,) * 6]
+ENGINE = pytest.mark.filterwarnings("ignore")  # what other packages warn of while they are imported is not ours
+
+
+def profile_of(*names: str, **values: Any) -> Profile:
+    """Layers that take a microsecond each and keep a kilobyte."""
+    cost = {"forward_us": 1.0, "backward_us": 2.0, "saved_bytes": 1000, "output_bytes": 10, **values}
+    return chain(*(layer(name, **cost) for name in names))
+
+
+def plan_of(
+    profile: Profile,
+    balance: Sequence[int],
+    *,
+    schedule: SchedulePolicy = "gpipe",
+    recompute: RecomputePolicy = "never",
+    micro_batches: int = 6,
+    chunks: int = 1,
+    **asked: Any,
+) -> Plan:
+    """A plan with these cuts."""
+    devices = asked.pop("devices", len(balance) // chunks)
+    inputs = Inputs(
+        profile=ProfileReference(path="profile.yaml", digest="sha256:0"),
+        devices=devices,
+        memory_bytes=asked.pop("memory_bytes", (10**9,) * devices),
+        batch=micro_batches * asked.get("replicas", 1),
+        schedule=schedule,
+        recompute=recompute,
+        chunks=chunks,
+        **asked,
+    )
+    return solve(profile, Request(inputs=inputs, balance=tuple(balance), micro_batches=micro_batches))
+
+
+def emitted(name: str, balance: Sequence[int] = (3, 3), profile: Profile | None = None, **how: Any) -> EngineFile:
+    """The six-layer chain in a format."""
+    profile = profile or profile_of(*FLAT)
+    return emit_engine(name, plan_of(profile, balance, **how), profile)
+
+
+def write(folder: Path, file: EngineFile) -> Path:
+    """The file in `folder`."""
+    path = folder / file.name
+    path.write_text(file.text)
+    return path
+
+
+def stages_of(names: Sequence[str], balance: Sequence[int]) -> list[list[str]]:
+    """The names, cut."""
+    return [list(names[first:end]) for first, end in pairwise(accumulate(balance, initial=0))]
+
+
+# Text
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_text_is_the_agreed_one(name: str) -> None:
+    """Golden: a plan of two stages, of which the second recomputes; set UPDATE_GOLDEN=1 to agree on a new one."""
+    profile = profile_of(*FLAT)
+    plan = plan_of(profile, (3, 3))
+    plan = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], recompute="always")))
+    file = emit_engine(name, plan, profile)
+    text = file.text.replace(__version__, "VERSION").rpartition("\n# As emitted: ")[0]
+    path = GOLDEN / f"{file.name}.txt"
+    if "UPDATE_GOLDEN" in os.environ:
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_texts_are_signed_tidy_and_the_same_each_time(tmp_path: Path, name: str) -> None:
+    """As for the native script: an edit is seen, lines are not overlong."""
+    file = emitted(name)
+    assert file == emitted(name)
+    path = write(tmp_path, file)
+    assert not is_edited(path)
+    path.write_text(file.text.replace("Plan: ", "My plan: "))
+    assert is_edited(path)
+    assert max(map(len, file.text.splitlines())) <= 120
+    assert all(line == line.rstrip() for line in file.text.splitlines())
+    assert all(note.split()[0] in file.text for note in file.notes)
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "megatron"])
+def test_long_chains_stay_readable(tmp_path: Path, name: str) -> None:
+    """A line per module where they do not fit into one."""
+    names = ["embedding", *(f"block_{n}" for n in range(200)), "head"]
+    profile = profile_of(*names)
+    plan = plan_of(profile, (2,) * 101, micro_batches=101)
+    file = emit_engine(name, plan, profile)
+    assert max(map(len, file.text.splitlines())) <= 120 or name == "deepspeed"
+    assert read_balance_list(str(write(tmp_path, file)), profile.layers) == (2,) * 101
+
+
+# Read again by us
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("name", ENGINES)
+def test_reading_back_gives_the_same_cuts(tmp_path: Path, name: str, balance: tuple[int, ...]) -> None:
+    """Importing an engine's list gives the plan's cuts."""
+    file = emitted(name, balance)
+    assert read_balance_list(str(write(tmp_path, file)), profile_of(*FLAT).layers) == balance
+
+
+@pytest.mark.parametrize("name", ["torch", "torchtitan", "megatron", "device-map"])
+def test_interleaved_plans_come_back_too(tmp_path: Path, name: str) -> None:
+    """Four stages on two devices."""
+    balance = (2, 1, 1, 2)
+    file = emitted(name, balance, schedule="interleaved", chunks=2)
+    assert read_balance_list(str(write(tmp_path, file)), profile_of(*FLAT).layers) == balance
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "balance"),
+    [
+        ("mine.py", "balance = [2, 4]\nmodel = GPipe(net, balance)\n", (2, 4)),
+        ("mine.json", "[2, 4]", (2, 4)),
+        ("mine.json", '{"balance": [2, 4], "chunks": 8}', (2, 4)),
+        ("map.json", '{"": 0, "block_1": "cpu", "block_2": 1, "block_3": 1, "head": 1}', (2, 1, 3)),
+        ("map.json", '{"": 0, "head": 1}', (5, 1)),
+        ("old.toml", f"[parallelism]\nmodule_fqns_per_model_part = {[list(FLAT[:2]), list(FLAT[2:])]}\n", (2, 4)),
+        ("run.sh", "torchrun pretrain_gpt.py --pipeline-model-parallel-layout 'E|(tt|)*2,L' --bf16\n", (1, 2, 2, 1)),
+        ("run.sh", "PP=--pipeline-model-parallel-layout=Et*3|tL\n", (4, 2)),
+        ("mine.py", "from torch import x\nspec = 1\nSPLIT_SPEC = {'block_1': SplitPoint.END}\n", (3, 3)),
+        ("mine.py", "PARTS: list = []\nparts = [0, 1, 6]\n", (1, 5)),
+    ],
+)  # fmt: skip
+def test_lists_written_by_hand_are_read(tmp_path: Path, name: str, text: str, balance: tuple[int, ...]) -> None:
+    """As people write them for these engines."""
+    path = tmp_path / name
+    path.write_text(text)
+    assert read_balance_list(str(path), profile_of(*FLAT).layers) == balance
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.py", "x = 1\n", "gives no cuts"),
+        ("a.py", "balance = compute()\n", "gives no cuts"),
+        ("a.py", "balance = [1, 2\n", "cannot be understood"),
+        ("a.json", "{", "cannot be understood"),
+        ("a.json", "7", "expected a list or a mapping"),
+        ("a.json", '{"split_spec": ["block_1"]}', "expected a mapping"),
+        ("a.json", '{"balance": 3}', "cannot be understood"),
+        ("a.json", '{"module_fqns_per_model_part": ["head"]}', "list of modules per stage"),
+        ("a.py", "balance = [1, 2]\n", "3 layers together, the profile has 6"),
+        ("a.py", "balance = [1, 'x']\n", "whole numbers"),
+        ("a.py", "split_spec = {'nowhere': 1}\n", '"nowhere" is no layer'),
+        ("a.py", "split_spec = {'block_1.attention': 1}\n", 'inside the layer "block_1"'),
+        ("a.py", "device_map = {'embedding': 0, 'head': 1}\n", 'layer "block_0" is in none'),
+        ("a.py", "device_map = {'': 0, 'block_1.a': 0, 'block_1.b': 1}\n", 'layer "block_1" is on several'),
+        ("a.py", "device_map = {'': 0, 'other': 1}\n", '"other" is no layer'),
+        ("a.json", '[["head"], ["embedding", "block_0", "block_1", "block_2", "block_3"]]', "not in the order"),
+        ("a.json", '[["head"], ["head"]]', "in two stages"),
+        ("a.sh", "--pipeline-model-parallel-layout Et*5|L", "EtttttL, the profile's layers are EttttL"),
+        ("a.sh", "--pipeline-model-parallel-layout Et*4m|L", "EttttmL"),
+        ("none.py", None, "cannot be read: No such file"),
+    ],
+)
+def test_what_is_no_list_of_these_layers_is_refused(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
+    """With the file's name and the reason."""
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(FileError, match=expected) as caught:
+        read_balance_list(str(path), profile_of(*FLAT).layers)
+    assert str(path) in str(caught.value)
+
+
+def test_a_python_file_is_not_run(tmp_path: Path) -> None:
+    """It may come from anywhere."""
+    path = tmp_path / "a.py"
+    path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nbalance = [3, 3]\n")
+    assert read_balance_list(str(path), profile_of(*FLAT).layers) == (3, 3)
+    assert not (tmp_path / "ran").exists()
+
+
+# Layers of several modules, as in models that are no sequence
+
+
+def uneven() -> Profile:
+    """As a GPT-2 is profiled: what is not a block goes with its neighbour."""
+    modules = {"wte": ("wte", "wpe", "drop"), "lm_head": ("ln_f", "lm_head")}
+    layers: list[LayerProfile] = [
+        replace(one, modules=modules.get(one.name, ()))
+        for one in profile_of("wte", "h.0", "h.1", "h.2", "lm_head").layers
+    ]
+    layers[-1] = replace(layers[-1], tied=("wte.weight",))
+    return replace(profile_of("x"), layers=tuple(layers))
+
+
+@pytest.mark.parametrize("name", ["torch", "torchtitan", "megatron", "device-map"])
+def test_layers_of_several_modules(tmp_path: Path, name: str) -> None:
+    """Each module is named, and a cut lies before the first module of a layer."""
+    profile = uneven()
+    file = emitted(name, (2, 2, 1), profile)
+    assert read_balance_list(str(write(tmp_path, file)), profile.layers) == (2, 2, 1)
+    expected = {
+        "torch": '"h.1": SplitPoint.BEGINNING,\n    "ln_f": SplitPoint.BEGINNING',
+        "torchtitan": '[["wte", "wpe", "drop", "h.0"], ["h.1", "h.2"], ["ln_f", "lm_head"]]',
+        "megatron": '"Et|t*2|L"',
+        "device-map": '"drop": 0,\n    "h.0": 0,\n    "h.1": 1,\n    "h.2": 1,\n    "ln_f": 2',
+    }
+    assert expected[name] in file.text
+
+
+# What formats cannot hold
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "expected"),
+    [
+        ("torchgpipe", {"schedule": "1f1b"}, "the plan is for 1F1B, torchgpipe runs GPipe"),
+        ("deepspeed", {}, "the plan is for GPipe, DeepSpeed runs 1F1B"),
+        ("megatron", {}, "the plan is for GPipe, Megatron-LM runs 1F1B"),
+        ("torch", {"recompute": "always"}, "does not recompute.*always on stages 0 to 1"),
+        ("torchtitan", {"recompute": "always"}, "recomputes by layer"),
+        ("deepspeed", {"recompute": "except-last"}, "on every micro-batch or not at all"),
+        ("megatron", {"recompute": "always"}, "--recompute-granularity"),
+        ("device-map", {}, "without a pipeline"),
+        ("torch", {"replicas": 2, "devices": 4}, "start 2 of them"),
+        ("torchgpipe", {"replicas": 2, "devices": 4}, "start 2 of them"),
+    ],
+)
+def test_notes(name: str, how: dict[str, Any], expected: str) -> None:
+    """In the file, and for stderr."""
+    file = emitted(name, **how)
+    assert any(re.search(expected, note) for note in file.notes), file.notes
+    assert "# Not in here:" in file.text
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("torchgpipe", {"recompute": "always"}),
+        ("torch", {}),
+        ("torchtitan", {"replicas": 2, "devices": 4}),
+        ("deepspeed", {"schedule": "1f1b", "recompute": "always"}),
+        ("megatron", {"schedule": "1f1b", "replicas": 2, "devices": 4}),
+    ],
+)
+def test_what_a_format_holds_needs_no_note(name: str, how: dict[str, Any]) -> None:
+    """Said only where something is lost."""
+    file = emitted(name, **how)
+    assert not file.notes
+    assert "Not in here" not in file.text
+
+
+def test_mixed_recomputation_for_torchgpipe() -> None:
+    """The strongest choice of any stage, with a note."""
+    profile = profile_of(*FLAT)
+    plan = plan_of(profile, (3, 3))
+    plan = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], recompute="except-last")))
+    file = emit_engine("torchgpipe", plan, profile)
+    assert 'CHECKPOINT = "except_last"' in file.text
+    assert "solve with `--recompute except-last`" in file.notes[0]
+
+
+def test_devices_in_another_order() -> None:
+    """A torchgpipe file and device maps hold it; others are told how to start."""
+    profile = profile_of(*FLAT)
+    plan = plan_of(profile, (3, 3))
+    plan = replace(plan, stages=tuple(replace(stage, device=1 - stage.index) for stage in plan.stages))
+    assert "DEVICES = [1, 0]" in emit_engine("torchgpipe", plan, profile).text
+    assert '"embedding": 1' in emit_engine("device-map", plan, profile).text
+    for name in ("torch", "torchtitan", "deepspeed", "megatron"):
+        assert any("CUDA_VISIBLE_DEVICES=1,0" in note for note in emit_engine(name, plan, profile).notes)
+
+
+def tied() -> Profile:
+    """The head shares the embedding's parameters."""
+    profile = profile_of(*FLAT)
+    return replace(profile, layers=(*profile.layers[:-1], replace(profile.layers[-1], tied=("embedding.weight",))))
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "balance", "how", "expected"),
+    [
+        ("torchgpipe", tied(), (6,), {}, 'layers share, as "embedding" and "head" do'),
+        ("deepspeed", tied(), (3, 3), {}, "share parameters over stages"),
+        ("torchgpipe", None, (2, 1, 1, 2), {"schedule": "interleaved", "chunks": 2}, "one stage on each device"),
+        ("deepspeed", None, (2, 1, 1, 2), {"schedule": "interleaved", "chunks": 2}, "one stage on each device"),
+        ("torchgpipe", uneven(), (2, 3), {}, "3 modules that the model's own code connects"),
+        ("torch", profile_of("a", "b#2"), (1, 1), {}, '"b#2" is none with a path'),
+        ("device-map", profile_of("a", "b\nc"), (1, 1), {}, "is none with a path"),
+        ("torchtitan", profile_of("a", "b.0.attention"), (1, 1), {}, "members of their lists"),
+        ("megatron", profile_of("a", "b", "c"), (1, 2), {}, "cannot tell which layers"),
+        ("megatron", profile_of("h.0", "h.1", "head"), (1, 2), {}, "begins with an embedding"),
+        ("megatron", profile_of("e", "h.0.a", "h.0.b", "h.1.a", "h.1.b", "o"), (2, 4), {}, "part of block 0"),
+        ("megatron", profile_of("e", "p", "h.0", "h.1", "o"), (1, 4), {}, "part of the embedding"),
+    ],
+)
+def test_plans_that_a_format_cannot_hold(
+    name: str, profile: Profile | None, balance: tuple[int, ...], how: dict[str, Any], expected: str
+) -> None:
+    """An error with a remedy, and no file."""
+    with pytest.raises(UsageError, match=expected) as caught:
+        emitted(name, balance, profile, **how)
+    assert caught.value.hint
+
+
+def test_ties_that_are_allowed() -> None:
+    """Within a stage for DeepSpeed; over devices with a note in a device map."""
+    assert emitted("deepspeed", (6,), tied(), schedule="1f1b").notes == ()
+    assert any("solve with `--together embedding,head`" in note for note in emitted("device-map", (3, 3), tied()).notes)
+
+
+def test_blocks_by_digest_where_names_are_plain_numbers() -> None:
+    """As in an `nn.Sequential`."""
+    profile = profile_of(*"01234")
+    layers = [replace(one, digest="block" if one.name in "123" else one.name) for one in profile.layers]
+    assert '"Et|t*2L"' in emitted("megatron", (2, 3), replace(profile, layers=tuple(layers))).text
+
+
+# The engines themselves
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    """What the file defines when it is run."""
+    return runpy.run_path(str(path))
+
+
+def sequential(names: Sequence[str] = FLAT) -> nn.Sequential:
+    """A model with these children."""
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, nn.Linear(4, 4))
+    return model
+
+
+def held(module: nn.Module) -> list[str]:
+    """The children whose parameters it has."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters()))
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@ENGINE
+def test_torch_pipeline_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
+    """`pipeline()` of the installed torch."""
+    from torch.distributed.pipelining import pipeline
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    values = values_of(write(tmp_path, emitted("torch", balance)))
+    pipe = pipeline(sequential(), mb_args=(torch.randn(2, 4),), split_spec=values["SPLIT_SPEC"])
+    assert [held(pipe.get_stage_module(k)) for k in range(pipe.num_stages)] == stages_of(FLAT, balance)
+    assert get_schedule_class(values["SCHEDULE"]).__name__ == "ScheduleGPipe"
+
+
+@ENGINE
+def test_torch_pipeline_cuts_nested_sequences(tmp_path: Path) -> None:
+    """A cut between children of an inner `nn.Sequential`."""
+    from torch.distributed.pipelining import pipeline
+
+    names = ("0", "1.0", "1.1", "2")
+    profile = profile_of(*names)
+    values = values_of(write(tmp_path, emitted("torch", (2, 2), profile)))
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = pipeline(
+        nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4)),
+        mb_args=(torch.randn(2, 4),),
+        split_spec=values["SPLIT_SPEC"],
+    )
+    assert [held(pipe.get_stage_module(k)) for k in range(pipe.num_stages)] == [["0", "1.0"], ["1.1", "2"]]
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@ENGINE
+def test_torchgpipe_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
+    """Its `GPipe`, on CPU devices, and a step of it."""
+    gpipe = pytest.importorskip("torchgpipe", reason="torchgpipe is not installed", exc_type=ImportError)
+    values = values_of(write(tmp_path, emitted("torchgpipe", balance, recompute="always")))
+    model = sequential()
+    model = nn.Sequential(*(model.get_submodule(name) for name in values["LAYERS"]))
+    devices = ["cpu"] * len(values["DEVICES"])
+    model = gpipe.GPipe(
+        model, balance=values["BALANCE"], devices=devices, chunks=values["CHUNKS"], checkpoint=values["CHECKPOINT"]
+    )
+    assert [len(partition) for partition in model.partitions] == list(balance)
+    assert (model.chunks, model.checkpoint) == (6, "always")
+    model(torch.randn(6, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@ENGINE
+def test_deepspeed_gives_the_stages(
+    tmp_path: Path, balance: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its `PipelineModule` on each rank of its own topology, as far as its constructor cuts the layers."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed", exc_type=ImportError)
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+    values = values_of(write(tmp_path, emitted("deepspeed", balance)))
+    stages = []
+    for rank in range(len(balance)):
+        module = values["PlannedPipelineModule"].__new__(values["PlannedPipelineModule"])
+        nn.Module.__init__(module)
+        module._num_layers, module.global_rank = len(values["LAYERS"]), rank
+        module._topo = PipeDataParallelTopology(num_pp=len(balance), num_dp=1)
+        module._partition_layers()
+        stages.append(values["LAYERS"][module._local_start : module._local_stop])
+    assert stages == stages_of(FLAT, balance)
+    capsys.readouterr()  # what it says of the machine
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@ENGINE
+def test_megatron_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
+    """Its own parser and validation."""
+    name = "megatron.core.transformer.pipeline_parallel_layer_layout"
+    layout = pytest.importorskip(name, reason="megatron-core is not installed", exc_type=ImportError)
+    text = write(tmp_path, emitted("megatron", balance)).read_text()
+    words = text.partition("layout ")[2].split()[0].strip('"')
+    parsed = layout.PipelineParallelLayerLayout(words, len(balance))
+    parsed.validate_layer_layout(num_layers=4, mtp_num_layers=0)
+    assert [len(stages[0]) for stages in parsed.layout] == list(balance)
+
+
+@ENGINE
+def test_torchtitan_gives_the_stages(tmp_path: Path) -> None:
+    """Its own split of a model with a list of layers; and its configuration takes the options."""
+    name = "torchtitan.distributed.pipeline_parallel"
+    titan = pytest.importorskip(name, reason="torchtitan is not installed", exc_type=ImportError)
+    from torchtitan.config.configs import ParallelismConfig
+
+    names = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "norm", "lm_head")
+    profile = profile_of(*names)
+    for balance in BALANCES:
+        values = values_of(write(tmp_path, emitted("torchtitan", balance, profile)))
+        config = ParallelismConfig(**values["PARALLELISM"])
+        model = nn.Module()
+        for child in ("tok_embeddings", "norm", "lm_head"):
+            model.add_module(child, nn.Linear(2, 2))
+        model.layers = nn.ModuleList(nn.Linear(2, 2 + n) for n in range(3))
+        parts = [titan._split_module(model, part) for part in config.module_fqns_per_model_part]
+        counts = [sum(1 for m in part.modules() if isinstance(m, nn.Linear)) for part in parts]
+        assert counts == list(balance)
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@ENGINE
+def test_accelerate_takes_the_device_map(tmp_path: Path, balance: tuple[int, ...]) -> None:
+    """It covers every parameter, without a stranger, and each is on its stage's device."""
+    modeling = pytest.importorskip(
+        "accelerate.utils.modeling", reason="accelerate is not installed", exc_type=ImportError
+    )
+    device_map = values_of(write(tmp_path, emitted("device-map", balance)))["DEVICE_MAP"]
+    modeling.check_device_map(sequential(), device_map)
+    assert list(device_map) == list(FLAT)
+    by_device = [[name for name, device in device_map.items() if device == k] for k in range(len(balance))]
+    assert by_device == stages_of(FLAT, balance)

@@ -1,0 +1,43 @@
+"""Models people know: cut into three stages, they have the loss and the gradients of the model in one piece."""
+
+import os
+
+import pytest
+import torch
+
+from planner.model.chain import chain_digest, chain_of
+from tests.support.cutting import compare
+from tests.support.real_models import IN_CI, REAL_MODELS, loss_of
+
+pytest.importorskip("transformers")
+pytest.importorskip("timm")
+
+NAMES = tuple(REAL_MODELS) if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("granularity", ["coarse", "fine"])
+def test_loss_and_gradients_are_those_of_the_model(name: str, granularity: str) -> None:
+    """Two micro-batches in flight, of another size than any that was recorded."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    real = REAL_MODELS[name]
+    compared = compare(
+        real.build(), real.inputs, loss_of, granularity="fine" if granularity == "fine" else "coarse", sizes=(3, 2)
+    )
+    assert compared.loss_error < 1e-4
+    assert compared.gradient_error < 1e-4
+    assert len(compared.chain.layers) >= 6
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "T5", "ResNet-26 (timm)"])
+def test_finding_the_layers_leaves_no_trace(name: str) -> None:
+    """Weights, buffers and the random state stay; the digest is the same the next time, whatever the weights."""
+    real = REAL_MODELS[name]
+    model = real.build().train()
+    before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    digest = chain_digest(chain_of(model, real.inputs), {})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert chain_digest(chain_of(real.build().train(), real.inputs), {}) == digest

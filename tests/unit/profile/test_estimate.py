@@ -1,0 +1,187 @@
+"""Costs of a device that is not here: the memory of a real run, and times by the data sheet."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from planner.core.costs import costs_at
+from planner.core.errors import ModelError, UsageError
+from planner.core.memory import stage_memory
+from planner.core.profile import Profile
+from planner.core.rates import RATES, rates_of
+from planner.model.ghosts import ghost_like
+from planner.model.load import LoadedModel
+from planner.profile import ProfileOptions, profile_model
+from planner.profile.estimate import GhostMeter, RooflineClock
+from tests.support.measure import loaded_model, mean_loss, profile_of_model
+from tests.support.real_models import REAL_MODELS
+
+
+def estimated(loaded: LoadedModel, *sizes: int, device: str = "h100") -> Profile:
+    """A profile for a device that is not here."""
+    return profile_model(loaded, ProfileOptions(micro_batch_sizes=sizes, device=f"estimate:{device}"))
+
+
+def blocks() -> nn.Sequential:
+    """Wide enough for tensors to outweigh bookkeeping."""
+    layers: list[nn.Module] = [nn.Embedding(512, 64), nn.Flatten(), nn.Linear(1024, 256)]
+    for _ in range(3):
+        layers += [nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))]
+    return nn.Sequential(*layers, nn.Linear(256, 512))
+
+
+def words(size: int) -> Tensor:
+    """16 word numbers per sample."""
+    return torch.randint(0, 512, (size, 16))
+
+
+def to_word(output: Tensor, _targets: Any) -> Tensor:
+    """Cross-entropy against the first word."""
+    return cross_entropy(output, torch.zeros(len(output), dtype=torch.long))
+
+
+def own_loss(output: Any, target: Any) -> Tensor:
+    """The model's own loss, or a mean."""
+    return output.loss if getattr(output, "loss", None) is not None else mean_loss(output, target)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """As a CPU runs it, so that the transients of its step can be compared."""
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("name", ["blocks", "GPT-2", "ViT"])
+def test_memory_is_that_of_a_measured_profile(name: str) -> None:
+    """What is kept, what crosses, parameters and state are equal; peaks lack only what kernels take for themselves."""
+    if name == "blocks":
+        loaded = loaded_model(blocks, words, loss_fn=to_word, build_optimizer=adam)
+    else:
+        known = REAL_MODELS[name]
+        loaded = loaded_model(known.build, known.inputs, loss_fn=own_loss, build_optimizer=adam)
+    guess, truth = estimated(loaded, 4), profile_of_model(loaded, sizes=(4,))
+    for a, b in zip(guess.layers, truth.layers, strict=True):
+        assert (a.name, a.parameter_bytes, a.optimizer_bytes) == (b.name, b.parameter_bytes, b.optimizer_bytes)
+        assert a.output_bytes == b.output_bytes
+    costs = [costs_at(profile, 4) for profile in (guess, truth)]
+    count = len(truth.layers)
+    for first, end in ((0, count), (0, count // 2), (count // 2, count)):
+        for recompute in ("never", "always"):
+            totals = [
+                stage_memory(c, first, end, micro_batches=3, in_flight=3, recompute=recompute).total for c in costs
+            ]
+            assert totals[0] / totals[1] == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_meter_counts_what_is_made_and_let_go() -> None:
+    """Views are nothing new; what was there before is not counted; what is let go of ends."""
+    meter = GhostMeter()
+    given = ghost_like(torch.empty(100), torch.device("cpu"))
+    kept: list[Tensor] = []
+
+    def work() -> None:
+        twice = given * 2
+        kept.append((twice + 1).view(10, 10))
+
+    usage = meter.measure(work)
+    assert (usage.peak_bytes, usage.end_bytes) == (800, 400)
+    usage = meter.measure(kept.clear)
+    assert (usage.peak_bytes, usage.end_bytes) == (0, -400)
+
+
+# Time
+
+
+def test_a_large_product_takes_its_operations_at_the_peak_rate() -> None:
+    """2 n^3 operations, in float32 and in bfloat16."""
+    for dtype, rate in ((torch.float32, 67e12), (torch.bfloat16, 989.5e12)):
+        a = ghost_like(torch.empty(8192, 8192, dtype=dtype, device="meta"), torch.device("cpu"))
+        clock = RooflineClock(RATES["h100"])
+        taken_us = clock.time_us(lambda a=a: _discard(a @ a))  # type: ignore[misc]
+        assert clock.flops == 2 * 8192**3
+        assert taken_us == pytest.approx(2 * 8192**3 / rate * 1e6)
+
+
+def test_a_sum_takes_its_bytes_at_the_peak_bandwidth() -> None:
+    """Two read, one written; a view takes nothing; next to nothing takes a launch."""
+    a = ghost_like(torch.empty(10**8, device="meta"), torch.device("cpu"))
+    clock = RooflineClock(RATES["a100-80gb"])
+    assert clock.time_us(lambda: _discard(a + a)) == pytest.approx(3 * 4e8 / 2039e9 * 1e6)
+    assert clock.time_us(lambda: _discard(a.view(10, -1).t())) == 0
+    assert 0 < clock.time_us(lambda: _discard(a[:1] + 1)) < 10
+
+
+def test_a_faster_device_is_faster_and_a_larger_batch_slower() -> None:
+    """Layer by layer, once launches no longer count."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
+
+    loaded = loaded_model(build, 2048)
+    old, new = estimated(loaded, 1024, 2048, device="v100"), estimated(loaded, 1024, 2048)
+    # The second layer's backward has two products, the first one's, whose input needs no gradient, has one.
+    assert new.layers[1].backward_us[1] / new.layers[1].forward_us[1] == pytest.approx(2, rel=0.2)
+    for a, b in zip(old.layers, new.layers, strict=True):
+        assert all(x > y for x, y in zip(a.forward_us, b.forward_us, strict=True))
+        assert b.forward_us[1] > b.forward_us[0]
+
+
+def test_it_is_marked_as_estimated() -> None:
+    """With the device's own name and memory, and no certainty claimed."""
+    profile = estimated(loaded_model(blocks, words, loss_fn=to_word), 2)
+    assert (profile.device.how, profile.device.kind) == ("estimated", "cuda")
+    assert profile.device.name == "NVIDIA H100 80GB HBM3"
+    assert profile.device.memory_bytes == 80 * 10**9
+
+
+def test_a_gpu_steps_all_parameters_at_once() -> None:
+    """AdamW's default there: a copy of what is trained is transient, and the copies of layers add up."""
+    profile = estimated(loaded_model(blocks, words, loss_fn=to_word, build_optimizer=torch.optim.AdamW), 2)
+    assert profile.optimizer_peak == "sum"
+    assert all(layer.optimizer_peak_bytes == layer.parameter_bytes for layer in profile.layers)
+
+
+# What cannot be estimated
+
+
+def test_an_unknown_device_is_refused_with_those_that_come_near() -> None:
+    """By name."""
+    with pytest.raises(UsageError, match="`h1000`") as refused:
+        rates_of("h1000")
+    assert "h100" in refused.value.hint
+
+
+def test_a_model_that_asks_for_values_is_refused() -> None:
+    """It says how to get a profile all the same."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, value: Tensor) -> Tensor:
+            for block in self.blocks:
+                value = block(value)
+            return value if bool(value.sum() > 0) else -value
+
+    with pytest.raises(ModelError, match="cannot be estimated") as refused:
+        estimated(loaded_model(Gate), 2)
+    assert "--device" in refused.value.hint
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_table_is_plausible(name: str) -> None:
+    """Half precision is faster than float32, and every number has a source."""
+    rates = RATES[name]
+    assert rates.half_flops_per_s >= rates.float32_flops_per_s > 1e12
+    assert 1e11 < rates.bytes_per_s < 1e13
+    assert rates.source
+
+
+def _discard(_value: Any) -> None:
+    """Drops what it is given."""

@@ -1,0 +1,178 @@
+"""Models whose parameters do not exist until a layer is measured, and models compared with what was profiled."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.profile import Profile
+from planner.model.chain import chain_of
+from planner.model.lean import build_lean, fill
+from planner.model.load import LoadedModel
+from planner.profile import model_changes, profiler
+from planner.profile.structure import find_chain
+from planner.profile.units import trace_units
+from tests.support.measure import loaded_model, mean_loss, profile_of_model
+from tests.support.real_models import REAL_MODELS
+
+
+def mlp(width: int = 16, *, tied: bool = False) -> nn.Sequential:
+    """Three linear layers."""
+    model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, width))
+    if tied:
+        model[3].weight = model[2].weight
+    return model
+
+
+def own_loss(output: Any, target: Any) -> Tensor:
+    """The model's own loss, or a mean."""
+    return output.loss if getattr(output, "loss", None) is not None else mean_loss(output, target)
+
+
+def real(name: str) -> LoadedModel:
+    """One of the real models."""
+    known = REAL_MODELS[name]
+    return loaded_model(known.build, known.inputs, loss_fn=own_loss)
+
+
+def test_a_lean_model_has_shapes_and_buffers_and_no_weights() -> None:
+    """Shapes, dtypes, what is trained and what is tied as in the model itself; buffers with their values."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
+        model[2].weight = model[0].weight
+        model[1].weight.requires_grad_(False)
+        return model
+
+    lean, whole = build_lean(build), build()
+    assert all(parameter.is_meta for parameter in lean.parameters())
+    for (name, a), (other, b) in zip(lean.named_parameters(), whole.named_parameters(), strict=True):
+        assert (name, a.shape, a.dtype, a.requires_grad) == (other, b.shape, b.dtype, b.requires_grad)
+    assert lean[2].weight is lean[0].weight
+    assert torch.equal(lean[1].running_var, torch.ones(8))
+    assert not any(parameter.is_meta for parameter in build().parameters())  # only while it lasts
+
+
+def test_one_parameter_under_two_names_stays_one() -> None:
+    """Also where the user registers a parameter of their own twice."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = nn.Parameter(torch.randn(4, 4))
+            self.a, self.b = weight, weight
+
+    model = build_lean(Twice)
+    assert model.a is model.b
+    assert model.a.is_meta
+
+
+def test_filled_layers_have_numbers_and_the_others_none() -> None:
+    """Tied ones the same."""
+    model = build_lean(lambda: mlp(tied=True))
+    fill([model[2]], model, torch.device("cpu"))
+    assert model[3].weight is model[2].weight
+    assert model[2].weight.isfinite().all()
+    assert model[2].weight.std() > 0
+    assert model[0].weight.is_meta
+    assert model[3].bias.is_meta
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "T5", "Swin"])
+def test_the_record_of_a_lean_model_is_that_of_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, bytes and operations, byte for byte: only times are measured anew."""
+
+    def whole(loaded: LoadedModel, device: torch.device) -> Any:
+        return loaded.chain(loaded.build().to(device)), False
+
+    loaded = real(name)
+    assert find_chain(loaded, torch.device("cpu"))[1]
+    lean = profile_of_model(loaded, sizes=(2,))
+    monkeypatch.setattr(profiler, "find_chain", whole)
+    other = profile_of_model(loaded, sizes=(2,))
+    assert lean.model.digest == other.model.digest
+    for a, b in zip(lean.layers, other.layers, strict=True):
+        assert (a.name, a.parameter_bytes, a.buffer_bytes, a.tied) == (
+            b.name,
+            b.parameter_bytes,
+            b.buffer_bytes,
+            b.tied,
+        )
+        assert a.detail == b.detail
+        assert a.optimizer_bytes == b.optimizer_bytes
+
+
+def test_a_model_whose_path_depends_on_values_is_built_whole() -> None:
+    """It is profiled as before."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, value: Tensor) -> Tensor:
+            for block in self.blocks:
+                value = block(value)
+            return value if float(value.detach().abs().sum()) >= 0 else -value
+
+    chain, lean = find_chain(loaded_model(Gate), torch.device("cpu"))
+    assert not lean
+    assert len(chain.layers) == 3
+
+
+# ---- is it still the profiled model?
+
+
+def profiled(width: int) -> Profile:
+    """A profile of the three linear layers."""
+    return profile_of_model(loaded_model(lambda: mlp(width)), sizes=(2,))
+
+
+def test_the_same_model_has_not_changed() -> None:
+    """Weights do not count."""
+    assert model_changes(loaded_model(mlp), profiled(16)) == ()
+
+
+def test_a_wider_layer_is_named_with_its_bytes() -> None:
+    """Before and now."""
+    changes = {change.layer: change.message for change in model_changes(loaded_model(lambda: mlp(32)), profiled(16))}
+    assert set(changes) == {"0", "1", "2", "3"}
+    assert changes["0"] == "has 1.12 KiB of parameters, 576 B when profiled"
+    assert changes["1"] == "computes something else than when it was profiled"
+
+
+def test_layers_that_came_and_went_are_named() -> None:
+    """Both kinds."""
+
+    def longer() -> nn.Sequential:
+        return nn.Sequential(*mlp(), nn.Tanh())
+
+    assert [
+        (c.layer, c.message) for c in model_changes(loaded_model(longer), profiled(16)) if c.message == "is new"
+    ] == [("4", "is new")]
+    before = profile_of_model(loaded_model(longer), sizes=(2,))
+    assert ("4", "was profiled and is gone") in [(c.layer, c.message) for c in model_changes(loaded_model(mlp), before)]
+
+
+def test_a_change_that_no_layer_shows_is_still_told() -> None:
+    """Another dropout rate: no layer computes other operators, and yet it is another model."""
+
+    def dropping(share: float) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(share), nn.Linear(8, 8))
+
+    before = profile_of_model(loaded_model(lambda: dropping(0.1)), sizes=(2,))
+    changes = model_changes(loaded_model(lambda: dropping(0.2)), before)
+    assert changes
+    assert {change.layer for change in changes} <= {"", "1"}
+
+
+def test_a_trace_on_ghosts_knows_the_units_of_a_trace_on_values() -> None:
+    """The same digests and input shapes."""
+    loaded = loaded_model(mlp)
+    values, ghosts = (
+        trace_units(chain_of(loaded.build()), loaded, (2,), torch.device("cpu"), ghosts=on) for on in (False, True)
+    )
+    assert [unit.digest for unit in values[0]] == [unit.digest for unit in ghosts[0]]
+    for key, given in values[1].items():
+        assert [v.shape for v in given.values] == [v.shape for v in ghosts[1][key].values]

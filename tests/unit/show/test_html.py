@@ -1,0 +1,180 @@
+"""The HTML report: one file that needs nothing else, whatever its names hold."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from planner.core.costs import costs_at
+from planner.core.evaluate import Partition
+from planner.core.plan import SolverReport
+from planner.core.planning import cluster_of
+from planner.core.step import step_of
+from planner.show.html import plan_html, profile_html, run_html
+from tests.unit.show.samples import explained, interleaved, plan, profile, report, step_of_sample, unlike
+
+EVIL = "<script>alert(1)</script>\"'&</style><img src=x onerror=alert(1)>\u202e\x1b"
+VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Reads a page and holds on to what matters; complains of tags that do not match."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links, self.text = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.links += [value for name, value in attrs if name in {"href", "src", "action", "data", "srcset"}]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in {"script", "style"}:
+            self.text.append(data)
+
+    @property
+    def words(self):
+        return " ".join(" ".join(self.text).split())
+
+
+def page_of(planned, *, measured=None, profiled=True, stepped=True):
+    step = step_of_sample(planned) if stepped else None
+    return plan_html(planned, profile() if profiled else None, step, measured, "sha256:1234")
+
+
+PAGES = {
+    "plan": lambda: page_of(plan()),
+    "explained": lambda: page_of(explained()),
+    "interleaved": lambda: page_of(interleaved()),
+    "unlike devices": lambda: page_of(unlike()),
+    "over its caps": lambda: page_of(plan(cap=1000)),
+    "replicas": lambda: page_of(plan(replicas=2)),
+    "one stage": lambda: page_of(plan((6,))),
+    "with a run": lambda: page_of(plan(), measured=report(plan())),
+    "without a profile": lambda: page_of(plan(), measured=report(plan()), profiled=False, stepped=False),
+    "a run of other stages": lambda: page_of(plan(), measured=report(plan((3, 3)))),
+    "profile": lambda: profile_html(profile()),
+    "run": lambda: run_html(report(plan())),
+}
+ALL = pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
+
+
+@ALL
+def test_tags_match_and_names_are_unique(make):
+    """The page is well formed, and what its links point to is there once."""
+    page = Page(make())
+    assert len(page.ids) == len(set(page.ids))
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+
+
+@ALL
+def test_nothing_is_loaded(make):
+    """No address of another place, in markup, style or script; and the page forbids itself to load any."""
+    text = make()
+    addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'<]*", text))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert "default-src 'none'" in text
+
+
+@ALL
+def test_it_is_repeatable(make):
+    """The same values give the same bytes."""
+    assert make() == make()
+
+
+def test_it_stays_small():
+    """Under 300 kB with K = 8, M = 32, transfers, recomputation and a run included."""
+    names = tuple(f"encoder.layers.{n}.mlp" for n in range(24))
+    big = profile(names)
+    planned = plan((3,) * 8, micro_batches=32, recompute="always", of=big)
+    costs = costs_at(big, 1)
+    step = step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    assert len(plan_html(planned, big, step, report(planned), "sha256:1").encode()) < 300_000
+
+
+def test_names_cannot_become_markup():
+    """A layer's name, a path or a device that looks like markup is shown, and nothing of it runs."""
+    evil = profile((EVIL, "b", "c", "d", "e", "f"))
+    evil = replace(
+        evil, model=replace(evil.model, source=EVIL, settings={EVIL: EVIL}), device=replace(evil.device, name=EVIL)
+    )
+    planned = plan(of=evil)
+    planned = replace(planned, solver=SolverReport(method=EVIL, status="optimal"))
+    measured = replace(report(planned), device=replace(report(planned).device, name=EVIL))
+    step = step_of_sample(plan())
+    for text in (plan_html(planned, evil, step, measured, EVIL), profile_html(evil), run_html(measured)):
+        page = Page(text)
+        assert [attrs for tag, attrs in page.tags if tag == "img"] == []
+        assert sum(tag == "script" for tag, _ in page.tags) == 2
+        assert all(not name.startswith("on") for _, attrs in page.tags for name in attrs)
+        assert "<script>alert(1)</script>" in page.words
+        assert "\u202e" not in text
+        assert "\x1b" not in text
+
+
+def test_the_data_holds_every_box():
+    """Decoded as the script does it, the data are the spans of the step, to a tenth of a microsecond."""
+    planned = plan(recompute="except-last")
+    step = step_of_sample(planned)
+    data = json.loads(re.search(r'<script type="application/json" id="step">(.*?)</script>', page_of(planned))[1])
+    kinds = ("forward", "backward", "receive", "optimizer", "send forward", "send backward")
+    found = set()
+    for device, flat in enumerate(data["rows"]):
+        at = 0
+        for code, micro_batch, gap, duration in zip(*(iter(flat),) * 4, strict=True):
+            at += gap
+            found.add((device, kinds[code % 6], micro_batch, at, at + duration))
+    wanted = {(s.device, s.kind, s.micro_batch, round(s.start_us * 10), round(s.end_us * 10)) for s in step.spans}
+    assert found == wanted
+    assert data["again"] == {str(s.index): round(s.forward_us * 10) for s in planned.stages}
+    assert data["spared"] == [0, 1, 2]
+
+
+def test_what_is_missing_is_said():
+    """Without profile, frontier or run the section says how to get it."""
+    words = Page(page_of(plan(), profiled=False, stepped=False)).words
+    assert "The timeline is computed from the profile, which was not found" in words
+    assert "The layers stand in the profile, which was not found" in words
+    assert "solve again with --frontier" in words
+    assert "--run run.json" in words
+
+
+def test_the_trade_off_marks_the_plan():
+    """The chosen M has a diamond; where nothing fits, that is said."""
+    words = Page(page_of(explained())).words
+    assert "M = 4: " in words
+    assert words.count("◆") == 4
+    assert "No plan fits with M = 1" in words
+
+
+def test_memory_over_the_cap_is_said_in_words():
+    """Not by colour alone."""
+    assert Page(page_of(plan(cap=1000))).words.count("! over") == 3
+
+
+def test_a_run_is_set_beside_its_plan():
+    """Every stage's forward, backward and peak with its difference; other stages are not compared."""
+    words = Page(page_of(plan(), measured=report(plan()))).words
+    assert words.count("+10.0 %") >= 6
+    assert words.count("-1.0 %") == 3
+    assert "The run had other stages" in Page(page_of(plan(), measured=report(plan((3, 3))))).words
+
+
+def test_a_diverged_run_is_shown():
+    """Losses that are no numbers leave a gap."""
+    assert "nan" in run_html(replace(report(plan()), losses=(8.0, 7.0, float("nan"))))

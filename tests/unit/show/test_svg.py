@@ -1,0 +1,81 @@
+"""The timeline as SVG: well formed, to scale, bounded in size, harmless."""
+
+import re
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from planner.show.markup import number, safe
+from planner.show.svg import legend_kinds, timeline_svg
+from tests.unit.show.samples import interleaved, plan, step_of_sample
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def picture(planned, **options):
+    return ET.fromstring(timeline_svg(step_of_sample(planned), "a <title> & more", **options))
+
+
+def segments(row, look):
+    found = [path.get("d") for path in row.iter(f"{SVG}path") if path.get("class") == look]
+    return [tuple(map(float, part)) for d in found for part in re.findall(r"M([\d.]+) 0h([\d.]+)", d)]
+
+
+def rows(root):
+    return [g for g in root.iter(f"{SVG}g") if g.get("class") == "row"]
+
+
+@pytest.mark.parametrize("planned", [plan(), plan(recompute="always"), interleaved(), plan((6,))])
+@pytest.mark.parametrize("standalone", [True, False])
+def test_it_is_well_formed(planned, standalone):
+    """An XML parser reads it, a row for every device, with its title as text for who cannot see it."""
+    root = picture(planned, standalone=standalone)
+    assert root.tag == f"{SVG}svg"
+    assert root.get("aria-label") == root.find(f"{SVG}title").text == "a <title> & more"
+    assert len(rows(root)) == planned.num_devices
+
+
+def test_boxes_are_to_scale():
+    """Every micro-batch has a forward box on each stage, and boxes lie where the events are."""
+    planned = plan()
+    step = step_of_sample(planned)
+    drawn = [segments(row, "f0") for row in rows(picture(planned))]
+    assert [len(boxes) for boxes in drawn] == [planned.micro_batches] * 3
+    forwards = [s for s in step.spans if s.device == 0 and s.kind == "forward"]
+    scale = (drawn[0][-1][0] - drawn[0][0][0]) / (forwards[-1].start_us - forwards[0].start_us)
+    for stage in range(3):
+        starts = [s.start_us for s in step.spans if s.device == stage and s.kind == "forward"]
+        for (x, _), start in zip(drawn[stage], starts, strict=True):
+            assert x - drawn[0][0][0] == pytest.approx(start * scale, abs=0.05)
+
+
+def test_micro_batches_are_numbered_where_there_is_room():
+    """With few micro-batches every box says its own; with several chunks the chunk too."""
+    texts = {text.text for text in picture(plan()).iter(f"{SVG}text")}
+    assert {"F0", "F3", "B0", "B3", "stage 0"} <= texts
+    texts = {text.text for text in picture(interleaved()).iter(f"{SVG}text")}
+    assert {"B5.1", "device 2"} <= texts
+
+
+def test_the_legend_names_what_is_drawn_alone():
+    """No recomputation, no entry for it."""
+    assert "again" not in dict(legend_kinds(step_of_sample(plan())))
+    assert "again" in dict(legend_kinds(step_of_sample(plan(recompute="always"))))
+    assert {"f1", "b1"} <= set(dict(legend_kinds(step_of_sample(interleaved()))))
+
+
+def test_thousands_of_boxes_stay_small():
+    """A row of boxes too thin to be told apart is one path of few parts."""
+    many = timeline_svg(step_of_sample(plan(micro_batches=5000)), "many")
+    assert len(many) < 100_000
+
+
+def test_it_is_repeatable():
+    """The same plan gives the same bytes."""
+    assert timeline_svg(step_of_sample(plan()), "t") == timeline_svg(step_of_sample(plan()), "t")
+
+
+def test_text_is_made_harmless():
+    """Markup is escaped, control and direction characters are spelled out."""
+    assert safe('<b a="x">\'&\x1b\u202e\x00') == "&lt;b a=&quot;x&quot;&gt;&#x27;&amp;\\x1b\\u202e\\x00"
+    assert [number(12.50), number(3.0), number(-0.001), number(100.0, 0)] == ["12.5", "3", "0", "100"]

@@ -1,0 +1,108 @@
+"""A sweep answers every cell as if it had been asked alone."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import planner.solve.sweep
+from planner import api
+from planner.core.errors import InfeasibleError, SolverError, UsageError
+from planner.core.plan import Plan
+from planner.core.profile import Profile
+from tests.support import gate
+from tests.support.chains import random_profile
+
+CAPS = (1_500, 2_500, 4_000, 8_000, 50_000)
+COUNTS = (1, 2, 3, 5, 12)
+
+
+def alone(profile: Profile, devices: int, cap: int, schedule: str) -> Plan | None:
+    """The plan of one cell, by a search of its own."""
+    try:
+        return api.solve(
+            profile, devices=min(devices, len(profile.layers)), mem=cap, batch=8, schedule=schedule, headroom="10%"
+        )
+    except InfeasibleError:
+        return None
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_every_cell_is_the_plan_of_its_own_search(seed: int, schedule: str) -> None:
+    """Also where a search was spared; caps, devices and headroom as asked."""
+    profile = random_profile(seed, 8, sizes=(1, 2, 4))
+    sweep = api.sweep(profile, devices=COUNTS, mem=CAPS, batch=8, schedule=schedule, headroom="10%")
+    assert [(cell.devices, cell.memory_bytes) for cell in sweep.cells] == [(d, m) for d in COUNTS for m in CAPS]
+    statuses = set()
+    for cell in sweep.cells:
+        wanted = alone(profile, cell.devices, cell.memory_bytes, schedule)
+        statuses.add(cell.status)
+        if wanted is None:
+            assert cell.plan is None
+            continue
+        assert cell.plan is not None
+        assert cell.plan.predicted.step_us == pytest.approx(wanted.predicted.step_us)
+        assert cell.plan.inputs == wanted.inputs
+        assert [stage.memory_bytes for stage in cell.plan.stages] == [stage.memory_bytes for stage in wanted.stages]
+        if schedule == "gpipe":
+            assert cell.plan == wanted
+    assert "none" in statuses
+
+
+def test_the_smallest_cluster_is_named() -> None:
+    """Fewest devices first, then least memory; none where nothing fits."""
+    sweep = api.sweep(gate.profile(), devices="1,2,3", mem="500kB,900kB,1.5MB", batch=4)
+    assert sweep.smallest is not None
+    found = sweep.cells[sweep.smallest]
+    assert (found.devices, found.memory_bytes) == (2, 1_500_000)
+    assert sweep.cell(2, 1_500_000) is found
+    assert api.sweep(gate.profile(), devices=2, mem="1kB", batch=4).smallest is None
+
+
+def test_samples_per_device_count_devices_that_lie_idle() -> None:
+    """Twelve devices for six layers: half of them are paid for nothing."""
+    (cell,) = api.sweep(gate.profile(), devices=12, mem="2MB", batch=4).cells
+    assert cell.plan is not None
+    assert cell.samples_per_device_s == pytest.approx(cell.plan.predicted.samples_per_s / 12)
+
+
+def test_few_searches_answer_many_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a cap does not bind, one search per number of devices is enough."""
+    asked = []
+    real = planner.solve.sweep.solve
+
+    def counted(profile, request, **options):
+        asked.append(request.inputs.devices)
+        return real(profile, request, **options)
+
+    monkeypatch.setattr(planner.solve.sweep, "solve", counted)
+    sweep = api.sweep(gate.profile(), devices=(1, 2, 3), mem="5MB,6MB,7MB,8MB", batch=4)
+    assert len(sweep.cells) == 12
+    assert asked == [3, 2, 1]
+
+
+def test_a_time_limit_leaves_cells_open_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not found in time is not said to be impossible."""
+
+    def late(*_: object, **__: object) -> Plan:
+        raise SolverError("too late")
+
+    monkeypatch.setattr(planner.solve.sweep, "solve", late)
+    sweep = api.sweep(gate.profile(), devices=2, mem="5MB", batch=4, time_limit="1s")
+    assert [cell.status for cell in sweep.cells] == ["unknown"]
+
+
+def test_a_wrong_question_is_refused_as_a_whole() -> None:
+    """A batch that cannot be split is no matter of memory."""
+    with pytest.raises(UsageError, match=re.escape("micro-batches of 3")):
+        api.sweep(gate.profile(), devices="1,2", mem="1MB", batch=3, micro_batches=1)
+
+
+def test_the_profiled_device_is_the_cap_where_none_is_given() -> None:
+    """As in `solve`."""
+    device = replace(gate.profile().device, memory_bytes=2_000_000)
+    sweep = api.sweep(replace(gate.profile(), device=device), devices=1, batch=4, headroom="10%")
+    assert sweep.memory_bytes == (2_000_000,)
+    assert sweep.cells[0].plan is not None
+    assert sweep.cells[0].plan.inputs.memory_bytes == (1_800_000,)

@@ -1,0 +1,371 @@
+"""The commands as functions: the same names and defaults, values or paths, and names that are subpackages as well."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+
+import planner
+from planner import api, files
+from planner.core.cluster import Link
+from planner.core.errors import FileError, InfeasibleError, StaleError, UsageError
+from planner.core.profile import Model
+from tests.support import gate
+from tests.support.cli import environment
+from tests.support.docs import blocks
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with profile.yaml and plan.yaml."""
+    monkeypatch.chdir(tmp_path)
+    gate.write(tmp_path)
+    return tmp_path
+
+
+def python(program: str) -> str:
+    """What `program` prints, run in an interpreter of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Names and defaults
+
+PRINTING = {"format", "quiet", "debug"}
+"""Options of the command line alone."""
+
+ELSEWHERE = {
+    # In Python these names belong to built-in functions; as on the command line they may be repeated.
+    "profile": {"set": "settings", "input": "inputs"},
+}
+
+
+def command_options(verb: str) -> dict[str, Any]:
+    """Options and arguments of a command with their defaults, named as they are typed."""
+    found = {}
+    for name, parameter in inspect.signature(getattr(import_module(f"planner.cli.{verb}"), verb)).parameters.items():
+        declared = [item for item in get_args(parameter.annotation) if isinstance(item, typer.models.OptionInfo)]
+        typed = [text for item in declared for text in item.param_decls or () if text.startswith("--")]
+        option = typed[0].removeprefix("--").replace("-", "_") if typed else name.rstrip("_")
+        found[ELSEWHERE.get(verb, {}).get(option, option)] = parameter.default
+    return {name: default for name, default in found.items() if name not in PRINTING}
+
+
+@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "compare", "sweep"])
+def test_functions_have_the_options_of_their_commands(verb: str) -> None:
+    """The same names; the same defaults, but that nothing is written unless a file is named."""
+    parameters = inspect.signature(getattr(api, verb)).parameters
+    ours = {name: p.default for name, p in parameters.items() if name != "progress"}
+    theirs = command_options(verb)
+    for more in ("example_batch", "loss_fn"):  # for models that are no file
+        ours.pop(more, None)
+    assert set(ours) == set(theirs)
+    for name, default in ours.items():
+        if name == "output" and verb != "emit":
+            assert default is None
+        elif default or theirs[name]:
+            assert default == theirs[name], name
+
+
+@pytest.mark.parametrize("verb", api.__all__)
+def test_functions_are_documented_and_typed(verb: str) -> None:
+    """Every parameter has a type and a line of its own."""
+    function = getattr(api, verb)
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not inspect.Signature.empty
+    for name, parameter in signature.parameters.items():
+        assert parameter.annotation is not inspect.Parameter.empty
+        assert re.search(rf"^ +{name}: \S", function.__doc__, re.MULTILINE), name
+
+
+# Import
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    """Neither torch nor numpy nor anything of ours."""
+    program = (
+        "import sys, planner; print([m for m in sys.modules if m.partition('.')[0] in {!r} or m.count('planner.')])"
+    )
+    heavy = ("torch", "numpy", "rich", "typer", "pydantic", "yaml")
+    assert python(program.format(heavy)) == "[]\n"
+
+
+def test_checking_leaves_torch_out() -> None:
+    """And so do solving and comparing; `dir` and `hasattr` import nothing."""
+    program = (
+        "import sys, planner; assert {'check', 'solve', 'profile'} < set(dir(planner)); "
+        "planner.check; planner.solve; planner.compare; planner.sweep; planner.emit; print('torch' in sys.modules)"
+    )
+    assert python(program) == "False\n"
+
+
+ORDERS = {
+    "the function": "import planner; f = planner.solve",
+    "from the package": "from planner import solve as f",
+    "the subpackage": "import planner.solve; f = planner.solve",
+    "a name in it": "from planner.solve import Request; import planner; f = planner.solve",
+    "a module in it": "import planner.solve.search; f = planner.solve; assert planner.solve.search.Request",
+    "under another name": "import planner.solve as f; f.Request",
+}
+
+
+@pytest.mark.parametrize("first", ORDERS)
+def test_a_verb_is_function_and_subpackage_in_every_order(here: Path, first: str) -> None:
+    """Whatever is imported first, `planner.solve` can be called and `planner.solve.Request` is there."""
+    others = (way for name, way in ORDERS.items() if name != first)
+    call = f"assert type(f({str(here / 'profile.yaml')!r}, devices=2, mem='2MB', batch=4)).__name__ == 'Plan'"
+    lines = [ORDERS[first], call, *(f"{way}\n{call}" for way in others)]
+    lines += ["import planner.solve, sys", "from planner.solve import Request, solve"]
+    lines += ["assert planner.solve is sys.modules['planner.solve'] and planner.solve.solve is solve"]
+    python("\n".join(lines))
+
+
+def test_every_verb_can_be_called_and_says_what_it_takes() -> None:
+    """The three that are subpackages, and those that are not; anything else is no attribute."""
+    for verb in api.__all__:
+        assert callable(getattr(planner, verb))
+        assert inspect.signature(getattr(planner, verb)) == inspect.signature(getattr(api, verb))
+    with pytest.raises(AttributeError, match="slove"):
+        planner.slove  # noqa: B018
+    assert set(planner.__all__) == {"__version__", *api.__all__}
+
+
+# Values and paths
+
+
+def test_values_and_paths_give_the_same_answers(here: Path) -> None:
+    """A profile or plan as it is, its file as text, or as a path."""
+    read = files.read_profile("profile.yaml")
+    plans = [
+        planner.solve(given, devices=2, mem="2MB", batch=4) for given in (read, "profile.yaml", Path("profile.yaml"))
+    ]
+    assert len({files.digest_of(plan.stages) for plan in plans}) == 1
+    assert planner.solve(read, devices=2, mem=2_000_000, batch=4) == plans[0]
+    assert planner.solve(read, devices=2, mem=["2MB", 2_000_000], batch=4) == plans[0]
+    verdicts = [planner.check(given, profile=read) for given in (files.read_plan("plan.yaml"), "plan.yaml")]
+    assert verdicts[0] == verdicts[1]
+    assert planner.check().fits
+
+
+def test_values_of_options_mean_what_their_texts_mean(here: Path) -> None:
+    """Links, shares, numbers, groups of layers."""
+    texts = planner.solve(
+        devices=3, mem="2MB", batch=4, link="1GB/s,5us", headroom="5%", balance="2,2,2", micro_batches="4"
+    )
+    values = planner.solve(
+        devices=3,
+        mem=2_000_000,
+        batch=4,
+        link=Link(bytes_per_s=1e9, latency_us=5.0),
+        headroom=0.05,
+        balance=[2, 2, 2],
+        micro_batches=4,
+    )
+    assert texts == values
+    grouped = [
+        planner.solve(devices=3, mem="2MB", batch=4, together=group) for group in (["h.1,h.2"], [["h.1", "h.2"]])
+    ]
+    assert grouped[0] == grouped[1]
+
+
+def test_files_are_written_where_they_are_named_and_nowhere_else(here: Path) -> None:
+    """With the profile's path relative to them."""
+    before = set(here.iterdir())
+    planner.solve(devices=2, mem="2MB", batch=4)
+    assert set(here.iterdir()) == before
+    plan = planner.solve(devices=2, mem="2MB", batch=4, output=Path("plans/two.yaml"))
+    assert files.read_plan("plans/two.yaml").balance == plan.balance
+    assert plan.inputs.profile.path == "../profile.yaml"
+    assert planner.check("plans/two.yaml").fits
+    planner.sweep(devices="1,2", mem="1MB,2MB", batch=4, output="cells")
+    assert {path.name for path in Path("cells").iterdir()} == {"1x2MB.yaml", "2x1MB.yaml", "2x2MB.yaml"}
+    assert planner.check("cells/2x2MB.yaml", strict=True).fits
+
+
+def test_a_plan_of_a_value_is_told_where_its_profile_is(here: Path) -> None:
+    """It has no file to look into; with the value or a file it is judged."""
+    plan = planner.solve(gate.profile(), devices=2, mem="2MB", batch=4)
+    with pytest.raises(UsageError, match="does not say which file"):
+        planner.check(plan)
+    assert planner.check(plan, profile=gate.profile()).fits
+    assert planner.check(plan, profile="profile.yaml").fits
+
+
+def test_errors_are_those_of_the_command_line(here: Path) -> None:
+    """With the same message and hint."""
+    with pytest.raises(InfeasibleError) as infeasible:
+        planner.solve(devices=2, mem="1kB", batch=4)
+    assert "the smallest `--mem` is" in infeasible.value.hint
+    with pytest.raises(FileError):
+        planner.check("nowhere.yaml")
+    with pytest.raises(UsageError, match="both say what the cap is"):
+        planner.check(mem="1GB", device="h100")
+    with pytest.raises(UsageError, match="two or more"):
+        planner.compare("plan.yaml")
+    with pytest.raises(UsageError, match="how many devices"):
+        planner.solve(mem="1GB")
+
+
+def test_emitting_from_python(here: Path) -> None:
+    """The two files, refused where a plan is stale or a script was edited."""
+    read = replace(files.read_profile("profile.yaml"), model=Model(source="model.py:build_model"))
+    plan = planner.solve(read, devices=2, mem="2MB", batch=4)
+    balance, script = planner.emit(plan, profile=read, output="out")
+    assert (balance, script) == (Path("out/balance.yaml"), Path("out/train.py"))
+    assert files.read_balance(str(balance)).balance == plan.balance
+    script.write_text("mine")
+    with pytest.raises(FileError, match="was edited"):
+        planner.emit(plan, profile=read, output="out")
+    planner.emit(plan, profile=read, output="out", force=True)
+    with pytest.raises(StaleError):
+        planner.emit(plan, profile=replace(read, optimizer="sgd"), output="out")
+
+
+@pytest.mark.slow
+def test_profiling_from_python(here: Path) -> None:
+    """A module of one's own, of which a copy is measured; and a file, as the command does it."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    before = [parameter.clone() for parameter in model.parameters()]
+    measured = planner.profile(
+        model,
+        example_batch=lambda size: (torch.randn(size, 8), torch.zeros(size, dtype=torch.long)),
+        loss_fn=nn.functional.cross_entropy,
+        batch_sizes=[1, 2],
+        repeat=2,
+        output="given.yaml",
+    )
+    assert [layer.name for layer in measured.layers] == ["0", "1", "2"]
+    assert measured.micro_batch_sizes == (1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert files.read_profile("given.yaml").layers[0].parameter_bytes == 4 * 72
+    assert planner.solve("given.yaml", devices=2, mem="1MB").balance
+    shaped = planner.profile(model, inputs=["8"], batch_sizes=1, repeat=2)
+    assert shaped.layers[0].parameter_bytes == 4 * 72
+    (page,) = blocks("ci.md", "python")
+    Path("model.py").write_text(page)
+    from_file = planner.profile("model.py", batch_sizes=2, repeat=2)
+    assert len(from_file.layers) == 5
+    with pytest.raises(planner.core.errors.ModelError):
+        planner.profile(model, repeat=2)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_guide_runs(here: Path) -> None:
+    """`docs/python.md`, as it stands there."""
+    (program,) = blocks("python.md", "python")
+    printed = python(f"import os\nos.chdir({str(here)!r})\n{program}\nassert smallest is not None")
+    assert re.match(r"\(\d+(, \d+)?,?\) \d+ [\d.]+\n", printed)
+    assert "GP204" in printed
+
+
+# Notebooks
+
+
+class _Checked(HTMLParser):
+    """Every tag that is opened is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, _attrs: object) -> None:
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_a_plan_shows_itself_in_a_notebook(here: Path) -> None:
+    """Well-formed HTML with a row per stage, without scripts; names are text whatever is in them."""
+    plan = planner.solve(devices=3, mem="2MB", batch=4)
+    odd = replace(plan, stages=(replace(plan.stages[0], first="<script>&", memory_bytes=1), *plan.stages[1:]))
+    html = odd._repr_html_()  # type: ignore[attr-defined]
+    page = _Checked()
+    page.feed(html)
+    assert page.open == []
+    assert html.count("<tr>") == 1 + len(plan.stages)
+    assert "<script" not in html
+    assert any("<script>&" in text for text in page.text)
+    assert "over" in page.text
+    assert len(html) < 10_000
+
+
+# `--against git:…`
+
+
+@pytest.fixture
+def repository(here: Path) -> Path:
+    """The working directory as a git repository whose branch `main` holds profile and plan in a folder."""
+    (here / "plans").mkdir()
+    for name in ("plan.yaml", "profile.yaml"):
+        (here / name).rename(here / "plans" / name)
+    for words in (
+        ("init", "-q", "-b", "main"),
+        ("add", "."),
+        ("-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"),
+    ):
+        subprocess.run(["git", *words], cwd=here, check=True)
+    return here
+
+
+def test_a_plan_is_set_beside_the_one_committed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the profile of that revision, from any folder of the repository."""
+    gate.write(repository / "plans", widened=1000, cap=2_000_000)
+    for folder, path in ((repository, "plans/plan.yaml"), (repository / "plans", "plan.yaml")):
+        monkeypatch.chdir(folder)
+        difference = planner.check(path, against="git:main").difference
+        assert difference is not None
+        assert difference.recomputed
+        assert [stage.more_bytes for stage in difference.stages] == [0, 2000, 0]
+
+
+def test_a_plan_whose_profile_is_gone_is_taken_as_written(repository: Path) -> None:
+    """And the table says so."""
+    Path("main-plan.yaml").write_text(Path("plans/plan.yaml").read_text())
+    gate.write(repository / "plans", widened=1000, cap=2_000_000)
+    difference = planner.check("plans/plan.yaml", against="main-plan.yaml").difference
+    assert difference is not None
+    assert not difference.recomputed
+    assert [stage.more_bytes for stage in difference.stages] == [0, 2000, 0]
+
+
+@pytest.mark.parametrize("revision", ["nowhere", "--output=/tmp/x", "HEAD~5", ""])
+def test_a_revision_that_is_not_there_is_told(repository: Path, revision: str) -> None:
+    """What git says, and what to do in CI; nothing is taken for an option."""
+    with pytest.raises(FileError, match=r"git says|no revision") as refused:
+        planner.check("plans/plan.yaml", against=f"git:{revision}")
+    assert "fetch-depth" in refused.value.hint or "git:main" in refused.value.hint
+
+
+def test_git_needs_a_file_in_a_repository(here: Path) -> None:
+    """A plan that is a value, or in no repository."""
+    with pytest.raises(UsageError, match="needs the plan's file"):
+        planner.check(files.read_plan("plan.yaml"), profile=gate.profile(), against="git:main")
+    with pytest.raises(FileError, match="git says"):
+        planner.check("plan.yaml", against="git:main")
+
+
+def test_verdicts_can_be_written_as_json(here: Path) -> None:
+    """What the command prints."""
+    verdict = planner.check(against="plan.yaml")
+    assert json.loads(files.dump(verdict, as_json=True))["difference"]["against"] == "plan.yaml"
