@@ -28,6 +28,7 @@ check: lint types contracts test
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint constraints.txt --editable ".[dev]"
+	-$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt timm torchvision
 	touch $@
 
 clean:
