@@ -13,6 +13,7 @@ from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format, integers
 from planner.core.cluster import ExecutorCost
 from planner.core.errors import UsageError
+from planner.core.precision import PRECISIONS, Precision, precision_of
 
 __all__ = ["profile"]
 
@@ -29,6 +30,10 @@ def profile(
     optimizer: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="adamw, adam, sgd, …; default: the file's build_optimizer, or adamw."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(PRECISIONS), help="Precision to run in; default: as the model is built."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of build_model; repeatable.")
@@ -50,12 +55,13 @@ def profile(
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     sizes = tuple(sorted(set(integers("--batch-sizes", batch_sizes))))
+    precision = _precision(dtype)
     if threads < 1 or repeat < 2:
         raise UsageError(f"`--threads {threads} --repeat {repeat}`: at least 1 thread and 2 repeats are needed")
 
     # torch takes longer to import than everything else together: only this command pays for it.
     from planner import files  # noqa: PLC0415
-    from planner.model import load_model  # noqa: PLC0415
+    from planner.model import in_precision, load_model  # noqa: PLC0415
     from planner.profile import ProfileOptions, profile_model  # noqa: PLC0415
     from planner.show import profile_text  # noqa: PLC0415
 
@@ -64,6 +70,7 @@ def profile(
     # What the user's code prints is not our answer.
     with contextlib.redirect_stdout(sys.stderr):
         loaded = load_model(model, settings=_pairs(settings or []), inputs=inputs or [], optimizer=optimizer)
+        loaded = in_precision(loaded, precision)
         for note in loaded.notes:
             console.note(f"note: {note}")
         with console.progress(f"profiling {model}") as progress:
@@ -84,6 +91,14 @@ def profile(
 _HEADER = (
     "Measured by `gpipe-plan profile {model}`; times in microseconds, sizes in bytes, one value per micro-batch size."
 )
+
+
+def _precision(text: str | None) -> Precision:
+    if text is None:
+        return ""
+    if not precision_of(text):
+        raise UsageError(f"unknown precision `--dtype {text}`", hint=f"one of {', '.join(PRECISIONS)}")
+    return precision_of(text)
 
 
 def _executor(console: Console) -> ExecutorCost | None:

@@ -12,6 +12,7 @@ from planner.cli.plans import events_of, reference_path
 from planner.core.cluster import ExecutorCost, Link
 from planner.core.errors import UsageError
 from planner.core.plan import Inputs, ProfileReference, RecomputePolicy, SchedulePolicy
+from planner.core.precision import precision_of
 from planner.core.profile import Profile
 from planner.core.units import format_bytes, format_rate, format_us, parse_bytes, parse_share, parse_us
 from planner.show import plan_text
@@ -132,6 +133,7 @@ def solve(
         any_order=devices_any_order,
         recompute=_policy(recompute),
         optimizer=read.optimizer,
+        dtype=precision_of(read.environment.dtype),
         extrapolate=extrapolate,
     )
     request = Request(

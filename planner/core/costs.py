@@ -31,6 +31,7 @@ class Tie:
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
+    cast_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class ChainCosts:
     optimizer_peaks_add: bool
     """Whether the optimizer works on all parameters at once, so that its transients add up."""
     buffers: FloatArray
+    casts: FloatArray
+    """Copies of weights that autocast holds from the first forward of a step to its last backward."""
     ties: tuple[Tie, ...]
     input: FloatArray
     """What crosses the boundary in front of each layer; for layer 0 the model's input."""
@@ -189,6 +192,7 @@ class CostTable:
             "optimizer_peak": _constant(layers, lambda layer: layer.optimizer_peak_bytes),
             "optimizer_peaks_add": self._profile.optimizer_peak == "sum",
             "buffers": _constant(layers, lambda layer: layer.buffer_bytes),
+            "casts": _constant(layers, lambda layer: layer.cast_bytes),
             "ties": _ties(layers),
         }
 
@@ -436,9 +440,15 @@ def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
                     parameter_bytes=size,
                     gradient_bytes=_gradient_bytes(layer) * share,
                     optimizer_bytes=layer.optimizer_bytes * share,
+                    cast_bytes=min(_casts_surely(layers[first], size), _casts_surely(layer, size)),
                 )
             )
     return tuple(ties)
+
+
+def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
+    """Bytes of copies that must be of tied parameters: those of all others are half as large as these at most."""
+    return max(0.0, layer.cast_bytes - (layer.parameter_bytes - tied_bytes) / 2)
 
 
 def _shared(layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int) -> list[tuple[int, int]]:

@@ -9,6 +9,8 @@ recomputes. The peak is the largest of a few moments, each written down in `_mom
     the second micro-batch's backward               one micro-batch less in flight, all gradients there
     the optimizer's step
 
+Copies of weights that autocast makes are there in all of them but the optimizer's step.
+
 With exact records (`ChainCosts.exact`) what is alive within a moment is composed layer by layer; otherwise the
 additive bound of `docs/cost-model.md` is used: everything held plus the largest transient.
 
@@ -44,6 +46,7 @@ class IntervalMemory:
     gradients: FloatArray
     optimizer: FloatArray
     buffers: FloatArray
+    casts: FloatArray
     in_flight: FloatArray
     transfer: FloatArray
     working: FloatArray
@@ -51,8 +54,8 @@ class IntervalMemory:
     def total(self) -> FloatArray:
         """Sum of the items in whole bytes, as `stage_memory` rounds them (the reserve not included)."""
         total = np.rint(self.parameters)
-        for item in (self.gradients, self.optimizer, self.buffers, self.in_flight, self.transfer, self.working):
-            total = total + np.rint(item)
+        for item in fields(self)[1:]:
+            total = total + np.rint(getattr(self, item.name))
         return total
 
 
@@ -149,7 +152,7 @@ def linear_moments(
         stages.recompute_layers(StageLevels(*levels))
         moments = _moments(stages, in_flight, "never") if stages.exact else _additive(stages, in_flight, "never")
         always = stages.parameters + stages.optimizer + stages.buffers + stages.data
-        return [always + m.gradients + m.in_flight + m.transfer + m.working for m in moments]
+        return [always + moment.alive() for moment in moments]
 
     # Linear as they are, their values at five points tell all coefficients.
     at_zero, *at_one = (totals(*(float(n == one) for n in range(4))) for one in range(-1, 4))
@@ -168,7 +171,7 @@ def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalM
     moments = _moments(stages, in_flight, recompute) if stages.exact else _additive(stages, in_flight, recompute)
     peak = total = None
     for moment in moments:
-        alive = moment.gradients + moment.in_flight + moment.transfer + moment.working
+        alive = moment.alive()
         if peak is None or total is None:
             peak, total = moment, alive
             continue
@@ -181,6 +184,7 @@ def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalM
         gradients=peak.gradients,
         optimizer=stages.optimizer,
         buffers=stages.buffers,
+        casts=peak.casts,
         in_flight=peak.in_flight + stages.data,
         transfer=peak.transfer,
         working=peak.working,
@@ -191,9 +195,14 @@ class _Moment(NamedTuple):
     """What is alive at one moment, beside parameters, optimizer state and buffers."""
 
     gradients: FloatArray
+    casts: FloatArray
     in_flight: FloatArray
     transfer: FloatArray
     working: FloatArray
+
+    def alive(self) -> FloatArray:
+        """All of it."""
+        return self.gradients + self.casts + self.in_flight + self.transfer + self.working
 
 
 class _Stages:
@@ -232,6 +241,7 @@ class _Stages:
         self.gradients = tied(costs.gradients, "gradient_bytes")
         self.optimizer = tied(costs.optimizer, "optimizer_bytes")
         self.buffers = sums(costs.buffers)
+        self.casts = tied(costs.casts, "cast_bytes")
         self.optimizer_peak = (sums if costs.optimizer_peaks_add else highest)(costs.optimizer_peak)
         self.output = np.broadcast_to(costs.output[None, columns], self.buffers.shape)
         self.unsaved_output = costs.unsaved_output[None, columns]
@@ -264,17 +274,21 @@ class _Stages:
         self.first_backward = np.full(shape, levels.first_backward)
         self.backward = self.transient = np.full(shape, levels.backward)
 
+    def forward_moment(self, gradients: FloatArray, in_flight: FloatArray, working: FloatArray) -> _Moment:
+        return _Moment(gradients, self.casts, in_flight, np.zeros_like(working), working)
+
     def first_backward_moment(self, in_flight: FloatArray, working: FloatArray) -> _Moment:
         # Gradients exist in part; the items show them as far as they are part of what is alive.
         gradients = np.minimum(self.gradients, working)
-        return _Moment(gradients, in_flight, self.output_gradient, working - gradients)
+        return _Moment(gradients, self.casts, in_flight, self.output_gradient, working - gradients)
 
     def backward_moment(self, in_flight: FloatArray, working: FloatArray, sent: FloatArray) -> _Moment:
-        return _Moment(self.gradients, in_flight, self.output_gradient + sent, working)
+        return _Moment(self.gradients, self.casts, in_flight, self.output_gradient + sent, working)
 
     def optimizer_moment(self) -> _Moment:
+        # Autocast is left before the optimizer's step, and its copies of the weights with it.
         nothing = np.zeros_like(self.gradients)
-        return _Moment(self.gradients, nothing, nothing, self.optimizer_peak)
+        return _Moment(self.gradients, nothing, nothing, nothing, self.optimizer_peak)
 
 
 def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:
@@ -292,7 +306,7 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
 
     if recompute == "never":
         own = s.input + s.copied_input
-        yield _Moment(gradients, waiting * full + s.input + s.copied_input, nothing, s.forward)
+        yield s.forward_moment(gradients, waiting * full + s.input + s.copied_input, s.forward)
         if gpipe:
             yield s.first_backward_moment(waiting * full + own, s.first_backward)
             if waiting > 0:
@@ -306,7 +320,7 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
         again_first = np.maximum(s.forward, s.first_backward) + s.copied_input
         again = np.maximum(s.forward, s.backward) + s.copied_input
         last_forward = (s.forward if recompute == "except-last" else s.no_grad) + s.copied_input
-        yield _Moment(gradients, waiting * edges + s.input, nothing, last_forward)
+        yield s.forward_moment(gradients, waiting * edges + s.input, last_forward)
         if gpipe:
             yield s.first_backward_moment(waiting * edges + kept + edges, again_first)
             if waiting > 0:

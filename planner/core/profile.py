@@ -29,7 +29,7 @@ Setting = bool | int | float | str
 
 # pydantic, which only `planner.files` knows, reads this attribute: unknown keys are errors.
 _FORBID = {"extra": "forbid"}
-# `planner.files` reads `__compact__`: fields that hold their default are not written.
+# `planner.files` reads `__compact__`: fields that hold their default are not written; `__quiet__` names single ones.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,7 @@ class Environment:
     torch: str = ""
     python: str = ""
     dtype: str = "float32"
+    """Of the parameters, as the model is built; else what `--dtype` asked for (`planner.core.precision`)."""
     threads: int = 1
 
 
@@ -127,6 +128,7 @@ class LayerProfile:
     """Costs of one layer. Times in microseconds and bytes are for one micro-batch, one per micro-batch size."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"cast_bytes"})
     name: str
     digest: str = ""
     """Layers with the same digest run the same operators on the same shapes and were measured once."""
@@ -135,6 +137,8 @@ class LayerProfile:
     """Defaults to `parameter_bytes`."""
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
+    cast_bytes: int = 0
+    """Low-precision copies of parameters that autocast makes once and keeps until it is left."""
     tied: tuple[str, ...] = ()
     """Names of parameters in other layers that share storage with one of this layer."""
     tied_bytes: int = 0

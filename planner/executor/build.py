@@ -11,6 +11,7 @@ from planner.core.errors import ModelError
 from planner.executor.own_stage import BuildError, build_only, emptied
 from planner.model.chain import Chain, Layer, chain_of
 from planner.model.load import LoadedModel
+from planner.model.precision import convert
 
 __all__ = ["build_layers", "build_structure"]
 
@@ -29,7 +30,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
         # A copy in which every tensor is replaced: a finished model stays as it is, and what is tied stays tied.
         model = copy.deepcopy(model, {id(tensor): emptied(tensor) for tensor in _all_tensors(model)})
-    return chain_of(model)
+    return chain_of(convert(model, loaded.precision))
 
 
 def build_layers(loaded: LoadedModel, names: Sequence[str], *, seed: int, device: torch.device) -> tuple[Layer, ...]:
@@ -49,7 +50,8 @@ def build_layers(loaded: LoadedModel, names: Sequence[str], *, seed: int, device
     except BuildError:
         torch.manual_seed(seed)
         model = loaded.build()
-    return tuple(Layer(layer.name, layer.module.to(device)) for layer in _select(model, names))
+    selected = [Layer(layer.name, layer.module.to(device)) for layer in _select(model, names)]
+    return tuple(Layer(layer.name, convert(layer.module, loaded.precision)) for layer in selected)
 
 
 def _select(model: nn.Module, names: Sequence[str]) -> list[Layer]:

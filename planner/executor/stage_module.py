@@ -20,8 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.core.errors import ModelError
 from planner.core.plan import Recompute
+from planner.core.precision import Precision
 from planner.executor.recompute import Recomputed, recomputing
+from planner.executor.shape_run import FakeRun, MetaRun
 from planner.model.chain import Layer, run_layers
+from planner.model.precision import autocast_dtype
 
 __all__ = ["Boundary", "Shapes", "StageModule", "shapes_of"]
 
@@ -85,25 +88,32 @@ class Shapes:
         return Recomputed(self.stage_writes_input(layer, end), carries)
 
 
-def shapes_of(layers: Sequence[Layer], inputs: Any) -> Shapes:
-    """Runs the chain on the meta device, where nothing is computed.
+def shapes_of(
+    layers: Sequence[Layer], inputs: Any, *, precision: Precision = "", device: torch.device | None = None
+) -> Shapes:
+    """Runs the chain without values, so that nothing is computed.
 
     Args:
         layers: The chain, on the meta device.
         inputs: The model's input for one micro-batch, on any device.
+        precision: What the layers run in.
+        device: Where they run; autocast does other things on the CPU than on CUDA.
 
     Raises:
         ModelError: A layer needs real values (`.item()`, data-dependent shapes) or does not fit its input.
     """
     boundaries = [Boundary.of(tree_map_only(Tensor, lambda t: t.to("meta"), inputs))]
     writes, aliases = [], []
-    for layer in layers:
+    modules = [layer.module for layer in layers]
+    run = MetaRun(modules) if device is None or not autocast_dtype(precision) else FakeRun(modules, precision, device)
+    for layer, module in zip(layers, run.layers, strict=True):
         # Copies, so that a layer that writes its input does not meet a leaf, and can be seen to write.
-        value = boundaries[-1].rebuild([t.clone() for t in boundaries[-1].tensors])
+        value = boundaries[-1].rebuild([run.copy(t) for t in boundaries[-1].tensors])
         given = [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
         versions = [t._version for t in given]
         try:
-            value = layer.module(value)
+            with run.context():
+                value = module(value)
         except Exception as error:
             raise ModelError(
                 f'layer "{layer.name}" cannot be run on the meta device: {type(error).__name__}: {error}',
@@ -180,6 +190,9 @@ class StageModule(nn.Module):
         if self._copies_input:
             # Received tensors are leaves, and inside a recomputed stage they are read twice: neither may be written.
             tensors = tuple(tensor.clone() for tensor in tensors)
+        else:
+            # Views: of a leaf, as received ones are, autocast would keep a copy until the end of the step.
+            tensors = tuple(tensor.view_as(tensor) for tensor in tensors)
         value = self._received.rebuild(tensors)
         if self._recomputed:
             value = self._run_one_by_one(value, targets)

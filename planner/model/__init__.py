@@ -2,5 +2,6 @@
 
 from planner.model.chain import Chain, Layer, chain_of
 from planner.model.load import Batch, LoadedModel, load_model
+from planner.model.precision import in_precision
 
-__all__ = ["Batch", "Chain", "Layer", "LoadedModel", "chain_of", "load_model"]
+__all__ = ["Batch", "Chain", "Layer", "LoadedModel", "chain_of", "in_precision", "load_model"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.core.errors import FileError, ModelError, UsageError
+from planner.core.precision import Precision
 from planner.core.profile import Setting
 from planner.model.inputs import input_tensor
 from planner.model.optimizers import optimizer_builder
@@ -52,6 +53,8 @@ class LoadedModel:
     build_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
+    precision: Precision = ""
+    """What the model is to run in; `build` returns it as it is written all the same (`planner.model.precision`)."""
     notes: tuple[str, ...] = field(default=())
 
 

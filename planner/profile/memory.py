@@ -5,6 +5,7 @@ What the composition needs (`planner.core.costs`) and how it is taken:
 - every peak is the allocator's, above what is alive when the layer starts, with the inputs held;
 - inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline; otherwise
   in-place layers raise, and the harness itself would hold memory;
+- under autocast the copies of weights are made beforehand, as micro-batches share them (`measure_casts`);
 - backward is measured twice: first without gradients (they are allocated), then with (they are accumulated into);
 - what backward keeps of inputs and outputs is seen by dropping them: a storage that stays alive is kept.
 """
@@ -21,11 +22,27 @@ from planner.core.profile import BoundaryTensor, MemoryDetail
 from planner.model.meter import Meter
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["measure_memory", "start_backward"]
+__all__ = ["measure_casts", "measure_memory", "start_backward"]
 
 
 def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
     """The record of `unit` for one micro-batch; leaves its parameters without gradients."""
+    with unit.keeping_casts():
+        return _record(unit, given, meter)
+
+
+def measure_casts(unit: Unit, given: UnitInput, meter: Meter) -> int:
+    """Bytes of what autocast keeps from one micro-batch to the next: copies of weights, gone when it is left."""
+    context = unit.keeping_casts()
+    context.__enter__()
+    try:
+        _discard(unit.run(_non_leaves(given.fresh()), given))
+    finally:
+        released = meter.measure(lambda: _discard(context.__exit__(None, None, None)))
+    return max(0, -released.end_bytes)
+
+
+def _record(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
     # Lazily made things (cached tables, library workspaces) belong to no micro-batch: let them be made first.
     _Pass(unit, given, meter)
     _drop_gradients(unit)
@@ -162,5 +179,5 @@ def _drop_gradients(unit: Unit) -> None:
         parameter.grad = None
 
 
-def _discard(_values: Sequence[Any]) -> None:
+def _discard(_value: Any) -> None:
     """Drops what it is given."""

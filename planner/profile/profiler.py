@@ -1,5 +1,6 @@
 """Model to profile: traces the units, measures each distinct one, and writes down what every layer costs."""
 
+import copy
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,16 @@ from torch import nn
 from planner.core.costs import saved_bytes
 from planner.core.errors import UsageError
 from planner.core.planning import GENERATOR
+from planner.core.precision import Precision
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
 from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
 from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, keep_freed_memory
 from planner.model.meter import meter_for
+from planner.model.precision import convert, converts
 from planner.profile.clocks import clock_for
 from planner.profile.flops import forward_flops
-from planner.profile.memory import measure_memory
+from planner.profile.memory import measure_casts, measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
 from planner.profile.timing import Times, measure_times
 from planner.profile.units import Unit, trace_units
@@ -51,7 +54,7 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
     torch.set_num_threads(options.threads)
     if device.type == "cpu":
         keep_freed_memory()
-    model = loaded.build().to(device)
+    model = _converted(loaded.build(), loaded.precision).to(device)
     chain = chain_of(model)
     with untouched(model):
         measured = _Measured(loaded, chain, options, device, progress)
@@ -62,14 +65,14 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
             source=loaded.source,
             settings=loaded.settings,
             inputs=loaded.inputs,
-            digest=chain_digest(chain, loaded.settings),
+            digest=chain_digest(chain, loaded.settings, loaded.precision),
             parameters=sum(p.numel() for p in model.parameters()),
         ),
         device=describe_device(device),
         environment=Environment(
             torch=str(torch.__version__),
             python=platform.python_version(),
-            dtype=str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch."),
+            dtype=loaded.precision or dtype_of(model),
             threads=options.threads,
         ),
         optimizer=loaded.optimizer_name,
@@ -77,6 +80,16 @@ def profile_model(loaded: LoadedModel, options: ProfileOptions, progress: Progre
         micro_batch_sizes=options.micro_batch_sizes,
         layers=layers,
     )
+
+
+def dtype_of(model: nn.Module) -> str:
+    """What most of a model's parameters are; only one is asked."""
+    return str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
+
+
+def _converted(model: nn.Module, precision: Precision) -> nn.Module:
+    # What the file built may be the user's own, finished model: that one stays as it is.
+    return convert(copy.deepcopy(model), precision) if converts(model, precision) else model
 
 
 def device_of(name: str) -> torch.device:
@@ -147,12 +160,14 @@ class _Measured:
         self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
         self.optimizer: dict[str, OptimizerCost] = {}
         self.flops: dict[str, int] = {}
+        self.casts: dict[str, int] = {}
         for unit in distinct:
             step(unit.name)
             self.optimizer[unit.digest] = measure_optimizer(
                 unit.module, loaded.build_optimizer, meter=meter, clock=clock, repeats=options.repeats
             )
             self.flops[unit.digest] = forward_flops(unit, inputs[unit.digest, self.sizes[0]])
+            self.casts[unit.digest] = measure_casts(unit, inputs[unit.digest, self.sizes[0]], meter)
         largest = max(distinct, key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
         self.optimizer_peaks_add = peaks_add(largest.module, loaded.build_optimizer, meter=meter)
         self.times: dict[tuple[str, int], Times] = measure_times(
@@ -173,6 +188,7 @@ class _Measured:
             gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad),
             optimizer_bytes=optimizer.state_bytes,
             buffer_bytes=sum(b.nbytes for b in layer.module.buffers()),
+            cast_bytes=self.casts[unit.digest],
             tied=tied,
             tied_bytes=tied_bytes,
             optimizer_us=round(optimizer.step_us, 1),

@@ -53,7 +53,7 @@ def measure_times(
     by_digest = {unit.digest: unit for unit in units}
     forward: dict[tuple[str, int], list[float]] = {key: [] for key in inputs}
     backward: dict[tuple[str, int], list[float]] = {key: [] for key in inputs}
-    with _no_collection():
+    with _no_collection(), units[0].keeping_casts():
         for turn in range(_WARM_UPS + repeats):
             for key, given in inputs.items():
                 unit = by_digest[key[0]]

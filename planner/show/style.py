@@ -51,7 +51,7 @@ UNICODE: Final = Glyphs(
     cap="│",
     forward="░▒",
     backward="▓█",
-    memory="█▓▒▀░▄▌·",
+    memory="█▓▒▀▚░▄▌·",
 )
 ASCII: Final = Glyphs(
     ellipsis="...",
@@ -67,7 +67,7 @@ ASCII: Final = Glyphs(
     cap="|",
     forward="-=",
     backward="#%",
-    memory="#=%b:~*.",
+    memory="#=%bc:~*.",
 )
 
 
