@@ -78,7 +78,7 @@ class ChainCosts:
     first_backward_level: FloatArray
     """During the first micro-batch's backward; parameter gradients that it allocates are counted."""
     backward_level: FloatArray
-    """During a later backward; parameter gradients are not counted."""
+    """During a later backward; parameter gradients are not counted, those of `casts` behind the layer are."""
     internal: FloatArray
     """The part of `saved` that never leaves the layer."""
     storage_from: IntArray
@@ -303,6 +303,7 @@ def _exact_memory(
     # The input that nobody keeps is still alive while its layer runs; the model's own input is counted elsewhere.
     input_alive = [0.0, *unkept[:-1]]
     gradients = np.concatenate([[0.0], np.cumsum([_gradient_bytes(layer) for layer in layers])])
+    casts = np.concatenate([[0.0], np.cumsum([layer.cast_bytes for layer in layers])])
     # A boundary is crossed tensor by tensor, also where several lie in one storage.
     received = [sum(t.bytes for t in d.inputs) for d in details]
     behind = [storages.bytes_behind(n) for n in range(len(layers))]
@@ -320,7 +321,8 @@ def _exact_memory(
         # Gradients of the layers behind this one are there already: their sum is added for the stage's end, here
         # everything up to and including this layer is taken off.
         [held[n] + d.first_backward_peak_bytes - gradients[n + 1] + gradients[-1] for n, d in enumerate(details)],
-        [float(held[n] + d.backward_peak_bytes) for n, d in enumerate(details)],
+        # Gradients of autocast's copies, likewise: they wait for the end of the backward.
+        [held[n] + d.backward_peak_bytes - casts[n + 1] + casts[-1] for n, d in enumerate(details)],
         [float(d.internal_bytes) for d in details],
     ]
 

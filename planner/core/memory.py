@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts
-from planner.core.layer_memory import StageLayers, StageLevels
+from planner.core.layer_memory import StageLayers, StageLevels, cast_gradient_peaks
 from planner.core.plan import Recompute, StageMemory
 
 __all__ = ["IntervalMemory", "LinearMoment", "interval_memory", "interval_totals", "linear_moments", "stage_memory"]
@@ -256,7 +256,12 @@ class _Stages:
         self.forward = highest(costs.forward_level, costs.unkept_input) - saved_before
         self.no_grad = highest(costs.no_grad_peak, costs.input_alive)
         # The engine holds a stage's output until its backward is done, whether or not a layer keeps it so long.
-        self.backward = highest(costs.backward_level) - saved_before + self.output
+        casts_to_end = np.cumsum(costs.casts)[None, columns]
+        behind = casts_to_end - costs.casts.sum()
+        self.backward = highest(costs.backward_level) - saved_before + behind + self.output
+        if costs.exact and costs.casts.any():
+            at_end = highest(cast_gradient_peaks(costs)) + sums(costs.casts) + self.output
+            self.backward = np.maximum(self.backward, at_end)
         gradients_to_end = np.cumsum(costs.gradients)[None, columns]
         first_backward = highest(costs.first_backward_level) - saved_before + self.output
         self.first_backward = first_backward - costs.gradients.sum() + gradients_to_end
@@ -336,9 +341,10 @@ def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mom
     """The bound without exact records: everything held at once plus the largest transient of any layer."""
     full = s.input + s.saved
     edges = s.input + s.output
+    transient = s.transient + s.casts  # the gradients of these wait for the end of a backward
     if recompute == "never":
-        yield s.backward_moment(in_flight * full, s.transient, s.input_gradient)
+        yield s.backward_moment(in_flight * full, transient, s.input_gradient)
     else:
         kept = np.maximum(full - edges, 0.0) if recompute == "except-last" and in_flight > 1 else np.zeros_like(full)
-        yield s.backward_moment(in_flight * edges + kept, s.saved + s.transient, s.input_gradient)
+        yield s.backward_moment(in_flight * edges + kept, s.saved + transient, s.input_gradient)
     yield s.optimizer_moment()

@@ -33,13 +33,10 @@ def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
 
 def measure_casts(unit: Unit, given: UnitInput, meter: Meter) -> int:
     """Bytes of what autocast keeps from one micro-batch to the next: copies of weights, gone when it is left."""
-    context = unit.keeping_casts()
-    context.__enter__()
-    try:
-        _discard(unit.run(_non_leaves(given.fresh()), given))
-    finally:
-        released = meter.measure(lambda: _discard(context.__exit__(None, None, None)))
-    return max(0, -released.end_bytes)
+    values = _non_leaves(given.fresh())
+    with unit.keeping_casts():
+        # In place, and dropped within the measurement, so that nothing else is left at its end.
+        return max(0, meter.measure(lambda: _discard(unit.run(values, given))).end_bytes)
 
 
 def _record(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
