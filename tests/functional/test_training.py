@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 
 TRANSFORMER = ROOT / "sample_models/transformer_lm.py"
 AMOEBANET = ROOT / "tests/support/models/amoebanet_eval.py"
+FROZEN = ROOT / "tests/support/models/frozen.py"
 AWKWARD = ROOT / "tests/support/models/awkward.py"
 SMALL = (("layers", 2), ("width", 32), ("feed_forward", 64), ("heads", 2), ("vocabulary", 64), ("tokens", 16))
 
@@ -41,3 +42,63 @@ def test_awkward_boundaries_tied_weights_and_three_stages(tmp_path: Path) -> Non
         assert result["whole_loss"] < 1e-5, case
         assert result["whole_gradient"] < 1e-5, case
         assert result["whole_parameter"] < 1e-5, case
+
+
+@pytest.mark.parametrize("balance", [(2, 2), (1, 2, 1)], ids=["two", "three"])
+def test_other_precisions(tmp_path: Path, balance: tuple[int, ...]) -> None:
+    """Gradients are those of the unpipelined model in that precision: to the bit against the same micro-batches."""
+    cases = [
+        Case(
+            model=TRANSFORMER,
+            balance=balance,
+            settings=SMALL,
+            recompute=recompute,
+            schedule=schedule,
+            micro_batches=m,
+            dtype=dtype,
+        )
+        for dtype in ("bf16-mixed", "bf16")
+        for recompute in ("never", "except-last", "always")
+        for schedule in ("gpipe", "1f1b")
+        for m in (1, 2, 4)
+        if schedule == "gpipe" or m >= len(balance)
+    ]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_loss"] < 1e-6, case
+        assert result["split_gradient"] == 0.0, case
+        assert result["whole_loss"] < 0.02, case
+        assert result["whole_relative"] < 0.05, case
+
+
+def test_float16_with_scaled_loss(tmp_path: Path) -> None:
+    """The scale, a power of two, is gone from gradients and loss; several stages step alike."""
+    cases = [
+        Case(model=FROZEN, balance=(3, 2, 2), recompute=recompute, schedule=schedule, dtype="fp16-mixed", steps=3)
+        for recompute in ("never", "except-last", "always")
+        for schedule in ("gpipe", "1f1b")
+    ]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_loss"] < 1e-3, case
+        assert result["split_relative"] < 0.02, case
+        assert result["split_parameter"] < 1e-2, case
+
+
+@pytest.mark.parametrize("frozen", ["", "0", "012", "34", "345h", "h", "01234h", "5", "135", "01234"])
+def test_frozen_parameters(tmp_path: Path, frozen: str) -> None:
+    """At either end, in the middle, whole stages: what is trained gets the gradients of the unpipelined model."""
+    cases = [
+        Case(
+            model=FROZEN,
+            balance=(3, 2, 2),
+            settings=(("frozen", frozen),),
+            recompute=recompute,
+            schedule=schedule,
+            dtype=dtype,
+            steps=2,
+        )
+        for recompute in ("never", "except-last", "always")
+        for schedule, dtype in (("gpipe", ""), ("1f1b", ""), ("gpipe", "bf16-mixed"))
+    ]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_gradient"] == 0.0, case
+        assert result["split_parameter"] == 0.0, case
