@@ -82,14 +82,26 @@ def main() -> None:
     subjects = [Subject(Path(name).stem, Path(name).resolve()) for name in sys.argv[1:]] or MODELS
     _print_head()
     rows: list[Row] = []
+    missing: list[str] = []
     for subject, dtype in product(subjects, DTYPES):
         print(f"{subject.name} {dtype}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            found = list(_measured(subject, dtype, Path(folder)))
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = list(_measured(subject, dtype, Path(folder)))
+        except _NotMeasuredError:
+            missing.append(f"{subject.name} {dtype}")
+            continue
         rows += found
         _print_summaries(found)
     print()
-    _print_outside(rows)
+    if missing:
+        print(f"Not measured, because they could not be profiled or run: {', '.join(missing)}.\n")
+    if rows:
+        _print_outside(rows)
+
+
+class _NotMeasuredError(Exception):
+    """The reason has been told on stderr."""
 
 
 def _measured(subject: Subject, dtype: str, folder: Path) -> Iterator[Row]:
@@ -131,7 +143,8 @@ def _run_all(folder: Path, count: int) -> list[list[int]]:
         [*command, __file__], cwd=folder, env=environment, check=False, capture_output=True, text=True
     )
     if done.returncode:
-        sys.exit(done.stdout + done.stderr)
+        print(done.stdout + done.stderr, file=sys.stderr)
+        raise _NotMeasuredError
     peaks: list[list[int]] = json.loads((folder / "peaks.json").read_text())
     return peaks
 
@@ -167,7 +180,7 @@ def _quietly(*arguments: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         code = run([*arguments, "--quiet"])
     if code != 0:
-        sys.exit(code)
+        raise _NotMeasuredError
 
 
 def _print_head() -> None:

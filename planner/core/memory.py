@@ -259,12 +259,21 @@ class _Stages:
         casts_to_end = np.cumsum(costs.casts)[None, columns]
         behind = casts_to_end - costs.casts.sum()
         self.backward = highest(costs.backward_level) - saved_before + behind + self.output
-        if costs.exact and costs.casts.any():
-            at_end = highest(cast_gradient_peaks(costs)) + sums(costs.casts) + self.output
-            self.backward = np.maximum(self.backward, at_end)
         gradients_to_end = np.cumsum(costs.gradients)[None, columns]
         first_backward = highest(costs.first_backward_level) - saved_before + self.output
         self.first_backward = first_backward - costs.gradients.sum() + gradients_to_end
+        # Of a micro-batch that is recomputed; what differs are gradients of autocast's copies.
+        self.first_again = self.first_backward
+        if costs.exact and costs.casts.any():
+            waiting = highest(cast_gradient_peaks(costs))
+            self.backward = np.maximum(self.backward, waiting + sums(costs.casts) + self.output)
+            # Those wait for the end, and there turn into gradients twice as large; the others exist at once.
+            others = np.maximum(costs.gradients - 2 * costs.casts, 0.0)
+            through = np.cumsum(costs.casts + others)
+            level = highest(costs.backward_level - np.cumsum(others) + others + others.sum()) - saved_before
+            level = level - through[-1] + through[None, columns]
+            at_end = sums(costs.gradients) + waiting / 2
+            self.first_again = np.minimum(self.first_backward, np.maximum(level, at_end) + self.output)
         self.transient = highest(np.maximum(costs.forward_level, costs.backward_level))
 
     def recompute_layers(self, levels: StageLevels) -> None:
@@ -322,7 +331,7 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
         # With `except-last` one of the waiting micro-batches, the last one, kept its activations.
         kept = full - edges if recompute == "except-last" and waiting > 0 else nothing
         # The recomputed output, part of both levels, lives beside the one that was sent.
-        again_first = np.maximum(s.forward, s.first_backward) + s.copied_input
+        again_first = np.maximum(s.forward, s.first_again) + s.copied_input
         again = np.maximum(s.forward, s.backward) + s.copied_input
         last_forward = (s.forward if recompute == "except-last" else s.no_grad) + s.copied_input
         yield s.forward_moment(gradients, waiting * edges + s.input, last_forward)

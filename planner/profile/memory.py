@@ -5,7 +5,7 @@ What the composition needs (`planner.core.costs`) and how it is taken:
 - every peak is the allocator's, above what is alive when the layer starts, with the inputs held;
 - inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline; otherwise
   in-place layers raise, and the harness itself would hold memory;
-- under autocast the copies of weights are made beforehand, as micro-batches share them (`measure_casts`);
+- under autocast micro-batches share copies of weights, which are counted apart (`measure_casts`);
 - backward is measured twice: first without gradients (they are allocated), then with (they are accumulated into);
 - what backward keeps of inputs and outputs is seen by dropping them: a storage that stays alive is kept.
 """
@@ -27,8 +27,28 @@ __all__ = ["measure_casts", "measure_memory", "start_backward"]
 
 def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
     """The record of `unit` for one micro-batch; leaves its parameters without gradients."""
+    # Lazily made things (cached tables, library workspaces) belong to no micro-batch: let them be made first.
+    _Pass(unit, given, meter)
+    _drop_gradients(unit)
+    casts_bytes = measure_casts(unit, given, meter)
     with unit.keeping_casts():
-        return _record(unit, given, meter)
+        # Autocast's copies are made in the first micro-batch's forward, and in its backward their gradients turn into
+        # those of the parameters at once; later ones find copies there, and their gradients wait for the end.
+        first = _Pass(unit, given, meter)
+        later = _Pass(unit, given, meter)
+        _drop_gradients(unit)
+        inputs, outputs = _boundaries(unit, given)
+        return MemoryDetail(
+            internal_bytes=max(0, later.internal_bytes),
+            inputs=inputs,
+            outputs=outputs,
+            forward_peak_bytes=later.forward_peak_bytes,
+            no_grad_peak_bytes=_no_grad_peak(unit, given, meter),
+            first_backward_peak_bytes=max(0, first.backward_peak_bytes - casts_bytes),
+            backward_peak_bytes=max(0, later.backward_peak_bytes),
+            writes_input=later.writes_input,
+            target_bytes=_bytes_of(given.targets),
+        )
 
 
 def measure_casts(unit: Unit, given: UnitInput, meter: Meter) -> int:
@@ -37,27 +57,6 @@ def measure_casts(unit: Unit, given: UnitInput, meter: Meter) -> int:
     with unit.keeping_casts():
         # In place, and dropped within the measurement, so that nothing else is left at its end.
         return max(0, meter.measure(lambda: _discard(unit.run(values, given))).end_bytes)
-
-
-def _record(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
-    # Lazily made things (cached tables, library workspaces) belong to no micro-batch: let them be made first.
-    _Pass(unit, given, meter)
-    _drop_gradients(unit)
-    first = _Pass(unit, given, meter)
-    later = _Pass(unit, given, meter)
-    _drop_gradients(unit)
-    inputs, outputs = _boundaries(unit, given)
-    return MemoryDetail(
-        internal_bytes=max(0, later.internal_bytes),
-        inputs=inputs,
-        outputs=outputs,
-        forward_peak_bytes=later.forward_peak_bytes,
-        no_grad_peak_bytes=_no_grad_peak(unit, given, meter),
-        first_backward_peak_bytes=max(0, first.backward_peak_bytes),
-        backward_peak_bytes=max(0, later.backward_peak_bytes),
-        writes_input=later.writes_input,
-        target_bytes=_bytes_of(given.targets),
-    )
 
 
 def start_backward(outputs: Sequence[Any]) -> Tensor | None:

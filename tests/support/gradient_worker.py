@@ -4,7 +4,8 @@
 
 A case is {"balance": path, "seed": S, "steps": n}. The result holds, per case, the largest absolute difference of loss,
 gradients and (after n optimizer steps) parameters, and the largest relative one of a gradient: "whole" against the
-whole mini-batch at once, "split" against accumulating the same micro-batches, where not even the order of a sum differs.
+whole mini-batch at once, "split" against accumulating the same micro-batches, where not even the order of a sum
+differs.
 """
 
 import json
