@@ -200,10 +200,14 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
         return saved, LayerPeaks(transient, transient, transient)
     forward = np.minimum(forward, no_grad)[layer] + np.where(layer > first, into[layer], 0.0)
     output, through = np.rint(costs.output)[layer], np.cumsum(np.rint(costs.gradients))[layer]
+    casts = _before(np.rint(costs.casts))
+    casts_through = casts[layer + 1]
+    at_end = copied[first] + highest(np.rint(cast_gradient_peaks(costs))[layer]) + casts_through - casts[first]
+    at_end = np.where(casts_through > casts[first], at_end, 0.0)
     return saved, LayerPeaks(
         highest(in_front + forward),
         highest(in_front + first_backward[layer] - through) + through + output,
-        highest(in_front + backward[layer]) + output,
+        np.maximum(highest(in_front + backward[layer] - casts_through) + casts_through, at_end) + output,
     )
 
 
@@ -218,8 +222,8 @@ def _peaks(costs: ChainCosts, stage: slice, copied: FloatArray, own_copy: FloatA
     again = np.append(output[:-1], 0.0) + forward
     later = np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + casts_behind + output[-1]
     if casts.any():
-        # In front of the first layer nothing is held, as at the end of the backward.
-        at_end = np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + output[-1]
+        # In front of the first layer nothing is held, as at the end of the backward (but a copy of the input).
+        at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + output[-1]
         later[:, 0] = np.maximum(later[:, 0], at_end)
     return LayerPeaks(
         np.stack([own_copy + forward, copied + all_no_grad[stage]]),

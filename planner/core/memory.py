@@ -19,7 +19,7 @@ micro-batch's backward; outputs until their backward. In GPipe the handles of se
 were sent to neighbours until the end of the step; in 1F1B nothing outlives its send and its micro-batch's backward.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -168,6 +168,18 @@ def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalM
         raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
     if stages.micro_batches == 1 and recompute == "except-last":
         recompute = "never"
+    memory = _highest(stages, in_flight, recompute)
+    if recompute == "never" or not stages.forward_only.any():
+        return memory
+    # Where nothing in front is trained, there is no backward, and the executor recomputes nothing.
+    never = _highest(stages, in_flight, "never")
+    choice = {
+        f.name: np.where(stages.forward_only, getattr(never, f.name), getattr(memory, f.name)) for f in fields(memory)
+    }
+    return IntervalMemory(**choice)
+
+
+def _highest(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalMemory:
     moments = _moments(stages, in_flight, recompute) if stages.exact else _additive(stages, in_flight, recompute)
     peak = total = None
     for moment in moments:
@@ -252,6 +264,8 @@ class _Stages:
         self.input = np.where(firsts > 0, costs.input[firsts], 0.0)[:, None]
         self.data = micro_batches * (np.where(first == 0, costs.input[0], 0.0) + np.where(is_last, costs.target, 0.0))
         self.output_gradient = np.where(is_last, 0.0, self.output)
+        trained = np.cumsum(costs.gradients)[None, columns] > 0.0
+        self.forward_only = np.broadcast_to(~trained & bool(costs.gradients.any()) & costs.exact, self.buffers.shape)
         self.input_gradient = self.input
         self.forward = highest(costs.forward_level, costs.unkept_input) - saved_before
         self.no_grad = highest(costs.no_grad_peak, costs.input_alive)
@@ -265,16 +279,30 @@ class _Stages:
         # Of a micro-batch that is recomputed; what differs are gradients of autocast's copies.
         self.first_again = self.first_backward
         if costs.exact and costs.casts.any():
-            waiting = highest(cast_gradient_peaks(costs))
-            self.backward = np.maximum(self.backward, waiting + sums(costs.casts) + self.output)
-            # Those wait for the end, and there turn into gradients twice as large; the others exist at once.
-            others = np.maximum(costs.gradients - 2 * costs.casts, 0.0)
-            through = np.cumsum(costs.casts + others)
-            level = highest(costs.backward_level - np.cumsum(others) + others + others.sum()) - saved_before
-            level = level - through[-1] + through[None, columns]
-            at_end = sums(costs.gradients) + waiting / 2
-            self.first_again = np.minimum(self.first_backward, np.maximum(level, at_end) + self.output)
+            self._count_gradients_of_casts(costs, highest, sums, saved_before, columns)
         self.transient = highest(np.maximum(costs.forward_level, costs.backward_level))
+
+    def _count_gradients_of_casts(
+        self,
+        costs: ChainCosts,
+        highest: Callable[[FloatArray], FloatArray],
+        sums: Callable[[FloatArray], FloatArray],
+        saved_before: FloatArray,
+        columns: slice,
+    ) -> None:
+        """They wait for the end of a backward, and there turn into gradients of parameters, which are twice as large.
+
+        But for the micro-batch that made the copies: in its backward they turn into these at once.
+        """
+        waiting = highest(cast_gradient_peaks(costs))
+        self.backward = np.maximum(self.backward, waiting + sums(costs.casts) + self.output)
+        # If that micro-batch is recomputed, they wait, and gradients of parameters without a copy exist at once.
+        others = np.maximum(costs.gradients - 2 * costs.casts, 0.0)
+        through = np.cumsum(costs.casts + others)
+        level = highest(costs.backward_level - np.cumsum(others) + others + others.sum()) - saved_before
+        level = level - through[-1] + through[None, columns]
+        at_end = sums(costs.gradients) + waiting / 2
+        self.first_again = np.minimum(self.first_backward, np.maximum(level, at_end) + self.output)
 
     def recompute_layers(self, levels: StageLevels) -> None:
         """Recomputes single layers, in whole bytes; for one stage, in the last column."""
