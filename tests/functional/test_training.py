@@ -74,8 +74,7 @@ def test_float16_with_scaled_loss(tmp_path: Path) -> None:
     """The scale, a power of two, is gone from gradients and loss; several stages step alike."""
     cases = [
         Case(model=FROZEN, balance=(3, 2, 2), recompute=recompute, schedule=schedule, dtype="fp16-mixed", steps=3)
-        for recompute in ("never", "except-last", "always")
-        for schedule in ("gpipe", "1f1b")
+        for recompute, schedule in (("never", "gpipe"), ("except-last", "1f1b"), ("always", "gpipe"))
     ]
     for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
         assert result["split_loss"] < 1e-3, case
@@ -83,8 +82,7 @@ def test_float16_with_scaled_loss(tmp_path: Path) -> None:
         assert result["split_parameter"] < 1e-2, case
 
 
-@pytest.mark.parametrize("frozen", ["", "0", "012", "34", "345h", "h", "01234h", "5", "135", "01234"])
-def test_frozen_parameters(tmp_path: Path, frozen: str) -> None:
+def test_frozen_parameters(tmp_path: Path) -> None:
     """At either end, in the middle, whole stages: what is trained gets the gradients of the unpipelined model."""
     cases = [
         Case(
@@ -96,8 +94,13 @@ def test_frozen_parameters(tmp_path: Path, frozen: str) -> None:
             dtype=dtype,
             steps=2,
         )
-        for recompute in ("never", "except-last", "always")
-        for schedule, dtype in (("gpipe", ""), ("1f1b", ""), ("gpipe", "bf16-mixed"))
+        for frozen in ("012", "34", "345h", "135", "01234")
+        for recompute, schedule, dtype in (
+            ("never", "1f1b", ""),
+            ("except-last", "gpipe", ""),
+            ("always", "gpipe", "bf16-mixed"),
+            ("always", "1f1b", ""),
+        )
     ]
     for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
         assert result["split_gradient"] == 0.0, case
