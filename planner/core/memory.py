@@ -264,9 +264,11 @@ class _Stages:
         self.input = np.where(firsts > 0, costs.input[firsts], 0.0)[:, None]
         self.data = micro_batches * (np.where(first == 0, costs.input[0], 0.0) + np.where(is_last, costs.target, 0.0))
         self.output_gradient = np.where(is_last, 0.0, self.output)
-        trained = np.cumsum(costs.gradients)[None, columns] > 0.0
-        self.forward_only = np.broadcast_to(~trained & bool(costs.gradients.any()) & costs.exact, self.buffers.shape)
-        self.input_gradient = self.input
+        trained = np.concatenate([[False], np.cumsum(costs.gradients) > 0.0])  # in front of each layer, or behind all
+        if not (costs.exact and trained[-1]):
+            trained[:] = True  # who writes a profile by hand may leave gradients out
+        self.forward_only = np.broadcast_to(~trained[1:][None, columns], self.buffers.shape)
+        self.input_gradient = np.where(trained[firsts][:, None], self.input, 0.0)
         self.forward = highest(costs.forward_level, costs.unkept_input) - saved_before
         self.no_grad = highest(costs.no_grad_peak, costs.input_alive)
         # The engine holds a stage's output until its backward is done, whether or not a layer keeps it so long.
