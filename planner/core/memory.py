@@ -133,6 +133,8 @@ def stage_moments(
     if recompute == "layers":
         stages.recompute_layers(StageLayers.of(costs, first, end).levels(frozenset(recomputed)))
         recompute = "never"
+    elif stages.forward_only[0, -1]:
+        recompute = "never"  # nothing in front is trained: there is no backward, and nothing to compute again for it
     held = stages.input + (stages.saved if recompute == "never" else stages.output)
     totals = [_whole(stages, moment) for moment in _all_moments(stages, in_flight, recompute)]
     optimizer_step = totals.pop()
@@ -226,8 +228,6 @@ def linear_moments(
 def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalMemory:
     if recompute == "layers":
         raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
-    if stages.micro_batches == 1 and recompute == "except-last":
-        recompute = "never"
     memory = _highest(stages, in_flight, recompute)
     if recompute == "never" or not stages.forward_only.any():
         return memory
@@ -271,8 +271,8 @@ def _all_moments(stages: "_Stages", in_flight: int, recompute: Recompute) -> Ite
 def _whole(stages: "_Stages", moment: "_Moment") -> int:
     """Bytes at a moment, rounded item by item as in `StageMemory`."""
     always = (stages.parameters, stages.optimizer, stages.buffers)
-    items = (*always, moment.gradients, moment.in_flight + stages.data, moment.transfer, moment.working)
-    return sum(round(item[0, -1].item()) for item in items)
+    passing = (moment.gradients, moment.casts, moment.in_flight + stages.data, moment.transfer, moment.working)
+    return sum(round(item[0, -1].item()) for item in (*always, *passing))
 
 
 class _Moment(NamedTuple):

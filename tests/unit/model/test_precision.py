@@ -7,7 +7,7 @@ from torch import nn
 from planner.core.precision import PRECISIONS, Precision, precision_of
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.load import Batch
-from planner.model.precision import convert, converts, in_precision
+from planner.model.precision import convert, converted, in_precision
 from tests.support.measure import loaded_model, profile_of_model
 
 CPU = torch.device("cpu")
@@ -30,9 +30,9 @@ def test_names() -> None:
 def test_converting() -> None:
     """Floating-point parameters and buffers; integers, complex numbers and ties stay."""
     model = tied()
-    assert converts(model, "bf16")
-    assert not converts(model, "fp32")
-    assert not converts(model, "bf16-mixed")
+    assert converted(model, "bf16") is not model
+    assert converted(model, "fp32") is model
+    assert converted(model, "bf16-mixed") is model
     convert(model, "bf16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model[2].weight is model[0].weight
