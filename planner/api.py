@@ -434,7 +434,8 @@ def sweep(
 
 def reference(profile: Profile, path: str, plan_path: str) -> ProfileReference:
     """How a plan that will stand at `plan_path` refers to its profile."""
-    return ProfileReference(path=files.reference_path(path, plan_path), digest=files.digest_of(profile))
+    where = files.reference_path(path, plan_path)
+    return ProfileReference(path=where, digest=files.digest_of(profile), how=profile.device.how)
 
 
 # Private functions

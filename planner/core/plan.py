@@ -55,8 +55,11 @@ class ProfileReference:
     """The profile a plan was made from."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"how"})
     path: str
     digest: str
+    how: Literal["measured", "compiled", "estimated"] = "measured"
+    """Where the profile's numbers come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

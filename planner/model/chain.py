@@ -52,6 +52,12 @@ class Chain:
         """Name of every layer."""
         return tuple(layer.name for layer in self.layers)
 
+    def modules(self, layer: int) -> tuple[str, ...]:
+        """Paths of the modules in a layer, in execution order; empty where it is the one that the layer is called."""
+        name = self.layers[layer].name
+        modules = (name,) if self.outline is None else self.outline.modules[layer]
+        return () if modules == (name,) else modules
+
     def stage(self, first: int, end: int) -> nn.Module:
         """Layers `first`..`end - 1` as one module, whose parameters have the names they have in the model.
 

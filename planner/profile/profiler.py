@@ -404,6 +404,7 @@ class _Measured:
         return LayerProfile(
             name=layer.name,
             digest=unit.digest,
+            modules=self.chain.modules(n),
             parameter_bytes=sum(p.nbytes for p in layer.module.parameters()),
             gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad),
             optimizer_bytes=optimizer.state_bytes,
