@@ -11,7 +11,7 @@ demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from planner.core.errors import FileError, StaleError, UsageError
 from planner.core.findings import Finding, finding
 from planner.core.options import Numbers, Sizes
 from planner.core.plan import Plan, ProfileReference
+from planner.core.precision import precision_of
 from planner.core.profile import Granularity, Profile
 from planner.core.recut import with_cuts
 from planner.core.sweep import Sweep
@@ -49,6 +50,7 @@ def profile(
     batch_sizes: Numbers = "auto",
     batch: int | None = None,
     device: str = "cpu",
+    dtype: str | None = None,
     optimizer: str | None = None,
     settings: Mapping[str, object] | None = None,
     inputs: Sequence[str] = (),
@@ -69,6 +71,7 @@ def profile(
             `batch` for which memory suffices.
         batch: Samples per optimizer step that sizes are wanted for; by default 8.
         device: What to measure on: `cpu` or `cuda`; or, without the device, `estimate:h100` and the like.
+        dtype: `fp32`, `bf16`, `bf16-mixed` or `fp16-mixed`; by default as the model is built.
         optimizer: Its name; by default the file's `build_optimizer`, or adamw.
         settings: Arguments of the file's `build_model`.
         inputs: Shapes such as `3x224x224`, where there is no `example_batch`.
@@ -84,6 +87,7 @@ def profile(
         PlannerError: The model cannot be loaded, cut into layers or run, or an option is wrong.
     """
     sizes = options.micro_batch_sizes(batch_sizes, batch)
+    precision = options.precision(dtype)
     how_finely = cast("Granularity", options.choice("--granularity", granularity, Granularity))
     if threads < 1 or repeat < 2:
         raise UsageError(f"{threads} threads and {repeat} repeats: at least 1 thread and 2 repeats are needed")
@@ -91,7 +95,7 @@ def profile(
         files.check_writable(os.fspath(output))
 
     # torch takes longer to import than everything else together.
-    from planner.model import load_model, model_of  # noqa: PLC0415
+    from planner.model import in_precision, load_model, model_of  # noqa: PLC0415
     from planner.profile import ProfileOptions, profile_model  # noqa: PLC0415
 
     if isinstance(model, (str, os.PathLike)):
@@ -107,6 +111,7 @@ def profile(
             optimizer=optimizer,
             granularity=how_finely,
         )
+    loaded = in_precision(loaded, precision)
     how = ProfileOptions(
         micro_batch_sizes=sizes,
         device=device,
@@ -429,7 +434,8 @@ def sweep(
 
 def reference(profile: Profile, path: str, plan_path: str) -> ProfileReference:
     """How a plan that will stand at `plan_path` refers to its profile."""
-    return ProfileReference(path=files.reference_path(path, plan_path), digest=files.digest_of(profile))
+    where = files.reference_path(path, plan_path)
+    return ProfileReference(path=where, digest=files.digest_of(profile), how=profile.device.how)
 
 
 # Private functions
@@ -459,7 +465,7 @@ def _profile_for(plan: Plan, place: str, given: File | Profile | None) -> tuple[
 
 def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
     """A finding for every difference between a model's file of today and the model that was profiled."""
-    from planner.model import load_model  # noqa: PLC0415 - torch
+    from planner.model import in_precision, load_model  # noqa: PLC0415 - torch
     from planner.profile import model_changes  # noqa: PLC0415 - torch
 
     known = profile.model
@@ -471,7 +477,7 @@ def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
     )
     return tuple(
         finding("GP301", f'layer "{change.layer}" {change.message}' if change.layer else change.message)
-        for change in model_changes(loaded, profile)
+        for change in model_changes(in_precision(loaded, precision_of(profile.environment.dtype)), profile)
     )
 
 

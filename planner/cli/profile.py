@@ -14,6 +14,8 @@ from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.core.cluster import ExecutorCost
 from planner.core.errors import UsageError
 from planner.core.options import choice, micro_batch_sizes
+from planner.core.options import precision as precision_asked
+from planner.core.precision import PRECISIONS
 from planner.core.profile import Granularity
 from planner.core.units import parse_us
 
@@ -42,6 +44,10 @@ def profile(
     optimizer: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="adamw, adam, sgd, …; default: the file's build_optimizer, or adamw."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(PRECISIONS), help="Precision to run in; default: as the model is built."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of build_model; repeatable.")
@@ -72,12 +78,13 @@ def profile(
     as_json = check_format(format_)
     sizes = micro_batch_sizes(batch_sizes, batch)
     time_budget_s = parse_us(time_budget) / 1e6
+    precision = precision_asked(dtype)
     if threads < 1 or repeat < 2:
         raise UsageError(f"`--threads {threads} --repeat {repeat}`: at least 1 thread and 2 repeats are needed")
 
     # torch takes longer to import than everything else together: only this command pays for it.
     from planner import files  # noqa: PLC0415
-    from planner.model import load_model  # noqa: PLC0415
+    from planner.model import in_precision, load_model  # noqa: PLC0415
     from planner.profile import InterruptedProfileError, ProfileOptions, profile_model  # noqa: PLC0415
     from planner.show import profile_text  # noqa: PLC0415
 
@@ -101,6 +108,7 @@ def profile(
             optimizer=optimizer,
             granularity=cast("Granularity", choice("--granularity", granularity, Granularity)),
         )
+        loaded = in_precision(loaded, precision)
         for note in loaded.notes:
             console.note(f"note: {note}")
         # First, because an interrupt from here on loses nothing.

@@ -10,7 +10,7 @@ from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.cli.plans import events_of
 from planner.core.cluster import Link
-from planner.core.plan import Inputs, ProfileReference
+from planner.core.plan import Inputs
 from planner.core.profile import Profile
 from planner.core.units import format_bytes, format_rate, format_us
 from planner.show import plan_text
@@ -135,7 +135,7 @@ def solve(
         explain=explain,
         extrapolate=extrapolate,
     )
-    reference = ProfileReference(path=files.reference_path(profile, output), digest=plan.inputs.profile.digest)
+    reference = replace(plan.inputs.profile, path=files.reference_path(profile, output))
     plan = replace(plan, inputs=replace(plan.inputs, profile=reference))
     if output == "-":
         console.result(files.dump(plan, as_json=as_json, header=api.PLAN_HEADER))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from planner.core.plan import Recompute, Schedule
+from planner.core.precision import Precision
 from planner.core.profile import Generator, Model
 
 __all__ = ["BALANCE_SCHEMA", "Balance", "StageBalance"]
@@ -36,6 +37,8 @@ class Balance:
     model: Model
     """`source` is relative to the folder of this file."""
     optimizer: str = ""
+    dtype: Precision = ""
+    """As `profile --dtype`; empty where the model runs as it is built."""
     device: str = "cpu"
     threads: int = 1
     schedule: Schedule

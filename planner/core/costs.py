@@ -31,6 +31,7 @@ class Tie:
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
+    cast_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class ChainCosts:
     optimizer_peaks_add: bool
     """Whether the optimizer works on all parameters at once, so that its transients add up."""
     buffers: FloatArray
+    casts: FloatArray
+    """Copies of weights that autocast holds from the first forward of a step to its last backward."""
     ties: tuple[Tie, ...]
     input: FloatArray
     """What crosses the boundary in front of each layer; for layer 0 the model's input."""
@@ -75,7 +78,7 @@ class ChainCosts:
     first_backward_level: FloatArray
     """During the first micro-batch's backward; parameter gradients that it allocates are counted."""
     backward_level: FloatArray
-    """During a later backward; parameter gradients are not counted."""
+    """During a later backward; parameter gradients are not counted, those of `casts` behind the layer are."""
     internal: FloatArray
     """The part of `saved` that never leaves the layer."""
     storage_from: IntArray
@@ -189,6 +192,7 @@ class CostTable:
             "optimizer_peak": _constant(layers, lambda layer: layer.optimizer_peak_bytes),
             "optimizer_peaks_add": self._profile.optimizer_peak == "sum",
             "buffers": _constant(layers, lambda layer: layer.buffer_bytes),
+            "casts": _constant(layers, lambda layer: layer.cast_bytes),
             "ties": _ties(layers),
         }
 
@@ -299,6 +303,7 @@ def _exact_memory(
     # The input that nobody keeps is still alive while its layer runs; the model's own input is counted elsewhere.
     input_alive = [0.0, *unkept[:-1]]
     gradients = np.concatenate([[0.0], np.cumsum([_gradient_bytes(layer) for layer in layers])])
+    casts = np.concatenate([[0.0], np.cumsum([layer.cast_bytes for layer in layers])])
     # A boundary is crossed tensor by tensor, also where several lie in one storage.
     received = [sum(t.bytes for t in d.inputs) for d in details]
     behind = [storages.bytes_behind(n) for n in range(len(layers))]
@@ -316,7 +321,8 @@ def _exact_memory(
         # Gradients of the layers behind this one are there already: their sum is added for the stage's end, here
         # everything up to and including this layer is taken off.
         [held[n] + d.first_backward_peak_bytes - gradients[n + 1] + gradients[-1] for n, d in enumerate(details)],
-        [float(held[n] + d.backward_peak_bytes) for n, d in enumerate(details)],
+        # Gradients of autocast's copies, likewise: they wait for the end of the backward.
+        [held[n] + d.backward_peak_bytes - casts[n + 1] + casts[-1] for n, d in enumerate(details)],
         [float(d.internal_bytes) for d in details],
     ]
 
@@ -436,9 +442,15 @@ def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
                     parameter_bytes=size,
                     gradient_bytes=_gradient_bytes(layer) * share,
                     optimizer_bytes=layer.optimizer_bytes * share,
+                    cast_bytes=min(_casts_surely(layers[first], size), _casts_surely(layer, size)),
                 )
             )
     return tuple(ties)
+
+
+def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
+    """Bytes of copies that must be of tied parameters: those of all others are half as large as these at most."""
+    return max(0.0, layer.cast_bytes - (layer.parameter_bytes - tied_bytes) / 2)
 
 
 def _shared(layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int) -> list[tuple[int, int]]:

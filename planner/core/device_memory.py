@@ -1,10 +1,11 @@
 """Peak memory of a device that runs several chunks of the chain in turn (interleaved schedules).
 
 Each chunk is a stage (`planner.core.memory`): it holds its parameters and the like all the time, `held` bytes for every
-micro-batch of it in flight, and `working` bytes while one of its forwards or backwards runs. Which chunk has how many
+micro-batch of it in flight, `casts` bytes (autocast's copies of weights) until the last backward of the step, and
+`working` bytes while one of its forwards or backwards runs. Which chunk has how many
 micro-batches in flight at every action follows from the schedule, so the device's peak is
 
-    max over its actions of   sum over chunks (always + in flight · held)  +  working of the chunk that runs
+    max over its actions of   sum over chunks (always + casts + in flight · held)  +  working of the chunk that runs
 
 or the moment of the optimizer's step. With one chunk that is the stage's own peak under 1F1B.
 """
@@ -43,6 +44,7 @@ class ChunkMemory(NamedTuple):
 
     always: StageMemory
     """What is there whatever runs; of `in_flight` what does not depend on how many micro-batches there are."""
+    casts: float
     held: float
     """Per micro-batch in flight, the one that runs included."""
     transfer: float
@@ -113,7 +115,9 @@ def chunk_memory(
     )
     transients = costs.optimizer_peak[first:end]
     step = float(transients.sum() if costs.optimizer_peaks_add else transients.max())
-    return ChunkMemory(always, float(held), float(many.transfer), float(many.working + min(0, rest)), step)
+    return ChunkMemory(
+        always, float(many.casts), float(held), float(many.transfer), float(many.working + min(0, rest)), step
+    )
 
 
 def mini_batch_bytes(costs: ChainCosts, micro_batches: int, first: IntArray, end: IntArray) -> FloatArray:
@@ -124,14 +128,20 @@ def mini_batch_bytes(costs: ChainCosts, micro_batches: int, first: IntArray, end
 
 
 def device_peaks(
-    always: FloatArray, held: FloatArray, working: FloatArray, optimizer_steps: FloatArray, moments: Moments
+    always: FloatArray,
+    casts: FloatArray,
+    held: FloatArray,
+    working: FloatArray,
+    optimizer_steps: FloatArray,
+    *,
+    moments: Moments,
 ) -> FloatArray:
     """Peak of N devices with V chunks each; all arrays have shape (N, V), `working` with transfers included.
 
     Returns:
         Shape (N,), bytes.
     """
-    alive = held @ moments.in_flight.T + working[:, moments.running]
+    alive = casts.sum(axis=1)[:, None] + held @ moments.in_flight.T + working[:, moments.running]
     peaks: FloatArray = always.sum(axis=1) + np.maximum(alive.max(axis=1), optimizer_steps.max(axis=1))
     return peaks
 
@@ -143,7 +153,7 @@ def device_memory(
     moments = moments_of(tuple(row), len(chunks))
     held = np.array([chunk.held for chunk in chunks])
     busy = np.array([chunk.transfer + chunk.working for chunk in chunks])
-    alive = moments.in_flight @ held + busy[moments.running]
+    alive = sum(chunk.casts for chunk in chunks) + moments.in_flight @ held + busy[moments.running]
     at = int(alive.argmax())
     steps = [chunk.optimizer_step for chunk in chunks]
     stepping = steps.index(max(steps))
@@ -157,6 +167,7 @@ def device_memory(
                 gradients=chunk.always.gradients,
                 optimizer=chunk.always.optimizer,
                 buffers=chunk.always.buffers,
+                casts=0 if in_step else round(chunk.casts),
                 in_flight=chunk.always.in_flight + (0 if in_step else round(moments.in_flight[at, v] * chunk.held)),
                 transfer=round(chunk.transfer) if runs else 0,
                 working=round(chunk.working) if runs else round(steps[v]) if in_step and v == stepping else 0,

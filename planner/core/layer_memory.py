@@ -32,7 +32,17 @@ from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts
 
-__all__ = ["AGAIN", "KEPT", "LayerPeaks", "Pending", "StageLayers", "StageLevels", "least_levels", "most_savings"]
+__all__ = [
+    "AGAIN",
+    "KEPT",
+    "LayerPeaks",
+    "Pending",
+    "StageLayers",
+    "StageLevels",
+    "cast_gradient_peaks",
+    "least_levels",
+    "most_savings",
+]
 
 FloatArray = NDArray[np.float64]
 
@@ -190,10 +200,14 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
         return saved, LayerPeaks(transient, transient, transient)
     forward = np.minimum(forward, no_grad)[layer] + np.where(layer > first, into[layer], 0.0)
     output, through = np.rint(costs.output)[layer], np.cumsum(np.rint(costs.gradients))[layer]
+    casts = _before(np.rint(costs.casts))
+    casts_through = casts[layer + 1]
+    at_end = copied[first] + highest(np.rint(cast_gradient_peaks(costs))[layer]) + casts_through - casts[first]
+    at_end = np.where(casts_through > casts[first], at_end, 0.0)
     return saved, LayerPeaks(
         highest(in_front + forward),
         highest(in_front + first_backward[layer] - through) + through + output,
-        highest(in_front + backward[layer]) + output,
+        np.maximum(highest(in_front + backward[layer] - casts_through) + casts_through, at_end) + output,
     )
 
 
@@ -202,13 +216,29 @@ def _peaks(costs: ChainCosts, stage: slice, copied: FloatArray, own_copy: FloatA
     forward, first_backward, backward = (peak[stage] for peak in all_kept)
     output, gradients = np.rint(costs.output[stage]), np.rint(costs.gradients[stage])
     behind = gradients.sum() - np.cumsum(gradients)
+    casts = np.rint(costs.casts[stage])
+    casts_behind = casts.sum() - np.cumsum(casts)
     # The gradient of the stage's own output is counted with the engine's transfers.
     again = np.append(output[:-1], 0.0) + forward
+    later = np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + casts_behind + output[-1]
+    if casts.any():
+        # In front of the first layer nothing is held, as at the end of the backward (but a copy of the input).
+        at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + output[-1]
+        later[:, 0] = np.maximum(later[:, 0], at_end)
     return LayerPeaks(
         np.stack([own_copy + forward, copied + all_no_grad[stage]]),
         np.stack([own_copy + first_backward, copied + np.maximum(again, first_backward)]) + behind + output[-1],
-        np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + output[-1],
+        later,
     )
+
+
+def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
+    """What turning the gradients of a layer's `casts` into those of its parameters takes at most, beside `casts` bytes.
+
+    Of exact records. Autograd runs what was recorded last first. The copies were recorded by the first micro-batch, so
+    in the backward of a later one their gradients all wait until everything else is done, stage by stage.
+    """
+    return np.maximum(_layer_peaks(costs)[0].backward - costs.casts, 0.0)
 
 
 def _transients(costs: ChainCosts, stage: slice) -> LayerPeaks:
@@ -222,11 +252,11 @@ def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
     if not costs.exact:
         transient = np.rint(np.maximum(costs.forward_level, costs.backward_level))
         return LayerPeaks(transient, transient, transient), transient
-    held, gradients = _before(costs.saved)[:-1], _before(costs.gradients)
+    held, gradients, casts = _before(costs.saved)[:-1], _before(costs.gradients), _before(costs.casts)
     peaks = (
         costs.forward_level - held - costs.unkept_input,
         costs.first_backward_level - held + gradients[1:] - gradients[-1],
-        costs.backward_level - held,
+        costs.backward_level - held + casts[1:] - casts[-1],
         costs.no_grad_peak - costs.input_alive,
     )
     # Interpolation may have cut the levels off at zero, each for itself.

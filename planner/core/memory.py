@@ -9,6 +9,8 @@ recomputes. The peak is the largest of a few moments, each written down in `_mom
     the second micro-batch's backward               one micro-batch less in flight, all gradients there
     the optimizer's step
 
+Copies of weights that autocast makes are there in all of them but the optimizer's step.
+
 With exact records (`ChainCosts.exact`) what is alive within a moment is composed layer by layer; otherwise the
 additive bound of `docs/cost-model.md` is used: everything held plus the largest transient.
 
@@ -17,7 +19,7 @@ micro-batch's backward; outputs until their backward. In GPipe the handles of se
 were sent to neighbours until the end of the step; in 1F1B nothing outlives its send and its micro-batch's backward.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts
-from planner.core.layer_memory import StageLayers, StageLevels
+from planner.core.layer_memory import StageLayers, StageLevels, cast_gradient_peaks
 from planner.core.plan import Recompute, StageMemory
 
 __all__ = [
@@ -53,6 +55,7 @@ class IntervalMemory:
     gradients: FloatArray
     optimizer: FloatArray
     buffers: FloatArray
+    casts: FloatArray
     in_flight: FloatArray
     transfer: FloatArray
     working: FloatArray
@@ -60,8 +63,8 @@ class IntervalMemory:
     def total(self) -> FloatArray:
         """Sum of the items in whole bytes, as `stage_memory` rounds them (the reserve not included)."""
         total = np.rint(self.parameters)
-        for item in (self.gradients, self.optimizer, self.buffers, self.in_flight, self.transfer, self.working):
-            total = total + np.rint(item)
+        for item in fields(self)[1:]:
+            total = total + np.rint(getattr(self, item.name))
         return total
 
 
@@ -130,6 +133,8 @@ def stage_moments(
     if recompute == "layers":
         stages.recompute_layers(StageLayers.of(costs, first, end).levels(frozenset(recomputed)))
         recompute = "never"
+    elif stages.forward_only[0, -1]:
+        recompute = "never"  # nothing in front is trained: there is no backward, and nothing to compute again for it
     held = stages.input + (stages.saved if recompute == "never" else stages.output)
     totals = [_whole(stages, moment) for moment in _all_moments(stages, in_flight, recompute)]
     optimizer_step = totals.pop()
@@ -209,7 +214,7 @@ def linear_moments(
         stages.recompute_layers(StageLevels(*levels))
         moments = _moments(stages, in_flight, "never") if stages.exact else _additive(stages, in_flight, "never")
         always = stages.parameters + stages.optimizer + stages.buffers + stages.data
-        return [always + m.gradients + m.in_flight + m.transfer + m.working for m in moments]
+        return [always + moment.alive() for moment in moments]
 
     # Linear as they are, their values at five points tell all coefficients.
     at_zero, *at_one = (totals(*(float(n == one) for n in range(4))) for one in range(-1, 4))
@@ -223,9 +228,21 @@ def linear_moments(
 def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalMemory:
     if recompute == "layers":
         raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
+    memory = _highest(stages, in_flight, recompute)
+    if recompute == "never" or not stages.forward_only.any():
+        return memory
+    # Where nothing in front is trained, there is no backward, and the executor recomputes nothing.
+    never = _highest(stages, in_flight, "never")
+    choice = {
+        f.name: np.where(stages.forward_only, getattr(never, f.name), getattr(memory, f.name)) for f in fields(memory)
+    }
+    return IntervalMemory(**choice)
+
+
+def _highest(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalMemory:
     peak = total = None
     for moment in _all_moments(stages, in_flight, recompute):
-        alive = moment.gradients + moment.in_flight + moment.transfer + moment.working
+        alive = moment.alive()
         if peak is None or total is None:
             peak, total = moment, alive
             continue
@@ -238,6 +255,7 @@ def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalM
         gradients=peak.gradients,
         optimizer=stages.optimizer,
         buffers=stages.buffers,
+        casts=peak.casts,
         in_flight=peak.in_flight + stages.data,
         transfer=peak.transfer,
         working=peak.working,
@@ -253,17 +271,22 @@ def _all_moments(stages: "_Stages", in_flight: int, recompute: Recompute) -> Ite
 def _whole(stages: "_Stages", moment: "_Moment") -> int:
     """Bytes at a moment, rounded item by item as in `StageMemory`."""
     always = (stages.parameters, stages.optimizer, stages.buffers)
-    items = (*always, moment.gradients, moment.in_flight + stages.data, moment.transfer, moment.working)
-    return sum(round(item[0, -1].item()) for item in items)
+    passing = (moment.gradients, moment.casts, moment.in_flight + stages.data, moment.transfer, moment.working)
+    return sum(round(item[0, -1].item()) for item in (*always, *passing))
 
 
 class _Moment(NamedTuple):
     """What is alive at one moment, beside parameters, optimizer state and buffers."""
 
     gradients: FloatArray
+    casts: FloatArray
     in_flight: FloatArray
     transfer: FloatArray
     working: FloatArray
+
+    def alive(self) -> FloatArray:
+        """All of it."""
+        return self.gradients + self.casts + self.in_flight + self.transfer + self.working
 
 
 class _Stages:
@@ -302,6 +325,7 @@ class _Stages:
         self.gradients = tied(costs.gradients, "gradient_bytes")
         self.optimizer = tied(costs.optimizer, "optimizer_bytes")
         self.buffers = sums(costs.buffers)
+        self.casts = tied(costs.casts, "cast_bytes")
         self.optimizer_peak = (sums if costs.optimizer_peaks_add else highest)(costs.optimizer_peak)
         self.output = np.broadcast_to(costs.output[None, columns], self.buffers.shape)
         self.unsaved_output = costs.unsaved_output[None, columns]
@@ -312,15 +336,47 @@ class _Stages:
         self.input = np.where(firsts > 0, costs.input[firsts], 0.0)[:, None]
         self.data = micro_batches * (np.where(first == 0, costs.input[0], 0.0) + np.where(is_last, costs.target, 0.0))
         self.output_gradient = np.where(is_last, 0.0, self.output)
-        self.input_gradient = self.input
+        trained = np.concatenate([[False], np.cumsum(costs.gradients) > 0.0])  # in front of each layer, or behind all
+        if not (costs.exact and trained[-1]):
+            trained[:] = True  # who writes a profile by hand may leave gradients out
+        self.forward_only = np.broadcast_to(~trained[1:][None, columns], self.buffers.shape)
+        self.input_gradient = np.where(trained[firsts][:, None], self.input, 0.0)
         self.forward = highest(costs.forward_level, costs.unkept_input) - saved_before
         self.no_grad = highest(costs.no_grad_peak, costs.input_alive)
         # The engine holds a stage's output until its backward is done, whether or not a layer keeps it so long.
-        self.backward = highest(costs.backward_level) - saved_before + self.output
+        casts_to_end = np.cumsum(costs.casts)[None, columns]
+        behind = casts_to_end - costs.casts.sum()
+        self.backward = highest(costs.backward_level) - saved_before + behind + self.output
         gradients_to_end = np.cumsum(costs.gradients)[None, columns]
         first_backward = highest(costs.first_backward_level) - saved_before + self.output
         self.first_backward = first_backward - costs.gradients.sum() + gradients_to_end
+        # Of a micro-batch that is recomputed; what differs are gradients of autocast's copies.
+        self.first_again = self.first_backward
+        if costs.exact and costs.casts.any():
+            self._count_gradients_of_casts(costs, highest, sums, saved_before, columns)
         self.transient = highest(np.maximum(costs.forward_level, costs.backward_level))
+
+    def _count_gradients_of_casts(
+        self,
+        costs: ChainCosts,
+        highest: Callable[[FloatArray], FloatArray],
+        sums: Callable[[FloatArray], FloatArray],
+        saved_before: FloatArray,
+        columns: slice,
+    ) -> None:
+        """They wait for the end of a backward, and there turn into gradients of parameters, which are twice as large.
+
+        But for the micro-batch that made the copies: in its backward they turn into these at once.
+        """
+        waiting = highest(cast_gradient_peaks(costs))
+        self.backward = np.maximum(self.backward, waiting + sums(costs.casts) + self.output)
+        # If that micro-batch is recomputed, they wait, and gradients of parameters without a copy exist at once.
+        others = np.maximum(costs.gradients - 2 * costs.casts, 0.0)
+        through = np.cumsum(costs.casts + others)
+        level = highest(costs.backward_level - np.cumsum(others) + others + others.sum()) - saved_before
+        level = level - through[-1] + through[None, columns]
+        at_end = sums(costs.gradients) + waiting / 2
+        self.first_again = np.minimum(self.first_backward, np.maximum(level, at_end) + self.output)
 
     def recompute_layers(self, levels: StageLevels) -> None:
         """Recomputes single layers, in whole bytes; for one stage, in the last column."""
@@ -334,17 +390,21 @@ class _Stages:
         self.first_backward = np.full(shape, levels.first_backward)
         self.backward = self.transient = np.full(shape, levels.backward)
 
+    def forward_moment(self, gradients: FloatArray, in_flight: FloatArray, working: FloatArray) -> _Moment:
+        return _Moment(gradients, self.casts, in_flight, np.zeros_like(working), working)
+
     def first_backward_moment(self, in_flight: FloatArray, working: FloatArray) -> _Moment:
         # Gradients exist in part; the items show them as far as they are part of what is alive.
         gradients = np.minimum(self.gradients, working)
-        return _Moment(gradients, in_flight, self.output_gradient, working - gradients)
+        return _Moment(gradients, self.casts, in_flight, self.output_gradient, working - gradients)
 
     def backward_moment(self, in_flight: FloatArray, working: FloatArray, sent: FloatArray) -> _Moment:
-        return _Moment(self.gradients, in_flight, self.output_gradient + sent, working)
+        return _Moment(self.gradients, self.casts, in_flight, self.output_gradient + sent, working)
 
     def optimizer_moment(self) -> _Moment:
+        # Autocast is left before the optimizer's step, and its copies of the weights with it.
         nothing = np.zeros_like(self.gradients)
-        return _Moment(self.gradients, nothing, nothing, self.optimizer_peak)
+        return _Moment(self.gradients, nothing, nothing, nothing, self.optimizer_peak)
 
 
 def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:
@@ -362,7 +422,7 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
 
     if recompute == "never":
         own = s.input + s.copied_input
-        yield _Moment(gradients, waiting * full + s.input + s.copied_input, nothing, s.forward)
+        yield s.forward_moment(gradients, waiting * full + s.input + s.copied_input, s.forward)
         if gpipe:
             yield s.first_backward_moment(waiting * full + own, s.first_backward)
             if waiting > 0:
@@ -373,10 +433,10 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
         # With `except-last` one of the waiting micro-batches, the last one, kept its activations.
         kept = full - edges if recompute == "except-last" and waiting > 0 else nothing
         # The recomputed output, part of both levels, lives beside the one that was sent.
-        again_first = np.maximum(s.forward, s.first_backward) + s.copied_input
+        again_first = np.maximum(s.forward, s.first_again) + s.copied_input
         again = np.maximum(s.forward, s.backward) + s.copied_input
         last_forward = (s.forward if recompute == "except-last" else s.no_grad) + s.copied_input
-        yield _Moment(gradients, waiting * edges + s.input, nothing, last_forward)
+        yield s.forward_moment(gradients, waiting * edges + s.input, last_forward)
         if gpipe:
             yield s.first_backward_moment(waiting * edges + kept + edges, again_first)
             if waiting > 0:
@@ -392,9 +452,10 @@ def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mom
     """The bound without exact records: everything held at once plus the largest transient of any layer."""
     full = s.input + s.saved
     edges = s.input + s.output
+    transient = s.transient + s.casts  # the gradients of these wait for the end of a backward
     if recompute == "never":
-        yield s.backward_moment(in_flight * full, s.transient, s.input_gradient)
+        yield s.backward_moment(in_flight * full, transient, s.input_gradient)
     else:
         kept = np.maximum(full - edges, 0.0) if recompute == "except-last" and in_flight > 1 else np.zeros_like(full)
-        yield s.backward_moment(in_flight * edges + kept, s.saved + s.transient, s.input_gradient)
+        yield s.backward_moment(in_flight * edges + kept, s.saved + transient, s.input_gradient)
     yield s.optimizer_moment()

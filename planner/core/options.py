@@ -10,6 +10,7 @@ from typing import get_args
 
 from planner.core.cluster import Link
 from planner.core.errors import UsageError
+from planner.core.precision import PRECISIONS, Precision, precision_of
 from planner.core.units import parse_bytes, parse_bytes_per_s, parse_share, parse_us
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "names",
     "nodes",
     "one",
+    "precision",
     "share",
     "size",
     "sizes",
@@ -129,6 +131,19 @@ def micro_batch_sizes(asked: Numbers, batch: int | None) -> tuple[int, ...]:
         raise UsageError(f"`--batch {batch}`: at least 1 sample is needed")
     # The batch itself too, so that every number that divides it lies between measured sizes.
     return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
+
+
+def precision(asked: str | None) -> Precision:
+    """`bf16-mixed` and so on; empty where nothing is asked.
+
+    Raises:
+        UsageError: No such precision.
+    """
+    if asked is None:
+        return ""
+    if not precision_of(asked):
+        raise UsageError(f"unknown precision `--dtype {asked}`", hint=f"one of {', '.join(PRECISIONS)}")
+    return precision_of(asked)
 
 
 def speeds(asked: str | float | Sequence[float], devices: int) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from planner.core.cluster import Link
+from planner.core.precision import Precision
 from planner.core.profile import Generator
 
 __all__ = [
@@ -54,8 +55,11 @@ class ProfileReference:
     """The profile a plan was made from."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"how"})
     path: str
     digest: str
+    how: Literal["measured", "compiled", "estimated"] = "measured"
+    """Where the profile's numbers come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +69,8 @@ class Inputs:
     __pydantic_config__ = _FORBID
     __quiet__ = frozenset(
         {
-            "speeds",
-            "node_devices",
-            "links",
-            "chunks",
-            "replicas",
-            "together",
-            "apart",
-            "any_order",
-            "inter_link",
-            "allreduce",
+            *("speeds", "node_devices", "links", "chunks", "replicas", "together", "apart", "any_order", "inter_link"),
+            *("allreduce", "dtype"),
         }
     )
     profile: ProfileReference
@@ -111,6 +107,8 @@ class Inputs:
     """Whether devices may be put into any order."""
     recompute: RecomputePolicy = "auto"
     optimizer: str = ""
+    dtype: Precision = ""
+    """What `profile --dtype` asked for; empty where the model runs as it is built."""
     extrapolate: bool = False
     """Whether micro-batch sizes outside the profiled range were allowed."""
 
@@ -133,10 +131,13 @@ class StageMemory:
     """Peak memory of one stage over a step, in bytes, itemised at the moment of the peak."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"casts"})
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
+    casts: int = 0
+    """Low-precision copies of weights, which autocast keeps while the schedule runs."""
     in_flight: int = 0
     """Inputs, outputs and saved activations of the micro-batches waiting for their backward."""
     transfer: int = 0

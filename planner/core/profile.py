@@ -33,7 +33,7 @@ Granularity = Literal["coarse", "fine"]
 
 # pydantic, which only `planner.files` knows, reads this attribute: unknown keys are errors.
 _FORBID = {"extra": "forbid"}
-# `planner.files` reads `__compact__`: fields that hold their default are not written.
+# `planner.files` reads `__compact__`: fields that hold their default are not written; `__quiet__` names single ones.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ class Environment:
     torch: str = ""
     python: str = ""
     dtype: str = "float32"
+    """Of the parameters, as the model is built; else what `--dtype` asked for (`planner.core.precision`)."""
     threads: int = 1
 
 
@@ -132,6 +133,7 @@ class LayerProfile:
     """Costs of one layer. Times in microseconds and bytes are for one micro-batch, one per micro-batch size."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"cast_bytes"})
     name: str
     modules: tuple[str, ...] = ()
     """Paths of its modules in execution order, where it is more than the one that it is named after."""
@@ -142,6 +144,8 @@ class LayerProfile:
     """Defaults to `parameter_bytes`."""
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
+    cast_bytes: int = 0
+    """Low-precision copies of parameters that autocast makes once and keeps until it is left."""
     tied: tuple[str, ...] = ()
     """Names of parameters in other layers that share storage with one of this layer."""
     tied_bytes: int = 0

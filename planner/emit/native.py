@@ -12,6 +12,7 @@ from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, check_partition
 from planner.core.plan import Plan, Stage
 from planner.core.planning import GENERATOR
+from planner.core.precision import precision_of
 from planner.core.profile import Profile
 from planner.core.units import format_bytes, format_us
 from planner.emit.signature import signed
@@ -87,6 +88,7 @@ def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
         plan_digest=decisions_digest(plan),
         model=replace(profile.model, source=source),
         optimizer=profile.optimizer,
+        dtype=precision_of(profile.environment.dtype),
         device="cuda" if profile.device.kind == "cuda" else "cpu",
         threads=profile.environment.threads,
         schedule=plan.schedule,

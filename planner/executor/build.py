@@ -11,6 +11,7 @@ from planner.executor.own_stage import BuildError, build_only, emptied
 from planner.model.chain import Chain, Layer, outlined
 from planner.model.load import LoadedModel
 from planner.model.outline import Outline
+from planner.model.precision import convert
 from planner.model.stage import weightless
 
 __all__ = ["build_layers", "build_structure"]
@@ -31,10 +32,11 @@ def build_structure(loaded: LoadedModel) -> Chain:
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
         # A copy in which every tensor is replaced: a finished model stays as it is, and what is tied stays tied.
         model = copy.deepcopy(model, {id(tensor): emptied(tensor) for tensor in _all_tensors(model)})
+    model = convert(model, loaded.precision)
     try:
         return loaded.chain(model)
     except ModelError:  # what can be cut only where it runs on values; an error of the user's comes again
-        full = loaded.build() if full is model else full
+        full = convert(loaded.build() if full is model else full, loaded.precision)
         outline = loaded.chain(full).outline
         if outline is None:
             raise
@@ -68,6 +70,7 @@ def build_layers(
     except BuildError:
         torch.manual_seed(seed)
         model = loaded.build()
+    model = convert(model, loaded.precision)
     if chain.outline is None:
         layers = loaded.chain(model).layers[first:end]
         return tuple(Layer(layer.name, layer.module.to(device)) for layer in layers)

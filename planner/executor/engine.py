@@ -16,7 +16,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 
 from planner.core.plan import Schedule
+from planner.core.precision import Precision
 from planner.executor.stage_module import StageModule
+from planner.model.autocast import keeping_casts, layers_in
 
 __all__ = ["Engine"]
 
@@ -40,15 +42,19 @@ class Engine:
         micro_batches: int,
         timer: Timer,
         group: ProcessGroup | None = None,
+        precision: Precision = "",
     ) -> None:
         kind = _Stage if schedule == "gpipe" else _EagerStage
         stage = kind(module, index, num_stages, device, input_args=received, output_args=sent, group=group)
         stage.timer = timer
+        stage.precision = self._precision = precision
         self._module = module
+        self._device = device
         self._micro_batches = micro_batches
+        self.loss_scale = 1.0
         loop = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
         # The module's output on the last stage is the loss already; the engine divides gradients by M.
-        self._schedule = loop(stage, micro_batches, loss_fn=_loss_itself, scale_grads=True)
+        self._schedule = loop(stage, micro_batches, loss_fn=self._scaled, scale_grads=True)
 
     def step(self, tensors: Sequence[Tensor], targets: Sequence[Any]) -> list[Tensor]:
         """Forward and backward of a mini-batch; gradients are left in the parameters.
@@ -58,27 +64,32 @@ class Engine:
             targets: Last stage: the targets of every micro-batch. Else empty.
 
         Returns:
-            Last stage: the loss of every micro-batch, detached. Else empty.
+            Last stage: the loss of every micro-batch, detached. Else empty. Gradients are those of the loss times
+            `loss_scale`; what is returned is not scaled.
         """
         self._module.targets = list(targets)
         losses: list[Tensor] = []
         # The engine insists on a target to cut into micro-batches; ours travel with the module.
-        self._schedule.step(*tensors, target=torch.empty(self._micro_batches), losses=losses, return_outputs=False)
+        target = torch.empty(self._micro_batches)
+        with keeping_casts(self._precision, self._device):
+            self._schedule.step(*tensors, target=target, losses=losses, return_outputs=False)
         self._module.targets = []
-        return [loss.detach() for loss in losses]
+        return [loss.detach() / self.loss_scale for loss in losses]
 
-
-def _loss_itself(output: Tensor, _target: Tensor) -> Tensor:
-    return output
+    def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
+        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
 
 class _Stage(PipelineStage):
     timer: Timer
+    precision: Precision
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id  # type: ignore[assignment]
         run = super().forward_one_chunk
-        return self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs))
+        # Recomputation in backward switches autocast on again by itself; the rest of backward runs without.
+        with layers_in(self.precision, self.device):
+            return self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs))
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         run = super().backward_one_chunk

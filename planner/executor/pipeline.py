@@ -21,13 +21,16 @@ from planner.core.profile import Device, Environment, Generator
 from planner.core.run_report import RunReport, StageRun
 from planner.executor.build import build_layers, build_structure
 from planner.executor.engine import Engine
+from planner.executor.loss_scale import LossScale
 from planner.executor.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.stage_module import Shapes, StageModule, shapes_of
 from planner.executor.ties import TiedGradients
 from planner.files import read_balance
+from planner.model.autocast import autocast_dtype
 from planner.model.chain import chain_digest, shared_parameters
 from planner.model.load import Batch, LoadedModel, load_model, to_device
 from planner.model.machine import cpu_name, keep_freed_memory
+from planner.model.precision import in_precision, to_precision
 
 __all__ = ["OneRankError", "Pipeline"]
 
@@ -73,6 +76,8 @@ class Pipeline:
             self.model = _load(self.balance, Path(balance_path).parent)
             self._join()
             self._module, self._engine = self._build()
+            is_float16 = autocast_dtype(self.balance.dtype) == torch.float16
+            self._loss_scale = LossScale(self._module.parameters(), self.device) if is_float16 else None
         except BaseException:
             self.close()
             raise
@@ -127,7 +132,8 @@ class Pipeline:
     def step(self, inputs: Any, targets: Any) -> Iterator[float | None]:
         """Forward and backward of a mini-batch; the block then steps the optimizer, and both are timed together.
 
-        Gradients are those of the mean loss over the mini-batch. Yields that loss on the first and last rank.
+        Gradients are those of the mean loss over the mini-batch. Yields that loss on the first and last rank. Under
+        `fp16-mixed` there are none on any stage in a step whose gradients overflowed: the optimizer then does nothing.
         """
         batch = Batch(inputs, targets)
         self._check_size(batch)
@@ -159,7 +165,7 @@ class Pipeline:
             environment=Environment(
                 torch=str(torch.__version__),
                 python=platform.python_version(),
-                dtype=str(next((p.dtype for _, p in self.named_parameters()), torch.float32)).removeprefix("torch."),
+                dtype=self.balance.dtype or _dtype_of(self._module),
                 threads=self.balance.threads,
             ),
             losses=tuple(self.losses),
@@ -207,9 +213,9 @@ class Pipeline:
     def _build(self) -> tuple[StageModule, Engine]:
         balance = self.balance
         chain = build_structure(self.model)
-        _check_same_model(balance, chain.names, chain_digest(chain, self.model.settings))
+        _check_same_model(balance, chain.names, chain_digest(chain, self.model.settings, balance.dtype))
         micro_batch = _micro_batches(self.example_batch(0).inputs, balance.micro_batches)[0]
-        shapes = shapes_of(chain, micro_batch)
+        shapes = shapes_of(chain, micro_batch, precision=balance.dtype, device=self.device)
         ends = [sum(balance.balance[: k + 1]) for k in range(balance.num_stages)]
         first, end = ends[self.rank] - balance.balance[self.rank], ends[self.rank]
         stage = balance.stages[self.rank]
@@ -246,18 +252,24 @@ class Pipeline:
             schedule=self.balance.schedule,
             micro_batches=self.balance.micro_batches,
             timer=self._recorder.timed,
+            precision=self.balance.dtype,
         )
 
     def _forward_backward(self, batch: Batch) -> float | None:
         tensors: Sequence[Tensor] = ()
         targets: Sequence[Any] = ()
         if self.is_first:
-            leaves = tree_flatten(to_device(batch.inputs, self.device))[0]
+            inputs = to_precision(to_device(batch.inputs, self.device), self.balance.dtype)
+            leaves = tree_flatten(inputs)[0]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.is_last:
             targets = _micro_batches(to_device(batch.targets, self.device), self.balance.micro_batches)
+        if self._loss_scale is not None:
+            self._engine.loss_scale = self._loss_scale.value
         losses = self._engine.step(tensors, targets)
         self._tied.sum()
+        if self._loss_scale is not None:
+            self._loss_scale.unscale()
         loss = self._share_loss(torch.stack(losses).mean() if losses else None)
         if loss is not None:
             self.losses.append(loss)
@@ -285,13 +297,18 @@ def _load(balance: Balance, folder: Path) -> LoadedModel:
     optimizer = None if balance.optimizer in ("", "build_optimizer") else balance.optimizer
     settings = {name: str(value) for name, value in balance.model.settings.items()}
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"
-    return load_model(
+    loaded = load_model(
         source,
         settings=settings,
         inputs=balance.model.inputs,
         optimizer=optimizer,
         granularity=balance.model.granularity,
     )
+    return in_precision(loaded, balance.dtype)
+
+
+def _dtype_of(module: nn.Module) -> str:
+    return str(next((p.dtype for p in module.parameters()), torch.float32)).removeprefix("torch.")
 
 
 def _device(name: str) -> torch.device:

@@ -89,7 +89,8 @@ class _Recomputing(torch.autograd.Function):
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
             stack.enter_context(_drawing_again(ctx.random_state))
             stack.enter_context(torch.enable_grad())
-            made = ctx.run(*given)
+            # Views: of a leaf autocast would keep a low-precision copy until the end of the step.
+            made = ctx.run(*(tensor.view_as(tensor) for tensor in given))
             pairs = [(t, gradient) for t, gradient in zip(made, gradients, strict=True) if t.requires_grad]
             gradients.clear()
             # From here on the gradients are in one list, which `_Start` empties, and the outputs in none.

@@ -20,7 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.core.errors import ModelError
 from planner.core.plan import Recompute
+from planner.core.precision import Precision
 from planner.executor.recompute import Recomputed, recomputing
+from planner.executor.shape_run import FakeRun, MetaRun
+from planner.model.autocast import autocast_dtype
 from planner.model.chain import Chain, Layer, register, run_layers
 from planner.model.stage import ModelStage
 
@@ -86,35 +89,40 @@ class Shapes:
         return Recomputed(self.stage_writes_input(layer, end), carries)
 
 
-def shapes_of(chain: Chain, inputs: Any) -> Shapes:
-    """What crosses the boundaries: known from the outline, or found by running the layers on the meta device.
+def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
+    """What crosses the boundaries: known from the outline, or found by running the layers without values.
 
     Args:
         chain: The chain, on the meta device.
         inputs: The model's input for one micro-batch, on any device.
+        precision: What the layers run in.
+        device: Where they run; autocast does other things on the CPU than on CUDA.
 
     Raises:
         ModelError: A layer needs real values (`.item()`, data-dependent shapes) or does not fit its input.
     """
     given = Boundary.of(tree_map_only(Tensor, lambda t: t.to("meta"), inputs))
     if chain.outline is None:
-        return _run_on_meta(chain.layers, given)
+        return _run(chain.layers, given, precision, device)
     size = next((int(tensor.shape[0]) for tensor in given.tensors), 0)
     between = (Boundary.of(chain.outline.boundary(n, size)) for n in range(1, len(chain.layers)))
     behind = Boundary.of(torch.empty((), device="meta", requires_grad=True))  # in place of the output: the loss
     return Shapes((given, *between, behind), chain.outline.writes, chain.outline.aliases)
 
 
-def _run_on_meta(layers: Sequence[Layer], received: Boundary) -> Shapes:
+def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None) -> Shapes:
     boundaries = [received]
     writes, aliases = [], []
-    for layer in layers:
+    modules = [layer.module for layer in layers]
+    run = MetaRun(modules) if device is None or not autocast_dtype(precision) else FakeRun(modules, precision, device)
+    for layer, module in zip(layers, run.layers, strict=True):
         # Copies, so that a layer that writes its input does not meet a leaf, and can be seen to write.
-        value = boundaries[-1].rebuild([t.clone() for t in boundaries[-1].tensors])
+        value = boundaries[-1].rebuild([run.copy(t) for t in boundaries[-1].tensors])
         given = [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
         versions = [t._version for t in given]
         try:
-            value = layer.module(value)
+            with run.context():
+                value = module(value)
         except Exception as error:
             raise ModelError(
                 f'layer "{layer.name}" cannot be run on the meta device: {type(error).__name__}: {error}',
@@ -194,6 +202,9 @@ class StageModule(nn.Module):
         if self._copies_input:
             # Received tensors are leaves, and inside a recomputed stage they are read twice: neither may be written.
             tensors = tuple(tensor.clone() for tensor in tensors)
+        else:
+            # Views: of a leaf, as received ones are, autocast would keep a copy until the end of the step.
+            tensors = tuple(tensor.view_as(tensor) for tensor in tensors)
         value = self._received.rebuild(tensors)
         if self._recomputed:
             value = self._run_one_by_one(value, targets)

@@ -2,5 +2,6 @@
 
 from planner.model.chain import Chain, Layer, chain_of
 from planner.model.load import Batch, LoadedModel, load_model, model_of
+from planner.model.precision import in_precision
 
-__all__ = ["Batch", "Chain", "Layer", "LoadedModel", "chain_of", "load_model", "model_of"]
+__all__ = ["Batch", "Chain", "Layer", "LoadedModel", "chain_of", "in_precision", "load_model", "model_of"]

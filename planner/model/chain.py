@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
+from planner.core.precision import Precision
 from planner.core.profile import Granularity, Setting
 from planner.model.ghosts import storage_of
 from planner.model.outline import Outline, outline_of
@@ -50,6 +51,12 @@ class Chain:
     def names(self) -> tuple[str, ...]:
         """Name of every layer."""
         return tuple(layer.name for layer in self.layers)
+
+    def modules(self, layer: int) -> tuple[str, ...]:
+        """Paths of the modules in a layer, in execution order; empty where it is the one that the layer is called."""
+        name = self.layers[layer].name
+        modules = (name,) if self.outline is None else self.outline.modules[layer]
+        return () if modules == (name,) else modules
 
     def stage(self, first: int, end: int) -> nn.Module:
         """Layers `first`..`end - 1` as one module, whose parameters have the names they have in the model.
@@ -155,14 +162,16 @@ def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
     return tied
 
 
-def chain_digest(chain: Chain, settings: dict[str, Setting]) -> str:
-    """`sha256:…` over names, classes, parameters and buffers (shapes, dtypes, trainable or not) and settings.
+def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precision = "") -> str:
+    """`sha256:…` over names, classes, parameters and buffers (shapes, dtypes, trainable or not), settings, precision.
 
     Weights do not count, so it can be taken on the meta device.
     """
     content: dict[str, Any] = {"settings": settings, "layers": [_described(layer) for layer in chain.layers]}
     if chain.outline is not None:
         content |= {"model": _described(Layer("", chain.model)), "crossings": chain.outline.described}
+    if precision:
+        content["dtype"] = precision
     return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

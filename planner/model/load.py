@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.core.errors import FileError, ModelError, UsageError
+from planner.core.precision import Precision
 from planner.core.profile import Granularity, Setting
+from planner.model.autocast import layers_in
 from planner.model.chain import Chain, chain_of
 from planner.model.inputs import input_tensor
 from planner.model.nests import tensors_in
@@ -56,6 +58,8 @@ class LoadedModel:
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
     granularity: Granularity = "coarse"
+    precision: Precision = ""
+    """What the model is to run in; `build` returns it as it is written all the same (`planner.model.precision`)."""
     notes: tuple[str, ...] = field(default=())
 
     def chain(self, model: nn.Module) -> Chain:
@@ -64,7 +68,9 @@ class LoadedModel:
         Raises:
             ModelError: It cannot be run on its example batch, or not be cut.
         """
-        return chain_of(model, lambda size: self.example_batch(size).inputs, self.granularity)
+        # A copy of a weight that two modules share would be a tensor that crosses the cuts between them.
+        with layers_in(self.precision, torch.device("cpu"), keep=False):
+            return chain_of(model, lambda size: self.example_batch(size).inputs, self.granularity)
 
 
 def load_model(

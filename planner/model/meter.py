@@ -5,6 +5,7 @@ CUDA has allocator statistics. On the CPU torch's profiler records every allocat
 time and messages. Resident set size would be useless: the C allocator keeps freed memory.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -37,8 +38,15 @@ class CpuMeter:
 
     def measure(self, work: Callable[[], None]) -> Usage:
         """Runs `work` once."""
-        with recorded_allocations() as sizes:
-            work()
+        # What a garbage collection in the middle released would be taken for released by the work.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with recorded_allocations() as sizes:
+                work()
+        finally:
+            if collects:
+                gc.enable()
         live = peak = 0
         for size in sizes:
             live += size

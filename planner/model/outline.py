@@ -35,6 +35,8 @@ class Outline:
     cuts: tuple[int, ...]
     names: tuple[str, ...]
     """Of the layers, one more than there are cuts."""
+    modules: tuple[tuple[str, ...], ...]
+    """By layer: paths of the largest modules that run as a whole in it, in order."""
     holds: tuple[frozenset[str], ...]
     """By layer: the parameters and buffers that it needs."""
     crossings: tuple[tuple[int, ...], ...]
@@ -107,13 +109,15 @@ def outline_of(model: nn.Module, example_inputs: Callable[[int], Any], granulari
     spans = list(pairwise(edges))
     crossings = tuple(cuts.crossing(cut).values for cut in chosen)
     holds = [cuts.holds(*span) for span in spans]
-    names = _names(recording, model, spans)
+    modules = [_modules(recording, span) for span in spans]
+    names = _names(model, modules)
     _add_unread(holds, recording, model, spans)
     return Outline(
         recording=recording,
         shapes=_shapes(recording, other, chosen),
         cuts=tuple(chosen),
         names=names,
+        modules=tuple(modules),
         holds=tuple(holds),
         crossings=crossings,
         repeated_holds=tuple(_repeated_holds(cuts, cut) for cut in chosen),
@@ -234,16 +238,20 @@ def _overwritten(cuts: Cuts, cut: int) -> frozenset[int]:
     )
 
 
-def _names(recording: Recording, model: nn.Module, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+def _modules(recording: Recording, span: tuple[int, int]) -> tuple[str, ...]:
+    whole = [call for call in recording.calls[1:] if _is_whole(call, span)]
+    tops = [call.path for call in whole if not _is_whole(recording.calls[call.parent], span)]
+    return tuple(dict.fromkeys(tops))
+
+
+def _names(model: nn.Module, modules: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """A layer is called after the module in it with the most parameters."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    numbers = {path: sum(p.numel() for p in module.parameters()) for path, module in modules.items()}
+    known = dict(model.named_modules(remove_duplicate=False))
     counts: dict[str, int] = {}
     names = []
-    for span in spans:
-        whole = [call for call in recording.calls[1:] if _is_whole(call, span)]
-        tops = [call for call in whole if not _is_whole(recording.calls[call.parent], span)]
-        name = max(tops, key=lambda call: numbers[call.path]).path if tops else "rest"
+    for paths in modules:
+        sizes = {path: sum(p.numel() for p in known[path].parameters()) for path in paths}
+        name = max(sizes, key=sizes.__getitem__, default="rest")
         counts[name] = counts.get(name, 0) + 1
         names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
     return tuple(names)

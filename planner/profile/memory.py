@@ -5,6 +5,7 @@ What the composition needs (`planner.core.costs`) and how it is taken:
 - every peak is the allocator's, above what is alive when the layer starts, with the inputs held;
 - inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline; otherwise
   in-place layers raise, and the harness itself would hold memory;
+- under autocast micro-batches share copies of weights, which are counted apart (`measure_casts`);
 - backward is measured twice: first without gradients (they are allocated), then with (they are accumulated into);
 - what backward keeps of inputs and outputs is seen by dropping them: a storage that stays alive is kept.
 """
@@ -22,7 +23,7 @@ from planner.model.ghosts import storage_of
 from planner.model.meter import Meter
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["measure_memory", "start_backward"]
+__all__ = ["measure_casts", "measure_memory", "start_backward"]
 
 
 def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
@@ -30,21 +31,33 @@ def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
     # Lazily made things (cached tables, library workspaces) belong to no micro-batch: let them be made first.
     _Pass(unit, given, meter)
     _drop_gradients(unit)
-    first = _Pass(unit, given, meter)
-    later = _Pass(unit, given, meter)
-    _drop_gradients(unit)
-    inputs, outputs = _boundaries(unit, given)
-    return MemoryDetail(
-        internal_bytes=max(0, later.internal_bytes),
-        inputs=inputs,
-        outputs=outputs,
-        forward_peak_bytes=later.forward_peak_bytes,
-        no_grad_peak_bytes=_no_grad_peak(unit, given, meter),
-        first_backward_peak_bytes=max(0, first.backward_peak_bytes),
-        backward_peak_bytes=max(0, later.backward_peak_bytes),
-        writes_input=later.writes_input,
-        target_bytes=_bytes_of(given.targets),
-    )
+    casts_bytes = measure_casts(unit, given, meter)
+    with unit.keeping_casts():
+        # Autocast's copies are made in the first micro-batch's forward, and in its backward their gradients turn into
+        # those of the parameters at once; later ones find copies there, and their gradients wait for the end.
+        first = _Pass(unit, given, meter)
+        later = _Pass(unit, given, meter)
+        _drop_gradients(unit)
+        inputs, outputs = _boundaries(unit, given)
+        return MemoryDetail(
+            internal_bytes=max(0, later.internal_bytes),
+            inputs=inputs,
+            outputs=outputs,
+            forward_peak_bytes=later.forward_peak_bytes,
+            no_grad_peak_bytes=_no_grad_peak(unit, given, meter),
+            first_backward_peak_bytes=max(0, first.backward_peak_bytes - casts_bytes),
+            backward_peak_bytes=max(0, later.backward_peak_bytes),
+            writes_input=later.writes_input,
+            target_bytes=_bytes_of(given.targets),
+        )
+
+
+def measure_casts(unit: Unit, given: UnitInput, meter: Meter) -> int:
+    """Bytes of what autocast keeps from one micro-batch to the next: copies of weights, gone when it is left."""
+    values = _non_leaves(given.fresh())
+    with unit.keeping_casts():
+        # In place, and dropped within the measurement, so that nothing else is left at its end.
+        return max(0, meter.measure(lambda: _discard(unit.run(values, given))).end_bytes)
 
 
 def start_backward(outputs: Sequence[Any]) -> Tensor | None:
@@ -164,5 +177,5 @@ def _drop_gradients(unit: Unit) -> None:
         parameter.grad = None
 
 
-def _discard(_values: Sequence[Any]) -> None:
+def _discard(_value: Any) -> None:
     """Drops what it is given."""

@@ -27,7 +27,7 @@ from planner.model.meter import Meter, meter_for
 from planner.profile.clocks import Clock, clock_for
 from planner.profile.estimate import GhostMeter, RooflineClock, ghostly
 from planner.profile.flops import forward_flops
-from planner.profile.memory import measure_memory
+from planner.profile.memory import measure_casts, measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
 from planner.profile.passing import passing_us
 from planner.profile.regret import regret
@@ -138,19 +138,24 @@ def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, device: Device,
             settings=loaded.settings,
             inputs=loaded.inputs,
             granularity=loaded.granularity,
-            digest=chain_digest(chain, loaded.settings),
+            digest=chain_digest(chain, loaded.settings, loaded.precision),
             parameters=sum(p.numel() for p in model.parameters()),
         ),
         device=device,
         environment=Environment(
             torch=str(torch.__version__),
             python=platform.python_version(),
-            dtype=str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch."),
+            dtype=loaded.precision or dtype_of(model),
             threads=threads,
         ),
         optimizer=loaded.optimizer_name,
         measurements=(),
     )
+
+
+def dtype_of(model: nn.Module) -> str:
+    """What most of a model's parameters are; only one is asked."""
+    return str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
 
 
 def device_of(name: str) -> torch.device:
@@ -265,6 +270,10 @@ class _Measured:
         self._measure_memory()
         self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
         self.optimizer: dict[str, OptimizerCost] = {}
+        given = {digest: self._inputs[digest, self.sizes[0]] for digest in self._distinct}
+        self.casts = {
+            digest: measure_casts(unit, given[digest], self._meter) for digest, unit in self._distinct.items()
+        }
         self._measure_optimizer()
         self._measure_times()
         self.passing = passing_us(self._distinct, self._inputs, clock=self._clock, repeats=options.repeats)
@@ -395,10 +404,12 @@ class _Measured:
         return LayerProfile(
             name=layer.name,
             digest=unit.digest,
+            modules=self.chain.modules(n),
             parameter_bytes=sum(p.nbytes for p in layer.module.parameters()),
             gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad),
             optimizer_bytes=optimizer.state_bytes,
             buffer_bytes=sum(b.nbytes for b in layer.module.buffers()),
+            cast_bytes=self.casts[unit.digest],
             tied=tied,
             tied_bytes=tied_bytes,
             optimizer_us=round(optimizer.step_us, 1),

@@ -10,6 +10,7 @@ from planner.core.units import format_bytes
 from planner.model.chain import Chain, Layer, chain_digest
 from planner.model.lean import build_lean, move_buffers
 from planner.model.load import LoadedModel
+from planner.model.precision import converted
 from planner.profile.units import trace_units
 
 __all__ = ["ModelChange", "find_chain", "model_changes"]
@@ -30,12 +31,12 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
         ModelError: The model cannot be built, cut, or run on its example batch.
     """
     with suppress(Exception):  # what needs values somewhere is built whole, and an error of the user's comes again
-        chain = loaded.chain(build_lean(loaded.build))
+        chain = loaded.chain(converted(build_lean(loaded.build), loaded.precision))
         if all(parameter.is_meta for parameter in chain.model.parameters()):
             trace_units(chain, loaded, (1,), device, ghosts=True)
             move_buffers(chain.model, device)
             return chain, True
-    return loaded.chain(loaded.build().to(device)), False
+    return loaded.chain(converted(loaded.build(), loaded.precision).to(device)), False
 
 
 def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, ...]:
@@ -49,7 +50,7 @@ def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, .
         ModelError: The model cannot be built, cut, or run on its example batch.
     """
     chain, lean = find_chain(loaded, torch.device("cpu"))
-    if chain_digest(chain, loaded.settings) == profile.model.digest:
+    if chain_digest(chain, loaded.settings, loaded.precision) == profile.model.digest:
         return ()
     before = {layer.name: layer for layer in profile.layers}
     changes = [ModelChange(name, "was profiled and is gone") for name in before if name not in chain.names]

@@ -70,7 +70,7 @@ def measure_times(
         progress: Passes on what will be measured, one by one.
     """
     kinds = {digest: cycle(enough_to_leave_the_cache(units, digest)) for digest, _ in inputs}
-    with _no_collection():
+    with _no_collection(), units[0].keeping_casts():
         for key in list(inputs) * _WARM_UPS:
             time_once(next(kinds[key[0]]), inputs[key], clock)
         while short := [key for key in inputs if len(samples[key]) < repeats]:

@@ -7,7 +7,7 @@ trace of operators it runs (operator, shapes, dtypes, numbers); units with the s
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
+from planner.core.precision import Precision
+from planner.model.autocast import keeping_casts, layers_in
 from planner.model.chain import Chain
 from planner.model.ghosts import Ghost
 from planner.model.load import Batch, LoadedModel, to_device, user_code
@@ -51,6 +53,8 @@ class Unit:
     module: nn.Module
     loss_fn: Callable[[Any, Any], Tensor] | None
     digest: str
+    precision: Precision = ""
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
 
     def run(self, values: Sequence[Any], given: UnitInput) -> list[Any]:
         """The unit's outputs, flat; leaves are passed on as non-leaf views so that in-place layers work.
@@ -59,10 +63,15 @@ class Unit:
             values: Flat inputs, as from `given.fresh()`.
             given: Their structure, and the targets.
         """
-        output = self.module(tree_unflatten(list(values), given.spec))
-        if self.loss_fn is not None:
-            output = self.loss_fn(output, given.targets)
+        with layers_in(self.precision, self.device):
+            output = self.module(tree_unflatten(list(values), given.spec))
+            if self.loss_fn is not None:
+                output = self.loss_fn(output, given.targets)
         return tree_flatten(output)[0]
+
+    def keeping_casts(self) -> AbstractContextManager[Any]:
+        """In which several runs share autocast's copies of the weights, as the micro-batches of a step do."""
+        return keeping_casts(self.precision, self.device)
 
 
 def trace_units(
@@ -94,16 +103,23 @@ def trace_units(
                 if isinstance(layer.module, ModelStage):
                     # How many modules a stage passes over on the way to its own says nothing about its own.
                     layer.module.call_when_begun(tracer.trace.clear)
-                with tracer, saved_tensors_hooks(tracer.saved, _as_it_was):
+                with tracer, saved_tensors_hooks(tracer.saved, _as_it_was), layers_in(loaded.precision, device):
                     value = _call(layer.name, layer.module, value, size)
                     if last:
                         _check_loss(loaded, chain, value, batch.targets)
                 if n == 0:
-                    digests.append(_digest(tracer.trace, given, last=last))
+                    digests.append(_digest([loaded.precision, *tracer.trace], given, last=last))
                 inputs.setdefault((digests[index], size), given)
                 value = _detached(value)
     units = tuple(
-        Unit(layer.name, layer.module, loaded.loss_fn if layer is chain.layers[-1] else None, digest)
+        Unit(
+            layer.name,
+            layer.module,
+            loaded.loss_fn if layer is chain.layers[-1] else None,
+            digest,
+            loaded.precision,
+            device,
+        )
         for layer, digest in zip(chain.layers, digests, strict=True)
     )
     return units, inputs

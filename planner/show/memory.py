@@ -23,6 +23,7 @@ _COLORS = {
     "gradients": 37,
     "optimizer": 97,
     "buffers": 248,
+    "casts": 31,
     "in_flight": 172,
     "transfer": 220,
     "working": 71,

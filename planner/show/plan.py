@@ -32,7 +32,7 @@ def plan_text(plan: Plan, events: Sequence[Event], style: Style) -> str:
 
 
 def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[RenderableType]]:
-    notes = [_not_a_pipeline(plan), _unused(plan)]
+    notes = [_estimated(plan), _not_a_pipeline(plan), _unused(plan)]
     return [
         [_headline(plan, style), _figures(plan, style), Text(_status(plan.solver, style))],
         [flow([note], style) for note in notes if note],
@@ -43,6 +43,11 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[Re
         frontier_parts(plan, style),
         insight_parts(plan, style),
     ]
+
+
+def _estimated(plan: Plan) -> str:
+    how = plan.inputs.profile.how
+    return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"
 
 
 def _headline(plan: Plan, style: Style) -> Text:

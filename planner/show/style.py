@@ -54,7 +54,7 @@ UNICODE: Final = Glyphs(
     forward="░▒",
     backward="▓█",
     shades="·░▒▓█",
-    memory="█▓▒▀░▄▌·",
+    memory="█▓▒▀▚░▄▌·",
 )
 ASCII: Final = Glyphs(
     ellipsis="...",
@@ -71,7 +71,7 @@ ASCII: Final = Glyphs(
     forward="-=",
     backward="#%",
     shades=".:=%#",
-    memory="#=%b:~*.",
+    memory="#=%bc:~*.",
 )
 
 

@@ -8,6 +8,7 @@ from planner.core.cluster import ExecutorCost, Link
 from planner.core.errors import UsageError
 from planner.core.options import Numbers, Sizes
 from planner.core.plan import Inputs, ProfileReference, RecomputePolicy, SchedulePolicy
+from planner.core.precision import precision_of
 from planner.core.profile import Profile
 from planner.core.units import parse_us
 from planner.solve.search import Request, Solver
@@ -75,6 +76,7 @@ def request_of(
         any_order=devices_any_order,
         recompute=cast("RecomputePolicy", options.choice("--recompute", recompute, RecomputePolicy)),
         optimizer=profile.optimizer,
+        dtype=precision_of(profile.environment.dtype),
         extrapolate=extrapolate,
     )
     return Request(

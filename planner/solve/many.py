@@ -95,33 +95,34 @@ class Many:
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
         place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
-        always, held, working, steps = (np.where(inside, part[place], np.inf) for part in self._parts)
+        parts = [np.where(inside, part[place], np.inf) for part in self._parts]
         over = np.zeros(len(cuts))
         for device, row in enumerate(self.actions):
             mine = slice(device, None, self.num_devices)
             known = np.asarray(inside[:, mine].all(axis=1))
-            there, each, busy, stepping = (
-                np.where(known[:, None], part[:, mine], 0.0) for part in (always, held, working, steps)
-            )
-            peaks = device_peaks(there, each, busy, stepping, moments_of(row, self.case.chunks))
+            always, casts, held, working, steps = (np.where(known[:, None], part[:, mine], 0.0) for part in parts)
+            peaks = device_peaks(always, casts, held, working, steps, moments=moments_of(row, self.case.chunks))
             peaks = np.where(known, peaks, np.inf)
             over = np.maximum(over, peaks - self.case.caps_bytes[device])
         return over
 
     @cached_property
-    def _parts(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    def _parts(self) -> tuple[FloatArray, ...]:
         """`ChunkMemory` of every stage in the window, by choice: shape (choices, L+1, width)."""
         num = self.case.costs.num_layers
         shape = (len(CHOICES), num + 1, self.width)
-        parts = tuple(np.full(shape, np.inf) for _ in range(4))
+        parts = tuple(np.full(shape, np.inf) for _ in range(_PARTS))
         for choice in self._allowed:
 
             def block(firsts: IntArray, stop: int, choice: int = choice) -> tuple[FloatArray, ...]:
                 return _chunk_parts(self.case, firsts, stop, CHOICES[choice])
 
-            for part, table in zip(parts, windowed(num, self.width, 4, block), strict=True):
+            for part, table in zip(parts, windowed(num, self.width, _PARTS, block), strict=True):
                 part[choice] = table
-        return parts[0], parts[1], parts[2], parts[3]
+        return parts
+
+
+_PARTS = 5
 
 
 def _chunk_parts(case: Case, firsts: IntArray, stop: int, recompute: Recompute) -> tuple[FloatArray, ...]:
@@ -144,4 +145,5 @@ def _chunk_parts(case: Case, firsts: IntArray, stop: int, recompute: Recompute) 
         steps = before[1:][None, :] - before[rows]
     else:
         steps = np.maximum.accumulate(np.where(np.arange(len(transients)) >= rows, transients, 0.0), axis=1)
-    return always, held, np.rint(many.transfer) + np.rint(many.working) + np.minimum(rest, 0.0), steps
+    working = np.rint(many.transfer) + np.rint(many.working) + np.minimum(rest, 0.0)
+    return always, np.rint(many.casts), held, working, steps

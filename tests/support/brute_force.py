@@ -120,8 +120,8 @@ class Tables:
         return self._totals[in_flight]
 
     @cached_property
-    def chunks(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Of each stage as a chunk: what is always there, per micro-batch in flight, while it runs, in the step."""
+    def chunks(self) -> tuple[FloatArray, ...]:
+        """Of each stage as a chunk: always there, casts, per micro-batch in flight, while it runs, in the step."""
         found = {
             (first, end, n): chunk_memory(
                 self.costs,
@@ -134,12 +134,13 @@ class Tables:
             for (first, end), ways in self.ways.items()
             for n, way in enumerate(ways)
         }
-        tables = [np.full(self._shape, np.inf) for _ in range(4)]
+        tables = [np.full(self._shape, np.inf) for _ in range(5)]
         for place, chunk in found.items():
-            numbers = (chunk.always.total, chunk.held, chunk.transfer + chunk.working, chunk.optimizer_step)
+            working = chunk.transfer + chunk.working
+            numbers = (chunk.always.total, chunk.casts, chunk.held, working, chunk.optimizer_step)
             for table, number in zip(tables, numbers, strict=True):
                 table[place] = number
-        return tables[0], tables[1], tables[2], tables[3]
+        return tuple(tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,12 +188,13 @@ class Block:
             stages = range(self.num_devices)
             in_flight = [num_in_flight(self.schedule, k, len(stages), self.micro_batches) for k in stages]
             return np.stack([self._at(self.tables.bytes(n))[:, k] for k, n in enumerate(in_flight)], axis=1) + reserve
-        always, held, working, steps = (self._at(table) for table in self.tables.chunks)
+        parts = [self._at(table) for table in self.tables.chunks]
         devices = []
         for d, row in enumerate(self.actions):
             of = (slice(None), slice(d, None, self.num_devices))
             moments = moments_of(row, self.chunks)
-            devices.append(device_peaks(always[of], held[of], working[of], steps[of], moments))
+            always, casts, held, working, steps = (part[of] for part in parts)
+            devices.append(device_peaks(always, casts, held, working, steps, moments=moments))
         return np.stack(devices, axis=1) + reserve
 
     @cached_property

@@ -106,6 +106,7 @@ def _random_layers(rng: random.Random, num_layers: int, sizes: Sequence[int], *,
         yield layer(
             f"layers.{n}",
             parameter_bytes=parameters,
+            cast_bytes=parameters // 2 if n % 3 == 1 else 0,
             optimizer_bytes=2 * parameters,
             buffer_bytes=rng.randint(0, 9),
             optimizer_us=rng.uniform(0, 20),

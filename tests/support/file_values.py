@@ -41,6 +41,7 @@ def full_layer(n: int) -> LayerProfile:
         gradient_bytes=500,
         optimizer_bytes=2000,
         buffer_bytes=8,
+        cast_bytes=6,
         tied=("head.weight", "1e9"),
         tied_bytes=100,
         optimizer_us=3.5,
@@ -79,7 +80,7 @@ def full_profile() -> Profile:
         device=Device(
             kind="cuda", name="NVIDIA H100 80GB HBM3", memory_bytes=85_017_493_504, how="estimated", executor=EXECUTOR
         ),
-        environment=Environment(torch="2.13.0", python="3.11.7", dtype="bfloat16", threads=2),
+        environment=Environment(torch="2.13.0", python="3.11.7", dtype="bf16-mixed", threads=2),
         optimizer="adamw",
         optimizer_peak="sum",
         micro_batch_sizes=(1, 4),
@@ -116,6 +117,7 @@ def fullest_plan() -> Plan:
         together=(("h.0", "h.1"),),
         apart=(("h.1", "h.2"),),
         any_order=True,
+        dtype="bf16-mixed",
     )
     stages = tuple(
         replace(stage, device=1 - stage.index, recompute="layers", recomputed=(stage.first,)) for stage in plan.stages
@@ -196,6 +198,7 @@ def full_balance() -> Balance:
         plan_digest="sha256:def",
         model=full_profile().model,
         optimizer="adamw",
+        dtype="bf16-mixed",
         device="cuda",
         threads=4,
         schedule="gpipe",

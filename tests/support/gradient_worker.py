@@ -3,8 +3,9 @@
     torchrun --nproc-per-node K gradient_worker.py cases.json results.json
 
 A case is {"balance": path, "seed": S, "steps": n}. The result holds, per case, the largest absolute difference of loss,
-gradients and (after n optimizer steps) parameters: "whole" against the whole mini-batch at once, "split" against
-accumulating the same micro-batches, where not even the order of a sum differs.
+gradients and (after n optimizer steps) parameters, and the largest relative one of a gradient: "whole" against the
+whole mini-batch at once, "split" against accumulating the same micro-batches, where not even the order of a sum
+differs.
 """
 
 import json
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from planner.executor import Pipeline
+from planner.model.autocast import layers_in
 from planner.model.load import Batch, LoadedModel
+from planner.model.precision import convert
 from planner.model.recording import arguments_of
 
 
@@ -71,7 +74,7 @@ def _compare(  # noqa: PLR0917 - one row of the report
     final: dict[str, Tensor],
 ) -> dict[str, float]:
     torch.manual_seed(case["seed"])
-    model = pipeline.model.build()
+    model = convert(pipeline.model.build(), pipeline.model.precision)
     optimizer = pipeline.model.build_optimizer(model.parameters())
     expected = 0.0
     gradients: dict[str, Tensor] = {}
@@ -85,6 +88,7 @@ def _compare(  # noqa: PLR0917 - one row of the report
     return {
         f"{name}_loss": abs(loss - expected),
         f"{name}_gradient": max(float((got[n] - g).abs().max()) for n, g in gradients.items()),
+        f"{name}_relative": max(float((got[n] - g).norm() / max(1e-12, float(g.norm()))) for n, g in gradients.items()),
         f"{name}_parameter": max(float((final[n] - p.detach()).abs().max()) for n, p in _named(model)),
     }
 
@@ -93,7 +97,8 @@ def _backward(loaded: LoadedModel, model: nn.Module, batch: Batch, pieces: int) 
     losses = []
     for piece in _pieces(batch, pieces):
         args, kwargs = arguments_of(piece.inputs) if not isinstance(model, nn.Sequential) else ((piece.inputs,), {})
-        loss = loaded.loss_fn(model(*args, **kwargs), piece.targets)
+        with layers_in(loaded.precision, torch.device("cpu")):
+            loss = loaded.loss_fn(model(*args, **kwargs), piece.targets)
         loss.backward()
         losses.append(loss.detach())
     for parameter in model.parameters():

@@ -213,6 +213,7 @@ def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) 
     return LayerProfile(
         name="layer",
         parameter_bytes=parameters,
+        cast_bytes=draw(st.sampled_from([0, 0, parameters // 2])),
         optimizer_bytes=draw(st.sampled_from([0, parameters, 2 * parameters])),
         optimizer_us=draw(st.sampled_from([0.0, 0.0, 5.0, 200.0])),
         optimizer_peak_bytes=draw(st.sampled_from([0, 50])),
@@ -242,6 +243,7 @@ def _frozen(layer: LayerProfile) -> LayerProfile:
     return replace(
         layer,
         gradient_bytes=0,
+        cast_bytes=0,
         optimizer_bytes=0,
         optimizer_us=0.0,
         optimizer_peak_bytes=0,

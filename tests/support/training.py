@@ -11,6 +11,7 @@ from typing import Any
 
 from planner.core.balance import Balance, StageBalance
 from planner.core.plan import Recompute, Schedule
+from planner.core.precision import Precision
 from planner.core.profile import Model, Setting
 from planner.executor.build import build_structure
 from planner.files import write
@@ -30,6 +31,7 @@ class Case:
     batch: int = 8
     schedule: Schedule = "gpipe"
     settings: tuple[tuple[str, Setting], ...] = ()
+    dtype: Precision = ""
     steps: int = 1
     seed: int = 5
 
@@ -42,6 +44,7 @@ def write_balance(case: Case, path: Path) -> None:
     balance = Balance(
         plan_digest="sha256:test",
         model=Model(source=f"{case.model}:build_model", settings=dict(case.settings)),
+        dtype=case.dtype,
         schedule=case.schedule,
         batch=case.batch,
         micro_batches=case.micro_batches,

@@ -205,7 +205,7 @@ def test_a_later_backward_can_be_the_peak(waiting: int, transfer: int) -> None:
         first_backward=100,
         backward=95,
     )
-    layers = [layer(str(n), parameter_bytes=50 * (n == 1), detail=heavy) for n in range(2)]
+    layers = [layer(str(n), parameter_bytes=(1, 50)[n], detail=heavy) for n in range(2)]
     layers[0] = dataclasses.replace(layers[0], detail=(dataclasses.replace(heavy, outputs=(tensor(4),)),))
     costs = costs_at(chain(*layers, layer("c", detail=record(given=[tensor(6)], made=[tensor(1)]))), 1)
     # Input, output, and the backward's own peak.

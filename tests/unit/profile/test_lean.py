@@ -176,3 +176,17 @@ def test_a_trace_on_ghosts_knows_the_units_of_a_trace_on_values() -> None:
     assert [unit.digest for unit in values[0]] == [unit.digest for unit in ghosts[0]]
     for key, given in values[1].items():
         assert [v.shape for v in given.values] == [v.shape for v in ghosts[1][key].values]
+
+
+def test_a_layer_of_several_modules_lists_them() -> None:
+    """In the order in which they run: other engines need every one of them to be somewhere."""
+    profile = profile_of_model(real("GPT-2"), sizes=(2,))
+    listed = [path for layer in profile.layers for path in (layer.modules or (layer.name,))]
+    assert listed == [
+        "transformer.wte",
+        "transformer.wpe",
+        "transformer.drop",
+        *(f"transformer.h.{n}" for n in range(4)),
+        "transformer.ln_f",
+        "lm_head",
+    ]

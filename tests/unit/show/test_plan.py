@@ -215,3 +215,12 @@ def test_many_recomputed_layers_take_few_lines():
     piped = plan_text(recomputing(names), (), WIDE)
     assert " more" not in piped
     assert "b_499" in piped
+
+
+def test_a_plan_from_an_estimate_says_so() -> None:
+    """Whoever reads it must not take the numbers for measured ones; a measured plan says nothing of it."""
+    measured = plan()
+    reference = replace(measured.inputs.profile, how="estimated")
+    guessed = replace(measured, inputs=replace(measured.inputs, profile=reference))
+    assert "estimated, not measured" in plan_text(guessed, (), style())
+    assert "measured" not in plan_text(measured, (), style())

@@ -163,7 +163,7 @@ def test_unequal_caps_equal_brute_force() -> None:
     feasible = 0
     for seed in range(12):
         profile = random_profile(seed, 5)
-        caps = ((900, 2500, 1500), (3000, 800, 4000), (2000, 2000, 2001))[seed % 3]
+        caps = ((1000, 2600, 1600), (3000, 800, 4000), (2000, 2000, 2001))[seed % 3]
         link = Link(latency_us=2.0, bytes_per_s=1e7, blocking=seed % 2 == 0)
         inputs = inputs_of(3, 2, memory_bytes=caps, link=link)
         best = best_step_us(profile, inputs)

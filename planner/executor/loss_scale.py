@@ -1,0 +1,62 @@
+"""Dynamic loss scaling for float16, alike on all stages.
+
+Small gradients vanish in float16, so the loss is multiplied by a large scale and the gradients are divided by it. If
+any gradient of any stage is infinite or NaN, the scale was too large: no stage may then step, and all halve the scale.
+After many good steps in a row it is doubled. Numbers as in `torch.amp.GradScaler`, which knows of one process only.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["LossScale"]
+
+_FIRST, _GROWTH, _BACKOFF = 2.0**16, 2.0, 0.5
+_GOOD_STEPS = 2000
+
+
+class LossScale:
+    """The scale of one rank; the same on all."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+        self._parameters = list(parameters)
+        self._device = device
+        self._good_steps = 0
+        self.value = _FIRST
+
+    def unscale(self) -> bool:
+        """Divides the gradients by the scale, and adapts it; every rank must call it.
+
+        Where a gradient of any stage is not finite, all gradients are dropped on every stage: an optimizer passes over
+        parameters without one.
+
+        Returns:
+            Whether there are gradients to step with.
+        """
+        bad = torch.zeros((), device=self._device)
+        inverse = torch.full((), 1 / self.value, device=self._device)
+        for gradients in self._by_kind():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, bad, inverse)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if float(bad):
+            for parameter in self._parameters:
+                parameter.grad = None
+            self.value *= _BACKOFF
+            self._good_steps = 0
+            return False
+        self._good_steps += 1
+        if self._good_steps == _GOOD_STEPS:
+            self.value *= _GROWTH
+            self._good_steps = 0
+        return True
+
+    def _by_kind(self) -> Iterable[list[Tensor]]:
+        """All gradients, those of one dtype together, as torch's operator wants them."""
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                kinds.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        return kinds.values()

@@ -1,0 +1,66 @@
+"""Scaled losses: gradients come out unscaled, and an overflow leaves none and halves the scale."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from planner.executor import loss_scale
+from planner.executor.loss_scale import LossScale
+
+FIRST = 2.0**16
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def scaled(*gradients: float, dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], LossScale]:
+    """Parameters with these gradients times the scale; one more has none."""
+    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(len(gradients) + 1)]
+    for parameter, gradient in zip(parameters, gradients, strict=False):
+        parameter.grad = torch.full_like(parameter, gradient * FIRST)
+    return parameters, LossScale(parameters, torch.device("cpu"))
+
+
+def test_gradients_are_divided_by_the_scale() -> None:
+    """Exactly, as it is a power of two; parameters without a gradient stay so."""
+    parameters, scale = scaled(0.1, -7.0)
+    assert scale.value == FIRST
+    assert scale.unscale()
+    assert [p.grad is None for p in parameters] == [False, False, True]
+    assert torch.equal(parameters[0].grad, torch.full((3,), 0.1))  # type: ignore[arg-type]
+    assert torch.equal(parameters[1].grad, torch.full((3,), -7.0))  # type: ignore[arg-type]
+    assert scale.value == FIRST
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_an_overflow_leaves_no_gradients(bad: float) -> None:
+    """So that no optimizer does anything, its decay of weights included; the scale is halved."""
+    parameters, scale = scaled(1.0, bad)
+    optimizer = torch.optim.AdamW(parameters, lr=1.0, weight_decay=0.5)
+    before = [p.detach().clone() for p in parameters]
+    assert not scale.unscale()
+    optimizer.step()
+    assert all(p.grad is None for p in parameters)
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+    assert not optimizer.state
+    assert scale.value == FIRST / 2
+
+
+def test_many_good_steps_double_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a row: an overflow begins the count anew."""
+    monkeypatch.setattr(loss_scale, "_GOOD_STEPS", 3)
+    parameters, scale = scaled(1.0)
+    values = []
+    for step in range(8):
+        parameters[0].grad = torch.full((3,), float("inf") if step == 1 else 1.0)
+        scale.unscale()
+        values.append(scale.value / FIRST)
+    assert values == [1.0, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 2.0]

@@ -1,0 +1,99 @@
+"""A model converted, or under autocast."""
+
+import pytest
+import torch
+from torch import nn
+
+from planner.core.precision import PRECISIONS, Precision, precision_of
+from planner.model.autocast import keeping_casts, layers_in
+from planner.model.load import Batch
+from planner.model.precision import convert, converted, in_precision
+from tests.support.measure import loaded_model, profile_of_model
+
+CPU = torch.device("cpu")
+
+
+def tied() -> nn.Sequential:
+    """Two layers with the same weight, a buffer of each kind."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    model.register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
+    return model
+
+
+def test_names() -> None:
+    """What `environment.dtype` says of a profile whose model ran as it was built is no request."""
+    assert [precision_of(name) for name in PRECISIONS] == list(PRECISIONS)
+    assert precision_of("float32") == precision_of("bfloat16") == precision_of("") == ""
+
+
+def test_converting() -> None:
+    """Floating-point parameters and buffers; integers, complex numbers and ties stay."""
+    model = tied()
+    assert converted(model, "bf16") is not model
+    assert converted(model, "fp32") is model
+    assert converted(model, "bf16-mixed") is model
+    convert(model, "bf16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model[2].weight is model[0].weight
+    kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    assert kinds["rotation"] == torch.complex64
+    assert kinds["1.running_mean"] == torch.bfloat16
+    assert kinds["1.num_batches_tracked"] == torch.int64
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_loss_is_float32(precision: Precision) -> None:
+    """And inputs fit the model; targets are left alone."""
+    loaded = in_precision(loaded_model(tied, 64), precision)
+    batch = loaded.example_batch(4)
+    model = convert(loaded.build(), precision)
+    assert batch.inputs.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    with layers_in(precision, CPU):
+        loss = loaded.loss_fn(model(batch.inputs), batch.targets)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {next(model.parameters()).dtype}
+
+
+def test_copies_of_weights_are_kept() -> None:
+    """From one micro-batch to the next, and gradients come through all the same."""
+    layer, value = nn.Linear(8, 8), torch.randn(2, 8)
+    with keeping_casts("bf16-mixed", CPU):
+        assert not torch.is_autocast_enabled("cpu")
+        results = []
+        for _ in range(2):
+            with layers_in("bf16-mixed", CPU):
+                results.append(layer(value))
+        first, second = (result.grad_fn.next_functions[0] for result in results)  # the bias's copy
+        assert first == second
+        with torch.no_grad(), layers_in("bf16-mixed", CPU):
+            layer(value)
+        sum(result.float().sum() for result in results).backward()
+    assert layer.weight.grad is not None
+
+
+def test_own_batches_are_converted() -> None:
+    """As the examples are."""
+    loaded = loaded_model(tied, 64)
+    object.__setattr__(loaded, "train_batches", lambda n: [Batch(torch.ones(n, 64), torch.ones(n))])
+    batches = in_precision(loaded, "bf16").train_batches
+    assert batches is not None
+    ((inputs, targets),) = batches(3)
+    assert (inputs.dtype, targets.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_the_profile_says_what_it_ran_in() -> None:
+    """Copies of trained weights per layer, other digests, and a finished model that stays as it is."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64).requires_grad_(False))
+    loaded = loaded_model(model, 64)
+    profiles = {name: profile_of_model(in_precision(loaded, name)) for name in ("", "fp32", "bf16", "bf16-mixed")}
+    assert [p.environment.dtype for p in profiles.values()] == ["float32", "fp32", "bf16", "bf16-mixed"]
+    assert len({p.model.digest for p in profiles.values()}) == 4
+    assert len({layer.digest for p in profiles.values() for layer in p.layers}) == 12
+    assert next(model.parameters()).dtype == torch.float32
+    casts = {name: [layer.cast_bytes for layer in p.layers] for name, p in profiles.items()}
+    copy = 2 * 64 * 65
+    assert casts == {"": [0, 0, 0], "fp32": [0, 0, 0], "bf16": [0, 0, 0], "bf16-mixed": [pytest.approx(copy, 64), 0, 0]}
+    halves = [layer.parameter_bytes for layer in profiles["bf16"].layers]
+    assert [2 * size for size in halves] == [layer.parameter_bytes for layer in profiles[""].layers]

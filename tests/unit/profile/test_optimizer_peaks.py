@@ -1,0 +1,65 @@
+"""State and step of optimizers, measured layer by layer: against the allocator, over a real step of all layers."""
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.costs import costs_at
+from planner.core.memory import stage_memory
+from planner.model.meter import CpuMeter
+from tests.support.measure import loaded_model, profile_of_model
+
+Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Build] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.01, foreach=True, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, foreach=False),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "rmsprop foreach": lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=True, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adagrad foreach": lambda p: torch.optim.Adagrad(p, lr=0.01, foreach=True),
+    "adafactor": torch.optim.Adafactor,
+    "adafactor foreach": lambda p: torch.optim.Adafactor(p, foreach=True),
+}
+WIDTHS = (128, 256, 160, 384, 64)
+
+
+def model() -> nn.Sequential:
+    """Layers of unlike sizes, the largest in the middle; so small a batch that the optimizer's step is the peak."""
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(WIDTHS)))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_peak_of_a_step(name: str) -> None:
+    """Within -1 % and +5 % of the allocator's peak."""
+    torch.set_num_threads(1)
+    loaded = loaded_model(model, WIDTHS[0], build_optimizer=OPTIMIZERS[name])
+    costs = costs_at(profile_of_model(loaded), 2)
+    memory = stage_memory(costs, 0, len(WIDTHS) - 1, micro_batches=1, in_flight=1, recompute="never")
+    trained = model()
+    optimizer = loaded.build_optimizer(trained.parameters())
+    batch = loaded.example_batch(2).inputs
+
+    def step() -> None:
+        loaded.loss_fn(trained(batch), None).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
+    fixed = sum(t.untyped_storage().nbytes() for t in (*trained.parameters(), *state))
+    truth = fixed + batch.nbytes + CpuMeter().measure(step).peak_bytes
+    assert -0.01 <= memory.total / truth - 1 <= 0.05, (memory, truth)
