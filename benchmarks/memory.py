@@ -49,6 +49,10 @@ MODELS = [
     Subject("resnet", SAMPLES / "resnet.py"),
     Subject("unet", SAMPLES / "unet.py"),
     Subject("mlp", SAMPLES / "mlp.py"),
+    *(
+        Subject(name, Path(__file__).resolve().parent / "real_models.py", (f"name={name}",))
+        for name in ("gpt2", "llama", "bert", "t5", "vit", "convnext")
+    ),
 ]
 NUM_STAGES = 3
 MICRO_BATCH_SIZE = 2

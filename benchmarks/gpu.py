@@ -1,0 +1,204 @@
+"""Predicted memory and time of every stage beside what one GPU measures when it runs that stage alone.
+
+    python benchmarks/gpu.py > docs/measurements/gpu.md
+    python benchmarks/gpu.py --device cpu --models transformer_lm --small
+
+Each model is profiled on the device and planned for four of them. Then every stage of the plan is built alone, as the
+executor builds it, and runs steps of the plan's M micro-batches: what it would receive is made up, and what it would
+send is held as long as the engine holds it.
+"""
+
+import argparse
+import contextlib
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from planner import api
+from planner.core.plan import Plan, Stage
+from planner.core.units import format_bytes, parse_bytes
+from planner.executor.build import build_layers, build_structure
+from planner.executor.stage_module import StageModule, shapes_of
+from planner.model import LoadedModel, load_model
+from planner.model.chain import Chain
+from planner.model.load import to_device
+from planner.model.machine import cpu_name, keep_freed_memory
+from planner.model.meter import meter_for
+from planner.profile.clocks import clock_for
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_DEVICES = 4
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, how large on a GPU, and how small where it is only tried out."""
+
+    path: str
+    settings: dict[str, object]
+    small: dict[str, object]
+    batch: int
+    sizes: tuple[int, ...] = field(default=(1, 2, 4, 8))
+
+
+MODELS = {
+    "transformer_lm": Subject(
+        "sample_models/transformer_lm.py",
+        {"layers": 12, "width": 2048, "feed_forward": 8192, "heads": 32, "vocabulary": 32000, "tokens": 1024},
+        {"layers": 4, "width": 128, "feed_forward": 256, "heads": 4, "vocabulary": 256, "tokens": 64},
+        32,
+    ),
+    "gpt2_medium": Subject("benchmarks/gpt2.py", {"layers": 24, "width": 1024, "heads": 16}, {"tokens": 32}, 32),
+    "resnet": Subject("sample_models/resnet.py", {"depth": 101}, {"depth": 50, "image_size": 64}, 64),
+    "amoebanet_d": Subject(
+        "sample_models/amoebanet_d.py",
+        {"num_layers": 18, "num_filters": 208},
+        {"num_layers": 3, "num_filters": 16},
+        32,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One stage, alone."""
+
+    peak_bytes: int
+    forward_us: float
+    backward_us: float
+
+
+def main() -> None:
+    """Prints the table of every model that was asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--mem", default="24GB", help="cap per device")
+    parser.add_argument("--small", action="store_true", help="models for a CPU")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+        torch.set_num_threads(1)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    print("# Stages alone on one device\n")
+    print(
+        f"`{shlex.join(['python', *sys.argv])}` on {name}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}. Each model planned for {NUM_DEVICES} such devices of {options.mem}; times per "
+        "micro-batch.\n"
+    )
+    print("| model | plan | stage | recompute | peak | predicted | error | forward | error | backward | error |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for model in options.models:
+        for row in _rows(model, MODELS[model], device, parse_bytes(options.mem), small=options.small):
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _rows(name: str, subject: Subject, device: torch.device, mem: int, *, small: bool) -> Iterator[Sequence[str]]:
+    settings = subject.small if small else subject.settings
+    with contextlib.redirect_stdout(sys.stderr):
+        profile = api.profile(ROOT / subject.path, batch_sizes=subject.sizes, device=str(device), settings=settings)
+        plan = api.solve(profile, devices=NUM_DEVICES, mem=mem, batch=subject.batch)
+    loaded = load_model(str(ROOT / subject.path), settings={key: str(value) for key, value in settings.items()})
+    chain = build_structure(loaded)
+    shape = f"{len(plan.stages)} stages, M = {plan.micro_batches}, b = {plan.micro_batch_size}"
+    for stage in plan.stages:
+        measured = _alone(loaded, chain, plan, stage, device)
+        errors = (
+            stage.memory.total / measured.peak_bytes - 1,
+            stage.forward_us / measured.forward_us - 1,
+            stage.backward_us / measured.backward_us - 1,
+        )
+        yield (
+            name,
+            shape,
+            str(stage.index),
+            stage.recompute,
+            format_bytes(measured.peak_bytes),
+            format_bytes(stage.memory.total),
+            f"{errors[0]:+.2%}",
+            f"{measured.forward_us / 1e3:.2f} ms",
+            f"{errors[1]:+.1%}",
+            f"{measured.backward_us / 1e3:.2f} ms",
+            f"{errors[2]:+.1%}",
+        )
+
+
+def _alone(loaded: LoadedModel, chain: Chain, plan: Plan, stage: Stage, device: torch.device) -> Measured:
+    """One stage through steps of GPipe; the times are those of the fastest."""
+    first = sum(plan.balance[: stage.index])
+    end = first + plan.balance[stage.index]
+    size, count = plan.micro_batch_size, plan.micro_batches
+    batch = loaded.example_batch(size)
+    shapes = shapes_of(chain, batch.inputs)
+    is_last = end == len(chain.layers)
+    module = StageModule(
+        build_layers(loaded, chain, first, end, seed=0, device=device),
+        received=shapes.boundaries[first],
+        recompute=stage.recompute,
+        micro_batches=count,
+        loss_fn=loaded.loss_fn if is_last else None,
+        copies_input=shapes.stage_writes_input(first, end),
+    )
+    module.targets = [to_device(batch.targets, device)] * count
+    optimizer = loaded.build_optimizer(module.parameters())
+    clock, meter = clock_for(device, 1), meter_for(device)
+    given = shapes.boundaries[first].tensors
+
+    def received() -> list[Tensor]:
+        if first == 0:
+            inputs = to_device(batch.inputs, device)
+            leaves = list(inputs.values()) if isinstance(inputs, dict) else [inputs]
+            return [leaf.clone() for leaf in leaves]
+        return [
+            (torch.randn if t.is_floating_point() else torch.zeros)(t.shape, dtype=t.dtype, device=device)
+            .requires_grad_(t.requires_grad)
+            for t in given
+        ]  # fmt: skip
+
+    times: list[tuple[float, float]] = []
+
+    def step() -> None:
+        inputs, outputs, sent = [], [], []
+        forward_us = backward_us = 0.0
+        for number in range(count):
+            module.micro_batch = number
+            inputs.append(received())
+            forward_us += clock.time_us(lambda: outputs.append(_tuple(module(*inputs[-1]))))
+            sent.append([t.detach() for t in outputs[-1]])  # until the end of the phase, in the handles of the sends
+        for number in range(count):
+            module.micro_batch = number
+            into, out = inputs.pop(0), outputs.pop(0)
+            carrying = [t for t in out if t.requires_grad]
+            gradients = [torch.ones_like(t) for t in carrying]
+            if carrying:
+                backward_us += clock.time_us(lambda c=carrying, g=gradients: torch.autograd.backward(c, g))  # type: ignore[misc]
+            sent.append([t.grad for t in into if t.grad is not None])
+            sent.append(gradients)
+            del into, out, carrying, gradients
+        del sent
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append((forward_us / count, max(backward_us / count, 1e-3)))
+
+    for _ in range(STEPS):
+        step()
+    peak = meter.measure(step).peak_bytes
+    constant = stage.memory.parameters + stage.memory.optimizer + stage.memory.buffers
+    forward, backward = zip(*times[1:STEPS], strict=True)
+    return Measured(constant + peak, min(forward), min(backward))
+
+
+def _tuple(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else value
+
+
+if __name__ == "__main__":
+    main()
