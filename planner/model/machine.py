@@ -4,7 +4,7 @@ import ctypes
 import platform
 from pathlib import Path
 
-__all__ = ["cpu_name", "keep_freed_memory"]
+__all__ = ["cpu_name", "give_freed_memory_back", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
@@ -30,5 +30,13 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    except (OSError, AttributeError):
+        return
+
+
+def give_freed_memory_back() -> None:
+    """Lets the system have, once, what `keep_freed_memory` holds on to. Does nothing without glibc."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
         return

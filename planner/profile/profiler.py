@@ -22,7 +22,7 @@ from planner.core.rates import Rates, rates_of
 from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
 from planner.model.lean import fill
 from planner.model.load import LoadedModel
-from planner.model.machine import cpu_name, keep_freed_memory
+from planner.model.machine import cpu_name, give_freed_memory_back, keep_freed_memory
 from planner.model.meter import Meter, meter_for
 from planner.profile.clocks import Clock, clock_for
 from planner.profile.estimate import GhostMeter, RooflineClock, ghostly
@@ -268,6 +268,8 @@ class _Measured:
         self._meter, self._clock = self._instruments()
         self.tied = tied_parameters(chain.layers)
         self._measure_memory()
+        # Layers of several sizes have left holes by now: a large model need not take the room of two.
+        give_freed_memory_back()
         self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
         self.optimizer: dict[str, OptimizerCost] = {}
         given = {digest: self._inputs[digest, self.sizes[0]] for digest in self._distinct}
@@ -275,6 +277,7 @@ class _Measured:
             digest: measure_casts(unit, given[digest], self._meter) for digest, unit in self._distinct.items()
         }
         self._measure_optimizer()
+        give_freed_memory_back()
         self._measure_times()
         self.passing = passing_us(self._distinct, self._inputs, clock=self._clock, repeats=options.repeats)
         # Once more, at another time: its few steps in a row may all have met a busy machine.

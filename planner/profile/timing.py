@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any
 
 import torch
@@ -69,7 +69,11 @@ def measure_times(
         doubtful: Whether still more are needed, once there are so many.
         progress: Passes on what will be measured, one by one.
     """
-    kinds = {digest: cycle(enough_to_leave_the_cache(units, digest)) for digest, _ in inputs}
+    equal = {digest: enough_to_leave_the_cache(units, digest) for digest, _ in inputs}
+    for unit in chain.from_iterable(equal.values()):
+        # Before anything runs: between transients they would leave holes too small for the next large one.
+        _give_gradients(unit)
+    kinds = {digest: cycle(found) for digest, found in equal.items()}
     with _no_collection(), units[0].keeping_casts():
         for key in list(inputs) * _WARM_UPS:
             time_once(next(kinds[key[0]]), inputs[key], clock)
@@ -100,9 +104,7 @@ def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
 
 def time_once(unit: Unit, given: UnitInput, clock: Clock) -> tuple[float, float]:
     """Forward and backward time of one micro-batch in microseconds, gradients being there."""
-    for parameter in unit.module.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    _give_gradients(unit)
     values: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in given.fresh()]
     outputs: list[Any] = []
     forward_us = clock.time_us(lambda: outputs.extend(unit.run(values, given)))
@@ -111,6 +113,12 @@ def time_once(unit: Unit, given: UnitInput, clock: Clock) -> tuple[float, float]
         return forward_us, 0.0
     outputs.clear()
     return forward_us, clock.time_us(started.backward)
+
+
+def _give_gradients(unit: Unit) -> None:
+    for parameter in unit.module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 @contextmanager
