@@ -230,6 +230,7 @@ class Pipeline:
             loss_fn=self.model.loss_fn if self.is_last else None,
             # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
             copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
+            carries=() if self.is_last else [t.requires_grad for t in shapes.boundaries[end].tensors],
             recomputed=recomputed,
         )
         stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]

@@ -148,6 +148,7 @@ class StageModule(nn.Module):
         micro_batches: M.
         loss_fn: The loss, on the last stage.
         copies_input: Whether the layers must work on a copy of what is received.
+        carries: Which of the tensors behind the stage carry a gradient.
         recomputed: The layers that are recomputed on their own, counted from the stage's first.
     """
 
@@ -160,6 +161,7 @@ class StageModule(nn.Module):
         micro_batches: int,
         loss_fn: Callable[[Any, Any], Tensor] | None,
         copies_input: bool,
+        carries: Sequence[bool] = (),
         recomputed: Mapping[int, Recomputed] | None = None,
     ) -> None:
         super().__init__()
@@ -174,6 +176,7 @@ class StageModule(nn.Module):
         self._micro_batches = micro_batches
         self._loss_fn = loss_fn
         self._copies_input = copies_input
+        self._carries = tuple(carries)
         self._recomputed = dict(recomputed or {})
         self.micro_batch = 0
         self.targets: list[Any] = []
@@ -187,7 +190,10 @@ class StageModule(nn.Module):
         # wants an input that requires a gradient, which the first stage does not have.
         anchor = torch.zeros((), requires_grad=True)
         result: Tensor | tuple[Tensor, ...] = checkpoint(self._run, anchor, targets, *tensors, use_reentrant=True)
-        return result
+        if isinstance(result, Tensor) or not self._carries:
+            return result
+        # All that this kind returns would want a gradient, and nobody sends one for a mask.
+        return tuple(t if carries else t.detach() for t, carries in zip(result, self._carries, strict=True))
 
     def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
         carrying = any(t.requires_grad for t in (*tensors, *self.parameters()))

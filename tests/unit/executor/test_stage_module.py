@@ -287,3 +287,36 @@ def test_what_a_recomputed_stage_holds() -> None:
         held[recompute] = CpuMeter().measure(lambda m=module, v=value, k=kept: k.append(m(v))).end_bytes  # type: ignore[misc]
     assert held["never"] >= 2 * 4 * 16 * 4096
     assert held["always"] <= 4 * 16 * 8 + 6000
+
+
+class Masked(nn.Module):
+    """What it computes, beside a floating-point mask that no parameter and no input has a part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(b, 4) to (b, 4) and (b, 4)."""
+        return self.linear(value), torch.zeros(len(value), 4)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_carries_no_gradient_asks_for_none(recompute: Recompute) -> None:
+    """Recomputed or not: the engine has no gradient for a mask, and the other output gets its own."""
+    module = Masked()
+    stage = StageModule(
+        [Layer("0", module)],
+        received=Boundary.of(torch.empty(2, 4, device="meta", requires_grad=True)),
+        recompute=recompute,
+        micro_batches=1,
+        loss_fn=None,
+        copies_input=False,
+        carries=(True, False),
+    )
+    given = torch.randn(2, 4, requires_grad=True)
+    value, mask = stage(given)
+    assert (value.requires_grad, mask.requires_grad) == (True, False)
+    value.sum().backward()
+    assert given.grad is not None
+    assert torch.equal(given.grad, module.linear.weight.sum(0).expand(2, 4))
