@@ -30,7 +30,7 @@ from planner.model.autocast import autocast_dtype
 from planner.model.chain import chain_digest, shared_parameters
 from planner.model.load import Batch, LoadedModel, load_model, to_device
 from planner.model.machine import cpu_name, keep_freed_memory
-from planner.model.precision import in_precision, to_precision
+from planner.model.precision import dtype_of, in_precision, to_precision
 
 __all__ = ["OneRankError", "Pipeline"]
 
@@ -165,7 +165,7 @@ class Pipeline:
             environment=Environment(
                 torch=str(torch.__version__),
                 python=platform.python_version(),
-                dtype=self.balance.dtype or _dtype_of(self._module),
+                dtype=self.balance.dtype or dtype_of(self._module),
                 threads=self.balance.threads,
             ),
             losses=tuple(self.losses),
@@ -306,10 +306,6 @@ def _load(balance: Balance, folder: Path) -> LoadedModel:
         granularity=balance.model.granularity,
     )
     return in_precision(loaded, balance.dtype)
-
-
-def _dtype_of(module: nn.Module) -> str:
-    return str(next((p.dtype for p in module.parameters()), torch.float32)).removeprefix("torch.")
 
 
 def _device(name: str) -> torch.device:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from planner.core.precision import Precision
 from planner.model.load import Batch, LoadedModel
 
-__all__ = ["convert", "converted", "in_precision", "to_precision"]
+__all__ = ["convert", "converted", "dtype_of", "in_precision", "to_precision"]
 
 _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -69,6 +69,11 @@ def converted(module: nn.Module, precision: Precision) -> nn.Module:
     if dtype is None or not any(t.is_floating_point() and t.dtype != dtype for t in tensors):
         return module
     return convert(copy.deepcopy(module), precision)
+
+
+def dtype_of(module: nn.Module) -> str:
+    """What most of a module's parameters are, `float32` say; only one is asked."""
+    return str(next((p.dtype for p in module.parameters()), torch.float32)).removeprefix("torch.")
 
 
 def _as_float32(tensor: Tensor) -> Tensor:

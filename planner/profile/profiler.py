@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from planner.core.costs import saved_bytes
+from planner.core.devices import Accelerator, accelerator
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.partial import Measurement, Partial
 from planner.core.planning import GENERATOR
@@ -24,6 +25,7 @@ from planner.model.lean import fill
 from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, give_freed_memory_back, keep_freed_memory
 from planner.model.meter import Meter, meter_for
+from planner.model.precision import dtype_of
 from planner.profile.clocks import Clock, clock_for
 from planner.profile.estimate import GhostMeter, RooflineClock, ghostly
 from planner.profile.flops import forward_flops
@@ -95,7 +97,8 @@ def profile_model(
         MeasurementError: Memory does not suffice.
         InterruptedProfileError: Ctrl-C.
     """
-    rates = rates_of(options.device.removeprefix(_ESTIMATE)) if options.device.startswith(_ESTIMATE) else None
+    absent = accelerator(options.device.removeprefix(_ESTIMATE)) if options.device.startswith(_ESTIMATE) else None
+    rates = rates_of(absent.name) if absent is not None else None
     device = torch.device("cpu") if rates is not None else device_of(options.device)
     torch.set_num_threads(options.threads)
     if device.type == "cpu":
@@ -107,7 +110,7 @@ def profile_model(
             hint="measure it: `--device cuda` on the machine that has one, or `--device cpu`",
         )
     model = chain.model
-    described = describe_device(device) if rates is None else estimated_device(rates)
+    described = describe_device(device) if absent is None or rates is None else estimated_device(absent, rates)
     kept = _Kept(_header(loaded, model, chain, described, options.threads))
     if earlier is not None:
         kept.take_over(earlier, warn)
@@ -153,11 +156,6 @@ def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, device: Device,
     )
 
 
-def dtype_of(model: nn.Module) -> str:
-    """What most of a model's parameters are; only one is asked."""
-    return str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
-
-
 def device_of(name: str) -> torch.device:
     """The torch device called `name`.
 
@@ -180,9 +178,9 @@ def describe_device(device: torch.device) -> Device:
     return Device(kind="cpu", name=cpu_name())
 
 
-def estimated_device(rates: Rates) -> Device:
+def estimated_device(absent: Accelerator, rates: Rates) -> Device:
     """Name and memory of a device that is not here."""
-    return Device(kind="cuda", name=rates.full_name, memory_bytes=rates.memory_bytes, how="estimated")
+    return Device(kind="cuda", name=rates.full_name, memory_bytes=absent.memory_bytes, how="estimated")
 
 
 @contextmanager
@@ -320,6 +318,10 @@ class _Measured:
     def _know(self, units: tuple[Unit, ...]) -> None:
         self.units = units
         self._distinct = {unit.digest: unit for unit in reversed(units)}
+        self._fill()
+
+    def _fill(self) -> None:
+        units = self.units
         measured = [unit.module for digest in self._distinct for unit in enough_to_leave_the_cache(units, digest)]
         fill(measured, self.chain.model, self._device)
 
@@ -451,9 +453,8 @@ class _Estimated(_Measured):
         self._roofline = RooflineClock(self._rates)
         return GhostMeter(), self._roofline
 
-    def _know(self, units: tuple[Unit, ...]) -> None:
-        self.units = units
-        self._distinct = {unit.digest: unit for unit in reversed(units)}
+    def _fill(self) -> None:
+        """Ghosts have no values."""
 
     def _with_values(self, given: UnitInput) -> UnitInput:
         return given

@@ -1,6 +1,6 @@
 """A profile: what was measured on what, and the costs of every layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -148,9 +148,7 @@ def _us_per_sample(profile: Profile, size: int, layer: LayerProfile) -> float:
 
 def _notes(profile: Profile, style: Style) -> list[Text]:
     notes = [
-        flow([f"{plain(layer.name, style)} shares", *(plain(name, style) for name in layer.tied)], style, gap=" ")
-        for layer in profile.layers
-        if layer.tied
+        flow([head, *(plain(name, style) for name in names)], style, gap=" ") for head, names in _ties(profile, style)
     ]
     spreads = [(spread, x.name, n) for x in profile.layers for n, spread in enumerate(x.spread)]
     if spreads and max(spreads)[0] > 0:
@@ -158,3 +156,16 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
         at = f"{plain(name, style)} at {profile.micro_batch_sizes[n]}"
         notes.append(Text(f"least certain time: {at}, {style.glyphs.plus_minus}{percent(spread)}", style="dim"))
     return notes
+
+
+def _ties(profile: Profile, style: Style) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Who shares parameters with whom; layers that all share with each other are told once."""
+    groups: dict[frozenset[str], list[LayerProfile]] = {}
+    for layer in profile.layers:
+        if layer.tied:
+            groups.setdefault(frozenset((layer.name, *layer.tied)), []).append(layer)
+    for layers in groups.values():
+        if len(layers) > 1:
+            yield f"{len(layers)} layers share parameters:", tuple(layer.name for layer in layers)
+        else:
+            yield f"{plain(layers[0].name, style)} shares", layers[0].tied

@@ -79,6 +79,15 @@ def test_tied_layers_and_noise_are_told():
     assert "±2.0 %" in text
 
 
+def test_layers_that_all_share_are_told_once():
+    """Ten layers with a parameter in common are one line, not ten of ten names."""
+    names = ("a", "b", "c")
+    layers = tuple(layer(name, tied=tuple(other for other in names if other != name)) for name in names)
+    text = profile_text(replace(profile(), layers=layers), WIDE)
+    assert "3 layers share parameters: a b c" in text
+    assert " shares " not in text
+
+
 @pytest.mark.parametrize(
     ("largest_us", "text"),
     [
