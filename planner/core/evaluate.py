@@ -14,7 +14,7 @@ from planner.core.errors import UsageError
 from planner.core.memory import stage_memory
 from planner.core.plan import Plan, Predicted, Recompute, Schedule, Stage, StageMemory
 from planner.core.schedule import Action, actions_of, num_in_flight
-from planner.core.simulate import Event, StageTimes, simulate
+from planner.core.simulate import Event, StageTimes, last_end_us, simulate
 from planner.core.step_time import gpipe_step, optimizer_tail_us
 
 __all__ = [
@@ -211,7 +211,7 @@ def step_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
     if partition.schedule == "gpipe":
         pipeline_us = gpipe_step(stage_times(costs, partition, cluster), micro_batches=partition.micro_batches).step_us
     else:
-        pipeline_us = max(event.end_us for event in timeline(costs, partition, cluster))
+        pipeline_us = last_end_us(partition.actions(), stage_times(costs, partition, cluster))
     return pipeline_us + optimizer_us(costs, partition, cluster)
 
 

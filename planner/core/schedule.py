@@ -20,19 +20,24 @@ micro-batches each; torch's `ScheduleInterleaved1F1B` needs only M // K turns of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Final, Literal
 
 from planner.core.errors import UsageError
 from planner.core.plan import Schedule
 
 __all__ = ["Action", "actions_of", "execution_order", "in_flight_profile", "num_in_flight"]
 
+Kind = Literal["F", "B"]
+_KINDS: Final[tuple[Kind, Kind]] = ("F", "B")
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """Forward (`F`) or backward (`B`) of one micro-batch on one of a device's chunks."""
 
-    kind: Literal["F", "B"]
+    kind: Kind
     micro_batch: int
     chunk: int = 0
 
@@ -126,41 +131,49 @@ def execution_order(actions: Sequence[Sequence[Action]], num_stages: int) -> tup
         ValueError: The lists wait for each other in a circle, or for what is in no list.
     """
     order: list[tuple[int, Action]] = []
-    done: set[tuple[str, int, int]] = set()
+    forward_done: set[tuple[int, int]] = {(-1, action.micro_batch) for todo in actions for action in todo}
+    backward_done: set[tuple[int, int]] = set()
     position = [0] * len(actions)
-    while any(at < len(todo) for at, todo in zip(position, actions, strict=True)):
-        before = list(position)
+    left = sum(map(len, actions))
+    while left:
+        before = left
         for device, todo in enumerate(actions):
             while position[device] < len(todo):
                 action = todo[position[device]]
                 stage = action.chunk * len(actions) + device
-                if not _is_ready(action, stage, num_stages, done):
-                    break
-                done.add((action.kind, stage, action.micro_batch))
+                here = stage, action.micro_batch
+                if action.kind == "F":
+                    if (stage - 1, action.micro_batch) not in forward_done:
+                        break
+                    forward_done.add(here)
+                else:
+                    is_last = stage == num_stages - 1
+                    if here not in forward_done if is_last else (stage + 1, action.micro_batch) not in backward_done:
+                        break
+                    backward_done.add(here)
                 order.append((stage, action))
                 position[device] += 1
-        if position == before:
+                left -= 1
+        if left == before:
             progress = enumerate(zip(actions, position, strict=True))
             waiting = {device: str(todo[at]) for device, (todo, at) in progress if at < len(todo)}
             raise ValueError(f"deadlock: devices wait for what never comes, at {waiting}")
     return tuple(order)
 
 
-def _is_ready(action: Action, stage: int, num_stages: int, done: set[tuple[str, int, int]]) -> bool:
-    if action.kind == "F":
-        return stage == 0 or ("F", stage - 1, action.micro_batch) in done
-    needs = ("F", stage) if stage == num_stages - 1 else ("B", stage + 1)
-    return (*needs, action.micro_batch) in done
-
-
 def _one_forward_one_backward(warm_up: int, micro_batches: int) -> tuple[Action, ...]:
     # `warm_up` forwards first, then a backward after each further forward, then the backwards that are left.
-    actions = [Action("F", i) for i in range(warm_up)]
-    for i in range(micro_batches):
-        actions.append(Action("B", i))
-        if warm_up + i < micro_batches:
-            actions.append(Action("F", warm_up + i))
+    forwards, backwards = _in_order(micro_batches)
+    actions = list(forwards[:warm_up])
+    for backward, forward in zip_longest(backwards, forwards[warm_up:]):
+        actions += (backward,) if forward is None else (backward, forward)
     return tuple(actions)
+
+
+@lru_cache(maxsize=1)  # every stage of a pipeline runs the same ones, in another order
+def _in_order(micro_batches: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    forwards, backwards = ([Action(kind, i) for i in range(micro_batches)] for kind in _KINDS)
+    return tuple(forwards), tuple(backwards)
 
 
 def _micro_batches_per_round(num_devices: int, micro_batches: int) -> int:
