@@ -256,7 +256,7 @@ def test_profiling_from_python(here: Path) -> None:
     assert planner.solve("given.yaml", devices=2, mem="1MB").balance
     shaped = planner.profile(model, inputs=["8"], batch_sizes=1, repeat=2)
     assert shaped.layers[0].parameter_bytes == 4 * 72
-    (page,) = blocks("ci.md", "python")
+    (page,) = blocks("docs/ci.md", "python")
     Path("model.py").write_text(page)
     from_file = planner.profile("model.py", batch_sizes=2, repeat=2)
     assert len(from_file.layers) == 5
@@ -267,7 +267,7 @@ def test_profiling_from_python(here: Path) -> None:
 @pytest.mark.slow
 def test_the_example_of_the_guide_runs(here: Path) -> None:
     """`docs/python.md`, as it stands there."""
-    (program,) = blocks("python.md", "python")
+    (program,) = blocks("docs/python.md", "python")
     printed = python(f"import os\nos.chdir({str(here)!r})\n{program}\nassert smallest is not None")
     assert re.match(r"\(\d+(, \d+)?,?\) \d+ [\d.]+\n", printed)
     assert "GP204" in printed
