@@ -1,5 +1,6 @@
 """One stage in this process: the pipeline trains what the model file says, and refuses what it cannot train."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -137,6 +138,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path, text: str, entry: str)
 def test_the_report_says_what_was_run(tmp_path: Path) -> None:
     """Losses, times, memory and names, and it survives a file."""
     path = balance_of(tmp_path)
+    gc.collect()  # tensors of other tests in this process, freed while memory is recorded, would count as this run's
     report, parameters = train(path, steps=4, seed=5)
     assert (report.plan_digest, report.seed, len(report.losses), len(report.step_us)) == ("sha256:plan", 5, 4, 4)
     (stage,) = report.stages
