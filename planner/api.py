@@ -144,7 +144,7 @@ def solve(
     inter_link: str | Link | None = None,
     allreduce: str | Link | None = None,
     overhead: str | None = None,
-    reserve: str | int = "0B",
+    reserve: str | int | None = None,
     headroom: str | float = "0%",
     balance: Numbers | File | None = None,
     together: Sequence[str | Sequence[str]] | None = None,
@@ -176,7 +176,7 @@ def solve(
         inter_link: Between nodes; `link` is then within a node.
         allreduce: What replicas sum their gradients over.
         overhead: The executor's time per micro-batch, stage and direction, such as `1ms`.
-        reserve: Kept free on every device.
+        reserve: Kept free on every device; None: what the profile says of its own, or nothing.
         headroom: Share of every cap kept free: `5%`, or 0.05.
         balance: Layers per stage, or a file that gives the cuts; then these are judged, none searched.
         together: Groups of layers that must be in one stage.
@@ -372,7 +372,7 @@ def sweep(
     recompute: str = "auto",
     link: str | Link | None = None,
     overhead: str | None = None,
-    reserve: str | int = "0B",
+    reserve: str | int | None = None,
     headroom: str | float = "0%",
     time_limit: str | None = None,
     output: File | None = None,
@@ -391,7 +391,7 @@ def sweep(
         recompute: `auto`, `never`, `except-last`, `always` or `layers`.
         link: Between neighbours.
         overhead: The executor's time per micro-batch, stage and direction.
-        reserve: Kept free on every device.
+        reserve: Kept free on every device; None: what the profile says of its own, or nothing.
         headroom: Share of every cap kept free.
         time_limit: For each cell.
         output: A folder, into which the plan of every cell is written.

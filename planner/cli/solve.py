@@ -68,7 +68,9 @@ def solve(
     overhead: Annotated[
         str | None, typer.Option(metavar="1ms", help="Executor's time per micro-batch, stage and direction.")
     ] = None,
-    reserve: Annotated[str, typer.Option(metavar="500MB", help="Kept free on every device.")] = "0B",
+    reserve: Annotated[
+        str | None, typer.Option(metavar="500MB", help="Kept free on every device, as measured or 0B.")
+    ] = None,
     headroom: Annotated[str, typer.Option(metavar="5%", help="Share of every cap kept free.")] = "0%",
     balance: Annotated[
         str | None, typer.Option(metavar="6,6,6,6|FILE", help="Judge these cuts instead of searching.")

@@ -15,6 +15,7 @@ from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.meter import CudaMeter, Usage, meter_for
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.clocks import CudaClock, clock_for
+from planner.profile.reserve import cuda_reserve_bytes
 from tests.support.measure import loaded_model
 
 pytestmark = [
@@ -89,6 +90,16 @@ def test_a_profile_of_the_device() -> None:
     assert [layer.output_bytes for layer in profile.layers[:8]] == [(64 * WIDTH * 4, SIZE * WIDTH * 4)] * 8
     assert len({layer.digest for layer in profile.layers}) == 4
     assert torch.cuda.memory_allocated() <= before + (64 << 20)  # a library's workspace may stay
+
+
+def test_the_reserve_is_measured_and_is_no_tensor() -> None:
+    """Reported are 300 to 700 MB; a large tensor of ours does not change it."""
+    before = cuda_reserve_bytes(CUDA)
+    ours = torch.ones(2**28, device=CUDA)
+    after = cuda_reserve_bytes(CUDA)
+    assert 100e6 < before < 4e9
+    assert abs(after - before) < 64 << 20
+    del ours
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
