@@ -24,6 +24,8 @@ class StageBalance:
     layers: tuple[str, ...]
     recomputed: tuple[str, ...] = ()
     """Those of `layers` that are recomputed, each on its own, where `recompute` is `layers`."""
+    peak_bytes: int = 0
+    """Memory that the plan predicts for it, to be told when there is too little; 0 where nothing is predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,7 @@ def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
                 recompute=stage.recompute,
                 layers=tuple(names[first:end]),
                 recomputed=tuple(name for name in names[first:end] if name in stage.recomputed),
+                peak_bytes=stage.memory.total,
             )
             for (k, stage), (first, end) in zip(enumerate(plan.stages), cuts, strict=True)
         ),

@@ -1,8 +1,21 @@
 """The bundled executor: a thin layer over `torch.distributed.pipelining` that runs a plan under torchrun."""
 
 from planner.executor.calibrate import executor_cost
+from planner.executor.checkpoint import Checkpoints
 from planner.executor.links import measure_links
 from planner.executor.pipeline import Pipeline
-from planner.executor.script import Arguments, arguments, pipeline_script, progress
+from planner.executor.script import Arguments, arguments, checkpoints, pipeline_script, progress
+from planner.executor.weights import export_weights
 
-__all__ = ["Arguments", "Pipeline", "arguments", "executor_cost", "measure_links", "pipeline_script", "progress"]
+__all__ = [
+    "Arguments",
+    "Checkpoints",
+    "Pipeline",
+    "arguments",
+    "checkpoints",
+    "executor_cost",
+    "export_weights",
+    "measure_links",
+    "pipeline_script",
+    "progress",
+]

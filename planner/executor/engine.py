@@ -3,7 +3,8 @@
 What is added to torch 2.13's `PipelineStage`: receive buffers exist from receiving to the end of that micro-batch's
 backward (the engine makes one per micro-batch and direction at the start and never lets go), shapes are given and
 never inferred (inference would run later stages on uninitialised memory), the module learns which micro-batch it
-runs, and every forward and backward is timed. Under 1F1B what was sent and received is let go of as soon as it can be.
+runs, every forward and backward is timed, and what is waited for is noted. Under 1F1B what was sent and received is
+let go of as soon as it can be.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from torch.distributed.pipelining._utils import _make_tensor_from_meta
 
 from planner.core.plan import Schedule
 from planner.core.precision import Precision
+from planner.executor.failure import check_output
+from planner.executor.position import Position
 from planner.executor.stage_module import StageModule
 from planner.model.autocast import keeping_casts, layers_in
 
@@ -43,10 +46,14 @@ class Engine:
         timer: Timer,
         group: ProcessGroup | None = None,
         precision: Precision = "",
+        position: Position | None = None,
+        check_nan: bool = False,
     ) -> None:
         kind = _Stage if schedule == "gpipe" else _EagerStage
         stage = kind(module, index, num_stages, device, input_args=received, output_args=sent, group=group)
         stage.timer = timer
+        stage.position = position or Position()
+        stage.check_nan = check_nan
         stage.precision = self._precision = precision
         self._module = module
         self._device = device
@@ -83,27 +90,41 @@ class Engine:
 class _Stage(PipelineStage):
     timer: Timer
     precision: Precision
+    position: Position
+    check_nan: bool
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id  # type: ignore[assignment]
+        self._at("forward", fwd_chunk_id)
         run = super().forward_one_chunk
         # Recomputation in backward switches autocast on again by itself; the rest of backward runs without.
         with layers_in(self.precision, self.device):
-            return self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs))
+            result = self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs))
+        if self.check_nan:
+            check_output(result, self.position)
+        if not self.is_last:
+            self._at("forward", fwd_chunk_id, waits_for=self.stage_index + 1)
+        return result
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._at("backward", bwd_chunk_id)
         run = super().backward_one_chunk
         self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs))
+        if not self.is_first:
+            self._at("backward", bwd_chunk_id, waits_for=self.stage_index - 1)
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         self._provide(self.args_recv_info[fwd_chunk_id])
+        if not self.is_first:
+            self._at("forward", fwd_chunk_id, waits_for=self.stage_index - 1)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if self.has_backward and not self.is_last:
             self._provide(self.grad_recv_info[bwd_chunk_id])
+            self._at("backward", bwd_chunk_id, waits_for=self.stage_index + 1)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
@@ -115,6 +136,9 @@ class _Stage(PipelineStage):
         prepared = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
         _release(self.grad_recv_info)
         return prepared
+
+    def _at(self, kind: str, micro_batch: int, *, waits_for: int | None = None) -> None:
+        self.position.at(f"{kind} of micro-batch {micro_batch}", stage=self.stage_index, waits_for=waits_for)
 
     def _provide(self, infos: Any) -> None:
         for info in infos:

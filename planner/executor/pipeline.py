@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,25 +21,21 @@ from planner.core.profile import Device, Environment, Generator
 from planner.core.run_report import RunReport, StageRun
 from planner.executor.build import build_layers, build_structure
 from planner.executor.engine import Engine
+from planner.executor.failure import Watch, check_gradients, check_losses
 from planner.executor.loss_scale import LossScale
+from planner.executor.position import ANY, Position
 from planner.executor.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.stage_module import Shapes, StageModule, shapes_of
 from planner.executor.ties import TiedGradients
-from planner.files import read_balance
+from planner.executor.weights import first_names
+from planner.files import digest_of, read_balance
 from planner.model.autocast import autocast_dtype
 from planner.model.chain import chain_digest, shared_parameters
 from planner.model.load import Batch, LoadedModel, load_model, to_device
 from planner.model.machine import cpu_name, keep_freed_memory
 from planner.model.precision import dtype_of, in_precision, to_precision
 
-__all__ = ["OneRankError", "Pipeline"]
-
-_TIMEOUT = timedelta(minutes=10)
-"""A stage that hears nothing for so long takes its neighbours for dead."""
-
-
-class OneRankError(UsageError):
-    """A mistake that this rank alone can see, so that it must be told by this rank."""
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -49,21 +45,42 @@ class Pipeline:
         balance_path: The balance configuration, as `gpipe-plan emit` writes it.
         seed: Of initial parameters, example batches and dropout.
         device: Overrides the device of the plan.
+        timeout_s: A transfer that takes so long fails.
+        check_nan: Whether every output and gradient must be finite, not the loss alone; waits for the device.
+        watch: Is told what this rank is doing.
 
     Raises:
         UsageError: The number of processes is not the number of stages, or the device is missing.
         ModelError: The model is not the one that was planned.
     """
 
-    def __init__(self, balance_path: str | Path, *, seed: int = 0, device: str | None = None) -> None:
+    def __init__(
+        self,
+        balance_path: str | Path,
+        *,
+        seed: int = 0,
+        device: str | None = None,
+        timeout_s: float = 300.0,
+        check_nan: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
         self.balance = read_balance(str(balance_path))
         self.seed = seed
+        self.step_index = 0
+        """Number of the next step; a checkpoint sets it."""
+        self._timeout = timedelta(seconds=timeout_s)
+        self._check_nan = check_nan
         self.rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if num_processes != self.balance.num_stages:
             raise UsageError(
                 f"the plan has {self.balance.num_stages} stages, but {num_processes} processes were started",
                 hint=f"run `torchrun --nproc-per-node {self.balance.num_stages} train.py`",
             )
+        self.watch = watch
+        self.position = watch.position if watch is not None else Position()
+        self.position.names = {k: _stage_name(self.balance, k) for k in range(self.balance.num_stages)}
+        self.position.stages = (self.rank,)
+        self.position.predicted_bytes = {stage.index: stage.peak_bytes for stage in self.balance.stages}
         self.device = _device(device or self.balance.device)
         torch.set_num_threads(self.balance.threads)
         if self.device.type == "cpu":
@@ -102,22 +119,43 @@ class Pipeline:
         # A stage of pooling and reshaping has nothing to optimize, which torch's optimizers refuse.
         return build(iter(parameters or [nn.Parameter(torch.zeros(0))]))
 
-    def batches(self, steps: int) -> Iterator[Batch]:
-        """`steps` mini-batches: the model's `train_batches`, else its `example_batch`.
+    def named_tensors(self) -> dict[str, Tensor]:
+        """This stage's part of the model's state dict: parameters and persistent buffers, under their names there."""
+        module = self._module
+        held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        return {name: tensor for name, tensor in held if name in self.first_names}
 
-        The same on every rank, but inputs are kept on the first and targets on the last: the others are None.
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this rank beside tensors."""
+        return {
+            "step_index": self.step_index,
+            "loss_scale": self._loss_scale.state_dict() if self._loss_scale is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`."""
+        self.step_index = state["step_index"]
+        if self._loss_scale is not None and state["loss_scale"] is not None:
+            self._loss_scale.load_state_dict(state["loss_scale"])
+
+    def batches(self, steps: int) -> Iterator[Batch]:
+        """Mini-batches until `steps` steps are done: the model's `train_batches`, else its `example_batch`.
+
+        The same on every rank, but inputs are kept on the first and targets on the last: the others are None. After a
+        checkpoint those of the steps done are passed over.
         """
         if self.model.train_batches is None:
-            for step in range(steps):
+            for step in range(self.step_index, steps):
                 yield self._own_part(self.example_batch(step))
             return
-        made = 0
+        made, done = 0, self.step_index
         while made < steps:
             before = made
             for pair in self.model.train_batches(self.balance.batch):
                 if made == steps:
                     return
-                yield self._own_part(Batch(*pair))
+                if made >= done:
+                    yield self._own_part(Batch(*pair))
                 made += 1
             if made == before:
                 raise ModelError("`train_batches` is empty")
@@ -137,8 +175,10 @@ class Pipeline:
         """
         batch = Batch(inputs, targets)
         self._check_size(batch)
+        self.position.step = self.step_index
         with self._recorder.step():
             yield self._forward_backward(batch)
+        self.step_index += 1
 
     def report(self) -> RunReport | None:
         """What the run took, on rank 0; None elsewhere. Every rank must call it."""
@@ -153,6 +193,7 @@ class Pipeline:
             peak_bytes=self._recorder.peak_bytes,
         )
         stages: list[Any] = [None] * self.balance.num_stages
+        self.position.at("the report", waits_for=ANY)
         dist.gather_object(mine, stages if self.is_first else None)
         if not self.is_first:
             return None
@@ -205,16 +246,39 @@ class Pipeline:
         self._joined = not dist.is_initialized()
         if not self._joined:
             return  # the caller's group, which the caller leaves
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=_TIMEOUT)
-        else:
+        if "RANK" not in os.environ:
             dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
+            return
+        self.position.at("joining the others", waits_for=ANY)
+        # The watch, which knows more, is to find out first.
+        dist.init_process_group(backend, timeout=self._timeout + timedelta(seconds=30))
+        self._check_same_start()
+
+    def _check_same_start(self) -> None:
+        """Refuses, on every rank, to start with ranks that were told different things."""
+        mine = {
+            "balance.yaml": digest_of(self.balance),
+            "--seed": self.seed,
+            "--device": self.device.type,
+            "torch": str(torch.__version__),
+        }
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        for what, value in told[0].items():
+            others = [rank for rank, its in enumerate(told) if its[what] != value]
+            if others:
+                raise UsageError(
+                    f"rank {others[0]} has another {what} ({told[others[0]][what]}) than rank 0 ({value})",
+                    hint="give every process the same files and the same command line, also on other machines",
+                )
 
     def _build(self) -> tuple[StageModule, Engine]:
         balance = self.balance
+        self.position.at("building the model")
         chain = build_structure(self.model)
         _check_same_model(balance, chain.names, chain_digest(chain, self.model.settings, balance.dtype))
         micro_batch = _micro_batches(self.example_batch(0).inputs, balance.micro_batches)[0]
+        self.first_names = first_names(chain.model)
         shapes = shapes_of(chain, micro_batch, precision=balance.dtype, device=self.device)
         ends = [sum(balance.balance[: k + 1]) for k in range(balance.num_stages)]
         first, end = ends[self.rank] - balance.balance[self.rank], ends[self.rank]
@@ -254,6 +318,8 @@ class Pipeline:
             micro_batches=self.balance.micro_batches,
             timer=self._recorder.timed,
             precision=self.balance.dtype,
+            position=self.position,
+            check_nan=self._check_nan,
         )
 
     def _forward_backward(self, batch: Batch) -> float | None:
@@ -268,12 +334,19 @@ class Pipeline:
         if self._loss_scale is not None:
             self._engine.loss_scale = self._loss_scale.value
         losses = self._engine.step(tensors, targets)
+        self.position.at("the gradients", waits_for=ANY)
         self._tied.sum()
         if self._loss_scale is not None:
             self._loss_scale.unscale()
+        elif self._check_nan:
+            check_gradients(dict(self.named_parameters()), self.position)
+        self.position.at("the loss", waits_for=self.balance.num_stages - 1 if self.is_first else None)
         loss = self._share_loss(torch.stack(losses).mean() if losses else None)
         if loss is not None:
+            if self.is_last and self._loss_scale is None:
+                check_losses(losses, loss, self.position)
             self.losses.append(loss)
+        self.position.at("between steps")
         return loss
 
     def _share_loss(self, loss: Tensor | None) -> float | None:
@@ -308,12 +381,17 @@ def _load(balance: Balance, folder: Path) -> LoadedModel:
     return in_precision(loaded, balance.dtype)
 
 
+def _stage_name(balance: Balance, stage: int) -> str:
+    layers = balance.stages[stage].layers
+    return f"stage {stage} ({layers[0]} to {layers[-1]})" if len(layers) > 1 else f"stage {stage} ({layers[0]})"
+
+
 def _device(name: str) -> torch.device:
     if name != "cuda":
         return torch.device(name)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.device_count() <= local:
-        raise OneRankError(
+        raise UsageError(
             f"the plan is for CUDA, and this machine has {torch.cuda.device_count()} CUDA devices for rank {local}",
             hint="run on the machine it was planned for, or pass `--device cpu` to try it out",
         )
