@@ -12,6 +12,7 @@ the same one. Python would run a handler only after a hanging transfer; the thre
 import json
 import math
 import os
+import resource
 import select
 import signal
 import socket
@@ -138,11 +139,8 @@ class Watch:
             told = _explained(error, self.position)
         if told is not None and self._claimed():
             _print(told)
-        if self._store is None:
-            sys.exit(ExitCode.ERROR if told is None else told.exit_code)
-        if told is None and self._signal:
-            self._leave(128 + self._signal)  # as all others
-        self._leave(ExitCode.ERROR if told is None else told.exit_code)
+            self._leave(told.exit_code)
+        self._leave_quietly(128 + self._signal if told is None and self._signal else ExitCode.ERROR)
 
     def _lost_contact(self) -> PlannerError | None:
         """Why a transfer failed; None where another rank tells it."""
@@ -154,17 +152,17 @@ class Watch:
         waits_for = self.position.waits_for
         name = self.position.names.get(ANY if waits_for is None else waits_for, "another stage")
         return TrainingError(
-            f"{self.position.name} lost contact with {name} in {self.position.where}",
+            f"{self.position.name} lost contact with {name} {self.position.where}",
             hint="all processes still run, so look at the network between them",
         )
 
     def _gone(self, silent: Sequence[int]) -> PlannerError:
         told = self._told(self._store)
-        who = ", ".join(_name(rank, told) for rank in silent)
-        last = f"; last seen in {told[silent[0]]['where']}" if silent[0] in told else ""
+        who = " and ".join(_name(rank, told) for rank in silent)
+        waited = "was" if self.position.waits_for is None else "waited"
         return TrainingError(
             f"{who} {'is' if len(silent) == 1 else 'are'} gone while "
-            f"{self.position.name or f'rank {self._rank}'} was in {self.position.where}{last}",
+            f"{self.position.name or f'rank {self._rank}'} {waited} {self.position.where}",
             hint="its process was killed or its machine is lost: see the system's log (out of memory?), then start "
             "again with `--resume auto`; `torchrun --max-restarts 3` does so by itself",
         )
@@ -209,7 +207,14 @@ class Watch:
         except dist.DistError:
             return True
 
+    def _leave_quietly(self, code: int) -> NoReturn:
+        # After who tells it, so that the launcher takes that one for the root cause.
+        time.sleep(2 * _BEAT_S)
+        self._leave(code)
+
     def _leave(self, code: int) -> NoReturn:
+        if self._store is None:
+            sys.exit(code)
         # Not by way of the interpreter's end, which would wait for transfers and files that other ranks never finish.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -236,7 +241,7 @@ class Watch:
 
     def _look(self, store: Any) -> None:
         if store.check(["failure"]):
-            self._leave(ExitCode.ERROR)
+            self._leave_quietly(ExitCode.ERROR)
         if self.position.waits_for is not None and self.position.idle_s > self._timeout_s:
             self._tell(self._hanging(store))
         if self._signal:
@@ -263,7 +268,8 @@ class Watch:
         self._ending.set()
         if error is not None and self._claimed():
             _print(error)
-        self._leave(ExitCode.ERROR)
+            self._leave(ExitCode.ERROR)
+        self._leave_quietly(ExitCode.ERROR)
 
     def _hanging(self, store: Any) -> PlannerError | None:
         silent = self._silent(store)
@@ -284,7 +290,8 @@ def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> N
         return
     micro_batch = next((n for n, loss in enumerate(losses) if not math.isfinite(float(loss))), 0)
     raise TrainingError(
-        f"the loss of micro-batch {micro_batch} of step {position.step} is {float(losses[micro_batch])}",
+        f"the loss of micro-batch {micro_batch} of step {position.step} is {float(losses[micro_batch])}, "
+        f"computed on {position.name}",
         hint="run again with `--check-nan` to see in which stage it begins; a lower learning rate or clipped "
         "gradients may help",
     )
@@ -299,7 +306,7 @@ def check_output(output: Any, position: Position) -> None:
     for tensor in (output,) if isinstance(output, Tensor) else output:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise TrainingError(
-                f"{position.name} put out NaN or infinity in {position.where}, from finite inputs",
+                f"{position.name} put out NaN or infinity {position.where}, from finite inputs",
                 hint="one of its layers overflowed, or its parameters are not finite",
             )
 
@@ -344,7 +351,7 @@ def _explained(error: BaseException, position: Position) -> PlannerError:
         return _out_of_memory(root, who, position)
     first = f"{type(root).__name__}: {root}".strip()
     return TrainingError(
-        f"{who} failed in {position.where}: {first}\n{_frames(root)}".rstrip(),
+        f"{who} failed {position.where}: {first}\n{_frames(root)}".rstrip(),
         hint="the other stages have ended, too; start again with `--resume auto` once it is mended",
     )
 
@@ -352,11 +359,12 @@ def _explained(error: BaseException, position: Position) -> PlannerError:
 def _out_of_memory(error: BaseException, who: str, position: Position) -> PlannerError:
     predicted = sum(position.predicted_bytes.get(stage, 0) for stage in position.stages)
     beside = f"; the plan predicts a peak of {format_bytes(predicted)}" if predicted else ""
-    held = ""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        held = f", with {format_bytes(torch.cuda.memory_allocated())} allocated"
+        held = f"{format_bytes(torch.cuda.memory_allocated())} allocated"
+    else:
+        held = f"{format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} in the process"
     return TrainingError(
-        f"{who} ran out of memory in {position.where}{held}{beside}\n  {str(error).strip().splitlines()[0][:300]}",
+        f"{who} ran out of memory {position.where}, with {held}{beside}\n  {str(error).strip().splitlines()[0][:300]}",
         hint="solve again with less memory (`--mem`), more in reserve (`--reserve`), more micro-batches or `--recompute"
         " always`; what else runs on the device counts, too",
     )
@@ -388,12 +396,12 @@ def _hang(told: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerErr
     hint = "raise `--timeout` if it needs that long; else look at what it does there (py-spy dump)"
     culprits = [rank for rank, at in told.items() if at["waits_for"] is None]
     waiting = "; ".join(
-        f"{_name(rank, told)} waits in {at['where']}" for rank, at in told.items() if at["waits_for"] is not None
+        f"{_name(rank, told)} waits {at['where']}" for rank, at in told.items() if at["waits_for"] is not None
     )
     if not culprits:
         return TrainingError(f"the stages wait for each other for {timeout_s:g} s: {waiting}", hint=hint)
     who = "; ".join(
-        f"{_name(rank, told)} has been in {told[rank]['where']} for {told[rank]['idle_s']:.0f} s" for rank in culprits
+        f"{_name(rank, told)} has been {told[rank]['where']} for {told[rank]['idle_s']:.0f} s" for rank in culprits
     )
     return TrainingError(f"{who}, and holds up the others: {waiting}", hint=hint)
 

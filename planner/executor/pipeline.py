@@ -5,6 +5,7 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from planner.core.errors import ModelError, UsageError
 from planner.core.profile import Device, Environment, Generator
 from planner.core.run_report import RunReport, StageRun
 from planner.executor.build import build_layers, build_structure
+from planner.executor.draws import drawn_alike
 from planner.executor.engine import Engine
 from planner.executor.failure import Watch, check_gradients, check_losses
 from planner.executor.loss_scale import LossScale
@@ -148,17 +150,8 @@ class Pipeline:
             for step in range(self.step_index, steps):
                 yield self._own_part(self.example_batch(step))
             return
-        made, done = 0, self.step_index
-        while made < steps:
-            before = made
-            for pair in self.model.train_batches(self.balance.batch):
-                if made == steps:
-                    return
-                if made >= done:
-                    yield self._own_part(Batch(*pair))
-                made += 1
-            if made == before:
-                raise ModelError("`train_batches` is empty")
+        for pair in islice(drawn_alike(self._epochs(), self.seed), self.step_index, steps):
+            yield self._own_part(Batch(*pair))
 
     def example_batch(self, step: int) -> Batch:
         """The example mini-batch of a step: a function of seed and step alone."""
@@ -227,6 +220,17 @@ class Pipeline:
             dist.destroy_process_group()
 
     # Private methods
+
+    def _epochs(self) -> Iterator[Any]:
+        """All that `train_batches` gives, again and again."""
+        assert self.model.train_batches is not None
+        while True:
+            is_empty = True
+            for pair in self.model.train_batches(self.balance.batch):
+                is_empty = False
+                yield pair
+            if is_empty:
+                raise ModelError("`train_batches` is empty")
 
     def _own_part(self, batch: Batch) -> Batch:
         # The size is checked before anything is dropped, so that every rank finds a wrong one.
@@ -383,7 +387,7 @@ def _load(balance: Balance, folder: Path) -> LoadedModel:
 
 def _stage_name(balance: Balance, stage: int) -> str:
     layers = balance.stages[stage].layers
-    return f"stage {stage} ({layers[0]} to {layers[-1]})" if len(layers) > 1 else f"stage {stage} ({layers[0]})"
+    return f"stage {stage} (layer{f's {layers[0]} to' * (len(layers) > 1)} {layers[-1]})"
 
 
 def _device(name: str) -> torch.device:

@@ -9,6 +9,9 @@ __all__ = ["ANY", "Position"]
 ANY = -1
 """In `waits_for`: no stage in particular."""
 
+_OUTSIDE = ("at the start", "joining the others", "building the model", "between steps")
+"""What is done in no step."""
+
 
 class Position:
     """What this rank is doing. The main thread writes it, the watch reads it (see `planner.executor.failure`).
@@ -26,7 +29,7 @@ class Position:
         self.predicted_bytes: dict[int, int] = {}
         """Peak memory that the plan predicts for each stage; empty where it is not known."""
         self.step = 0
-        self._now: tuple[str, int | None, int | None] = ("starting", None, None)
+        self._now: tuple[str, int | None, int | None] = ("at the start", None, None)
         self._since = time.monotonic()
 
     def at(self, doing: str, *, stage: int | None = None, waits_for: int | None = None) -> None:
@@ -62,7 +65,7 @@ class Position:
     def where(self) -> str:
         """What it is doing, in words."""
         doing = self._now[0]
-        return doing if doing in ("starting", "between steps") else f"{doing} of step {self.step}"
+        return doing if doing in _OUTSIDE else f"in {doing} of step {self.step}"
 
     def told(self) -> dict[str, Any]:
         """All of it, for the other ranks."""

@@ -1,11 +1,13 @@
 """A small model in which one layer does harm, once: what, in which forward, and where is said by the environment.
 
 MISCHIEF="kill 7 2 mark" kills the process in the 8th forward of layer 2; afterwards the file `mark` exists, and nothing
-is done any more. Other harm: `hang`, `raise`, `memory`, `nan`, `term` (SIGTERM to this process, which goes on).
+is done any more. Other harm: `hang`, `raise`, `memory`, `nan`, `full` (files can grow to 1 kB from now on), `term`
+(SIGTERM to the launcher).
 `loss` and `data` in place of a layer: the loss function, the batches.
 """
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 WIDTH = 16
+DROPOUT = float(os.environ.get("DROPOUT", "0.1"))
 calls = {"loss": 0, "data": 0}
 
 
@@ -27,7 +30,9 @@ def mischief(where: str, count: int, value: Tensor) -> Tensor:
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getppid(), signal.SIGTERM)
+    if what == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     if what == "hang":
         time.sleep(600)
     if what == "raise":
@@ -52,7 +57,7 @@ class Layer(nn.Module):
         if not x.is_meta:
             x = mischief(str(self.number), self.count, x)
             self.count += 1
-        return nn.functional.dropout(torch.relu(self.norm(self.linear(x))), 0.1)
+        return nn.functional.dropout(torch.relu(self.norm(self.linear(x))), DROPOUT)
 
     def extra_repr(self) -> str:
         """Nothing that changes."""
