@@ -25,12 +25,15 @@ _HELP = """Plan pipeline-parallel training: where to cut a model into stages, an
   gpipe-plan show FILE                        look at a profile, a plan or a run report
   gpipe-plan compare A.yaml B.yaml            plans beside each other
   gpipe-plan sweep --devices 1,2,4 --mem 80GB what is the smallest cluster that trains this?
+  gpipe-plan export CHECKPOINT                what train.py saved, as one state dict -> model.pt
 
 \b
   torchrun … -m planner profile-links         measure the links between the devices -> links.yaml, for solve --links
 """
 
-_COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "explain", "show", "compare", "sweep", "schema")
+_COMMANDS = (
+    *("profile", "profile-links", "solve", "emit", "check", "explain", "show", "compare", "sweep", "export", "schema"),
+)
 """Each a function in the module of its name, with an underscore for the dash."""
 
 

@@ -1,7 +1,7 @@
 """The bundled executor: a thin layer over `torch.distributed.pipelining` that runs a plan under torchrun."""
 
 from planner.executor.calibrate import executor_cost
-from planner.executor.checkpoint import Checkpoints
+from planner.executor.checkpoint import Checkpoints, latest_checkpoint
 from planner.executor.links import measure_links
 from planner.executor.pipeline import Pipeline
 from planner.executor.script import Arguments, arguments, checkpoints, pipeline_script, progress
@@ -15,6 +15,7 @@ __all__ = [
     "checkpoints",
     "executor_cost",
     "export_weights",
+    "latest_checkpoint",
     "measure_links",
     "pipeline_script",
     "progress",

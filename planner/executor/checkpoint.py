@@ -88,6 +88,7 @@ class Checkpoints:
         self._others = others
         self._saved_step = -1
         self._failed: PlannerError | None = None
+        self._is_end = False
         self._pending: Future[Any] | None = None
         self._partial: Path | None = None
         pipeline.position.at("opening the checkpoints", waits_for=ANY)
@@ -113,6 +114,7 @@ class Checkpoints:
             signalled = self._watch.stops_after(step)
         is_end = bool(signalled) or step == self._steps
         if is_end or step % self._every == 0:
+            self._is_end = is_end
             self.save()
         elif self._pending is not None and self._pending.done():
             self.finish()
@@ -211,7 +213,7 @@ class Checkpoints:
 
     def _commit(self) -> None:
         """Makes what all ranks have written a checkpoint, and removes the oldest."""
-        partial = self._partial
+        partial, self._failed = self._partial, None
         if self._pipeline.rank != 0 or partial is None:
             return
         target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
@@ -255,7 +257,7 @@ class Checkpoints:
         free = shutil.disk_usage(self._folder).free
         message = f"the checkpoint of step {step} was not written: {cause} ({format_bytes(free)} free); {left}"
         self._failed = FileError(message, path=str(self._folder), hint="make room, then `--resume auto`")
-        if self._pipeline.rank == 0:
+        if self._pipeline.rank == 0 and not self._is_end:
             print(f"warning: {self._failed.message}; training goes on", file=sys.stderr, flush=True)
 
     def _tell(self, text: str) -> None:

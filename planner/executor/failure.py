@@ -72,6 +72,9 @@ class Watch:
             self._woken_before = signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
             self._handled_before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         if self._store is not None:
+            # It may be the store of an earlier round, when a machine has joined again.
+            for key in (f"at/{self._rank}", f"left/{self._rank}", *(("stop", "asked") if self._rank == 0 else ())):
+                self._store.delete_key(key)
             self._thread_store = self._store.clone()
             self._thread.start()
         return self
@@ -339,7 +342,8 @@ def _store() -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return PrefixStore("gpipe-plan", store)
+    # The launcher keeps it over restarts.
+    return PrefixStore(f"gpipe-plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _explained(error: BaseException, position: Position) -> PlannerError:

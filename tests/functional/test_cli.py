@@ -42,7 +42,9 @@ from tests.support.cli import (
     write_model,
 )
 
-COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "explain", "show", "compare", "sweep", "schema")
+COMMANDS = (
+    *("profile", "profile-links", "solve", "emit", "check", "explain", "show", "compare", "sweep", "export", "schema"),
+)
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
 
 Capsys = pytest.CaptureFixture[str]
