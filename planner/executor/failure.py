@@ -29,11 +29,11 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from planner.core.errors import ExitCode, PlannerError, TrainingError
 from planner.core.units import format_bytes
 from planner.executor.position import ANY, Position
+from planner.executor.store import job_store
 
 __all__ = ["Watch", "check_gradients", "check_losses", "check_output"]
 
@@ -62,7 +62,7 @@ class Watch:
         self._ending = threading.Event()
         self._wake = socket.socketpair()
         self._beats = 0
-        self._store: Any = _store() if "RANK" in os.environ and self._world > 1 else None
+        self._store: Any = job_store(timedelta(minutes=5)) if "RANK" in os.environ and self._world > 1 else None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -329,21 +329,6 @@ def check_gradients(parameters: Mapping[str, Tensor], position: Position) -> Non
 
 
 # Private functions
-
-
-def _store() -> Store:
-    """The launcher's key-value store, or one on the first rank."""
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=not by_launcher and os.environ["RANK"] == "0",
-        timeout=timedelta(minutes=5),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    # The launcher keeps it over restarts.
-    return PrefixStore(f"gpipe-plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _explained(error: BaseException, position: Position) -> PlannerError:

@@ -28,6 +28,7 @@ from planner.executor.loss_scale import LossScale
 from planner.executor.position import ANY, Position
 from planner.executor.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.stage_module import Shapes, StageModule, shapes_of
+from planner.executor.store import job_store
 from planner.executor.ties import TiedGradients
 from planner.executor.weights import first_names
 from planner.files import digest_of, read_balance
@@ -247,15 +248,18 @@ class Pipeline:
 
     def _join(self) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        self._joined = not dist.is_initialized()
-        if not self._joined:
+        if dist.is_initialized():
             return  # the caller's group, which the caller leaves
         if "RANK" not in os.environ:
             dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
+            self._joined = True
             return
         self.position.at("joining the others", waits_for=ANY)
         # The watch, which knows more, is to find out first.
-        dist.init_process_group(backend, timeout=self._timeout + timedelta(seconds=30))
+        timeout = self._timeout + timedelta(seconds=30)
+        world = int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=self.rank, world_size=world)
+        self._joined = True
         self._check_same_start()
 
     def _check_same_start(self) -> None:

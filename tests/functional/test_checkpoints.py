@@ -69,8 +69,9 @@ def undisturbed(here: Path) -> list[float]:
 
 def train(here: Path, name: str, *arguments: str, mischief: str = "", restarts: int = 0, dropout: float = 0.1) -> Ran:
     """Ten steps of folder `name`, a checkpoint every four; `mischief` is done once if the file behind it is new."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(len(CUTS[name]))]
-    command = [sys.executable, "-m", *launcher, "--max-restarts", str(restarts), f"{name}/train.py"]
+    processes, again = str(len(CUTS[name])), str(restarts)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, "--max-restarts", again]
+    command = [sys.executable, *(launcher if name != "one" else ()), f"{name}/train.py"]
     words = mischief.split()
     env = {"MISCHIEF": f"{mischief} {'-'.join(words)}"} if mischief else {}
     begin = time.monotonic()
@@ -213,4 +214,4 @@ def _plain_loss(state: dict[str, Tensor], *, step: int) -> float:
     batches = drawn_alike((pair for _ in range(3) for pair in loaded.train_batches(8)), 0)
     pair = [next(batches) for _ in range(step + 1)][-1]
     losses = [loaded.loss_fn(model(x), y) for x, y in zip(pair[0].split(2), pair[1].split(2), strict=True)]
-    return float(torch.stack(losses).mean())
+    return float(torch.stack(losses).mean().detach())
