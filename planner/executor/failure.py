@@ -81,19 +81,11 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Ends the process where the block failed."""
-        if error is not None and not isinstance(error, SystemExit):
-            self._end(error)
-        self._over.set()
-        if self._store is not None:
-            self._wake[1].send(b"\0")
-            self._thread.join()
-            self._store.set(f"left/{self._rank}", "1")
-        if hasattr(self, "_handled_before"):
-            for number, handler in self._handled_before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self._woken_before)
-        for end in self._wake:
-            end.close()
+        try:
+            if error is not None and not isinstance(error, SystemExit):
+                self._end(error)
+        finally:
+            self._stop_watching()
 
     def stops_after(self, steps: int, *, ahead: int = 1) -> int:
         """The signal that ends the run now that `steps` steps are done, or 0; every rank must ask after every step.
@@ -121,6 +113,19 @@ class Watch:
         return int(signalled) if steps >= last else 0
 
     # Private methods: the main thread
+
+    def _stop_watching(self) -> None:
+        self._over.set()
+        if self._store is not None:
+            self._wake[1].send(b"\0")
+            self._thread.join()
+            self._store.set(f"left/{self._rank}", "1")
+        if hasattr(self, "_handled_before"):
+            for number, handler in self._handled_before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._woken_before)
+        for end in self._wake:
+            end.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._signal and time.monotonic() - self._signalled > 1.0:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from planner.core.errors import UsageError
 from planner.core.units import format_bytes, format_us, parse_us
@@ -86,8 +87,9 @@ def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipe
             )
             yield pipeline
             _finish(pipeline, given)
-        except SystemExit:
-            if pipeline is not None:
+        except BaseException as error:
+            # Where others have failed, too, leaving them in order might never end.
+            if pipeline is not None and (isinstance(error, SystemExit) or dist.get_world_size() == 1):
                 pipeline.close()
             raise
         pipeline.close()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 WIDTH = 16
-DROPOUT = float(os.environ.get("DROPOUT", "0.1"))
 calls = {"loss": 0, "data": 0}
 
 
@@ -50,6 +49,7 @@ class Layer(nn.Module):
         self.number = number
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH, momentum=0.5)
+        self.dropout = float(os.environ.get("DROPOUT", "0.1"))
         self.count = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Layer(nn.Module):
         if not x.is_meta:
             x = mischief(str(self.number), self.count, x)
             self.count += 1
-        return nn.functional.dropout(torch.relu(self.norm(self.linear(x))), DROPOUT)
+        return nn.functional.dropout(torch.relu(self.norm(self.linear(x))), self.dropout)
 
     def extra_repr(self) -> str:
         """Nothing that changes."""
