@@ -60,9 +60,9 @@ class Watch:
         self._signalled = 0.0
         self._over = threading.Event()
         self._ending = threading.Event()
+        self._store: Any = job_store(timedelta(minutes=5)) if "RANK" in os.environ and self._world > 1 else None
         self._wake = socket.socketpair()
         self._beats = 0
-        self._store: Any = job_store(timedelta(minutes=5)) if "RANK" in os.environ and self._world > 1 else None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Self:

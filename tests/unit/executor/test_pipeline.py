@@ -329,30 +329,31 @@ def test_errors_of_ours_are_one_message(tmp_path: Path, capsys: pytest.CaptureFi
     assert not dist.is_initialized()
 
 
-def test_errors_of_the_user_keep_their_traceback(tmp_path: Path) -> None:
-    """Their script is theirs to debug."""
+def test_errors_of_the_user_show_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their script is theirs to debug; torch's and our own lines are not."""
 
     def broken(_pipeline: Pipeline) -> None:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("by nothing")
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(SystemExit) as left:
         run_script(balance_of(tmp_path), given(), broken)
+    err = capsys.readouterr().err
+    assert left.value.code == 2
+    assert err.startswith("error: stage 0 (layers 0 to 4) failed between steps: ZeroDivisionError: by nothing\n  File ")
+    assert 'raise ZeroDivisionError("by nothing")' in err
+    assert "planner/executor" not in err
     assert not dist.is_initialized()
 
 
-def test_an_error_that_one_rank_alone_can_see_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A plan for two GPUs on a machine with one: rank 0 is content, so rank 1 must speak, or nobody does."""
+def test_one_gpu_too_few_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for two GPUs on a machine with one: rank 0 is content, rank 1 is not."""
     path = balance_of(tmp_path, num_stages=2)
     edit(path, device="cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    with pytest.raises(SystemExit) as left:
-        run_script(path, given())
-    assert left.value.code == 2
-    assert "1 CUDA devices" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="has 1 CUDA devices for rank 1"):
+        Pipeline(path)
 
 
 def test_named_parameters_are_the_models(tmp_path: Path) -> None:
