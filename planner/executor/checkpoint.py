@@ -94,6 +94,8 @@ class Checkpoints:
         pipeline.position.at("opening the checkpoints", waits_for=ANY)
         # On CUDA too: what is agreed on here are paths and errors, and files are written from a thread of their own.
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        # In a thread, from a copy in the host's memory. On the CPU the copy would take memory that the plan counts on.
+        self._is_async = pipeline.device.type == "cuda" and self._group is not None
         self._folder = self._opened(folder) if folder is not None else None
         source = self._source(resume)
         pipeline.position.at("reading a checkpoint")
@@ -139,8 +141,7 @@ class Checkpoints:
         target = self._folder / f"step-{step:08d}"
         self._partial = target.with_name(f".{target.name}.partial")
         self._saved_step = step
-        is_async = self._pipeline.device.type == "cuda" and self._group is not None
-        write: Callable[..., Any] = async_save if is_async else save
+        write: Callable[..., Any] = async_save if self._is_async else save
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a group for the CPU beside NCCL, and of one process alone
@@ -154,8 +155,9 @@ class Checkpoints:
         except CheckpointException as error:
             self._save_failed(error)
         else:
-            self._pending = saved if is_async else None
-            if not is_async:
+            if self._is_async:
+                self._pending = saved
+            else:
                 self._commit()
         self._pipeline.position.at("between steps")
 

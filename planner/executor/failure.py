@@ -58,6 +58,9 @@ class Watch:
         self._timeout_s = timeout_s
         self._signal = 0
         self._signalled = 0.0
+        self._asked = 0
+        """On the first rank: the signal that another one got. On the others: the one that the first was told."""
+        self._stop: tuple[int, int] | None = None
         self._over = threading.Event()
         self._ending = threading.Event()
         self._store: Any = job_store(timedelta(minutes=5)) if "RANK" in os.environ and self._world > 1 else None
@@ -99,18 +102,17 @@ class Watch:
         """
         if self._store is None:
             return self._signal
-        if self._rank == 0 and not self._store.check(["stop"]):
-            signalled = self._signal
-            if not signalled and self._store.check(["asked"]):
-                signalled = int(self._store.get("asked"))
-            if signalled:
-                self._store.set("stop", json.dumps([steps + ahead, signalled]))
-        elif self._signal and not self._store.check(["asked"]):
-            self._store.set("asked", str(self._signal))
-        if not self._store.check(["stop"]):
-            return 0
-        last, signalled = json.loads(self._store.get("stop"))
-        return int(signalled) if steps >= last else 0
+        if self._rank == 0:
+            if self._stop is None and (self._signal or self._asked):
+                self._stop = (steps + ahead, self._signal or self._asked)
+                self._store.set("stop", json.dumps(self._stop))
+        else:
+            if self._signal and not self._asked:
+                self._asked = self._signal
+                self._store.set("asked", str(self._signal))
+            if self._stop is None and self._store.check(["stop"]):
+                self._stop = tuple(json.loads(self._store.get("stop")))
+        return self._stop[1] if self._stop is not None and steps >= self._stop[0] else 0
 
     # Private methods: the main thread
 
@@ -250,6 +252,8 @@ class Watch:
     def _look(self, store: Any) -> None:
         if store.check(["failure"]):
             self._leave_quietly(ExitCode.ERROR)
+        if self._rank == 0 and not self._asked and store.check(["asked"]):
+            self._asked = int(store.get("asked"))
         if self.position.waits_for is not None and self.position.idle_s > self._timeout_s:
             self._tell(self._hanging(store))
         if self._signal:

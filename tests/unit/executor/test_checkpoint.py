@@ -36,13 +36,14 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def train(path: Path, steps: int, *, schedule: bool = True, **options: Any) -> dict[str, Any]:
+def train(path: Path, steps: int, *, schedule: bool = True, is_async: bool = False, **options: Any) -> dict[str, Any]:
     """Trains until step `steps`; parameters, losses, learning rates and options at the end."""
     pipeline = Pipeline(path)
     try:
         optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
         others = {"schedule": StepLR(optimizer, 2, gamma=0.5)} if schedule else {}
         saved = Checkpoints(pipeline, optimizer, steps=steps, **options, **others)
+        saved._is_async = is_async
         begun = pipeline.step_index
         for inputs, targets in pipeline.batches(steps):
             with pipeline.step(inputs, targets):
@@ -91,6 +92,16 @@ def test_a_run_that_is_resumed_from_an_earlier_step_replaces_the_later_ones(tmp_
     assert (tmp_path / "saved/step-00000004/.metadata").stat().st_ino != before
     assert train(path, 5, resume=folder)["begun"] == 4
     assert latest_checkpoint(folder) == tmp_path / "saved/step-00000004"
+
+
+def test_files_are_written_while_training_goes_on(tmp_path: Path) -> None:
+    """As on CUDA: what is saved is the state of that step, and the last one is waited for."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
+    whole = train(path, 5)
+    train(path, 3, folder=folder, every=2, is_async=True)
+    assert sorted(entry.name for entry in (tmp_path / "saved").iterdir()) == ["step-00000002", "step-00000003"]
+    resumed = train(path, 5, resume=f"{folder}/step-00000002")
+    assert resumed["losses"] == whole["losses"][2:]
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
