@@ -17,6 +17,7 @@ PAGES = {
     "README": "README.md",
     "guide": "docs/guide.md",
     "engines": "docs/engines.md",
+    "training": "docs/training.md",
 }
 NOT_RUN = re.compile(r"make ")
 """What CI itself runs."""
@@ -72,6 +73,12 @@ def prepare(page: str, folder: Path) -> None:
         )
     if page in {"README", "guide"}:
         (folder / "model.py").write_text(next(b for b in blocks(PAGES[page], "python") if "def build_model" in b))
+    if page == "training":
+        (folder / "model.py").write_text(BLOCKS)
+        run("gpipe-plan profile model.py --batch-sizes 2", folder)
+        for balance, output in (("2,3", "."), ("1,2,2", "three")):
+            run(f"gpipe-plan solve --devices 3 --mem 8GB --batch 8 --balance {balance}", folder)
+            run(f"gpipe-plan emit -o {output}", folder)
     if page == "engines":
         (folder / "model.py").write_text(BLOCKS)
         run("gpipe-plan profile model.py --batch-sizes 2,4", folder)
