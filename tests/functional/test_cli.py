@@ -780,6 +780,7 @@ OPTIONS = {
     "compare": "--format",
     "sweep": "--devices --mem --batch --schedule --recompute --link --headroom --time-limit --output --format",
     "show": "--plan --profile --run --html --svg --trace --format",
+    "export": "CHECKPOINT --output --quiet --debug",
     "schema": "profile|plan|balance|run|links|partial",
 }
 
