@@ -19,7 +19,10 @@ class StageBalance:
     """One stage: its layers by module path."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"device"})
     index: int
+    device: int | None = None
+    """Which of a pipeline's devices runs it; None where it is the usual one: `index`, modulo K."""
     recompute: Recompute
     layers: tuple[str, ...]
     recomputed: tuple[str, ...] = ()
@@ -31,6 +34,7 @@ class Balance:
     """The cuts by name, so that a model whose layers moved is caught, and how to run them."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"chunks", "replicas"})
     schema: Literal["gpipe-plan/balance/v1"] = BALANCE_SCHEMA
     generator: Generator | None = None
     plan_digest: str
@@ -42,12 +46,34 @@ class Balance:
     device: str = "cpu"
     threads: int = 1
     schedule: Schedule
+    chunks: int = 1
+    """V: stages per device, which are K apart in the chain."""
+    replicas: int = 1
+    """R: pipelines side by side, each with batch/R samples."""
     batch: int
+    """Samples per optimizer step, over all replicas."""
     micro_batches: int
+    """M, of each pipeline."""
     balance: tuple[int, ...]
     stages: tuple[StageBalance, ...] = field(default=())
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """K V: stages of one pipeline."""
         return len(self.balance)
+
+    @property
+    def num_devices(self) -> int:
+        """K: devices of one pipeline."""
+        return len(self.balance) // self.chunks
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples per optimizer step of one pipeline."""
+        return self.batch // self.replicas
+
+    @property
+    def device_order(self) -> tuple[int, ...]:
+        """Which of the pipeline's devices each stage of a round is on, counted among those that it uses."""
+        named = [stage.index if stage.device is None else stage.device for stage in self.stages[: self.num_devices]]
+        return tuple(sorted(named).index(device) for device in named)

@@ -17,7 +17,10 @@ class StageRun:
     """What one stage took, per micro-batch where it is a time."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"replica"})
     index: int
+    replica: int = 0
+    """Which of the pipelines side by side."""
     first: str
     last: str
     forward_us: float
@@ -26,7 +29,7 @@ class StageRun:
     """Likewise; recomputation included."""
     parameter_bytes: int
     peak_bytes: int
-    """Highest allocation during a step, by the device's allocator."""
+    """Highest allocation during a step, by the device's allocator; the same for all stages of a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +51,4 @@ class RunReport:
     warmup_steps: int
     """The first steps also read memory, and are left out of the times per stage."""
     stages: tuple[StageRun, ...]
+    """Those of one pipeline in order, then the next pipeline's."""

@@ -43,29 +43,14 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
         profile_folder: Where the profile stands, which the model's path in it is relative to.
 
     Raises:
-        UsageError: The plan does not cut the profile's chain, the profile names no model to train, or the executor
-            cannot run the plan's schedule.
+        UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
     """
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
-    _check_runnable(plan)
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
     balance = _balance(plan, profile, _relocated(profile.model.source, profile_folder, folder))
     return Emitted(balance=dump(balance, header=_HEADER), script=signed(_script(plan, balance, folder)))
-
-
-def _check_runnable(plan: Plan) -> None:
-    if plan.schedule == "interleaved":
-        raise UsageError(
-            "the bundled executor does not run the interleaved schedule yet",
-            hint="solve with `--schedule 1f1b`, and compare their step times",
-        )
-    if plan.replicas > 1:
-        raise UsageError(
-            f"the bundled executor runs one pipeline, not {plan.replicas} side by side yet",
-            hint=f"solve for one: `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}`",
-        )
 
 
 def decisions_digest(plan: Plan) -> str:
@@ -92,12 +77,15 @@ def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
         device="cuda" if profile.device.kind == "cuda" else "cpu",
         threads=profile.environment.threads,
         schedule=plan.schedule,
+        chunks=plan.chunks,
+        replicas=plan.replicas,
         batch=plan.inputs.batch,
         micro_batches=plan.micro_batches,
         balance=plan.balance,
         stages=tuple(
             StageBalance(
                 index=k,
+                device=stage.device,
                 recompute=stage.recompute,
                 layers=tuple(names[first:end]),
                 recomputed=tuple(name for name in names[first:end] if name in stage.recomputed),

@@ -3,77 +3,112 @@
 What is added to torch 2.13's `PipelineStage`: receive buffers exist from receiving to the end of that micro-batch's
 backward (the engine makes one per micro-batch and direction at the start and never lets go), shapes are given and
 never inferred (inference would run later stages on uninitialised memory), the module learns which micro-batch it
-runs, and every forward and backward is timed. Under 1F1B what was sent and received is let go of as soon as it can be.
+runs, and every forward and backward is timed. Under 1F1B and interleaved 1F1B what was sent and received is let go of
+as soon as it can be.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
+from torch.distributed.pipelining.schedules import _batch_p2p, _ComputationType, _wait_batch_p2p
 
 from planner.core.plan import Schedule
 from planner.core.precision import Precision
 from planner.executor.stage_module import StageModule
 from planner.model.autocast import keeping_casts, layers_in
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "EngineStage"]
 
 Timer = Callable[[str, Callable[[], Any]], Any]
 """Runs a piece of work of the given kind ("forward" or "backward") and notes how long it took."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineStage:
+    """One of the stages that this process runs."""
+
+    module: StageModule
+    index: int
+    """Along the chain."""
+    received: tuple[Tensor, ...]
+    """What comes from the stage before, or the model's input; on the meta device."""
+    sent: tuple[Tensor, ...]
+    """What goes to the stage behind, or the loss."""
+    timer: Timer
+    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What the backward of a step's last micro-batch runs in."""
+
+
 class Engine:
-    """One stage under its schedule; `group` holds the processes of the pipeline, by default all there are."""
+    """The stages of one process under their schedule.
+
+    Args:
+        stages: In the order of the chain; more than one under interleaved 1F1B only.
+        num_stages: Of the whole pipeline.
+        ranks: The processes of the pipeline, the one with the first stage first: stage s is on `ranks[s % K]`.
+        device: Where the stages run.
+        schedule: The order of forwards and backwards.
+        micro_batches: M.
+        group: Holds the processes of the pipeline; by default all there are.
+        precision: What the layers run in.
+    """
 
     def __init__(
         self,
-        module: StageModule,
+        stages: Sequence[EngineStage],
         *,
-        index: int,
         num_stages: int,
+        ranks: Sequence[int],
         device: torch.device,
-        received: tuple[Tensor, ...],
-        sent: tuple[Tensor, ...],
         schedule: Schedule,
         micro_batches: int,
-        timer: Timer,
         group: ProcessGroup | None = None,
         precision: Precision = "",
     ) -> None:
-        kind = _Stage if schedule == "gpipe" else _EagerStage
-        stage = kind(module, index, num_stages, device, input_args=received, output_args=sent, group=group)
-        stage.timer = timer
-        stage.precision = self._precision = precision
-        self._module = module
+        self._precision = precision
+        self._modules = [stage.module for stage in stages]
         self._device = device
         self._micro_batches = micro_batches
         self.loss_scale = 1.0
-        loop = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-        # The module's output on the last stage is the loss already; the engine divides gradients by M.
-        self._schedule = loop(stage, micro_batches, loss_fn=self._scaled, scale_grads=True)
+        kind = {"gpipe": _Stage, "1f1b": _EagerStage, "interleaved": _Stage}[schedule]
+        common: dict[str, Any] = {"num_stages": num_stages, "device": device, "ranks": ranks, "group": group}
+        parts = [kind(stage, **common, precision=precision) for stage in stages]
+        # The module's output on the last stage is the loss already. Gradients are divided by M once all are there.
+        settings: dict[str, Any] = {"loss_fn": self._scaled, "scale_grads": False}
+        self._schedule: Any
+        if schedule == "interleaved":
+            self._schedule = _Interleaved(parts, micro_batches, **settings)
+        else:
+            loop = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+            self._schedule = loop(parts[0], micro_batches, **settings)
 
     def step(self, tensors: Sequence[Tensor], targets: Sequence[Any]) -> list[Tensor]:
         """Forward and backward of a mini-batch; gradients are left in the parameters.
 
         Args:
-            tensors: First stage: the model's input tensors, mini-batch first. Else empty.
-            targets: Last stage: the targets of every micro-batch. Else empty.
+            tensors: With the first stage: the model's input tensors, mini-batch first. Else empty.
+            targets: With the last stage: the targets of every micro-batch. Else empty.
 
         Returns:
-            Last stage: the loss of every micro-batch, detached. Else empty. Gradients are those of the loss times
-            `loss_scale`; what is returned is not scaled.
+            With the last stage: the loss of every micro-batch, detached. Else empty. Gradients are those of the sum of
+            these losses times `loss_scale`; what is returned is not scaled.
         """
-        self._module.targets = list(targets)
+        self._modules[-1].targets = list(targets)
         losses: list[Tensor] = []
         # The engine insists on a target to cut into micro-batches; ours travel with the module.
         target = torch.empty(self._micro_batches)
         with keeping_casts(self._precision, self._device):
             self._schedule.step(*tensors, target=target, losses=losses, return_outputs=False)
-        self._module.targets = []
+        self._modules[-1].targets = []
         return [loss.detach() / self.loss_scale for loss in losses]
 
     def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
@@ -81,8 +116,28 @@ class Engine:
 
 
 class _Stage(PipelineStage):
-    timer: Timer
-    precision: Precision
+    def __init__(
+        self,
+        stage: EngineStage,
+        *,
+        num_stages: int,
+        device: torch.device,
+        ranks: Sequence[int],
+        group: ProcessGroup | None,
+        precision: Precision,
+    ) -> None:
+        given: dict[str, Any] = {"input_args": stage.received, "output_args": stage.sent, "group": group}
+        super().__init__(stage.module, stage.index, num_stages, device, **given)
+        self.timer = stage.timer
+        self._last_backward = stage.last_backward
+        self.after_backward: Callable[[int], None] = lambda _micro_batch: None
+        self.precision: Precision = precision
+        self._ranks = ranks
+        # To the schedules a process is its place in the pipeline, whatever its number in the job.
+        self.group_rank = stage.index % len(ranks)
+
+    def _resolve_peer_global_rank(self, stage_idx: int) -> int:
+        return self._ranks[stage_idx % len(self._ranks)]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id  # type: ignore[assignment]
@@ -93,9 +148,11 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         run = super().backward_one_chunk
-        self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs))
+        with self._last_backward() if kwargs["last_backward"] else nullcontext():
+            self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs))
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
+        self.after_backward(bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         self._provide(self.args_recv_info[fwd_chunk_id])
@@ -130,11 +187,11 @@ class _EagerStage(_Stage):
     the latter through the next backward too.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, stage: EngineStage, **common: Any) -> None:
+        super().__init__(stage, **common)
         self._outputs_sent: dict[int, list[Tensor]] = {}
-        self._gradients_sent: list[torch.distributed.P2POp] = []
-        self._gradients_received: list[torch.distributed.P2POp] = []
+        self._gradients_sent: list[dist.P2POp] = []
+        self._gradients_received: list[dist.P2POp] = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # The loop has waited for them together with the input of this forward.
@@ -150,7 +207,7 @@ class _EagerStage(_Stage):
             tensor.data = tensor.new_empty(0)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        ops: list[torch.distributed.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
+        ops: list[dist.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
         for op in ops:
             op.tensor = op.tensor.detach()
         self._outputs_sent[fwd_chunk_id] = [op.tensor for op in ops]
@@ -163,6 +220,54 @@ class _EagerStage(_Stage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         self._gradients_sent = super().get_bwd_send_ops(bwd_chunk_id)
         return self._gradients_sent
+
+
+class _Interleaved(ScheduleInterleaved1F1B):
+    """Lets go of what was sent, which torch's loop holds to the end of the step.
+
+    An output goes after its micro-batch's backward: its gradient has come back, so it was delivered long ago. The
+    gradient of an input goes when the next one is sent. By then the stage in front has received it, or does so before
+    it needs what comes next: with one gradient under way, waiting for those before it holds no step up (simulated for
+    up to 8 devices).
+    """
+
+    def __init__(self, stages: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(stages, *args, **kwargs)
+        self._parts = {stage.stage_index: stage for stage in stages}
+        self._outputs_sent: dict[tuple[int, int], tuple[list[Tensor], list[dist.Work]]] = {}
+        self._gradients_sent: list[dist.Work] = []
+        self._comp_type_to_function_map |= {
+            _ComputationType.SEND_F: self._send_outputs,
+            _ComputationType.SEND_B: self._send_gradients,
+        }
+        for stage in stages:
+            stage.after_backward = partial(self._let_go_of_output, stage.stage_index)
+
+    def _send_outputs(self, action: Any, _context: Any) -> None:
+        ops = self._parts[action.stage_index].get_fwd_send_ops(action.microbatch_index)
+        for op in ops:
+            op.tensor = op.tensor.detach()
+        sent = [op.tensor for op in ops], _batch_p2p(ops)
+        self._outputs_sent[action.stage_index, action.microbatch_index] = sent
+
+    def _send_gradients(self, action: Any, _context: Any) -> None:
+        _wait_batch_p2p(self._gradients_sent)
+        ops = self._parts[action.stage_index].get_bwd_send_ops(action.microbatch_index)
+        self._gradients_sent = _batch_p2p(ops)
+
+    def _let_go_of_output(self, stage: int, micro_batch: int) -> None:
+        tensors, works = self._outputs_sent.pop((stage, micro_batch), ([], []))
+        _wait_batch_p2p(works)
+        for tensor in tensors:
+            tensor.data = tensor.new_empty(0)
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+        done = super()._step_microbatches(*args, **kwargs)
+        _wait_batch_p2p(self._gradients_sent)
+        self._gradients_sent = []
+        for sent in list(self._outputs_sent):
+            self._let_go_of_output(*sent)
+        return done
 
 
 def _release(received: dict[int, Any]) -> None:

@@ -26,8 +26,8 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._step = 0
-        self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._times_us: dict[str, list[float]] = {"forward": [], "backward": []}
+        self._pending: list[tuple[tuple[str, int], torch.cuda.Event, torch.cuda.Event]] = []
+        self._times_us: dict[tuple[str, int], list[float]] = {}
         self._started_ns = 0
         self.step_us: list[float] = []
         self.peak_bytes = 0
@@ -36,19 +36,19 @@ class Recorder:
         self._sizes: list[int] = []
         self._start_recording()
 
-    def timed(self, kind: str, work: Callable[[], Any]) -> Any:
-        """Runs `work` and notes its time as `kind`."""
+    def timed(self, kind: str, work: Callable[[], Any], *, stage: int = 0) -> Any:
+        """Runs `work` and notes its time as `kind` of one of the process's stages."""
         if self._device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             result = work()
             end.record()
-            self._pending.append((kind, start, end))
+            self._pending.append(((kind, stage), start, end))
             return result
         begin = time.perf_counter_ns()
         result = work()
         if self._step >= WARM_UP_STEPS:
-            self._times_us[kind].append((time.perf_counter_ns() - begin) / 1e3)
+            self._times_us.setdefault((kind, stage), []).append((time.perf_counter_ns() - begin) / 1e3)
         return result
 
     @contextmanager
@@ -66,9 +66,9 @@ class Recorder:
             self._end_memory()
         self._step += 1
 
-    def typical_us(self, kind: str) -> float:
+    def typical_us(self, kind: str, *, stage: int = 0) -> float:
         """Median time of one micro-batch's `kind`; 0 if nothing was timed."""
-        times = self._times_us[kind]
+        times = self._times_us.get((kind, stage))
         return statistics.median(times) if times else 0.0
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Recorder:
     def _collect_events(self) -> None:
         for kind, start, end in self._pending:
             if self._step >= WARM_UP_STEPS:
-                self._times_us[kind].append(start.elapsed_time(end) * 1e3)
+                self._times_us.setdefault(kind, []).append(start.elapsed_time(end) * 1e3)
         self._pending.clear()
 
     def _synchronize(self) -> None:

@@ -68,5 +68,5 @@ def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipe
 
 def progress(pipeline: Pipeline, step: int, loss: float | None) -> None:
     """One line per step, on the first rank."""
-    if pipeline.is_first:
+    if pipeline.rank == 0:
         print(f"step {step}: loss {loss:.4f}, {format_us(pipeline.last_step_us)}", flush=True)

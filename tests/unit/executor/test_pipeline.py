@@ -264,7 +264,9 @@ def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
     """With the right command."""
-    with pytest.raises(UsageError, match="the plan has 2 stages, but 1 processes") as refused:
+    with pytest.raises(
+        UsageError, match=r"the plan needs 2 processes \(2 stages\), but 1 process was started"
+    ) as refused:
         Pipeline(balance_of(tmp_path, num_stages=2))
     assert "--nproc-per-node 2" in refused.value.hint
 
