@@ -30,10 +30,21 @@ class Case:
     micro_batches: int = 4
     batch: int = 8
     schedule: Schedule = "gpipe"
+    chunks: int = 1
+    replicas: int = 1
+    recomputes: tuple[Recompute, ...] = ()
+    """Of each stage, where they differ."""
+    devices: tuple[int, ...] = ()
+    """Of each stage, where the order is not the usual one."""
     settings: tuple[tuple[str, Setting], ...] = ()
     dtype: Precision = ""
     steps: int = 1
     seed: int = 5
+
+    @property
+    def num_processes(self) -> int:
+        """K R."""
+        return len(self.balance) // self.chunks * self.replicas
 
 
 def write_balance(case: Case, path: Path) -> None:
@@ -46,18 +57,26 @@ def write_balance(case: Case, path: Path) -> None:
         model=Model(source=f"{case.model}:build_model", settings=dict(case.settings)),
         dtype=case.dtype,
         schedule=case.schedule,
+        chunks=case.chunks,
+        replicas=case.replicas,
         batch=case.batch,
         micro_batches=case.micro_batches,
         balance=case.balance,
         stages=tuple(
-            StageBalance(index=k, recompute=case.recompute, layers=names[first:end]) for k, (first, end) in stages
+            StageBalance(
+                index=k,
+                device=case.devices[k] if case.devices else None,
+                recompute=case.recomputes[k] if case.recomputes else case.recompute,
+                layers=names[first:end],
+            )
+            for k, (first, end) in stages
         ),
     )
     write(str(path), balance)
 
 
 def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
-    """The worker's results for `cases`, which must all have as many stages."""
+    """The worker's results for `cases`, which must all have as many processes."""
     described = []
     for n, case in enumerate(cases):
         path = folder / f"balance_{n}.yaml"
@@ -65,7 +84,7 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
         described.append({"balance": str(path), "seed": case.seed, "steps": case.steps})
     (folder / "cases.json").write_text(json.dumps(described))
     torchrun(
-        len(cases[0].balance), [str(ROOT / "tests/support/gradient_worker.py"), "cases.json", "results.json"], folder
+        cases[0].num_processes, [str(ROOT / "tests/support/gradient_worker.py"), "cases.json", "results.json"], folder
     )
     results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return results

@@ -264,9 +264,7 @@ def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
     """With the right command."""
-    with pytest.raises(
-        UsageError, match=r"the plan needs 2 processes \(2 stages\), but 1 process was started"
-    ) as refused:
+    with pytest.raises(UsageError, match=r"needs 2 processes \(2 stages\), but 1 process was started") as refused:
         Pipeline(balance_of(tmp_path, num_stages=2))
     assert "--nproc-per-node 2" in refused.value.hint
 
@@ -320,7 +318,7 @@ def test_errors_of_ours_are_one_message(tmp_path: Path, capsys: pytest.CaptureFi
         run_script(balance_of(tmp_path, num_stages=2), given())
     err = capsys.readouterr().err
     assert left.value.code == 2
-    assert err.startswith("error: the plan has 2 stages, but 1 processes were started\n\nhint: run `torchrun ")
+    assert err.startswith("error: the plan needs 2 processes, but 1 processes were started\n\nhint: run `torchrun ")
 
     def broken(_pipeline: Pipeline) -> None:
         raise UsageError("something of ours")
