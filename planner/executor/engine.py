@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
-from torch.distributed.pipelining.schedules import _batch_p2p, _ComputationType, _wait_batch_p2p
+from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
 
 from planner.core.plan import Schedule
 from planner.core.precision import Precision
+from planner.core.schedule import actions_of, with_transfers
 from planner.executor.stage_module import StageModule
 from planner.model.autocast import keeping_casts, layers_in
 
@@ -236,6 +237,8 @@ class _Interleaved(ScheduleInterleaved1F1B):
         self._parts = {stage.stage_index: stage for stage in stages}
         self._outputs_sent: dict[tuple[int, int], tuple[list[Tensor], list[dist.Work]]] = {}
         self._gradients_sent: list[dist.Work] = []
+        # Torch's own order has steps that do nothing here, and so other transfers ahead of their need than planned.
+        self.pipeline_order_with_comms = _rows(self.pp_group_size, self._n_microbatches, len(stages))
         self._comp_type_to_function_map |= {
             _ComputationType.SEND_F: self._send_outputs,
             _ComputationType.SEND_B: self._send_gradients,
@@ -268,6 +271,25 @@ class _Interleaved(ScheduleInterleaved1F1B):
         for sent in list(self._outputs_sent):
             self._let_go_of_output(*sent)
         return done
+
+
+_TYPES = {
+    "F": _ComputationType.FORWARD,
+    "B": _ComputationType.FULL_BACKWARD,
+    "send F": _ComputationType.SEND_F,
+    "send B": _ComputationType.SEND_B,
+    "receive F": _ComputationType.RECV_F,
+    "receive B": _ComputationType.RECV_B,
+}
+
+
+def _rows(num_devices: int, micro_batches: int, chunks: int) -> dict[int, list[_Action]]:
+    """The planner's instructions for every device, in torch's terms."""
+    actions = actions_of("interleaved", num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+    return {
+        device: [_Action(what.chunk * num_devices + device, _TYPES[what.kind], what.micro_batch) for what in row]
+        for device, row in enumerate(with_transfers(actions))
+    }
 
 
 def _release(received: dict[int, Any]) -> None:
