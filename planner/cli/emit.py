@@ -9,6 +9,7 @@ from planner import files
 from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
 from planner.cli.plans import profile_for, profile_path
+from planner.core.balance import launch_line
 from planner.core.errors import FileError, StaleError, UsageError
 from planner.core.plan import Plan
 from planner.core.profile import Profile
@@ -60,13 +61,11 @@ def _native(console: Console, plan: Plan, profile: Profile, output: str, profile
     files.write_text(str(Path(output, "balance.yaml")), emitted.balance)
     files.write_text(str(script), emitted.script)
     console.result(f"{Path(output, 'balance.yaml')}\n{script}")
-    order = [plan.device_of(stage) for stage in plan.stages]
-    if order != sorted(order) or order[-1] >= len(order):
-        places = ",".join(map(str, order))
-        console.note(
-            f"note: the stages are planned for devices {places}, in this order (CUDA_VISIBLE_DEVICES={places})"
-        )
-    console.next(f"torchrun --nproc-per-node {len(plan.stages)} {script}")
+    used = sorted({plan.device_of(stage) for stage in plan.stages})
+    if used[-1] >= len(used):
+        places = ",".join(map(str, used))
+        console.note(f"note: the stages are planned for devices {places} (CUDA_VISIBLE_DEVICES={places})")
+    console.next(launch_line(plan.num_devices * plan.replicas, str(script)))
 
 
 def _engine(console: Console, name: str, plan: Plan, profile: Profile, output: str, *, force: bool) -> None:

@@ -7,7 +7,7 @@ from planner.core.plan import Recompute, Schedule
 from planner.core.precision import Precision
 from planner.core.profile import Generator, Model
 
-__all__ = ["BALANCE_SCHEMA", "Balance", "StageBalance"]
+__all__ = ["BALANCE_SCHEMA", "Balance", "StageBalance", "launch_line"]
 
 BALANCE_SCHEMA: Final = "gpipe-plan/balance/v1"
 
@@ -68,6 +68,11 @@ class Balance:
         return len(self.balance) // self.chunks
 
     @property
+    def num_processes(self) -> int:
+        """K R: one process per device of every pipeline."""
+        return self.num_devices * self.replicas
+
+    @property
     def replica_batch(self) -> int:
         """Samples per optimizer step of one pipeline."""
         return self.batch // self.replicas
@@ -77,3 +82,11 @@ class Balance:
         """Which of the pipeline's devices each stage of a round is on, counted among those that it uses."""
         named = [stage.index if stage.device is None else stage.device for stage in self.stages[: self.num_devices]]
         return tuple(sorted(named).index(device) for device in named)
+
+
+def launch_line(num_processes: int, script: str, *, nodes: int = 1) -> str:
+    """How to start `script` on one machine, or on each of `nodes` machines."""
+    if nodes == 1:
+        return f"torchrun --nproc-per-node {num_processes} {script}"
+    several = f"torchrun --nnodes {nodes} --nproc-per-node {num_processes // nodes}"
+    return f"{several} --rdzv-backend c10d --rdzv-endpoint HOST:29400 {script}"

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from planner import __version__
-from planner.core.balance import Balance, StageBalance
+from planner.core.balance import Balance, StageBalance, launch_line
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, check_partition
 from planner.core.plan import Plan, Stage
@@ -105,24 +105,48 @@ def _relocated(source: str, profile_folder: str, folder: str) -> str:
 
 def _script(plan: Plan, balance: Balance, folder: str) -> str:
     template = resources.files(__package__).joinpath("train_template.py.txt").read_text(encoding="utf-8")
-    num_stages = len(plan.stages)
+    script = _in_docstring(Path(folder, "train.py").as_posix())
     prediction = (
         f"{format_us(plan.predicted.step_us)} per step, {_three_digits(plan.predicted.samples_per_s)} samples/s, "
         f"bubble {plan.predicted.bubble:.0%}, on {plan.inputs.profile.path}'s device"
     )
     return template.format(
         model=_in_docstring(balance.model.source.rpartition(":")[0]),
-        stages=f"{num_stages} stage{'s' * (num_stages > 1)}",
-        schedule="GPipe" if plan.schedule == "gpipe" else "1F1B",
+        stages=_stages(plan),
+        schedule={"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}[plan.schedule],
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
-        num_stages=num_stages,
-        script=_in_docstring(Path(folder, "train.py").as_posix()),
+        launch=launch_line(balance.num_processes, script),
+        several=_several_machines(plan, balance, script),
         table=_table(plan),
         prediction=_in_docstring(prediction),
         version=__version__,
         batch=plan.inputs.batch,
     )
+
+
+def _stages(plan: Plan) -> str:
+    """`4 stages`, `4 stages on 2 devices`, `4 stages on 2 devices, in 2 replicas`."""
+    count, devices = len(plan.stages), plan.num_devices
+    text = f"{count} stage{'s' * (count > 1)}"
+    if plan.chunks > 1:
+        text += f" on {devices} device{'s' * (devices > 1)}"
+    return text + (f", in {plan.replicas} replicas" if plan.replicas > 1 else "")
+
+
+def _several_machines(plan: Plan, balance: Balance, script: str) -> str:
+    """How to start the script on several machines; nothing where there is but one process."""
+    count, per_node = balance.num_processes, plan.inputs.node_devices
+    if count == 1:
+        return ""
+    if not per_node or per_node >= count or count % per_node:
+        per_node = count // 2 if count % 2 == 0 else 1
+    line = launch_line(count, script, nodes=count // per_node)
+    return f"""
+On several machines, this on each; ranks run through one pipeline, then through the next replica:
+
+    {line}
+"""
 
 
 def _table(plan: Plan) -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from planner.core.balance import Balance
+from planner.core.balance import Balance, launch_line
 from planner.core.errors import UsageError
 
-__all__ = ["Groups", "Place", "launch_lines", "place_of"]
+__all__ = ["Groups", "Place", "place_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,11 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
         UsageError: The number of processes is not what the plan needs.
     """
     devices = balance.num_devices
-    if num_processes != devices * balance.replicas:
+    if num_processes != balance.num_processes:
         raise UsageError(
             f"the plan needs {_needed(balance)}, but {num_processes} "
             f"{'process was' if num_processes == 1 else 'processes were'} started",
-            hint=f"run `{launch_lines(devices * balance.replicas, 'train.py')[0]}`",
+            hint=f"run `{launch_line(balance.num_processes, 'train.py')}`",
         )
     order = balance.device_order
     position = order.index(rank % devices)
@@ -83,15 +83,6 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
         order=order,
         num_stages=balance.num_stages,
     )
-
-
-def launch_lines(num_processes: int, script: str) -> tuple[str, ...]:
-    """How to start `script` on one machine, and on two."""
-    lines = [f"torchrun --nproc-per-node {num_processes} {script}"]
-    if num_processes % 2 == 0:
-        several = f"torchrun --nnodes 2 --nproc-per-node {num_processes // 2} --rdzv-backend c10d"
-        lines.append(f"{several} --rdzv-endpoint HOST:29400 {script}")
-    return tuple(lines)
 
 
 @dataclass(frozen=True)
@@ -126,5 +117,5 @@ def _needed(balance: Balance) -> str:
         what = f"{devices} device{'s' * (devices > 1)} with {chunks} stages each"
     if replicas > 1:
         what = f"{replicas} replicas of {what}"
-    count = devices * replicas
+    count = balance.num_processes
     return f"{count} process{'es' * (count > 1)} ({what})"

@@ -51,7 +51,8 @@ def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipe
         report = pipeline.report()
         if report is not None:
             for stage in report.stages:
-                print(f"stage {stage.index}: peak memory {format_bytes(stage.peak_bytes)}", flush=True)
+                replica = f" of replica {stage.replica}" if stage.replica else ""
+                print(f"stage {stage.index}{replica}: peak memory {format_bytes(stage.peak_bytes)}", flush=True)
             if given.report:
                 write(given.report, report)
                 print(f"wrote {given.report}", flush=True)

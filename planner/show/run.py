@@ -4,6 +4,7 @@ Times are compared per stage, peak memory per device: chunks that share one shar
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from rich.console import RenderableType
@@ -24,7 +25,9 @@ _Row = list[str | Text]
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
     """What the run took; with the plan it ran under, predicted beside measured, else measured stage by stage."""
-    parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {len(report.stages)} stages")]
+    replicas = len({stage.replica for stage in report.stages})
+    where = f"{len(report.stages) // replicas} stages" + (f" in {replicas} replicas" if replicas > 1 else "")
+    parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {where}")]
     parts += [_facts(report, style), _steps(report, style), BLANK]
     parts += [_measured(report, style)] if plan is None else _comparison(plan, report, style)
     return render(style, *parts)
@@ -82,7 +85,7 @@ def _measured(report: RunReport, style: Style) -> Table:
     ]
     rows = [
         [
-            str(stage.index),
+            f"{stage.index}, replica {stage.replica}" if stage.replica else str(stage.index),
             layer_range(stage.first, stage.last, None, style),
             scale.text(stage.forward_us),
             scale.text(stage.backward_us),
@@ -95,13 +98,30 @@ def _measured(report: RunReport, style: Style) -> Table:
 
 
 def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableType]:
-    pairs = list(zip(plan.stages, report.stages, strict=False))
+    stages = _of_all_replicas(report)
+    pairs = list(zip(plan.stages, stages, strict=False))
     rows: list[_Row | None] = _times("step", [(plan.predicted.step_us, _step_us(report))])
     forward = _times("forward", [(stage.forward_us, run.forward_us) for stage, run in pairs])
     backward = _times("backward", [(stage.backward_us, run.backward_us) for stage, run in pairs])
     rows += [None, *forward, None, *backward, None, *_memory(plan, pairs)]
     columns = [Column(header="", number=False), *map(_column, ("predicted", "measured", "difference"))]
-    return [table(columns, rows, style), *_notes(plan, report, style)]
+    return [table(columns, rows, style), *_notes(plan, report, stages, style)]
+
+
+def _of_all_replicas(report: RunReport) -> list[StageRun]:
+    """One of each stage: the slowest times and the highest peak of any replica, as all wait for each other."""
+    by_index: dict[int, list[StageRun]] = {}
+    for stage in report.stages:
+        by_index.setdefault(stage.index, []).append(stage)
+    return [
+        replace(
+            stages[0],
+            forward_us=max(stage.forward_us for stage in stages),
+            backward_us=max(stage.backward_us for stage in stages),
+            peak_bytes=max(stage.peak_bytes for stage in stages),
+        )
+        for stages in by_index.values()
+    ]
 
 
 def _column(header: str) -> Column:
@@ -138,13 +158,15 @@ def _peak(device: str, chunks: Sequence[tuple[Stage, StageRun]]) -> _Row:
     ]
 
 
-def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
+def _notes(plan: Plan, report: RunReport, stages: Sequence[StageRun], style: Style) -> list[Text]:
     notes = [Text("difference: measured against predicted", style="dim")]
+    if len(stages) < len(report.stages):
+        notes.append(Text("measured: the slowest and the largest of the replicas", style="dim"))
     reserve = max(stage.memory.reserve for stage in plan.stages)
     if reserve:
         notes.append(Text(f"peak memory is without the reserve of {format_bytes(reserve)}", style="dim"))
-    cuts = [[(s.first, s.last) for s in stages] for stages in (plan.stages, report.stages)]
+    cuts = [(s.first, s.last) for s in plan.stages], [(s.first, s.last) for s in stages]
     if cuts[0] != cuts[1]:
-        words = f"the run had other stages than the plan ({len(report.stages)}, planned {len(plan.stages)})"
+        words = f"the run had other stages than the plan ({len(stages)}, planned {len(plan.stages)})"
         notes.append(flow([f"! {words}:", "the rows do not describe the same layers"], style, gap=" "))
     return notes

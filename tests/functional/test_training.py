@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 TRANSFORMER = ROOT / "sample_models/transformer_lm.py"
 AMOEBANET = ROOT / "tests/support/models/amoebanet_eval.py"
 GPT2 = ROOT / "tests/support/models/tiny_gpt2.py"
+LLAMA = ROOT / "tests/support/models/tiny_llama.py"
 BRANCHING = ROOT / "tests/support/models/branching.py"
 FROZEN = ROOT / "tests/support/models/frozen.py"
 AWKWARD = ROOT / "tests/support/models/awkward.py"
@@ -121,3 +122,68 @@ def test_frozen_parameters(tmp_path: Path) -> None:
     for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
         assert result["split_gradient"] == 0.0, case
         assert result["split_parameter"] == 0.0, case
+
+
+def test_interleaved(tmp_path: Path) -> None:
+    """Several stages on a rank, which may share a parameter, recomputed as each one is planned."""
+    pytest.importorskip("transformers")
+    same = [
+        Case(
+            model=model,
+            balance=balance,
+            settings=settings,
+            recompute=recompute,
+            schedule="interleaved",
+            chunks=len(balance) // 2,
+            micro_batches=m,
+            steps=2,
+        )
+        for model, balance, settings in (
+            (TRANSFORMER, (1, 1, 1, 1), SMALL),
+            (AWKWARD, (1, 3, 2, 2), ()),
+            (AWKWARD, (1, 2, 1, 1, 1, 2), ()),
+            (GPT2, (1, 1, 1, 2), ()),
+            (LLAMA, (1, 1, 1, 2), ()),
+            (BRANCHING, (1, 2, 2, 2), ()),
+            (FROZEN, (2, 2, 2, 1), (("frozen", "012"),)),
+        )
+        for recompute, m in (("never", 4), ("except-last", 2), ("always", 4))
+    ]
+    mixed = Case(
+        model=AMOEBANET,
+        balance=(3, 3, 3, 3),
+        recomputes=("always", "never", "except-last", "always"),
+        schedule="interleaved",
+        chunks=2,
+    )
+    cases = [*same, mixed]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_loss_relative"] < 1e-6, case
+        assert result["split_relative"] < 1e-6, case
+        assert result["whole_gradient"] < 1e-5, case
+        assert result["replicas_differ"] == [], case
+
+
+def test_replicas(tmp_path: Path) -> None:
+    """Gradients of the whole mini-batch, tied weights and overflows included; parameters stay equal to the bit."""
+    pytest.importorskip("transformers")
+    common = {"replicas": 2, "micro_batches": 2, "steps": 5}
+    cases = [
+        *(
+            Case(model=TRANSFORMER, balance=(2, 2), settings=SMALL, recompute=recompute, schedule=schedule, **common)
+            for recompute, schedule in (("never", "gpipe"), ("except-last", "1f1b"))
+        ),
+        Case(model=TRANSFORMER, balance=(1, 1, 1, 1), settings=SMALL, schedule="interleaved", chunks=2, **common),
+        Case(model=AWKWARD, balance=(3, 5), recompute="always", **common),
+        Case(model=AWKWARD, balance=(1, 3, 2, 2), schedule="interleaved", chunks=2, **common),
+        Case(model=GPT2, balance=(2, 3), schedule="1f1b", **common),
+        Case(model=FROZEN, balance=(3, 4), settings=(("frozen", "012"),), **common),
+        Case(model=FROZEN, balance=(3, 4), dtype="fp16-mixed", **common),
+        Case(model=TRANSFORMER, balance=(4,), settings=SMALL, replicas=4, micro_batches=2, steps=5),
+        Case(model=TRANSFORMER, balance=(2, 2), settings=SMALL, devices=(1, 0), schedule="1f1b", **common),
+    ]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["replicas_differ"] == [], case
+        precise = not case.dtype
+        assert result["split_loss_relative"] < (1e-6 if precise else 1e-3), case
+        assert result["split_relative"] < (1e-5 if precise else 0.02), case
