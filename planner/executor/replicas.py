@@ -114,7 +114,7 @@ class _Bucket:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         is_alone = len(gradients) == 1 and gradients[0].is_contiguous()
-        self._flat = gradients[0] if is_alone else _flatten_dense_tensors(gradients)
+        self._flat = gradients[0].view(-1) if is_alone else _flatten_dense_tensors(gradients)
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def finish(self, present: set[nn.Parameter]) -> None:
