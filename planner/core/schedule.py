@@ -32,7 +32,6 @@ __all__ = [
     "Instruction",
     "actions_of",
     "execution_order",
-    "in_flight_profile",
     "num_in_flight",
     "with_transfers",
 ]
@@ -105,34 +104,11 @@ def num_in_flight(schedule: Schedule, stage: int, num_stages: int, micro_batches
     """Most micro-batches that wait for their backward on `stage`: M for GPipe, min(M, K-k) for 1F1B.
 
     Raises:
-        ValueError: The schedule is interleaved, where chunks share a device: see `in_flight_profile`.
+        ValueError: The schedule is interleaved, where chunks share a device: see `planner.core.device_memory`.
     """
     if schedule == "interleaved":
-        raise ValueError("chunks of an interleaved schedule peak at different moments, see in_flight_profile")
+        raise ValueError("chunks of an interleaved schedule peak at different moments, see planner.core.device_memory")
     return micro_batches if schedule == "gpipe" else min(micro_batches, num_stages - stage)
-
-
-def in_flight_profile(row: Sequence[Action], chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """How many micro-batches each chunk of one device holds during each of its actions.
-
-    Args:
-        row: The actions of the device, in order.
-        chunks: V.
-
-    Returns:
-        One tuple of length V per action: per chunk the micro-batches whose forward has begun and whose backward has
-        not ended, the one that the action works on included. Chunks reach their own maxima at different moments, so
-        the device's peak is over these tuples, not the sum of the maxima.
-    """
-    held = [0] * chunks
-    profile = []
-    for action in row:
-        if action.kind == "F":
-            held[action.chunk] += 1
-        profile.append(tuple(held))
-        if action.kind == "B":
-            held[action.chunk] -= 1
-    return tuple(profile)
 
 
 def with_transfers(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:

@@ -227,9 +227,8 @@ class _Interleaved(ScheduleInterleaved1F1B):
     """Lets go of what was sent, which torch's loop holds to the end of the step.
 
     An output goes after its micro-batch's backward: its gradient has come back, so it was delivered long ago. The
-    gradient of an input goes when the next one is sent. By then the stage in front has received it, or does so before
-    it needs what comes next: with one gradient under way, waiting for those before it holds no step up (simulated for
-    up to 8 devices).
+    gradient of an input goes when the next one is sent: with one under way, waiting for those before it blocks nobody
+    (see `planner.core.schedule.with_transfers`), and holds no step up where M is a multiple of K.
     """
 
     def __init__(self, stages: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -254,9 +253,9 @@ class _Interleaved(ScheduleInterleaved1F1B):
         self._outputs_sent[action.stage_index, action.microbatch_index] = sent
 
     def _send_gradients(self, action: Any, _context: Any) -> None:
-        _wait_batch_p2p(self._gradients_sent)
         ops = self._parts[action.stage_index].get_bwd_send_ops(action.microbatch_index)
-        self._gradients_sent = _batch_p2p(ops)
+        earlier, self._gradients_sent = self._gradients_sent, _batch_p2p(ops)
+        _wait_batch_p2p(earlier)
 
     def _let_go_of_output(self, stage: int, micro_batch: int) -> None:
         tensors, works = self._outputs_sent.pop((stage, micro_batch), ([], []))
