@@ -7,7 +7,7 @@ A stage is one layer that sleeps in forward and in backward, so that nothing but
 measured. K processes over gloo run every case with the executor and with a bare `ScheduleGPipe` or `Schedule1F1B`, a
 step of the one after a step of the other. The constant per micro-batch, stage and direction is what the first case of
 each K takes beyond its simulated time; all other cases are predicted with it. `--peers` names a Python with `torch` and
-`torchgpipe`, which then runs the same cases with its threads. A busy machine makes sleeps longer: run it on a quiet one.
+`torchgpipe`, which then runs the same cases with its threads. A busy machine makes sleeps longer: use a quiet one.
 """
 
 import argparse
@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--peers", metavar="PYTHON", help="one that has torch and torchgpipe")
     given = parser.parse_args()
     _print_head()
+    notes = []
     for num_stages in (4,) if given.quick else (4, 8):
         cases = list(_cases(num_stages, (4, 8) if given.quick else (num_stages, 32)))
         found = _measure(cases)
@@ -148,10 +149,12 @@ def main() -> None:
         peers = _peer_steps_us(given.peers, cases) if given.peers else [None] * len(cases)
         for case, measured, peer in zip(cases, found, peers, strict=True):
             _print_row(case, measured, constant_us, peer)
-        print(
-            f"\nK = {num_stages}: {constant_us:.0f} us per micro-batch, stage and direction beyond the sleep; ", end=""
+        ratio = statistics.median(one.ratio for one in found)
+        notes.append(
+            f"K = {num_stages}: {constant_us:.0f} us per micro-batch, stage and direction beyond the sleep; "
+            f"the executor takes {ratio:.3f} of the bare loop's step (median)."
         )
-        print(f"the executor takes {statistics.median(m.ratio for m in found):.3f} of the bare loop's step (median).\n")
+    print("\n" + "\n".join(notes))
 
 
 def _cases(num_stages: int, counts: Sequence[int]) -> Iterator[Case]:
@@ -220,10 +223,8 @@ def _compare(balance: str, case: Case) -> Measured:
             optimizer.step()
             optimizer.zero_grad()
 
-    pairs = []
     bare = _Bare(pipeline.model.build(), case)
-    for _ in range(WARM_UPS + STEPS):
-        pairs.append((_timed_us(ours), _timed_us(bare.step)))
+    pairs = [(_timed_us(ours), _timed_us(bare.step)) for _ in range(WARM_UPS + STEPS)]
     pipeline.close()
     counted = pairs[WARM_UPS:]
     return Measured(
@@ -247,8 +248,8 @@ class _Bare:
         rank = dist.get_rank()
         layer = model[rank]  # type: ignore[index]
         self._is_first, self._is_last = rank == 0, rank == case.num_stages - 1
-        shape = torch.zeros(1, WIDTH)
-        stage = PipelineStage(layer, rank, case.num_stages, torch.device("cpu"), input_args=shape, output_args=shape)
+        given, made = torch.zeros(1, WIDTH, requires_grad=rank > 0), torch.zeros(1, WIDTH, requires_grad=True)
+        stage = PipelineStage(layer, rank, case.num_stages, torch.device("cpu"), input_args=given, output_args=made)
         loop = ScheduleGPipe if case.schedule == "gpipe" else Schedule1F1B
         self._schedule = loop(stage, case.micro_batches, loss_fn=lambda output, _target: output.mean())
         self._optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -307,19 +308,16 @@ def _peer_steps_us(python: str, cases: Sequence[Case]) -> list[float | None]:
 
 def _print_head() -> None:
     print("# The executor's own cost\n")
+    print(f"`python benchmarks/executor.py` on {cpu_name()} ({os.cpu_count()} cores), ", end="")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}; load average {os.getloadavg()[0]:.1f}.")
     print(
-        f"`python benchmarks/executor.py` on {cpu_name()} ({os.cpu_count()} cores), torch {torch.__version__}, ", end=""
+        f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and twice as long backward, one per stage; uneven: ", end=""
     )
-    print(f"Python {platform.python_version()}; load average before {os.getloadavg()[0]:.1f}.")
-    print(
-        f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and twice as long backward, one per stage and process; ",
-        end="",
-    )
-    print(f"uneven: {', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps.\n")
-    print(
-        "| K | stages | M | schedule | simulated | with constant | measured | difference | bare torch | ours / bare | torchgpipe |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print(f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps.\n")
+    columns = ["K", "stages", "M", "schedule", "simulated", "with constant", "measured", "difference"]
+    columns += ["bare torch", "ours / bare", "torchgpipe"]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
 
 
 def _print_row(case: Case, measured: Measured, constant_us: float, peer_us: float | None) -> None:
