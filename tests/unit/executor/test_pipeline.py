@@ -42,7 +42,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return recorders[-1]
 
     monkeypatch.setattr(pipeline_module, "Recorder", remembered)
-    gc.collect()  # what the test before left would count as released by this one
     yield
     for recorder in recorders:
         recorder.close()
