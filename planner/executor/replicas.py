@@ -100,7 +100,7 @@ class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters = parameters
         self._group = group
-        self._flat: Tensor | None = None
+        self._sums: Sequence[Tensor] = ()
         self._work: dist.Work | None = None
 
     @property
@@ -114,24 +114,21 @@ class _Bucket:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         is_alone = len(gradients) == 1 and gradients[0].is_contiguous()
-        self._flat = gradients[0].view(-1) if is_alone else _flatten_dense_tensors(gradients)
-        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+        flat = gradients[0].view(-1) if is_alone else _flatten_dense_tensors(gradients)
+        self._sums = _unflatten_dense_tensors(flat, [p.detach() for p in self.parameters])
+        for parameter, total in zip(self.parameters, self._sums, strict=True):
+            # The gradient is from here on where it is summed, so that there is never a second copy of all of them.
+            parameter.grad = None if parameter.grad is None else total
+        self._work = dist.all_reduce(flat, group=self._group, async_op=True)
 
     def finish(self, present: set[nn.Parameter]) -> None:
         """Waits, and gives their sums to those parameters that have a gradient in some replica."""
         self.start()
         assert self._work is not None
-        assert self._flat is not None
         self._work.wait()
-        sums = _unflatten_dense_tensors(self._flat, [p.detach() for p in self.parameters])
-        for parameter, total in zip(self.parameters, sums, strict=True):
-            if parameter not in present:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = total.clone()
-            elif parameter.grad.data_ptr() != total.data_ptr():
-                parameter.grad.copy_(total)
-        self._flat = self._work = None
+        for parameter, total in zip(self.parameters, self._sums, strict=True):
+            parameter.grad = total if parameter in present else None
+        self._sums, self._work = (), None
 
 
 # Private functions
