@@ -541,7 +541,7 @@ def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
     """From exact records; the same terms as in `_moments`."""
     own = s.input + s.copied_input
     gradient = np.where(s.forward_only, 0.0, s.output_gradient)
-    full, edges = s.input + s.saved, s.input + s.output
+    full, edges = s.input + s.saved, s.input + s.own_output
     keeping = own + s.forward, own + s.backward + gradient
     if recompute == "never":
         forward, first, backward = keeping[0], own + s.first_backward + gradient, keeping[1]
