@@ -14,7 +14,7 @@ from planner.core.plan import Plan, Stage
 from planner.core.planning import GENERATOR
 from planner.core.precision import precision_of
 from planner.core.profile import Profile
-from planner.core.units import format_bytes, format_us
+from planner.core.units import format_bytes, format_speed, format_us
 from planner.emit.signature import signed
 from planner.files import digest_of, dump
 
@@ -107,7 +107,7 @@ def _script(plan: Plan, balance: Balance, folder: str) -> str:
     template = resources.files(__package__).joinpath("train_template.py.txt").read_text(encoding="utf-8")
     script = _in_docstring(Path(folder, "train.py").as_posix())
     prediction = (
-        f"{format_us(plan.predicted.step_us)} per step, {_three_digits(plan.predicted.samples_per_s)} samples/s, "
+        f"{format_us(plan.predicted.step_us)} per step, {format_speed(plan.predicted.samples_per_s)}, "
         f"bubble {plan.predicted.bubble:.0%}, on {plan.inputs.profile.path}'s device"
     )
     return template.format(
@@ -172,7 +172,3 @@ def _in_docstring(text: str) -> str:
 
 def _escaped(character: str) -> str:
     return '\\"' if character == '"' else character.encode("unicode_escape").decode()
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

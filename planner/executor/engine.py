@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,12 @@ from planner.model.autocast import keeping_casts, layers_in
 
 __all__ = ["Engine", "EngineStage"]
 
-Timer = Callable[[str, Callable[[], Any]], Any]
-"""Runs a piece of work of the given kind ("forward" or "backward") and notes how long it took."""
+
+class Timer(Protocol):
+    """Runs a forward or backward of a micro-batch and notes how long it took."""
+
+    def __call__(self, kind: Literal["forward", "backward"], work: Callable[[], Any], *, micro_batch: int) -> Any:
+        """The result of `work`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +149,12 @@ class _Stage(PipelineStage):
         run = super().forward_one_chunk
         # Recomputation in backward switches autocast on again by itself; the rest of backward runs without.
         with layers_in(self.precision, self.device):
-            return self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs))
+            return self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs), micro_batch=fwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         run = super().backward_one_chunk
         with self._last_backward() if kwargs["last_backward"] else nullcontext():
-            self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs))
+            self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs), micro_batch=bwd_chunk_id)
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
         self.after_backward(bwd_chunk_id)

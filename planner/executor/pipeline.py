@@ -29,6 +29,7 @@ from planner.executor.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.replicas import ReplicaGradients
 from planner.executor.stage_module import Shapes, StageModule, shapes_of
 from planner.executor.ties import TiedGradients
+from planner.executor.timeline import ProcessRun, Waits, gather_runs
 from planner.files import read_balance
 from planner.model.autocast import autocast_dtype
 from planner.model.chain import Chain, Layer, chain_digest, shared_parameters
@@ -69,6 +70,8 @@ class Pipeline:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.losses: list[float] = []
+        self.runs: list[ProcessRun] = []
+        """What every process did in the last steps; on rank 0, once there is a report."""
         self._joined = False
         self._recorder = Recorder(self.device)
         try:
@@ -162,16 +165,21 @@ class Pipeline:
         batch = Batch(inputs, targets)
         self._check_size(batch, self.balance.replica_batch)
         with self._recorder.step():
-            yield self._forward_backward(batch)
+            loss = self._forward_backward(batch)
+            with self._recorder.optimizer(stage=self.place.stages[0]):
+                yield loss
 
     def report(self) -> RunReport | None:
         """What the run took, on rank 0; None elsewhere. Every rank must call it."""
         self._recorder.close()
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(self._stage_runs(), gathered if self.rank == 0 else None)
-        if self.rank > 0:
+        runs = gather_runs(ProcessRun(self.rank, self.place.replica, self._recorder.steps), self.device)
+        if runs is None:
             return None
+        self.runs = runs
         stages = sorted((run for runs in gathered for run in runs), key=lambda run: (run.replica, run.index))
+        waits = Waits.of(runs, stages, warm_up=WARM_UP_STEPS, overlaps=self.device.type == "cuda")
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_name()
         return RunReport(
             generator=Generator(name="gpipe-plan", version=__version__),
@@ -186,8 +194,13 @@ class Pipeline:
             ),
             losses=tuple(self.losses),
             step_us=tuple(round(time, 1) for time in self._recorder.step_us),
+            batch=self.balance.batch,
+            samples_per_s=tuple(round(self.balance.batch / time * 1e6, 1) for time in self._recorder.step_us),
+            bubble=waits.bubble,
+            overhead_us=waits.overhead_us,
             warmup_steps=WARM_UP_STEPS,
-            stages=tuple(stages),
+            stages=waits.stages,
+            boundaries=waits.boundaries,
         )
 
     @property
@@ -226,8 +239,10 @@ class Pipeline:
                 last=stage.layers[-1],
                 forward_us=round(self._recorder.typical_us("forward", stage=stage.index), 1),
                 backward_us=round(self._recorder.typical_us("backward", stage=stage.index), 1),
+                recompute_us=round(self._recorder.typical_us("recompute", stage=stage.index), 1),
                 parameter_bytes=sum(p.nbytes for p in module.parameters()),
                 peak_bytes=self._recorder.peak_bytes,
+                outside_bytes=self._recorder.outside_bytes,
             )
             for stage, module in zip(described, self._modules, strict=True)
         ]
@@ -253,6 +268,8 @@ class Pipeline:
         ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
         built = build_stages(self.model, chain, ranges, seed=self.seed, device=self.device)
         modules = [self._module(chain, shapes, *stage) for stage in zip(place.stages, ranges, built, strict=True)]
+        for index, module in zip(place.stages, modules, strict=True):
+            module.timed_again = partial(self._recorder.timed_again, stage=index)
         stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]
         named = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
         self._tied = TiedGradients(shared_parameters(chain.layers), named, place, stage_of)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.core.errors import ExitCode, PlannerError
-from planner.core.units import format_bytes, format_us
+from planner.core.units import format_bytes, format_speed, format_us
 from planner.executor.pipeline import OneRankError, Pipeline
-from planner.files import write
+from planner.executor.trace import trace_json
+from planner.files import write, write_text
 
 __all__ = ["Arguments", "arguments", "pipeline_script", "progress"]
 
@@ -24,6 +25,7 @@ class Arguments:
     seed: int
     report: str | None
     device: str | None
+    trace: str | None = None
 
 
 def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
@@ -34,6 +36,7 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
     parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
     parser.add_argument("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
     parser.add_argument("--report", metavar="run.json", help="write what the run took to this file")
+    parser.add_argument("--trace", metavar="trace.json", help="write what every rank did, for Perfetto")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the device planned for")
     given = parser.parse_args()
     if given.steps < 1:
@@ -56,6 +59,9 @@ def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipe
             if given.report:
                 write(given.report, report)
                 print(f"wrote {given.report}", flush=True)
+            if given.trace:
+                write_text(given.trace, trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
+                print(f"wrote {given.trace}", flush=True)
     except PlannerError as error:
         # Nearly always every rank finds the same mistake: one message is enough.
         if isinstance(error, OneRankError) or int(os.environ.get("RANK", "0")) == 0:
@@ -70,4 +76,6 @@ def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipe
 def progress(pipeline: Pipeline, step: int, loss: float | None) -> None:
     """One line per step, on the first rank."""
     if pipeline.rank == 0:
-        print(f"step {step}: loss {loss:.4f}, {format_us(pipeline.last_step_us)}", flush=True)
+        took_us = pipeline.last_step_us
+        speed = format_speed(pipeline.balance.batch / took_us * 1e6)
+        print(f"step {step}: loss {loss:.4f}, {format_us(took_us)}, {speed}", flush=True)

@@ -180,6 +180,8 @@ class StageModule(nn.Module):
         self._recomputed = dict(recomputed or {})
         self.micro_batch = 0
         self.targets: list[Any] = []
+        self.timed_again: Callable[[Callable[[], Any]], Any] = _called
+        """Calls what may be recomputation, and notes how long that took."""
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The tensors behind this stage, contiguous; the loss on the last stage."""
@@ -189,11 +191,17 @@ class StageModule(nn.Module):
         # The re-entrant kind computes without a graph first, and calls no hook for every tensor that is saved. It
         # wants an input that requires a gradient, which the first stage does not have.
         anchor = torch.zeros((), requires_grad=True)
-        result: Tensor | tuple[Tensor, ...] = checkpoint(self._run, anchor, targets, *tensors, use_reentrant=True)
+        result: Tensor | tuple[Tensor, ...] = checkpoint(
+            self._timed(self._run), anchor, targets, *tensors, use_reentrant=True
+        )
         if isinstance(result, Tensor) or not self._carries:
             return result
         # All that this kind returns would want a gradient, and nobody sends one for a mask.
         return tuple(t if carries else t.detach() for t, carries in zip(result, self._carries, strict=True))
+
+    def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which is called again in backward, noting the time of that."""
+        return lambda *given: self.timed_again(lambda: run(*given))
 
     def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
         carrying = any(t.requires_grad for t in (*tensors, *self.parameters()))
@@ -232,8 +240,15 @@ class StageModule(nn.Module):
             if index == last and self._loss_fn is not None:
                 run = partial(self._layer_with_loss, layer, targets)
             again = self._recomputed.get(index)
-            value = run(value) if again is None else recomputing(run, again, value)
+            value = run(value) if again is None else recomputing(self._timed(run), again, value)
         return value
 
     def _layer_with_loss(self, layer: nn.Module, targets: Any, value: Any) -> Any:
         return self._with_loss(layer(value), targets)
+
+
+# Private functions
+
+
+def _called(work: Callable[[], Any]) -> Any:
+    return work()
