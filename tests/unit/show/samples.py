@@ -214,6 +214,9 @@ def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99
         losses=(8.5, 8.4, 8.3, 8.2, 8.1),
         step_us=(10 * step_us, 2 * step_us, 0.9 * step_us, step_us, 3 * step_us),
         warmup_steps=2,
+        batch=32,
+        bubble=0.25,
+        overhead_us=250.0,
         stages=tuple(
             StageRun(
                 index=s.index,
@@ -221,6 +224,9 @@ def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99
                 last=s.last,
                 forward_us=s.forward_us * time_factor,
                 backward_us=s.backward_us * time_factor,
+                recompute_us=0.0 if s.recompute == "never" else s.forward_us,
+                transfer_us=1500.0 * s.index,
+                idle_us=4000.0,
                 parameter_bytes=s.memory.parameters,
                 peak_bytes=round(s.memory.total * peak_factor),
             )
