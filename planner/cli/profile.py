@@ -11,7 +11,7 @@ import typer
 
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
-from planner.core.cluster import ExecutorCost
+from planner.core.cluster import ExecutorCost, Link
 from planner.core.errors import UsageError
 from planner.core.options import choice, micro_batch_sizes
 from planner.core.options import precision as precision_asked
@@ -68,6 +68,10 @@ def profile(
     time_budget: Annotated[
         str, typer.Option(metavar="60s", help="Begin no repeats beyond `--repeat` after timing for so long; 0s: none.")
     ] = "60s",
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Executor and link as `verify` measured them, instead of measuring them."),
+    ] = None,
     format_: Format = "text",
     *,
     quiet: Quiet = False,
@@ -112,7 +116,10 @@ def profile(
         for note in loaded.notes:
             console.note(f"note: {note}")
         # First, because an interrupt from here on loses nothing.
-        executor = _executor(console) if device.startswith("cpu") else None
+        if calibration is not None or not device.startswith("cpu"):
+            executor = _calibrated(calibration, device)
+        else:
+            executor = _executor(console)
         if earlier is not None:
             console.note(f"note: going on from {unfinished}")
         try:
@@ -155,6 +162,17 @@ def _executor(console: Console) -> ExecutorCost | None:
     except Exception as error:  # whatever it is, the profile that was just measured is worth more
         console.warning(f"two processes could not be run, so links are taken to cost nothing: {error}")
         return None
+
+
+def _calibrated(path: str | None, device: str) -> ExecutorCost | None:
+    from planner.files import read_calibration  # noqa: PLC0415 - as all that needs pydantic
+
+    if path is None:
+        return None
+    found = read_calibration(path)
+    if not device.startswith(found.device.kind):
+        raise UsageError(f"{path} is a calibration of {found.device.kind}, not of `--device {device}`")
+    return ExecutorCost(overhead_us=found.overhead_us, link=found.link or Link())
 
 
 def _relative(source: str, output: str) -> str:

@@ -12,6 +12,7 @@ from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.cli.plans import events_of, profile_for, profile_path, step_of_plan
 from planner.core.balance import Balance
+from planner.core.calibration import Calibration
 from planner.core.errors import UsageError
 from planner.core.links import Links
 from planner.core.partial import Partial
@@ -70,6 +71,8 @@ def show(
         raise UsageError(f"{taken} all go to standard output", hint="name a file")
     if isinstance(value, Balance):
         raise UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
+    if isinstance(value, Calibration):
+        raise UsageError(f"{file} is a calibration: it is for `gpipe-plan solve --calibration {file}`")
     if isinstance(value, Partial):
         raise UsageError(f"{file} is an unfinished profile", hint="finish it: run the same `gpipe-plan profile` again")
     if run is not None and not isinstance(value, Plan):
