@@ -34,12 +34,13 @@ def verification_text(verification: Verification, style: Style) -> str:
     return render(style, shown, *notes, BLANK, _calibrated(verification, style), _answer(verification, style))
 
 
+_TEXTS: dict[str, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
 _HEADERS = ("predicted", "measured", "difference")
 
 
 def _row(row: Compared) -> Sequence[str | Text]:
     label = _CALLED[row.what] if row.index is None else f"{_CALLED[row.what]} {row.index}"
-    text: Callable[[float], str] = {"bubble": percent, "peak_bytes": format_bytes}.get(row.what, format_us)
+    text = _TEXTS.get(row.what, format_us)
     # A bubble is a share itself: a difference of shares in percent would be read as one of points.
     off = NOTHING if row.what == "bubble" or not row.measured else difference(row.predicted, row.measured)
     said = {None: Text(""), True: Text("ok", style="green"), False: Text("! OFF", style="bold red")}[row.agrees]
