@@ -18,7 +18,7 @@ from planner.core.units import format_bytes, format_speed, format_us
 from planner.emit.signature import signed
 from planner.files import digest_of, dump
 
-__all__ = ["Emitted", "decisions_digest", "emit_native"]
+__all__ = ["Emitted", "decisions_digest", "emit_native", "in_docstring", "relocated", "stage_table"]
 
 _HEADER = """\
 Which stage runs which layers: written by `gpipe-plan emit`.
@@ -49,7 +49,7 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
-    balance = _balance(plan, profile, _relocated(profile.model.source, profile_folder, folder))
+    balance = _balance(plan, profile, relocated(profile.model.source, profile_folder, folder))
     return Emitted(balance=dump(balance, header=_HEADER), script=signed(_script(plan, balance, folder)))
 
 
@@ -95,7 +95,7 @@ def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
     )
 
 
-def _relocated(source: str, profile_folder: str, folder: str) -> str:
+def relocated(source: str, profile_folder: str, folder: str) -> str:
     """`path:entry` relative to `folder`; absolute paths stay as they are."""
     path, colon, entry = source.rpartition(":")
     if not Path(path).is_absolute():
@@ -105,21 +105,21 @@ def _relocated(source: str, profile_folder: str, folder: str) -> str:
 
 def _script(plan: Plan, balance: Balance, folder: str) -> str:
     template = resources.files(__package__).joinpath("train_template.py.txt").read_text(encoding="utf-8")
-    script = _in_docstring(Path(folder, "train.py").as_posix())
+    script = in_docstring(Path(folder, "train.py").as_posix())
     prediction = (
         f"{format_us(plan.predicted.step_us)} per step, {format_speed(plan.predicted.samples_per_s)}, "
         f"bubble {plan.predicted.bubble:.0%}, on {plan.inputs.profile.path}'s device"
     )
     return template.format(
-        model=_in_docstring(balance.model.source.rpartition(":")[0]),
+        model=in_docstring(balance.model.source.rpartition(":")[0]),
         stages=_stages(plan),
         schedule={"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}[plan.schedule],
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
         launch=launch_line(balance.num_processes, script),
         several=_several_machines(plan, balance, script),
-        table=_table(plan),
-        prediction=_in_docstring(prediction),
+        table=stage_table(plan),
+        prediction=in_docstring(prediction),
         version=__version__,
         batch=plan.inputs.batch,
     )
@@ -149,9 +149,10 @@ On several machines, this on each; ranks run through one pipeline, then through 
 """
 
 
-def _table(plan: Plan) -> str:
+def stage_table(plan: Plan) -> str:
+    """The stages, a line each, as a docstring shows them."""
     lines = [
-        f"stage {s.index}: {s.layers} layers, {_in_docstring(s.first)} to {_in_docstring(s.last)}, "
+        f"stage {s.index}: {s.layers} layers, {in_docstring(s.first)} to {in_docstring(s.last)}, "
         f"recompute {_recomputed(s)}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
         for s in plan.stages
     ]
@@ -165,7 +166,7 @@ def _recomputed(stage: Stage) -> str:
     return f"{len(stage.recomputed)} layer{'s' * (len(stage.recomputed) > 1)}"
 
 
-def _in_docstring(text: str) -> str:
+def in_docstring(text: str) -> str:
     """Names come from files: whatever they hold, it must neither end the docstring nor be an escape in it."""
     return "".join(c if c.isprintable() and c not in '\\"' else _escaped(c) for c in text)
 
