@@ -79,10 +79,14 @@ class StepWaits:
     overhead_ns: tuple[int, ...]
     """The engine's own time before every forward or backward that received nothing."""
 
-    @property
-    def bubble(self) -> float:
-        """Share of the processes' time in which they neither compute nor serve the engine."""
-        waited = sum(self.idle_ns.values()) + sum(t.end_ns - t.start_ns for t in self.transfers)
+    def bubble(self, overhead_ns: float = 0.0) -> float:
+        """Share of the processes' time in which they neither compute nor serve the engine.
+
+        Args:
+            overhead_ns: The engine's own time, which is in every transfer as well.
+        """
+        moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in self.transfers)
+        waited = sum(self.idle_ns.values()) + moved
         return waited / (len(self.idle_ns) * self.window_ns) if self.window_ns else 0.0
 
 
@@ -150,10 +154,11 @@ def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
     if not waits:
         return None
     overheads = [time for wait in waits for time in wait.overhead_ns]
+    overhead_ns = median(overheads) if overheads else 0.0
     stages = {transfer.stage for wait in waits for transfer in wait.transfers}
     return Waiting(
-        bubble=median(wait.bubble for wait in waits),
-        overhead_us=median(overheads) / 1e3 if overheads else None,
+        bubble=median(wait.bubble(overhead_ns) for wait in waits),
+        overhead_us=overhead_ns / 1e3 if overheads else None,
         idle_us={rank: median(wait.idle_ns[rank] for wait in waits) / 1e3 for rank in processes},
         transfer_us={stage: median(_received_ns(wait, stage) for wait in waits) / 1e3 for stage in stages},
         crossing_us=_crossings([t for wait in waits for t in wait.transfers], overlaps=overlaps),

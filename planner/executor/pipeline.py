@@ -21,6 +21,7 @@ from planner.core.balance import Balance
 from planner.core.errors import ModelError, UsageError
 from planner.core.profile import Device, Environment, Generator
 from planner.core.run_report import RunReport, StageRun
+from planner.core.run_waits import ProcessRun, Waits
 from planner.executor.build import StageRange, build_stages, build_structure
 from planner.executor.engine import Engine, EngineStage
 from planner.executor.loss_scale import LossScale
@@ -29,7 +30,7 @@ from planner.executor.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.replicas import ReplicaGradients
 from planner.executor.stage_module import Shapes, StageModule, shapes_of
 from planner.executor.ties import TiedGradients
-from planner.executor.timeline import ProcessRun, Waits, gather_runs
+from planner.executor.timeline import gather_runs
 from planner.files import read_balance
 from planner.model.autocast import autocast_dtype
 from planner.model.chain import Chain, Layer, chain_digest, shared_parameters

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from planner.core.run_times import RunSpan, Transfer, waits_of
+from planner.core.run_waits import ProcessRun
 from planner.core.trace_events import TraceEvent, named, trace_slice, trace_text
-from planner.executor.timeline import ProcessRun
 
 __all__ = ["trace_json"]
 
