@@ -80,18 +80,18 @@ def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["sub
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=stderr, text=True)  # noqa: S603 - our own
-    try:
-        yield process
-        process.wait()
-    except BaseException:
-        # torchrun hands this on to its processes and waits for them.
-        process.terminate()
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=stderr, text=True) as process:  # noqa: S603 - ours
         try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
+            yield process
+            process.wait()
+        except BaseException:
+            # torchrun hands this on to its processes and waits for them.
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
 
 
 def _failure(said: str, code: int) -> MeasurementError | UsageError:

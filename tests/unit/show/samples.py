@@ -28,6 +28,7 @@ from planner.core.schedule import actions_of
 from planner.core.simulate import Event, StageTimes, simulate
 from planner.core.step import Step, step_of
 from planner.core.verdict import Verdict, judge
+from planner.core.verification import Tolerance, Verification, verification_of
 from planner.show import (
     Style,
     comparison_text,
@@ -37,6 +38,7 @@ from planner.show import (
     run_text,
     timeline_text,
     verdict_text,
+    verification_text,
 )
 
 MIB = 2**20
@@ -240,6 +242,18 @@ def verdict(*, cap: int = 40 * MIB, of: Plan | None = None) -> Verdict:
     return judge(of or plan(), profile(), profile_digest="sha256:0", memory_bytes=(cap,) * 3)
 
 
+def verification() -> Verification:
+    """A run that took longer than predicted, on too few cores."""
+    found = verification_of(
+        plan(),
+        profile(),
+        report(plan(), peak_factor=1.02),
+        Tolerance(step=0.1, memory_below=0.01, memory_above=0.05),
+        crowded="times are not judged: the plan's processes want 3 cores, and this machine has 2",
+    )
+    return replace(found, calibration=replace(found.calibration, link=Link(latency_us=5.0, bytes_per_s=1e9)))
+
+
 def renamed(planned: Plan, name: str) -> Plan:
     first, *others = planned.stages
     return replace(planned, stages=(replace(first, first=name), *others))
@@ -259,6 +273,7 @@ EVERYTHING: dict[str, Callable[[Style], str]] = {
     "run": lambda s: run_text(report(plan()), None, s),
     "run under a plan": lambda s: run_text(report(plan()), plan(), s),
     "comparison": lambda s: comparison_text(plan(), report(plan(), peak_factor=2.0), s),
+    "verification": lambda s: verification_text(verification(), s),
     "verdict": lambda s: verdict_text(verdict(), s),
     "verdict on an interleaved plan": lambda s: verdict_text(verdict(of=interleaved()), s),
     "comparison of an interleaved plan": lambda s: comparison_text(interleaved(), report(interleaved()), s),
