@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Final, Literal
 
 from planner.core.calibration import Calibration, calibration_of, peak_bytes_of, stage_runs
 from planner.core.costs import costs_at
@@ -12,7 +12,9 @@ from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.run_report import RunReport
 
-__all__ = ["Compared", "Tolerance", "Verification", "verification_of"]
+__all__ = ["VERIFICATION_SCHEMA", "Compared", "Tolerance", "Verification", "verification_of"]
+
+VERIFICATION_SCHEMA: Final = "gpipe-plan/verify/v1"
 
 Quantity = Literal["step_us", "bubble", "forward_us", "backward_us", "peak_bytes"]
 
@@ -46,6 +48,7 @@ class Compared:
 class Verification:
     """The answer."""
 
+    schema: Literal["gpipe-plan/verify/v1"] = VERIFICATION_SCHEMA
     agrees: bool
     """Whether everything that is judged is within its tolerance."""
     compared: tuple[Compared, ...]

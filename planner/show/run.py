@@ -4,12 +4,13 @@ Times are compared per stage, peak memory per device: chunks that share one shar
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from planner.core.calibration import stage_runs
 from planner.core.plan import Plan, Stage
 from planner.core.run_report import RunReport, StageRun
 from planner.core.units import format_bytes
@@ -127,7 +128,7 @@ def _measured(report: RunReport, style: Style) -> list[RenderableType]:
 
 
 def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableType]:
-    stages = _of_all_replicas(report)
+    stages = stage_runs(report)
     pairs = list(zip(plan.stages, stages, strict=False))
     rows: list[_Row | None] = _times("step", [(plan.predicted.step_us, _step_us(report))])
     if report.bubble is not None:
@@ -137,22 +138,6 @@ def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableT
     rows += [None, *forward, None, *backward, None, *_memory(plan, pairs)]
     columns = [Column(header="", number=False), *map(_column, ("predicted", "measured", "difference"))]
     return [table(columns, rows, style), *_notes(plan, report, stages, style)]
-
-
-def _of_all_replicas(report: RunReport) -> list[StageRun]:
-    """One of each stage: the slowest times and the highest peak of any replica, as all wait for each other."""
-    by_index: dict[int, list[StageRun]] = {}
-    for stage in report.stages:
-        by_index.setdefault(stage.index, []).append(stage)
-    return [
-        replace(
-            stages[0],
-            forward_us=max(stage.forward_us for stage in stages),
-            backward_us=max(stage.backward_us for stage in stages),
-            peak_bytes=max(stage.peak_bytes for stage in stages),
-        )
-        for stages in by_index.values()
-    ]
 
 
 def _column(header: str) -> Column:
