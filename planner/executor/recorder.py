@@ -60,8 +60,7 @@ class Recorder:
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
         """Runs `work` and notes its time as `kind` of a micro-batch on one of the process's stages."""
         self._backward_of = micro_batch if kind == "backward" else None
-        with self._span(kind, stage, micro_batch):
-            result = work()
+        result = self._noted(kind, work, stage, micro_batch)
         self._backward_of = None
         return result
 
@@ -69,8 +68,7 @@ class Recorder:
         """Runs `work`, which is recomputation if a backward is being timed."""
         if self._backward_of is None:
             return work()
-        with self._span("recompute", stage, self._backward_of):
-            return work()
+        return self._noted("recompute", work, stage, self._backward_of)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -91,9 +89,17 @@ class Recorder:
             self._end_memory()
         self._step += 1
 
-    def optimizer(self, *, stage: int = 0) -> AbstractContextManager[None]:
+    @contextmanager
+    def optimizer(self, *, stage: int = 0) -> Iterator[None]:
         """What follows the last backward: the optimizer's step."""
-        return self._span("optimizer", stage, 0)
+        if self._device.type == "cuda":
+            start = self._event()
+            yield
+            self._pending.append(_Timed("optimizer", stage, 0, start, self._event()))
+            return
+        begin = time.perf_counter_ns()
+        yield
+        self._spans.append(RunSpan("optimizer", stage, 0, begin, time.perf_counter_ns()))
 
     def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
         """Median time of one micro-batch's `kind`; 0 if nothing was timed."""
@@ -106,16 +112,16 @@ class Recorder:
 
     # Private methods
 
-    @contextmanager
-    def _span(self, kind: RunSpanKind, stage: int, micro_batch: int) -> Iterator[None]:
+    def _noted(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:
         if self._device.type == "cuda":
             start = self._event()
-            yield
+            result = work()
             self._pending.append(_Timed(kind, stage, micro_batch, start, self._event()))
-            return
+            return result
         begin = time.perf_counter_ns()
-        yield
+        result = work()
         self._spans.append(RunSpan(kind, stage, micro_batch, begin, time.perf_counter_ns()))
+        return result
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -62,6 +62,24 @@ def test_a_calibrated_prediction_is_the_run(schedule, recompute, seed):
     assert after == pytest.approx(measured, rel=0.02)
 
 
+def test_chunks_that_share_a_device():
+    """Links lead back to the first device as well; peaks are judged by device."""
+    profile = random_profile(3, 8, sizes=(1, 2, 4))
+    inputs = replace(inputs_of(2, 8, link=LINK, overhead_us=20.0), schedule="interleaved", chunks=2)
+    plan = solve(profile, Request(inputs=inputs, balance=(2, 2, 3, 1), micro_batches=4))
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    machine = slower(cluster_of(plan.inputs), compute=1.2, overhead_us=30.0, link=1.5)
+    report = report_of(plan, costs, machine)
+    whole = plan.device_bytes()
+    stages = tuple(replace(run, peak_bytes=whole[run.index % 2]) for run in report.stages)
+    found = verification_of(plan, profile, replace(report, stages=stages), TOLERANCE)
+    assert [row.agrees for row in found.compared if row.what == "peak_bytes"] == [True, True]
+    assert found.calibration.compute == pytest.approx(1.2, rel=1e-3)
+    assert found.calibration.link is not None
+    assert found.calibration.link.latency_us == pytest.approx(1.5 * LINK.latency_us, rel=0.05)
+    assert [boundary.index for boundary in report.boundaries] == [0, 1, 2]
+
+
 def test_a_calibrated_plan_calibrates_to_the_same():
     """What a plan was predicted with already is not lost."""
     profile = random_profile(1, 8, sizes=(1, 2, 4))
