@@ -57,9 +57,7 @@ def main() -> None:
     print(
         "Plans: two devices, GPipe, everything else as `solve` chooses it. Steps: median of 20. Differences: measured"
     )
-    print(
-        "against predicted. Calibrated: the same question solved again with what the first run measured, and run again.\n"
-    )
+    print("against predicted. Calibrated: the same plan predicted with what the first run measured, and run again.\n")
     print("| model | cuts, M | step predicted | measured | | calibrated | measured | | bubble predicted, measured | "
           "peak of stage 0, 1 predicted, MiB | measured | |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from planner import files
 from planner.core import options
-from planner.core.calibration import Calibration
+from planner.core.calibration import Calibration, calibrated_executor
 from planner.core.cluster import Link
 from planner.core.comparison import ComparedPlan, Comparison
 from planner.core.devices import accelerator
@@ -60,6 +60,7 @@ def profile(
     granularity: str = "coarse",
     repeat: int = 10,
     time_budget: str = "60s",
+    calibration: File | Calibration | None = None,
     example_batch: Callable[[int], tuple[Any, Any]] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     progress: Progress = lambda *_: None,
@@ -81,6 +82,7 @@ def profile(
         granularity: `coarse`: about one layer per block, or `fine`: cuts inside blocks too.
         repeat: Timed repeats of every layer, at least.
         time_budget: More repeats than that are begun only so long after the first.
+        calibration: What a run measured, as `verify` gives it, or its file: the executor's overhead and link.
         example_batch: For an `nn.Module`: from a batch size to `(inputs, targets)`.
         loss_fn: For an `nn.Module`: from output and target to a scalar; without it the mean of the output.
         progress: Called as layers are measured.
@@ -123,6 +125,10 @@ def profile(
         until_memory_ends=batch_sizes == "auto",
     )
     measured = profile_model(loaded, how, progress)
+    found = _calibration(calibration)
+    if found is not None:
+        executor = calibrated_executor(found, measured.device.kind)
+        measured = replace(measured, device=replace(measured.device, executor=executor))
     if output is not None:
         files.write(os.fspath(output), measured)
     return measured
@@ -253,14 +259,16 @@ def emit(
     *,
     output: File = ".",
     profile: File | Profile | None = None,
+    standalone: bool = False,
     force: bool = False,
-) -> tuple[Path, Path]:
+) -> tuple[Path, ...]:
     """Writes `balance.yaml` and `train.py`, the pipelined training script, and says where they stand.
 
     Args:
         plan: A plan, or its file.
         output: Folder to write to.
         profile: The plan's profile, if it is a value or its file was moved.
+        standalone: Whether to write a `train.py` alone, which needs torch alone: plain GPipe or 1F1B, `nn.Sequential`.
         force: Whether to overwrite a train.py that was edited.
 
     Raises:
@@ -268,18 +276,23 @@ def emit(
         UsageError: The executor cannot run such a plan, or the profile names no model file.
         FileError: A file cannot be read or written, or train.py was edited.
     """
-    from planner.emit import emit_native, is_edited  # noqa: PLC0415 - only here
+    from planner.emit import emit_native, emit_standalone, is_edited  # noqa: PLC0415 - only here
 
     read, place = _plan(plan)
     measured, profile_place = _profile_for(read, place, profile)
     folder = str(Path(profile_place).parent)
-    emitted = emit_native(_fresh(read, measured, place), measured, folder=os.fspath(output), profile_folder=folder)
-    balance, script = Path(output, "balance.yaml"), Path(output, "train.py")
+    now, where = _fresh(read, measured, place), {"folder": os.fspath(output), "profile_folder": folder}
+    if standalone:
+        texts = {"train.py": emit_standalone(now, measured, **where)}
+    else:
+        emitted = emit_native(now, measured, **where)
+        texts = {"balance.yaml": emitted.balance, "train.py": emitted.script}
+    script = Path(output, "train.py")
     if not force and is_edited(script):
         raise FileError("was edited since it was emitted", path=str(script), hint="keep it, or pass `force=True`")
-    files.write_text(str(balance), emitted.balance)
-    files.write_text(str(script), emitted.script)
-    return balance, script
+    for name, text in texts.items():
+        files.write_text(str(Path(output, name)), text)
+    return tuple(Path(output, name) for name in texts)
 
 
 def check(

@@ -11,7 +11,8 @@ import typer
 
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
-from planner.core.cluster import ExecutorCost, Link
+from planner.core.calibration import calibrated_executor
+from planner.core.cluster import ExecutorCost
 from planner.core.errors import UsageError
 from planner.core.options import choice, micro_batch_sizes
 from planner.core.options import precision as precision_asked
@@ -93,6 +94,9 @@ def profile(
     from planner.show import profile_text  # noqa: PLC0415
 
     files.check_writable(output)
+    found = files.read_calibration(calibration) if calibration is not None else None
+    if found is not None and device in ("cpu", "cuda"):
+        calibrated_executor(found, device)  # before anything is measured
     options = ProfileOptions(
         micro_batch_sizes=sizes,
         device=device,
@@ -116,10 +120,7 @@ def profile(
         for note in loaded.notes:
             console.note(f"note: {note}")
         # First, because an interrupt from here on loses nothing.
-        if calibration is not None or not device.startswith("cpu"):
-            executor = _calibrated(calibration, device)
-        else:
-            executor = _executor(console)
+        executor = _executor(console) if device.startswith("cpu") and found is None else None
         if earlier is not None:
             console.note(f"note: going on from {unfinished}")
         try:
@@ -130,6 +131,8 @@ def profile(
                 files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=model))
                 console.note(f"wrote {unfinished}: the same command goes on from there")
             raise
+    if found is not None:
+        executor = calibrated_executor(found, measured.device.kind)
     measured = replace(measured, device=replace(measured.device, executor=executor))
     measured = replace(measured, model=replace(measured.model, source=_relative(measured.model.source, output)))
     header = _HEADER.format(model=model)
@@ -162,17 +165,6 @@ def _executor(console: Console) -> ExecutorCost | None:
     except Exception as error:  # whatever it is, the profile that was just measured is worth more
         console.warning(f"two processes could not be run, so links are taken to cost nothing: {error}")
         return None
-
-
-def _calibrated(path: str | None, device: str) -> ExecutorCost | None:
-    from planner.files import read_calibration  # noqa: PLC0415 - as all that needs pydantic
-
-    if path is None:
-        return None
-    found = read_calibration(path)
-    if not device.startswith(found.device.kind):
-        raise UsageError(f"{path} is a calibration of {found.device.kind}, not of `--device {device}`")
-    return ExecutorCost(overhead_us=found.overhead_us, link=found.link or Link())
 
 
 def _relative(source: str, output: str) -> str:

@@ -6,15 +6,16 @@ These are the values behind `calibration.yaml`; `docs/file-formats.md` describes
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from planner.core.cluster import Cluster, Link
+from planner.core.cluster import Cluster, ExecutorCost, Link
 from planner.core.costs import ChainCosts
+from planner.core.errors import UsageError
 from planner.core.evaluate import Partition
 from planner.core.plan import Plan
 from planner.core.planning import GENERATOR, cluster_of
 from planner.core.profile import Device, Environment, Generator
 from planner.core.run_report import BoundaryRun, RunReport, StageRun
 
-__all__ = ["CALIBRATION_SCHEMA", "Calibration", "calibration_of", "peak_bytes_of", "stage_runs"]
+__all__ = ["CALIBRATION_SCHEMA", "Calibration", "calibrated_executor", "calibration_of", "peak_bytes_of", "stage_runs"]
 
 CALIBRATION_SCHEMA: Final = "gpipe-plan/calibration/v1"
 
@@ -64,6 +65,20 @@ def calibration_of(plan: Plan, costs: ChainCosts, report: RunReport) -> Calibrat
         link=_link(plan, costs, report, overhead_us),
         reserve_bytes=_reserve(plan, report),
     )
+
+
+def calibrated_executor(found: Calibration, kind: str, known: ExecutorCost | None = None) -> ExecutorCost:
+    """What the executor costs on a device of this kind; of `known` the link, where none was calibrated.
+
+    Raises:
+        UsageError: The calibration is of another kind of device.
+    """
+    if found.device.kind != kind:
+        raise UsageError(
+            f"the calibration is of {found.device.kind}, the profile of {kind}",
+            hint="calibrate where the plan will run: `gpipe-plan verify`",
+        )
+    return ExecutorCost(overhead_us=found.overhead_us, link=found.link or (known.link if known else Link()))
 
 
 def stage_runs(report: RunReport) -> tuple[StageRun, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from planner.core import options
-from planner.core.calibration import Calibration
+from planner.core.calibration import Calibration, calibrated_executor
 from planner.core.cluster import ExecutorCost, Link
 from planner.core.errors import UsageError
 from planner.core.options import Numbers, Sizes
@@ -93,14 +93,7 @@ def request_of(
 
 def _executor(profile: Profile, calibration: Calibration | None) -> ExecutorCost:
     known = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
-    if calibration is None:
-        return known
-    if calibration.device.kind != profile.device.kind:
-        raise UsageError(
-            f"the calibration is of {calibration.device.kind}, the profile of {profile.device.kind}",
-            hint="calibrate where the plan will run: `gpipe-plan verify`",
-        )
-    return ExecutorCost(overhead_us=calibration.overhead_us, link=calibration.link or known.link)
+    return known if calibration is None else calibrated_executor(calibration, profile.device.kind, known)
 
 
 def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:

@@ -117,7 +117,7 @@ def test_calibrations_of_other_devices_are_refused(here: Path, capsys: Capsys) -
         files.read_calibration(str(calibration(here, kind="cuda"))),
     )
     done = call(capsys, "profile", "model.py", "--calibration", "cuda.yaml")
-    assert (done.code, "is a calibration of cuda" in done.err) == (2, True)
+    assert (done.code, "the calibration is of cuda, the profile of cpu" in done.err) == (2, True)
     done = call(capsys, "solve", "--devices", "2", "--mem", "8GB", "--calibration", "cuda.yaml")
     assert (done.code, "the calibration is of cuda, the profile of cpu" in done.err) == (2, True)
     with pytest.raises(UsageError):
