@@ -44,7 +44,7 @@ CASES = {
     "unet": Case(SAMPLES / "unet.py", 8),
     "GPT-2 of transformers": Case(HERE / "gpt2.py", 8),
 }
-STEPS = 22
+STEPS = 12
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     print(f"Python {platform.python_version()}, one thread per process.")
     print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.")
     print(
-        "Plans: two devices, GPipe, everything else as `solve` chooses it. Steps: median of 20. Differences: measured"
+        "Plans: two devices, GPipe, everything else as `solve` chooses it. Steps: median of 10. Differences: measured"
     )
     print("against predicted. Calibrated: the same plan predicted with what the first run measured, and run again.\n")
     print("| model | cuts, M | step predicted | measured | | calibrated | measured | | bubble predicted, measured | "

@@ -92,7 +92,9 @@ def test_functions_are_documented_and_typed(verb: str) -> None:
 
 def test_a_standalone_script_can_be_emitted(here: Path) -> None:
     """Alone, without a balance.yaml beside it."""
-    assert planner.emit(output="alone", standalone=True) == (Path("alone/train.py"),)
+    profile = replace(gate.profile(), model=Model(source="model.py:build_model"))
+    plan = planner.solve(profile, devices=2, mem="8GB")
+    assert planner.emit(plan, profile=profile, output="alone", standalone=True) == (Path("alone/train.py"),)
     assert [path.name for path in Path("alone").iterdir()] == ["train.py"]
 
 
