@@ -107,9 +107,12 @@ class BatchStatistics:
         variance = torch.cat([call.variance for call in calls]).double()
         values = self._per_channel([call.new for call in calls], mean.device)
         new = torch.stack([mean * values, variance * (values - 1) + mean * mean * values])
-        # In the first micro-batch, and where a layer runs that did not before, there is more to add to.
-        self._sums = nn.functional.pad(self._sums.to(new.device), (0, new.shape[1] - self._sums.shape[1])).add_(new)
-        torch._foreach_zero_([scratch for call in calls for scratch in (call.mean, call.variance)])
+        missing = new.shape[1] - self._sums.shape[1]
+        if missing:  # in the first micro-batch, and where a layer runs that did not before
+            self._sums = nn.functional.pad(self._sums.to(new.device), (0, missing))
+        self._sums += new
+        # By way of `data`: autograd keeps them beside what backward reads, and would take them for changed.
+        torch._foreach_zero_([scratch.data for call in calls for scratch in (call.mean, call.variance)])
         for call in calls:
             call.count += call.new
             call.new = 0

@@ -50,34 +50,42 @@ class Engine:
         stage.precision = self._precision = precision
         self._module = module
         self._device = device
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches
         self.loss_scale = 1.0
         loop = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-        # The module's output on the last stage is the loss already; the engine divides gradients by M.
-        self._schedule = loop(stage, micro_batches, loss_fn=self._scaled, scale_grads=True)
+        # The module's output on the last stage is the loss already, and what each counts for is given with each step.
+        self._schedule = loop(stage, max(micro_batches, num_stages), loss_fn=self._scaled, scale_grads=False)
+        # A smaller mini-batch has fewer micro-batches than stages: the loops run it, their constructor refuses it.
+        self._schedule._n_microbatches = micro_batches
 
-    def step(self, tensors: Sequence[Tensor], targets: Sequence[Any]) -> list[Tensor]:
-        """Forward and backward of a mini-batch; gradients are left in the parameters.
+    def step(
+        self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
+        """Forward and backward of a mini-batch; gradients are added to those in the parameters.
 
         Args:
             tensors: First stage: the model's input tensors, mini-batch first. Else empty.
             targets: Last stage: the targets of every micro-batch. Else empty.
+            weights: Last stage: what the loss of every micro-batch is multiplied with; by default 1/M.
 
         Returns:
-            Last stage: the loss of every micro-batch, detached. Else empty. Gradients are those of the loss times
-            `loss_scale`; what is returned is not scaled.
+            Last stage: the loss of every micro-batch times its weight, detached. Else empty. Gradients are those of
+            these times `loss_scale`.
         """
         self._module.targets = list(targets)
+        self._module.micro_batches = self.micro_batches
         losses: list[Tensor] = []
-        # The engine insists on a target to cut into micro-batches; ours travel with the module.
-        target = torch.empty(self._micro_batches)
+        # The engine cuts a target into micro-batches and hands them to the loss; ours travel with the module.
+        weight = torch.full((self.micro_batches,), 1 / self.micro_batches, dtype=torch.float64)
+        if weights:
+            weight = torch.tensor(weights, dtype=torch.float64)
         with keeping_casts(self._precision, self._device):
-            self._schedule.step(*tensors, target=target, losses=losses, return_outputs=False)
+            self._schedule.step(*tensors, target=weight, losses=losses, return_outputs=False)
         self._module.targets = []
         return [loss.detach() / self.loss_scale for loss in losses]
 
-    def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
-        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
+    def _scaled(self, loss: Tensor, weight: Tensor) -> Tensor:
+        return loss * (float(weight) * self.loss_scale)
 
 
 class _Stage(PipelineStage):

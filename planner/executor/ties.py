@@ -31,6 +31,8 @@ class TiedGradients:
         stage_of: Sequence[int],
     ) -> None:
         self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self.counted_elsewhere: list[nn.Parameter] = []
+        """Those of this stage that an earlier one has, too."""
         for owners in shared:
             ranks = sorted({stage_of[layer] for layer, _ in owners})
             if len(ranks) < 2:
@@ -40,6 +42,13 @@ class TiedGradients:
             if rank in ranks:
                 name = next(name for layer, name in owners if stage_of[layer] == rank)
                 self._groups.append((parameters[name], group))
+                if rank != ranks[0]:
+                    self.counted_elsewhere.append(parameters[name])
+
+    def begin(self) -> None:
+        """Before backward: of gradients that are there already, and the same on all, one copy stays to add to."""
+        for parameter in self.counted_elsewhere:
+            parameter.grad = None
 
     def sum(self) -> None:
         """After backward: every copy gets the sum of all copies' gradients."""

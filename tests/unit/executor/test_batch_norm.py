@@ -22,10 +22,12 @@ def deferred(module: nn.Module, steps: list[Tensor], pieces: list[int]) -> dict[
     """The state after training on micro-batches of these sizes, each run a second time without counting."""
     statistics = BatchStatistics(module.named_modules())
     for value in steps:
-        for piece in value.split(pieces):
+        made = []
+        for piece in value.requires_grad_().split(pieces):
             with statistics.collecting():
-                one = module(piece)
-            assert torch.equal(one, module(piece))
+                made.append(module(piece))
+            assert torch.equal(made[-1], module(piece))
+        torch.cat(made).square().sum().backward()
         statistics.commit()
     return module.state_dict()
 

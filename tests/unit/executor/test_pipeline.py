@@ -210,14 +210,23 @@ def test_example_batches_do_not_touch_the_random_state(tmp_path: Path) -> None:
     assert not torch.equal(one.inputs, other.inputs)
 
 
-def test_a_batch_of_another_size_is_refused(tmp_path: Path) -> None:
-    """Before anything runs."""
+@pytest.mark.parametrize(
+    ("inputs", "targets", "told"),
+    [
+        (9, 9, "got a mini-batch of 9 samples, the plan is for 8"),
+        (0, 0, "tensors hold 0 samples"),
+        (8, 6, "tensors hold 6 and 8 samples"),
+    ],
+)
+def test_a_batch_that_cannot_be_trained_is_refused(tmp_path: Path, inputs: int, targets: int, told: str) -> None:
+    """Before anything runs: a larger one, an empty one, one that does not fit together."""
     pipeline = Pipeline(balance_of(tmp_path))
     with (
-        pytest.raises(UsageError, match="got a mini-batch of 6 samples, the plan is for 8"),
-        pipeline.step(torch.randn(6, 8), torch.randn(6, 4)),
+        pytest.raises(UsageError, match=told) as refused,
+        pipeline.step(torch.randn(inputs, 8), torch.randn(targets, 4)),
     ):
         pytest.fail("ran")
+    assert refused.value.hint
     pipeline.close()
 
 

@@ -1,0 +1,65 @@
+"""A mini-batch as it is run: in micro-batches of the planned size, and of what is left over a smaller one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from planner.core.errors import UsageError
+from planner.model.load import Batch
+
+__all__ = ["Part", "micro_batches_of", "parts_of", "size_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some micro-batches of equal size, which go through the pipeline one behind the other."""
+
+    batch: Batch
+    micro_batches: int
+    micro_batch_size: int
+
+    def targets(self) -> list[Any]:
+        """Of every micro-batch."""
+        return micro_batches_of(self.batch.targets, self.micro_batches)
+
+
+def size_of(batch: Batch) -> int | None:
+    """Samples in a mini-batch; None if there is no tensor in it.
+
+    Raises:
+        UsageError: Its tensors have different numbers of samples, or none.
+    """
+    sizes = sorted({leaf.shape[0] for leaf in tree_flatten(tuple(batch))[0] if isinstance(leaf, Tensor)})
+    if len(sizes) > 1 or sizes == [0]:
+        raise UsageError(
+            f"got a mini-batch whose tensors hold {' and '.join(map(str, sizes))} samples",
+            hint="the first dimension of every tensor in inputs and targets is that of the samples",
+        )
+    return sizes[0] if sizes else None
+
+
+def parts_of(batch: Batch, size: int, micro_batch_size: int) -> Iterator[Part]:
+    """The parts of a mini-batch of `size` samples, of which this rank may have only inputs or targets."""
+    whole, rest = divmod(size, micro_batch_size)
+    if not rest:
+        yield Part(batch, whole, micro_batch_size)
+        return
+    if whole:
+        yield Part(_between(batch, 0, size - rest), whole, micro_batch_size)
+    yield Part(_between(batch, size - rest, size), 1, rest)
+
+
+def micro_batches_of(value: Any, count: int) -> list[Any]:
+    """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
+    size = next((leaf.shape[0] for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), 0) // count
+    return [_between(value, i * size, (i + 1) * size) for i in range(count)]
+
+
+# Private functions
+
+
+def _between(value: Any, begin: int, end: int) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor[begin:end], value)
