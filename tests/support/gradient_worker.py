@@ -8,6 +8,7 @@ of the loss of an evaluation. "whole" is against each mini-batch at once, "split
 micro-batches, where not even the order of a sum differs, and dropout draws from the same seeds.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -45,27 +46,27 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
     pipeline = Pipeline(case["balance"], seed=case["seed"])
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case["decay"])
-    loss: float | None = None
     evaluated: float | None = None
     norm = 0.0
     gradients: dict[str, Tensor] = {}
     for calls in _calls(case, pipeline):
         state = torch.get_rng_state()
-        for pieces in calls[:-1]:
+        own = [[pipeline._own_part(piece) for piece in pieces] for pieces in calls]
+        for pieces in own[:-1]:
             with pipeline.accumulate(map(tuple, pieces)):
                 pass
-        with pipeline.accumulate(map(tuple, calls[-1])) as loss:
+        with pipeline.accumulate(map(tuple, own[-1])) as loss:
             if case["clip"]:
                 norm = pipeline.clip_gradients(case["clip"])
-            gradients = {n: p.grad.clone() for n, p in pipeline.named_parameters() if p.grad is not None}
+            gradients = {n: p.grad.clone() for n, p in _named(pipeline._module) if p.grad is not None}
             optimizer.step()
             optimizer.zero_grad()
         scheduler.step()
         if case["evaluate"]:
-            evaluated = pipeline.evaluate(*_to_evaluate(case, pipeline))
+            evaluated = pipeline.evaluate(*pipeline._own_part(_to_evaluate(case, pipeline)))
             assert all(p.grad is None for _, p in pipeline.named_parameters())
         assert torch.equal(torch.get_rng_state(), state)
-    parameters = {name: p.detach().clone() for name, p in pipeline.named_parameters()}
+    parameters = {name: p.detach().clone() for name, p in _named(pipeline._module)}
     buffers = dict(pipeline._module.named_buffers())
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object((gradients, parameters, buffers), gathered if pipeline.is_first else None)
@@ -119,25 +120,25 @@ def _compare(  # noqa: PLR0917 - one row of the report
     for calls in _calls(case, pipeline):
         for pieces in calls:
             cut = [_whole(pieces)] if name == "whole" else [p for b in pieces for p in _micro_batches(b, pipeline)]
-            with _once(norms):
+            with _Once(norms):
                 expected = _backward(loaded, model, cut, partial(drawing.at, step) if drawing else _anywhere)
             step += 1
         if case["clip"]:
             expected_norm = float(nn.utils.clip_grad_norm_(model.parameters(), case["clip"]))
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad.clone() for n, p in _named(model) if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    missing = set(gradients) - set(got[0])
-    assert not missing, missing
+    missing = {n for n, p in model.named_parameters() if p.requires_grad and not _names(model, p) & set(got[0])}
+    assert not missing & set(gradients), missing
+    gradients = {name: gradient for name, gradient in gradients.items() if name in got[0]}
     buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() or "num_batches" in n}
-    missing = set(buffers) - set(got[2])
     result = {
         "loss": abs(loss - expected),
         "gradient": max(float((got[0][n] - g).abs().max()) for n, g in gradients.items()),
         "relative": max(float((got[0][n] - g).norm() / max(1e-12, float(g.norm()))) for n, g in gradients.items()),
         "all_relative": _norm(got[0][n] - g for n, g in gradients.items()) / _norm(gradients.values()),
-        "parameter": max(float((got[1][n] - p.detach()).abs().max()) for n, p in model.named_parameters()),
+        "parameter": max(float((got[1][n] - p.detach()).abs().max()) for n, p in _named(model) if n in got[1]),
         "buffer": max((_relative(got[2][n], b) for n, b in buffers.items() if n in got[2]), default=0.0),
         "norm": abs(norm / expected_norm - 1) if expected_norm else 0.0,
     }
@@ -188,20 +189,26 @@ class _Drawing:
             return
         model.register_forward_pre_hook(partial(self._begin, 0))
         calls = chain.outline.recording.calls
-        for number, cut in enumerate(chain.outline.cuts, 1):
-            (path,) = (call.path for call in calls if call.exit + 1 == cut)
-            assert sum(call.path == path for call in calls) == 1
-            model.get_submodule(path).register_forward_hook(partial(self._begin, number))
+        layer_at = {cut: number for number, cut in enumerate(chain.outline.cuts, 1)}
+        for path in {call.path for call in calls if call.exit + 1 in layer_at}:
+            # A module may be called several times, and a layer begin behind one of them.
+            layers = [layer_at.get(call.exit + 1) for call in calls if call.path == path]
+            model.get_submodule(path).register_forward_hook(partial(self._behind, itertools.cycle(layers)))
 
     def at(self, step: int, micro_batch: int) -> None:
         """What follows is this micro-batch of this step."""
         self._step, self._micro_batch = step, micro_batch
 
+    def _behind(self, layers: Iterator[int | None], *_: Any) -> None:
+        layer = next(layers)
+        if layer is not None:
+            self._begin(layer)
+
     def _begin(self, layer: int, *_: Any) -> None:
         torch.manual_seed(layer_seed(self._seed, self._step, layer, self._micro_batch))
 
 
-class _once:
+class _Once:
     """Batch normalisations are updated at the end, with all of their inputs at once."""
 
     def __init__(self, modules: Sequence[_BatchNorm]) -> None:
@@ -246,6 +253,15 @@ def _whole(pieces: Sequence[Batch]) -> Batch:
         return torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
 
     return Batch(*tree_map(together, *(tuple(piece) for piece in pieces)))
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What is tied under each of its names: a stage may know it by another one than the model does."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _names(model: nn.Module, parameter: nn.Parameter) -> set[str]:
+    return {name for name, other in _named(model) if other is parameter}
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:

@@ -19,8 +19,11 @@ def example_batch(batch_size: int, name: str = "GPT-2") -> tuple[Any, Tensor]:
 
 
 def loss_fn(output: Any, _target: Any) -> Tensor:
-    """The model's own, where it has one."""
-    return loss_of(output)
+    """The model's own, where it has one; else a mean over the samples that every number has a part in."""
+    if getattr(output, "loss", None) is not None:
+        return loss_of(output)
+    values = output.flatten(1)
+    return (values * torch.cos(torch.arange(values.shape[1]))).mean()
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
