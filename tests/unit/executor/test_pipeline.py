@@ -2,6 +2,7 @@
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,89 @@ def test_a_batch_that_cannot_be_trained_is_refused(tmp_path: Path, inputs: int, 
     ):
         pytest.fail("ran")
     assert refused.value.hint
+    pipeline.close()
+
+
+def test_a_last_batch_too_small_for_a_layer_is_refused(tmp_path: Path) -> None:
+    """One sample has no statistics; told before anything runs, and only where it is trained on."""
+    text = MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(16)", 1)
+    pipeline = Pipeline(balance_of(tmp_path, text + OPTIMIZER))
+    with pytest.raises(ModelError, match="the last 1 samples of a mini-batch") as refused:
+        pipeline.step(torch.randn(5, 8), torch.randn(5, 4)).__enter__()
+    assert "drop_last" in refused.value.hint
+    assert pipeline.evaluate(torch.randn(5, 8), torch.randn(5, 4)) is not None
+    pipeline.close()
+
+
+def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
+    """Mean over all samples of a batch of any size; modes, statistics, gradients and what is drawn next stay."""
+    text = MODEL.replace("nn.ReLU()", "nn.Sequential(nn.BatchNorm1d(16), nn.BatchNorm1d(16).eval(), nn.Dropout(0.5))")
+    path = balance_of(tmp_path, text + OPTIMIZER)
+    pipeline = Pipeline(path, seed=1)
+    loaded = pipeline.model
+    torch.manual_seed(1)
+    model = loaded.build()
+    before = {name: value.clone() for name, value in pipeline._module.state_dict().items()}
+    state = torch.get_rng_state()
+    for size in (19, 8, 1):
+        inputs, targets = torch.randn(size, 8), torch.randn(size, 4)
+        torch.set_rng_state(state)
+        expected = float(loaded.loss_fn(model.eval()(inputs), targets).detach())
+        assert pipeline.evaluate(inputs, targets) == pytest.approx(expected, rel=1e-6)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in pipeline._module.state_dict().items())
+    assert [m.training for m in pipeline._module.modules() if isinstance(m, nn.BatchNorm1d)] == 2 * [True, False]
+    assert all(p.grad is None for _, p in pipeline.named_parameters())
+    assert (pipeline.losses, pipeline.step_index) == ([], 0)
+    pipeline.close()
+
+
+def test_a_step_goes_on_where_it_is_told_to(tmp_path: Path) -> None:
+    """`step_index` alone says what a step draws: a resumed run draws what an undisturbed one does."""
+    path = balance_of(tmp_path, MODEL.replace("nn.ReLU()", "nn.Dropout(0.5)") + OPTIMIZER)
+    losses: list[list[float | None]] = []
+    for first in (0, 1):
+        pipeline = Pipeline(path, seed=1)
+        pipeline.step_index = first
+        batch = pipeline.example_batch(0)
+        losses.append([])
+        for _ in range(3 - first):
+            with pipeline.step(*batch) as loss:
+                losses[-1].append(loss)
+            for _, parameter in pipeline.named_parameters():
+                parameter.grad = None
+        pipeline.close()
+    assert losses[0][1:] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+def test_what_other_ranks_hold_leaves_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank in the middle gets no data, but knows how much there is."""
+    pipeline = Pipeline(balance_of(tmp_path))
+    for name in ("is_first", "is_last"):
+        monkeypatch.setattr(Pipeline, name, False)
+    ((inputs, targets),) = pipeline.batches(1)
+    assert (inputs.device.type, targets.device.type) == ("meta", "meta")
+    assert (len(inputs), len(targets)) == (8, 8)
+    monkeypatch.undo()
+    pipeline.close()
+
+
+def test_no_graph_outlives_a_step(tmp_path: Path) -> None:
+    """Neither the engine's list of losses nor anything else keeps what backward has used."""
+    pipeline = Pipeline(balance_of(tmp_path))
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = (output - target).square().mean()
+        alive.extend((weakref.ref(output), weakref.ref(loss)))
+        return loss
+
+    pipeline._module._loss_fn = loss_fn
+    with pipeline.step(*pipeline.example_batch(0)):
+        pass
+    assert len(alive) == 8
+    assert not any(reference() is not None for reference in alive)
     pipeline.close()
 
 
