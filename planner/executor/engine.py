@@ -102,6 +102,10 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         run = super().backward_one_chunk
         self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs))
+        loss = kwargs.get("loss")
+        if loss is not None:
+            # The schedule keeps it to the end of the step, and with it what its graph leads to: the received input.
+            loss.detach_()
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
 
