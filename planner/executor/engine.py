@@ -82,42 +82,51 @@ class Engine:
         self._precision = precision
         self._modules = [stage.module for stage in stages]
         self._device = device
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches
         self.loss_scale = 1.0
         kind = {"gpipe": _Stage, "1f1b": _EagerStage, "interleaved": _Stage}[schedule]
         common: dict[str, Any] = {"num_stages": num_stages, "device": device, "ranks": ranks, "group": group}
         parts = [kind(stage, **common, precision=precision) for stage in stages]
-        # The module's output on the last stage is the loss already. Gradients are divided by M once all are there.
+        # The module's output on the last stage is the loss already, and what each counts for is given with each step.
         settings: dict[str, Any] = {"loss_fn": self._scaled, "scale_grads": False}
         self._schedule: Any
         if schedule == "interleaved":
             self._schedule = _Interleaved(parts, micro_batches, **settings)
         else:
             loop = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-            self._schedule = loop(parts[0], micro_batches, **settings)
+            self._schedule = loop(parts[0], max(micro_batches, num_stages), **settings)
+            # A smaller mini-batch has fewer micro-batches than stages: the loops run it, their constructor refuses it.
+            self._schedule._n_microbatches = micro_batches
 
-    def step(self, tensors: Sequence[Tensor], targets: Sequence[Any]) -> list[Tensor]:
-        """Forward and backward of a mini-batch; gradients are left in the parameters.
+    def step(
+        self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
+        """Forward and backward of a mini-batch; gradients are added to those in the parameters.
 
         Args:
             tensors: With the first stage: the model's input tensors, mini-batch first. Else empty.
             targets: With the last stage: the targets of every micro-batch. Else empty.
+            weights: With the last stage: what the loss of every micro-batch is multiplied with; by default 1/M.
 
         Returns:
-            With the last stage: the loss of every micro-batch, detached. Else empty. Gradients are those of the sum of
-            these losses times `loss_scale`; what is returned is not scaled.
+            With the last stage: the loss of every micro-batch times its weight, detached. Else empty. Gradients are
+            those of these times `loss_scale`.
         """
         self._modules[-1].targets = list(targets)
+        for module in self._modules:
+            module.micro_batches = self.micro_batches
         losses: list[Tensor] = []
-        # The engine insists on a target to cut into micro-batches; ours travel with the module.
-        target = torch.empty(self._micro_batches)
+        # The engine cuts a target into micro-batches and hands them to the loss; ours travel with the module.
+        weight = torch.full((self.micro_batches,), 1 / self.micro_batches, dtype=torch.float64)
+        if weights:
+            weight = torch.tensor(weights, dtype=torch.float64)
         with keeping_casts(self._precision, self._device):
-            self._schedule.step(*tensors, target=target, losses=losses, return_outputs=False)
+            self._schedule.step(*tensors, target=weight, losses=losses, return_outputs=False)
         self._modules[-1].targets = []
         return [loss.detach() / self.loss_scale for loss in losses]
 
-    def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
-        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
+    def _scaled(self, loss: Tensor, weight: Tensor) -> Tensor:
+        return loss * (float(weight) * self.loss_scale)
 
 
 class _Stage(PipelineStage):
@@ -155,6 +164,10 @@ class _Stage(PipelineStage):
         run = super().backward_one_chunk
         with self._last_backward() if kwargs["last_backward"] else nullcontext():
             self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs), micro_batch=bwd_chunk_id)
+        loss = kwargs.get("loss")
+        if loss is not None:
+            # The schedule keeps it to the end of the step, and with it what its graph leads to: the received input.
+            loss.detach_()
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
         self.after_backward(bwd_chunk_id)

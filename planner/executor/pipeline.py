@@ -1,5 +1,6 @@
 """A model trained as a pipeline: this process runs a stage of it, or several under interleaved 1F1B."""
 
+import functools
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,13 +23,19 @@ from planner.core.errors import ModelError, UsageError
 from planner.core.profile import Device, Environment, Generator
 from planner.core.run_report import RunReport, StageRun
 from planner.core.run_waits import ProcessRun, Waits
+from planner.executor.batch_norm import BatchStatistics
 from planner.executor.build import StageRange, build_stages, build_structure
 from planner.executor.engine import Engine, EngineStage
+from planner.executor.evaluation import ForwardOnly
+from planner.executor.gradients import clip_gradients
 from planner.executor.loss_scale import LossScale
+from planner.executor.losses import UNCOUNTED, loss_counts, weights_of
+from planner.executor.parts import Part, micro_batches_of, parts_of, size_of
 from planner.executor.placement import Groups, place_of
+from planner.executor.random_state import StepSeeds, keeping_random_state, seed_process
 from planner.executor.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.replicas import ReplicaGradients
-from planner.executor.stage_module import Shapes, StageModule, shapes_of
+from planner.executor.stage_module import Boundary, Shapes, StageModule, evaluating, shapes_of
 from planner.executor.ties import TiedGradients
 from planner.executor.timeline import gather_runs
 from planner.files import read_balance
@@ -73,14 +80,19 @@ class Pipeline:
         self.losses: list[float] = []
         self.runs: list[ProcessRun] = []
         """What every process did in the last steps; on rank 0, once there is a report."""
+        self.step_index = 0
+        """Steps since training began, also in an earlier process: what a step draws depends on it."""
+        self.skipped = False
+        """Whether the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages alike."""
         self._joined = False
         self._recorder = Recorder(self.device)
         try:
-            torch.manual_seed(seed)  # a model that is made while its file is imported starts from it, too
+            seed_process(seed)  # a model that is made while its file is imported starts from it, too
             self.model = _load(self.balance, Path(balance_path).parent)
             self._join()
             self._groups = Groups.of(self.place)
-            self._modules, self._engine = self._build()
+            self._statistics = BatchStatistics()
+            self._modules = self._build()
             is_float16 = autocast_dtype(self.balance.dtype) == torch.float16
             own = [parameter for _, parameter in self.named_parameters()]
             self._loss_scale = LossScale(own, self.device) if is_float16 else None
@@ -137,17 +149,29 @@ class Pipeline:
     def own_part(self, inputs: Any, targets: Any) -> Batch:
         """What this rank needs of a mini-batch that every rank has: its replica's samples.
 
-        Inputs are kept with the first stage and targets with the last: the others are None.
+        Inputs are kept with the first stage and targets with the last: of the others there are only shapes (tensors on
+        the meta device), so that every rank finds the same sizes.
+
+        Raises:
+            UsageError: There are fewer samples than replicas.
         """
         batch = Batch(inputs, targets)
-        # The size is checked before anything is dropped, so that every rank finds a wrong one.
-        self._check_size(batch, self.balance.batch)
-        if self.place.num_replicas > 1:
-            size = self.balance.replica_batch
-            first = self.place.replica * size
+        size, replica, replicas = size_of(batch), self.place.replica, self.place.num_replicas
+        if replicas > 1 and size is not None:
+            if size < replicas:
+                raise UsageError(
+                    f"got a mini-batch of {size} samples for {replicas} replicas",
+                    hint="drop the last mini-batch (`drop_last=True`), or choose a batch that fits the data",
+                )
+            first, end = size * replica // replicas, size * (replica + 1) // replicas
             # Copies: views would keep the other replicas' samples in memory.
-            batch = Batch(*tree_map_only(Tensor, lambda t: t[first : first + size].clone(), tuple(batch)))
-        return Batch(batch.inputs if self.is_first else None, batch.targets if self.is_last else None)
+            batch = Batch(*tree_map_only(Tensor, lambda t: t[first:end].clone(), tuple(batch)))
+
+        def shapes(value: Any) -> Any:
+            return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), value)
+
+        inputs, targets = batch
+        return Batch(inputs if self.is_first else shapes(inputs), targets if self.is_last else shapes(targets))
 
     def example_batch(self, step: int) -> Batch:
         """The example mini-batch of a step: a function of seed and step alone."""
@@ -159,16 +183,62 @@ class Pipeline:
     def step(self, inputs: Any, targets: Any) -> Iterator[float | None]:
         """Forward and backward of a mini-batch; the block then steps the optimizer, and both are timed together.
 
-        With replicas every rank gives its own part (`batches`, `own_part`). Gradients are those of the mean loss over
-        the whole mini-batch. Yields that loss on the ranks with the first and the last stage. Under
-        `fp16-mixed` there are none on any stage in a step whose gradients overflowed: the optimizer then does nothing.
+        Gradients are those of the mini-batch's loss: the mean over its samples, or over what `loss_count` counts. They
+        are added to what is there. A mini-batch may be smaller than planned (the last one of an epoch); of what does
+        not fill a micro-batch a smaller one is made. With replicas every rank gives its own part (`batches`,
+        `own_part`), and gradients and loss are those of the whole. Yields the loss on the ranks with the first and the
+        last stage. Under `fp16-mixed` there are no gradients on any stage after a step in which they overflowed, the
+        optimizer then does nothing, and `skipped` is true.
+
+        Raises:
+            UsageError: The mini-batch is larger than planned.
         """
-        batch = Batch(inputs, targets)
-        self._check_size(batch, self.balance.replica_batch)
+        with self.accumulate([(inputs, targets)]) as loss:
+            yield loss
+
+    @contextmanager
+    def accumulate(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float | None]:
+        """As `step`, of one mini-batch that comes in several pieces, each of them no larger than the plan's.
+
+        Gradients and loss are those of all pieces together.
+        """
+        parts = [part for inputs, targets in batches for part in self._parts(Batch(inputs, targets))]
+        for part in parts:
+            self._make_engine(part)
         with self._recorder.step():
-            loss = self._forward_backward(batch)
+            loss = self._forward_backward(parts)
             with self._recorder.optimizer(stage=self.place.stages[0]):
                 yield loss
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """As `torch.nn.utils.clip_grad_norm_` of the whole model; every rank must call it, within the block of a step.
+
+        Returns:
+            The norm of all gradients before.
+        """
+        own = [parameter for _, parameter in self.named_parameters()]
+        counted_elsewhere = self._tied.counted_elsewhere
+        group = self._groups.pipeline
+        return clip_gradients(own, max_norm, self.device, counted_elsewhere=counted_elsewhere, group=group)
+
+    def evaluate(self, inputs: Any, targets: Any) -> float | None:
+        """The loss of a batch of any size in evaluation mode; every rank must call it, with its own part of the batch.
+
+        Training goes on as if it had not been called.
+
+        Returns:
+            The loss, on the ranks with the first and the last stage.
+        """
+        batch = Batch(inputs, targets)
+        parts = list(parts_of(batch, size_of(batch) or self.balance.replica_batch, self._micro_batch_size))
+        weights = self._weights(parts)
+        losses: list[Tensor] = []
+        first = 0
+        with keeping_random_state():
+            for part in parts:
+                losses += self._evaluate(part, weights[first : first + part.micro_batches])
+                first += part.micro_batches
+        return self._share_loss(torch.stack(losses).sum() if losses else None)
 
     def report(self) -> RunReport | None:
         """What the run took, on rank 0; None elsewhere. Every rank must call it."""
@@ -217,18 +287,35 @@ class Pipeline:
 
     # Private methods
 
-    def _check_size(self, batch: Batch, expected: int) -> None:
-        sizes = {leaf.shape[0] for leaf in tree_flatten(tuple(batch))[0] if isinstance(leaf, Tensor)}
-        for size in sizes - {expected}:
-            if size == self.balance.batch:
-                raise UsageError(
-                    f"got a mini-batch of {size} samples for a pipeline that is one of {self.balance.replicas}",
-                    hint=f"give each its own {expected}: `inputs, targets = pipeline.own_part(inputs, targets)`",
-                )
+    @property
+    def _micro_batch_size(self) -> int:
+        return self.balance.replica_batch // self.balance.micro_batches
+
+    def _parts(self, batch: Batch) -> Iterator[Part]:
+        planned = self.balance.replica_batch
+        size = size_of(batch) or planned
+        if planned < size <= self.balance.batch:
             raise UsageError(
-                f"got a mini-batch of {size} samples, the plan is for {expected}",
-                hint="drop or pad the last one (`drop_last=True`), or plan for this batch",
+                f"got a mini-batch of {size} samples for a pipeline that is one of {self.balance.replicas}",
+                hint="give each its own part: `inputs, targets = pipeline.own_part(inputs, targets)`",
             )
+        if size > planned:
+            raise UsageError(
+                f"got a mini-batch of {size} samples, the plan is for {planned}",
+                hint="plan for this batch, or give it in pieces to `accumulate`",
+            )
+        rounds_of = self.place.num_devices if self.balance.schedule == "interleaved" else 1
+        yield from parts_of(batch, size, self._micro_batch_size, rounds_of=rounds_of)
+
+    def _make_engine(self, part: Part) -> None:
+        """Made on every rank before anything is sent: a micro-batch too small for a layer is found on all of them."""
+        try:
+            self._engine(part.micro_batches, part.micro_batch_size)
+        except ModelError as error:
+            raise ModelError(
+                f"the last {part.micro_batch_size} samples of a mini-batch cannot be a micro-batch: {error}",
+                hint="drop the last mini-batch (`drop_last=True`), or choose a batch that fits the data",
+            ) from error
 
     def _stage_runs(self) -> list[StageRun]:
         described = [self.balance.stages[index] for index in self.place.stages]
@@ -258,15 +345,20 @@ class Pipeline:
         else:
             dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
 
-    def _build(self) -> tuple[list[StageModule], Engine]:
+    def _build(self) -> list[StageModule]:
         balance, place = self.balance, self.place
         chain = build_structure(self.model)
         _check_same_model(balance, chain.names, chain_digest(chain, self.model.settings, balance.dtype))
-        samples = balance.replica_batch // balance.micro_batches
-        micro_batch = tree_map_only(Tensor, lambda t: t[:samples], self.example_batch(0).inputs)
-        shapes = shapes_of(chain, micro_batch, precision=balance.dtype, device=self.device)
         cuts = list(accumulate(balance.balance, initial=0))
         ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
+
+        @functools.cache
+        def shapes_for(size: int, *, training: bool) -> Shapes:
+            inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self.example_batch(0).inputs)
+            with nullcontext() if training else evaluating(chain.model):
+                return shapes_of(chain, inputs, precision=balance.dtype, device=self.device)
+
+        shapes = shapes_for(self._micro_batch_size, training=True)
         built = build_stages(self.model, chain, ranges, seed=self.seed, device=self.device)
         modules = [self._module(chain, shapes, *stage) for stage in zip(place.stages, ranges, built, strict=True)]
         for index, module in zip(place.stages, modules, strict=True):
@@ -275,9 +367,21 @@ class Pipeline:
         named = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
         self._tied = TiedGradients(shared_parameters(chain.layers), named, place, stage_of)
         self._replicas = self._replica_gradients(modules)
-        # From here on only what a step draws (dropout) uses the random state: another one for every rank.
-        torch.manual_seed(self.seed * 1_000_003 + 7919 * (self.rank + 1))
-        return modules, self._engine_for(modules, shapes, ranges)
+        # What the script draws from here on (the order of its data) is the same on every rank.
+        seed_process(self.seed * 1_000_003 + 7919)
+
+        @functools.cache
+        def engine_for(micro_batches: int, size: int) -> Engine:
+            return self._engine_for(modules, shapes_for(size, training=True), ranges, micro_batches)
+
+        def received(size: int, *, training: bool) -> list[Boundary]:
+            boundaries = shapes_for(size, training=training).boundaries
+            return [boundaries[layers.first] for layers in ranges]
+
+        # What a last smaller mini-batch needs is made when it comes.
+        self._engine, self._received = engine_for, received
+        engine_for(balance.micro_batches, self._micro_batch_size)
+        return modules
 
     def _module(
         self, chain: Chain, shapes: Shapes, index: int, layers: StageRange, built: tuple[Layer, ...]
@@ -294,6 +398,8 @@ class Pipeline:
             copies_input=shapes.stage_writes_input(layers.first, end) and 0 not in recomputed,
             carries=() if is_last else [t.requires_grad for t in shapes.boundaries[end].tensors],
             recomputed=recomputed,
+            first_layer=layers.first,
+            statistics=self._statistics,
         )
 
     def _replica_gradients(self, modules: Sequence[StageModule]) -> ReplicaGradients | None:
@@ -301,9 +407,11 @@ class Pipeline:
             return None
         tied = set(self._tied.parameters)  # summed over the replicas, too
         own = [[p for p in module.parameters() if p.requires_grad and p not in tied] for module in modules]
-        return ReplicaGradients(own, self._groups.replicas)
+        return ReplicaGradients(own, self._groups.replicas, keeps_earlier=self.place.replica == 0)
 
-    def _engine_for(self, modules: Sequence[StageModule], shapes: Shapes, ranges: Sequence[StageRange]) -> Engine:
+    def _engine_for(
+        self, modules: Sequence[StageModule], shapes: Shapes, ranges: Sequence[StageRange], micro_batches: int
+    ) -> Engine:
         loss = torch.empty((), device="meta", requires_grad=True)
         place, last = self.place, self.place.num_stages - 1
         stages = [
@@ -323,48 +431,109 @@ class Pipeline:
             ranks=[place.rank_of(position) for position in range(place.num_devices)],
             device=self.device,
             schedule=self.balance.schedule,
-            micro_batches=self.balance.micro_batches,
+            micro_batches=micro_batches,
             group=self._groups.pipeline,
             precision=self.balance.dtype,
         )
 
-    def _forward_backward(self, batch: Batch) -> float | None:
-        tensors: Sequence[Tensor] = ()
-        targets: Sequence[Any] = ()
-        if self.is_first:
-            inputs = to_precision(to_device(batch.inputs, self.device), self.balance.dtype)
-            leaves = tree_flatten(inputs)[0]
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if self.is_last:
-            targets = _micro_batches(to_device(batch.targets, self.device), self.balance.micro_batches)
+    def _forward_backward(self, parts: Sequence[Part]) -> float | None:
+        weights = self._weights(parts)
+        self._tied.begin()
         if self._loss_scale is not None:
-            self._engine.loss_scale = self._loss_scale.value
-        losses = self._engine.step(tensors, targets)
+            self._loss_scale.begin()
+        if self._replicas is not None:
+            self._replicas.begin()
+        losses: list[Tensor] = []
+        # The mini-batch of all replicas is numbered through.
+        before, first = self.place.replica * sum(part.micro_batches for part in parts), 0
+        with keeping_random_state():
+            for part in parts:
+                for module in self._modules:
+                    module.seeds = StepSeeds(self.seed, self.step_index, before + first)
+                if self._replicas is not None:
+                    self._replicas.is_last_part = part is parts[-1]
+                self._recorder.first_micro_batch = first
+                losses += self._run(part, weights[first : first + part.micro_batches])
+                first += part.micro_batches
+        self._statistics.commit(self._groups.replicas)
         if self._replicas is not None:
             self._replicas.finish()
         self._tied.sum()
-        self._average()
-        if self._loss_scale is not None:
-            self._loss_scale.unscale()
-        loss = self._share_loss(torch.stack(losses).mean() if losses else None)
+        self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
+        self.step_index += 1
+        loss = self._share_loss(torch.stack(losses).sum() if losses else None)
         if loss is not None:
             self.losses.append(loss)
         return loss
 
-    def _average(self) -> None:
-        """Gradients are sums over all micro-batches of all replicas, and become means."""
-        gradients = [p.grad for _, p in self.named_parameters() if p.grad is not None]
-        if gradients:
-            torch._foreach_div_(gradients, self.balance.micro_batches * self.balance.replicas)
+    def _weights(self, parts: Sequence[Part]) -> list[float]:
+        """What the loss of each micro-batch counts for, among those of all replicas; on the last rank."""
+        if not self.is_last:
+            return []
+        counts = [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
+        if self.model.loss_count is not None:
+            targets = [target for part in parts for target in part.targets()]
+            try:
+                counts = loss_counts(self.model.loss_count, targets, self.model.source)
+            except ModelError as error:
+                raise OneRankError(str(error), hint=error.hint) from error
+        total = torch.tensor(sum(counts), dtype=torch.float64, device=self.device)
+        if self._groups.replicas is not None:
+            dist.all_reduce(total, group=self._groups.replicas)
+        return weights_of(counts, float(total))
+
+    def _run(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
+        """Forward and backward; on the last rank, what each loss adds to that of the mini-batch."""
+        engine = self._engine(part.micro_batches, part.micro_batch_size)
+        self._expect(part, training=True)
+        if self._loss_scale is not None:
+            engine.loss_scale = self._loss_scale.value
+        return engine.step(self._input_tensors(part), self._targets(part, weights), weights)
+
+    def _expect(self, part: Part, *, training: bool) -> None:
+        for module, boundary in zip(
+            self._modules, self._received(part.micro_batch_size, training=training), strict=True
+        ):
+            module.received = boundary
+
+    def _evaluate(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
+        """The same without gradients."""
+        place = self.place
+        forward = ForwardOnly(
+            modules=self._modules,
+            device=self.device,
+            precision=self.balance.dtype,
+            before=[None if stage == 0 else place.rank_of(stage - 1) for stage in place.stages],
+            behind=[None if stage == place.num_stages - 1 else place.rank_of(stage + 1) for stage in place.stages],
+            num_devices=place.num_devices,
+        )
+        self._expect(part, training=False)
+        self._modules[-1].targets = self._targets(part, weights)
+        losses = forward.run(micro_batches_of(self._input_tensors(part), part.micro_batches))
+        self._modules[-1].targets = []
+        return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+
+    def _input_tensors(self, part: Part) -> list[Tensor]:
+        """On the first rank."""
+        if not self.is_first:
+            return []
+        inputs = to_precision(to_device(part.batch.inputs, self.device), self.balance.dtype)
+        return [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+
+    def _targets(self, part: Part, weights: Sequence[float]) -> list[Any]:
+        """Of every micro-batch, on the last rank."""
+        if not self.is_last:
+            return []
+        targets = micro_batches_of(to_device(part.batch.targets, self.device), part.micro_batches)
+        return [target if weight else UNCOUNTED for target, weight in zip(targets, weights, strict=True)]
 
     def _share_loss(self, loss: Tensor | None) -> float | None:
-        """The mean over all replicas, on the ranks with the first and the last stage; no other rank waits for it."""
+        """The sum over all replicas, on the ranks with the first and the last stage; no other rank waits for it."""
         place, group = self.place, self._groups.pipeline
         if loss is not None:
             loss = loss.float().reshape(1)
             if self._groups.replicas is not None:
                 dist.all_reduce(loss, group=self._groups.replicas)
-                loss /= place.num_replicas
             if not place.is_first:
                 self._loss_sent = dist.isend(loss, place.rank_of(0), group=group)
             return float(loss)
@@ -420,13 +589,3 @@ def _check_same_model(balance: Balance, names: tuple[str, ...], digest: str) -> 
             f"the model has changed since it was planned (digest {digest[:19]}…, planned {balance.model.digest[:19]}…)",
             hint="profile, solve and emit again",
         )
-
-
-def _micro_batches(value: Any, count: int) -> list[Any]:
-    """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
-    size = next((leaf.shape[0] for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), 0) // count
-
-    def cut(i: int) -> Any:
-        return tree_map_only(Tensor, lambda t: t[i * size : (i + 1) * size], value)
-
-    return [cut(i) for i in range(count)]

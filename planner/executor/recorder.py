@@ -42,6 +42,8 @@ class Recorder:
         self._spans: list[RunSpan] = []
         self._pending: list[_Timed] = []
         self._backward_of: int | None = None
+        self.first_micro_batch = 0
+        """What the micro-batches that are timed are counted from: a mini-batch may run in several parts."""
         self._steps: deque[RunStep] = deque(maxlen=_KEPT_STEPS)
         self.step_us: list[float] = []
         self.peak_bytes = 0
@@ -59,6 +61,7 @@ class Recorder:
 
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
         """Runs `work` and notes its time as `kind` of a micro-batch on one of the process's stages."""
+        micro_batch += self.first_micro_batch
         self._backward_of = micro_batch if kind == "backward" else None
         result = self._noted(kind, work, stage, micro_batch)
         self._backward_of = None

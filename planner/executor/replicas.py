@@ -29,10 +29,17 @@ class ReplicaGradients:
         stages: The trainable parameters of every stage of this process, first stage first. One that several of them
             share counts with the first, whose backward is the last to end.
         group: The processes that run the same stages.
+        keeps_earlier: Whether gradients that are there before a step, the same in all replicas, stay in this one: the
+            sum counts them once.
     """
 
-    def __init__(self, stages: Sequence[Iterable[nn.Parameter]], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, stages: Sequence[Iterable[nn.Parameter]], group: dist.ProcessGroup, *, keeps_earlier: bool
+    ) -> None:
         self._group = group
+        self._keeps_earlier = keeps_earlier
+        self.is_last_part = True
+        """Whether the micro-batches that run now are the last ones of the mini-batch."""
         self._stages: list[list[_Bucket]] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         for parameters in stages:
@@ -46,9 +53,18 @@ class ReplicaGradients:
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._added)
 
+    def begin(self) -> None:
+        """Before the first forward of a mini-batch."""
+        if not self._keeps_earlier:
+            for parameter in self._bucket_of:
+                parameter.grad = None
+
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
         """What the last micro-batch's backward of the process's `stage`-th stage runs in."""
+        if not self.is_last_part:
+            yield
+            return
         self._open = self._stages[stage]
         for parameter in (p for bucket in self._open for p in bucket.parameters):
             self._additions[parameter] = 0

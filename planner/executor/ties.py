@@ -33,6 +33,9 @@ class TiedGradients:
         stage_of: Sequence[int],
     ) -> None:
         self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._kept_elsewhere: list[nn.Parameter] = []
+        self.counted_elsewhere: list[nn.Parameter] = []
+        """Those of this rank that another one of its replica has, too, and counts where each must count once."""
         for owners in shared:
             stages = {stage_of[layer] for layer, _ in owners}
             if len({place.rank_of(stage) for stage in stages}) < 2:
@@ -43,6 +46,15 @@ class TiedGradients:
             if place.rank in ranks:
                 name = next(name for layer, name in owners if stage_of[layer] in place.stages)
                 self._groups.append((parameters[name], group))
+                if place.rank != ranks[0]:
+                    self._kept_elsewhere.append(parameters[name])
+                if place.rank != min(place.rank_of(stage) for stage in stages):
+                    self.counted_elsewhere.append(parameters[name])
+
+    def begin(self) -> None:
+        """Before backward: of gradients that are there already, and the same on all, one copy stays to add to."""
+        for parameter in self._kept_elsewhere:
+            parameter.grad = None
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:

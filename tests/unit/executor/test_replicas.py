@@ -61,7 +61,7 @@ def step(model: nn.Module, gradients: ReplicaGradients, sent: Sent) -> list[Tens
 def test_buckets_go_out_during_the_backward_from_the_second_step_on(sent: Sent) -> None:
     """From the last parameter to the first: 4 + 1 x 16 numbers would be too many for one message."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    gradients = ReplicaGradients([model.parameters()], group())
+    gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=True)
     first = step(model, gradients, sent)
     assert sent == ["over", "4", "16", "4", "16"]
     sent.clear()
@@ -89,7 +89,7 @@ def test_what_is_added_to_twice_goes_out_once_whole(sent: Sent) -> None:
     """As often as in the first step; a parameter without a gradient has none behind the sum either."""
     torch.manual_seed(0)
     model = Shared()
-    gradients = ReplicaGradients([model.parameters()], group())
+    gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=True)
     for _ in range(3):
         expected = torch.autograd.grad(model.layer(model.layer(torch.ones(2, 4))).sum(), [*model.layer.parameters()])
         unused_weight, unused_bias, weight, bias = step(model, gradients, sent)
@@ -106,7 +106,7 @@ def test_what_is_added_to_twice_goes_out_once_whole(sent: Sent) -> None:
 def test_a_parameter_of_two_stages_counts_with_the_first(sent: Sent) -> None:
     """The first stage's backward is the last to end."""
     layer = nn.Linear(4, 4, bias=False)
-    gradients = ReplicaGradients([[layer.weight], [layer.weight]], group())
+    gradients = ReplicaGradients([[layer.weight], [layer.weight]], group(), keeps_earlier=True)
     with gradients.last_backward(1):
         layer(torch.ones(1, 4)).sum().backward()
     assert sent == []
@@ -116,3 +116,21 @@ def test_a_parameter_of_two_stages_counts_with_the_first(sent: Sent) -> None:
     assert sent == ["16"]
     assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_earlier_gradients_count_once(sent: Sent, *, keeps: bool) -> None:
+    """They stay in one replica, and only the last micro-batches of a mini-batch are sent."""
+    model = nn.Linear(4, 4)
+    gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=keeps)
+    model.weight.grad, model.bias.grad = torch.ones(4, 4), torch.ones(4)
+    gradients.begin()
+    for is_last in (False, True):
+        gradients.is_last_part = is_last
+        sent.append("part")
+        with gradients.last_backward(0):
+            model(torch.ones(1, 4)).sum().backward()
+    gradients.finish()
+    assert sent == ["part", "part", "4", "16"]
+    assert model.bias.grad is not None
+    assert torch.equal(model.bias.grad, torch.full((4,), 3.0 if keeps else 2.0))
