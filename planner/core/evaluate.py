@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from planner.core.cluster import Cluster
 from planner.core.costs import ChainCosts
-from planner.core.device_memory import chunk_memory, device_memory
+from planner.core.device_memory import chunk_memory, device_memory, moments_of
 from planner.core.errors import UsageError
 from planner.core.memory import stage_memory
 from planner.core.plan import Plan, Predicted, Recompute, Schedule, Stage, StageMemory
@@ -285,7 +285,7 @@ def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list
 def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
     intervals, num_devices = partition.intervals(), partition.num_devices
     memories = [StageMemory()] * len(intervals)
-    for device, row in enumerate(partition.actions()):
+    for device, moments in enumerate(moments_of(partition.actions())):
         mine = range(device, len(intervals), num_devices)
         chunks = [
             chunk_memory(
@@ -297,6 +297,6 @@ def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -
             )
             for k in mine
         ]
-        for k, memory in zip(mine, device_memory(chunks, row, cluster.reserve_bytes), strict=True):
+        for k, memory in zip(mine, device_memory(chunks, moments, cluster.reserve_bytes), strict=True):
             memories[k] = memory
     return memories

@@ -32,9 +32,12 @@ from planner.core.passing import Passing
 from planner.core.plan import Recompute, StageMemory
 
 __all__ = [
+    "CHUNK_PARTS",
+    "ChunkParts",
     "IntervalMemory",
     "LinearMoment",
     "StageMoments",
+    "chunk_parts",
     "interval_memory",
     "interval_totals",
     "linear_moments",
@@ -224,6 +227,68 @@ def linear_moments(
         weight, *levels = (round(float((raised[n] - fixed)[0, -1])) for raised in at_one)
         moments.append(LinearMoment(fixed, weight, levels.index(1) if 1 in levels else None))
     return tuple(moments)
+
+
+class ChunkParts(NamedTuple):
+    """What stages need that share a device with others: in whole bytes, arrays of one shape.
+
+    Which of the parts are there at once, and how often, is for `planner.core.device_memory` to say.
+    """
+
+    always: FloatArray
+    """Parameters, optimizer state, buffers and the mini-batch's part; without exact records gradients, too."""
+    gradients: FloatArray
+    """From the end of the first backward on."""
+    casts: FloatArray
+    """While the schedule runs."""
+    held: FloatArray
+    """By a micro-batch between its forward and its backward."""
+    kept: FloatArray
+    """Beside that, by the last micro-batch, which `except-last` does not recompute."""
+    input: FloatArray
+    """In a buffer, ahead of the forward."""
+    output_gradient: FloatArray
+    """In a buffer, ahead of the backward."""
+    input_gradient: FloatArray
+    """Sent last, and not yet known to have arrived."""
+    forward: FloatArray
+    """While a forward runs, all of its micro-batch included; likewise the others."""
+    last_forward: FloatArray
+    first_backward: FloatArray
+    backward: FloatArray
+    last_backward: FloatArray
+    optimizer_step: FloatArray
+
+
+CHUNK_PARTS = ChunkParts._fields[1:]
+"""All but `always`."""
+
+
+def chunk_parts(
+    costs: ChainCosts,
+    firsts: NDArray[np.int64],
+    stop: int,
+    *,
+    micro_batches: int,
+    recompute: Recompute,
+    recomputed: Collection[int] = (),
+) -> ChunkParts:
+    """Of stages whose last layer is one of `firsts[0]`..`stop - 1`; shapes as those of `interval_totals`.
+
+    With `recompute="layers"` of the one stage that ends there: in the last column.
+    """
+    stages = _Stages(costs, firsts, micro_batches, slice(int(firsts[0]), stop))
+    if recompute == "layers":
+        stages.recompute_layers(StageLayers.of(costs, int(firsts[0]), stop).levels(frozenset(recomputed)))
+        recompute = "never"
+    if micro_batches == 1 and recompute == "except-last":
+        recompute = "never"
+    own_parts = _chunk_parts if stages.exact else _additive_chunk_parts
+    parts = own_parts(stages, recompute)
+    if recompute != "never" and stages.forward_only.any():
+        never = own_parts(stages, "never")
+        parts = ChunkParts(*(np.where(stages.forward_only, a, b) for a, b in zip(never, parts, strict=True)))
+    return ChunkParts(*(np.rint(np.broadcast_to(part, stages.buffers.shape)) for part in parts))
 
 
 def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalMemory:
@@ -470,6 +535,69 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
         else:
             yield s.backward_moment(waiting * edges + kept + edges, again, sent)
     yield s.optimizer_moment()
+
+
+def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
+    """From exact records; the same terms as in `_moments`."""
+    own = s.input + s.copied_input
+    gradient = np.where(s.forward_only, 0.0, s.output_gradient)
+    full, edges = s.input + s.saved, s.input + s.own_output
+    keeping = own + s.forward, own + s.backward + gradient
+    if recompute == "never":
+        forward, first, backward = keeping[0], own + s.first_backward + gradient, keeping[1]
+    else:
+        forward = own + s.no_grad
+        first = edges + np.maximum(s.forward, s.first_again) + s.copied_input + gradient
+        backward = edges + np.maximum(s.forward, s.backward) + s.copied_input + gradient
+    last_keeps = recompute == "except-last"
+    return ChunkParts(
+        always=_whole_bytes(s.parameters, s.optimizer, s.buffers, s.data),
+        gradients=s.gradients,
+        casts=s.casts,
+        held=full if recompute == "never" else edges,
+        kept=full - edges if last_keeps else np.zeros_like(full),
+        input=s.input,
+        output_gradient=gradient,
+        input_gradient=s.input_gradient,
+        forward=forward,
+        last_forward=keeping[0] if last_keeps else forward,
+        first_backward=first,
+        backward=backward,
+        last_backward=keeping[1] if last_keeps else backward,
+        optimizer_step=s.optimizer_peak,
+    )
+
+
+def _additive_chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
+    """Without exact records; the same terms as in `_additive`, whatever runs."""
+    full, edges = s.input + s.saved, s.input + s.output
+    held = full if recompute == "never" else edges
+    again = np.zeros_like(full) if recompute == "never" else s.saved
+    running = held + again + s.transient + s.casts + s.output_gradient + s.input_gradient
+    kept = np.maximum(full - edges, 0.0) if recompute == "except-last" else np.zeros_like(full)
+    return ChunkParts(
+        always=_whole_bytes(s.parameters, s.gradients, s.optimizer, s.buffers, s.data),
+        gradients=np.zeros_like(full),
+        casts=s.casts,
+        held=held,
+        kept=kept,
+        input=s.input,
+        output_gradient=s.output_gradient,
+        input_gradient=s.input_gradient,
+        forward=running,
+        last_forward=running + kept,
+        first_backward=running,
+        backward=running,
+        last_backward=running + kept,
+        optimizer_step=s.optimizer_peak,
+    )
+
+
+def _whole_bytes(*items: FloatArray) -> FloatArray:
+    total = np.zeros_like(items[0])
+    for item in items:
+        total = total + np.rint(item)
+    return total
 
 
 def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:

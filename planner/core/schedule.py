@@ -27,7 +27,14 @@ from typing import Final, Literal
 from planner.core.errors import UsageError
 from planner.core.plan import Schedule
 
-__all__ = ["Action", "actions_of", "execution_order", "in_flight_profile", "num_in_flight"]
+__all__ = [
+    "Action",
+    "Instruction",
+    "actions_of",
+    "execution_order",
+    "num_in_flight",
+    "with_transfers",
+]
 
 Kind = Literal["F", "B"]
 _KINDS: Final[tuple[Kind, Kind]] = ("F", "B")
@@ -44,6 +51,19 @@ class Action:
     def __str__(self) -> str:
         """`F3`, and from the second chunk on `F3.1`."""
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What one device does next, transfers included; `send` and `receive` return at once.
+
+    `F` and `B` after `send` and `receive` say for which action of the receiver.
+    """
+
+    kind: Literal["F", "B", "send F", "send B", "receive F", "receive B"]
+    micro_batch: int
+    chunk: int
+    """Of the device whose instruction it is."""
 
 
 def actions_of(
@@ -84,34 +104,59 @@ def num_in_flight(schedule: Schedule, stage: int, num_stages: int, micro_batches
     """Most micro-batches that wait for their backward on `stage`: M for GPipe, min(M, K-k) for 1F1B.
 
     Raises:
-        ValueError: The schedule is interleaved, where chunks share a device: see `in_flight_profile`.
+        ValueError: The schedule is interleaved, where chunks share a device: see `planner.core.device_memory`.
     """
     if schedule == "interleaved":
-        raise ValueError("chunks of an interleaved schedule peak at different moments, see in_flight_profile")
+        raise ValueError("chunks of an interleaved schedule peak at different moments, see planner.core.device_memory")
     return micro_batches if schedule == "gpipe" else min(micro_batches, num_stages - stage)
 
 
-def in_flight_profile(row: Sequence[Action], chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """How many micro-batches each chunk of one device holds during each of its actions.
+def with_transfers(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
+    """The actions of an interleaved schedule with the transfers between devices, as the executor runs them.
+
+    Devices take turns with one action each. What an action makes is sent right behind it, and what receives it is put
+    behind all that its device has done by then, ahead of its need. Every two devices so have their transfers in the
+    same order, and each waits only for what stands in front of it: they cannot block each other.
 
     Args:
-        row: The actions of the device, in order.
-        chunks: V.
+        actions: Per device (K of them), its actions in order.
 
     Returns:
-        One tuple of length V per action: per chunk the micro-batches whose forward has begun and whose backward has
-        not ended, the one that the action works on included. Chunks reach their own maxima at different moments, so
-        the device's peak is over these tuples, not the sum of the maxima.
+        Per device, its instructions in order.
+
+    Raises:
+        ValueError: The lists wait for each other in a circle, or for what is in no list.
     """
-    held = [0] * chunks
-    profile = []
-    for action in row:
-        if action.kind == "F":
-            held[action.chunk] += 1
-        profile.append(tuple(held))
-        if action.kind == "B":
-            held[action.chunk] -= 1
-    return tuple(profile)
+    num_devices = len(actions)
+    num_stages = num_devices * (1 + max(action.chunk for row in actions for action in row))
+    rows: list[list[Instruction]] = [[] for _ in actions]
+    ready = {("F", 0, action.micro_batch) for action in actions[0]}
+    position = [0] * num_devices
+    while any(at < len(row) for at, row in zip(position, actions, strict=True)):
+        before = list(position)
+        for device, row in enumerate(actions):
+            if position[device] == len(row):
+                continue
+            action = row[position[device]]
+            stage = action.chunk * num_devices + device
+            if (action.kind, stage, action.micro_batch) not in ready:
+                continue
+            position[device] += 1
+            rows[device].append(Instruction(action.kind, action.micro_batch, action.chunk))
+            if action.kind == "F" and stage == num_stages - 1:
+                ready.add(("B", stage, action.micro_batch))
+                continue
+            neighbour = stage + 1 if action.kind == "F" else stage - 1
+            ready.add((action.kind, neighbour, action.micro_batch))
+            to, chunk = neighbour % num_devices, neighbour // num_devices
+            if neighbour >= 0 and to != device:
+                sends: dict[str, Literal["send F", "send B"]] = {"F": "send F", "B": "send B"}
+                receives: dict[str, Literal["receive F", "receive B"]] = {"F": "receive F", "B": "receive B"}
+                rows[device].append(Instruction(sends[action.kind], action.micro_batch, action.chunk))
+                rows[to].append(Instruction(receives[action.kind], action.micro_batch, chunk))
+        if position == before:
+            raise ValueError(f"deadlock: devices wait for what never comes, at {position}")
+    return tuple(map(tuple, rows))
 
 
 def execution_order(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[tuple[int, Action], ...]:

@@ -113,7 +113,8 @@ class Checkpoints:
             return
         step, signalled = self._pipeline.step_index, 0
         if self._watch is not None:
-            signalled = self._watch.stops_after(step)
+            # Replicas meet at the end of each step only, so one may have begun the next when another has not.
+            signalled = self._watch.stops_after(step, ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
         is_end = bool(signalled) or step == self._steps
         if is_end or step % self._every == 0:
             self._is_end = is_end
@@ -340,10 +341,10 @@ class Checkpoints:
         self._restore_options([group for held in ranks.values() for group in held["groups"]])
         self._restore_others(mine["others"])
         pipeline.load_state_dict(mine["pipeline"])
-        if same_plan:
-            torch.set_rng_state(mine["random"])
-            if mine["cuda_random"] is not None and pipeline.device.type == "cuda":
-                torch.cuda.set_rng_state(mine["cuda_random"], pipeline.device)
+        # Outside of steps every rank draws the same, whatever the plan.
+        torch.set_rng_state(mine["random"])
+        if mine["cuda_random"] is not None and pipeline.device.type == "cuda":
+            torch.cuda.set_rng_state(mine["cuda_random"], pipeline.device)
         self._saved_step = description["step"]
         how = "" if same_plan else f" (written by {description['ranks']} ranks, balance {description['balance']})"
         self._tell(f"resumed {source} after {description['step']} steps{how}")

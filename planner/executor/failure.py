@@ -300,7 +300,9 @@ def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> N
     """
     if math.isfinite(mean):
         return
-    micro_batch = next((n for n, loss in enumerate(losses) if not math.isfinite(float(loss))), 0)
+    micro_batch = next((n for n, loss in enumerate(losses) if not math.isfinite(float(loss))), None)
+    if micro_batch is None:
+        return  # it is another replica's, which tells it
     raise TrainingError(
         f"the loss of micro-batch {micro_batch} of step {position.step} is {float(losses[micro_batch])}, "
         f"computed on {position.name}",

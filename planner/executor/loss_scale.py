@@ -26,6 +26,11 @@ class LossScale:
         self._good_steps = 0
         self.value = _FIRST
 
+    def begin(self) -> None:
+        """Before backward: gradients that are there already are scaled as those will be that are added to them."""
+        for gradients in self._by_kind():
+            torch._foreach_mul_(gradients, self.value)
+
     def unscale(self) -> bool:
         """Divides the gradients by the scale, and adapts it; every rank must call it.
 

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
-from planner.core.units import format_bytes, format_us, parse_us
+from planner.core.units import format_bytes, format_speed, format_us, parse_us
 from planner.executor.checkpoint import Checkpoints
 from planner.executor.failure import Watch
 from planner.executor.pipeline import Pipeline
-from planner.files import write
+from planner.executor.trace import trace_json
+from planner.files import write, write_text
 
 __all__ = ["Arguments", "arguments", "checkpoints", "pipeline_script", "progress"]
 
@@ -27,6 +28,7 @@ class Arguments:
     steps: int
     seed: int
     report: str | None = None
+    trace: str | None = None
     device: str | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 100
@@ -47,6 +49,7 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
     add("--steps", type=int, default=steps, help=f"optimizer steps, resumed ones included (default {steps})")
     add("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
     add("--report", metavar="run.json", help="write what the run took to this file")
+    add("--trace", metavar="trace.json", help="write what every rank did, for Perfetto")
     add("--device", choices=("cpu", "cuda"), help="instead of the device planned for")
     add("--checkpoint", metavar="DIR", help="save checkpoints in this folder, also on SIGTERM")
     add("--checkpoint-every", type=int, default=100, metavar="N", help="steps between two of them (default 100)")
@@ -119,8 +122,10 @@ def checkpoints(pipeline: Pipeline, given: Arguments, optimizer: torch.optim.Opt
 
 def progress(pipeline: Pipeline, step: int, loss: float | None) -> None:
     """One line per step, on the first rank."""
-    if pipeline.is_first:
-        print(f"step {step}: loss {loss:.4f}, {format_us(pipeline.last_step_us)}", flush=True)
+    if pipeline.rank == 0:
+        took_us = pipeline.last_step_us
+        speed = format_speed(pipeline.balance.batch / took_us * 1e6)
+        print(f"step {step}: loss {loss:.4f}, {format_us(took_us)}, {speed}", flush=True)
 
 
 # Private functions
@@ -138,7 +143,11 @@ def _finish(pipeline: Pipeline, given: Arguments) -> None:
     if report is None:
         return
     for stage in report.stages:
-        print(f"stage {stage.index}: peak memory {format_bytes(stage.peak_bytes)}", flush=True)
+        replica = f" of replica {stage.replica}" if stage.replica else ""
+        print(f"stage {stage.index}{replica}: peak memory {format_bytes(stage.peak_bytes)}", flush=True)
     if given.report:
         write(given.report, report)
         print(f"wrote {given.report}", flush=True)
+    if given.trace:
+        write_text(given.trace, trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
+        print(f"wrote {given.trace}", flush=True)

@@ -1,5 +1,6 @@
 """The same profiler on a CUDA device: events for times, the caching allocator's own figures for memory."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from planner.core.costs import costs_at
 from planner.core.memory import stage_memory
 from planner.core.plan import Recompute
+from planner.executor.recorder import WARM_UP_STEPS, Recorder
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.meter import CudaMeter, Usage, meter_for
@@ -141,3 +143,23 @@ def test_composed_memory_is_the_allocators(recompute: Recompute, micro_batches: 
     )
     truth = memory.parameters + memory.optimizer + memory.buffers + CudaMeter(CUDA).measure(step).peak_bytes
     assert -0.01 <= memory.total / truth - 1 <= 0.05, (memory, truth)
+
+
+def test_what_is_recorded_lies_in_its_step() -> None:
+    """Times are the device's, on the host's clock; memory beside the tensors is known."""
+    recorder = Recorder(CUDA)
+    for _ in range(WARM_UP_STEPS + 1):
+        begin = time.perf_counter_ns()
+        with recorder.step():
+            recorder.timed("forward", lambda: torch.cuda._sleep(20_000_000))
+            recorder.timed("backward", lambda: recorder.timed_again(lambda: torch.cuda._sleep(20_000_000)))
+            with recorder.optimizer():
+                torch.empty(SIZE, device=CUDA)
+        end = time.perf_counter_ns()
+    forward, again, backward, optimizer = recorder.steps[-1].spans
+    assert [s.kind for s in (forward, again, backward, optimizer)] == ["forward", "recompute", "backward", "optimizer"]
+    slack_ns = 50_000  # between the host's clock and the device's
+    assert begin - slack_ns <= forward.start_ns < forward.end_ns <= backward.start_ns <= again.start_ns
+    assert again.end_ns <= backward.end_ns <= optimizer.start_ns <= optimizer.end_ns <= end + slack_ns
+    assert forward.end_ns - forward.start_ns > 1_000_000
+    assert recorder.outside_bytes > 0

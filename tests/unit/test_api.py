@@ -63,7 +63,7 @@ def command_options(verb: str) -> dict[str, Any]:
     return {name: default for name, default in found.items() if name not in PRINTING}
 
 
-@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "compare", "sweep"])
+@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "verify", "compare", "sweep"])
 def test_functions_have_the_options_of_their_commands(verb: str) -> None:
     """The same names; the same defaults, but that nothing is written unless a file is named."""
     parameters = inspect.signature(getattr(api, verb)).parameters
@@ -73,7 +73,7 @@ def test_functions_have_the_options_of_their_commands(verb: str) -> None:
         ours.pop(more, None)
     assert set(ours) == set(theirs)
     for name, default in ours.items():
-        if name == "output" and verb != "emit":
+        if (name == "output" and verb != "emit") or (verb == "verify" and name == "calibration"):
             assert default is None
         elif default or theirs[name]:
             assert default == theirs[name], name
@@ -88,6 +88,14 @@ def test_functions_are_documented_and_typed(verb: str) -> None:
     for name, parameter in signature.parameters.items():
         assert parameter.annotation is not inspect.Parameter.empty
         assert re.search(rf"^ +{name}: \S", function.__doc__, re.MULTILINE), name
+
+
+def test_a_standalone_script_can_be_emitted(here: Path) -> None:
+    """Alone, without a balance.yaml beside it."""
+    profile = replace(gate.profile(), model=Model(source="model.py:build_model"))
+    plan = planner.solve(profile, devices=2, mem="8GB")
+    assert planner.emit(plan, profile=profile, output="alone", standalone=True) == (Path("alone/train.py"),)
+    assert [path.name for path in Path("alone").iterdir()] == ["train.py"]
 
 
 # Import
