@@ -168,7 +168,9 @@ class Watch:
 
     def _gone(self, silent: Sequence[int]) -> PlannerError:
         told = self._told(self._store)
-        who = " and ".join(_name(rank, told) for rank in silent)
+        # One that went soon after its start may not have told its name.
+        names = {rank: self.position.rank_names.get(rank) or _name(rank, told) for rank in silent}
+        who = " and ".join(names.values())
         waited = "was" if self.position.waits_for is None else "waited"
         return TrainingError(
             f"{who} {'is' if len(silent) == 1 else 'are'} gone while "

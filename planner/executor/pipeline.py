@@ -89,6 +89,8 @@ class Pipeline:
         self.position = watch.position if watch is not None else Position()
         self.position.names = {k: _stage_name(self.balance, k) for k in range(self.balance.num_stages)}
         self.position.stages, self.position.replica = self.place.stages, self.place.replica
+        places = [place_of(self.balance, other, num_processes) for other in range(num_processes)]
+        self.position.rank_names = {p.rank: self.position.name_of(p.stages, p.replica) for p in places}
         self.position.predicted_bytes = {stage.index: stage.peak_bytes for stage in self.balance.stages}
         self.device = _device(device or self.balance.device)
         torch.set_num_threads(self.balance.threads)

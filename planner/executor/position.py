@@ -26,6 +26,8 @@ class Position:
         self.names = dict(names or {})
         self.stages = stages
         self.replica = replica
+        self.rank_names: dict[int, str] = {}
+        """What to call the other ranks, as far as that is known."""
         self.predicted_bytes: dict[int, int] = {}
         """Peak memory that the plan predicts for each stage; empty where it is not known."""
         self.step = 0
@@ -57,9 +59,12 @@ class Position:
     def name(self) -> str:
         """This rank's stage, in words; empty as long as that is not known."""
         stage = self._now[1]
-        stages = self.stages if stage is None else (stage,)
+        return self.name_of(self.stages if stage is None else (stage,), self.replica)
+
+    def name_of(self, stages: tuple[int, ...], replica: int) -> str:
+        """Stages of a replica, in words."""
         name = " and ".join(self.names.get(k, f"stage {k}") for k in stages)
-        return f"{name} of replica {self.replica}" if name and self.replica else name
+        return f"{name} of replica {replica}" if name and replica else name
 
     @property
     def where(self) -> str:
