@@ -40,9 +40,12 @@ class _Trace:
             for rank, spans in rows.items():
                 for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
                     yield self._computed(span, rank, number)
+            # While one rank begins a step, another may still be at the end of the one before.
+            free_ns = {run.rank: max((s.end_ns for s in _spans(run, number - 1)), default=0) for run in runs}
             for transfer in waits_of(rows).transfers:
-                if transfer.end_ns > transfer.start_ns:
-                    yield from self._moved(transfer, number)
+                felt = transfer._replace(start_ns=max(transfer.start_ns, free_ns[transfer.receiver]))
+                if felt.end_ns > felt.start_ns:
+                    yield from self._moved(felt, number)
 
     def _computed(self, span: RunSpan, rank: int, step: int) -> TraceEvent:
         args: dict[str, object] = {"step": step, "stage": span.stage}

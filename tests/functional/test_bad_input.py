@@ -535,14 +535,14 @@ def test_the_script_refuses_a_wrong_number_of_processes(here: Path) -> None:
     """Under torchrun or without: one message with the right command, no traceback of ours, exit code not 0."""
     alone = _train(here, "train.py", "--steps", "1", "--report", "run.json")
     assert (alone.code, alone.out) == (2, "")
-    assert alone.error == "error: the plan has 2 stages, but 1 processes were started"
+    assert alone.error == "error: the plan needs 2 processes (2 stages), but 1 process was started"
     assert "torchrun --nproc-per-node 2 train.py" in alone.err
     assert "Traceback" not in alone.err
 
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     three = _train(here, *launcher, "train.py", "--steps", "1", "--report", "run.json")
     assert three.code != 0
-    assert three.err.count("error: the plan has 2 stages, but 3 processes were started") == 1
+    assert three.err.count("error: the plan needs 2 processes (2 stages), but 3 processes were started") == 1
     assert not (here / "run.json").exists()
 
 

@@ -74,7 +74,7 @@ def test_the_script_compiles_and_is_short(tmp_path: Path, balance: tuple[int, ..
     profile = profile_of()
     script = write(tmp_path, plan_of(profile, balance), profile)
     compile(script, "train.py", "exec")
-    assert len(script.splitlines()) <= 70
+    assert len(script.splitlines()) <= 80
     described = ast.get_docstring(ast.parse(script)) or ""
     assert f"torchrun --nproc-per-node {len(balance)} train.py --steps 20 --report run.json" in described
     assert "M = 4 micro-batches of 2" in described
@@ -83,12 +83,12 @@ def test_the_script_compiles_and_is_short(tmp_path: Path, balance: tuple[int, ..
 
 
 def test_a_long_table_is_cut_short(tmp_path: Path) -> None:
-    """The script stays within 70 lines however many stages there are; balance.yaml has them all."""
+    """The script stays within 80 lines however many stages there are; balance.yaml has them all."""
     profile = random_profile(3, 40)
     profile = replace(profile, model=Model(source="model.py:build_model"))
     plan = plan_of(profile, (1,) * 40, micro_batches=8)
     script = write(tmp_path, plan, profile)
-    assert len(script.splitlines()) <= 70
+    assert len(script.splitlines()) <= 80
     assert "… and 25 more stages" in script
     assert read_balance(str(tmp_path / "balance.yaml")).num_stages == 40
 
