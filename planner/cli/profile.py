@@ -39,7 +39,8 @@ def profile(
         int | None, typer.Option(metavar="B", help="Samples per optimizer step, for `--batch-sizes auto`; default: 8.")
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="cpu|cuda|estimate:NAME", help="What to measure on; estimate:h100 without one.")
+        str, typer.Option(metavar="cpu|cuda|tpu|tpu:v2|estimate:h100",
+            help="What to measure on; tpu:v2 (…v6e) compiles for a TPU that is not here, estimate:h100 estimates.",)
     ] = "cpu",
     optimizer: Annotated[
         str | None,
