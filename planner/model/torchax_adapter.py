@@ -44,6 +44,7 @@ __all__ = [
     "named_chip",
     "random_key",
     "shape_of",
+    "torch_like",
     "versions",
 ]
 
@@ -149,6 +150,15 @@ def shape_of(tensor: Tensor) -> Any:
     from torchax.ops import mappings  # noqa: PLC0415
 
     return jax.ShapeDtypeStruct(tuple(tensor.shape), jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(tensor.dtype)))
+
+
+def torch_like(shape: Any) -> Tensor:
+    """A tensor without values of a JAX shape and dtype; one that can carries a gradient."""
+    jax_modules()
+    from torchax.ops import mappings  # noqa: PLC0415
+
+    dtype = mappings.j2t_dtype(shape.dtype)
+    return torch.empty(shape.shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
 
 @dataclass(frozen=True)
