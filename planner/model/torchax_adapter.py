@@ -468,7 +468,10 @@ def _torchax() -> Any:
     with _without_named_tensors():
         import torchax  # noqa: PLC0415
         import torchax.decompositions
+        import torchax.device_module
         import torchax.tensor
+    # torchax 0.0.13 has no state for a device, for which torch's `fork_rng` asks; JAX's keys are ours to hand on.
+    torchax.device_module.get_rng_state = lambda *_: torch.empty(0)
     return torchax
 
 
