@@ -1,10 +1,12 @@
 """`balance.yaml` and `train.py` for the bundled executor."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from planner import __version__
 from planner.core.balance import Balance, StageBalance
@@ -18,7 +20,7 @@ from planner.core.units import format_bytes, format_us
 from planner.emit.signature import signed
 from planner.files import digest_of, dump
 
-__all__ = ["Emitted", "decisions_digest", "emit_native"]
+__all__ = ["Emitted", "decisions_digest", "emit_native", "emit_with"]
 
 _HEADER = """\
 Which stage runs which layers: written by `gpipe-plan emit`.
@@ -46,13 +48,28 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
         UsageError: The plan does not cut the profile's chain, the profile names no model to train, or the executor
             cannot run the plan's schedule.
     """
+    _check_runnable(plan)
+    return emit_with("train_template.py.txt", "train.py", plan, profile, folder=folder, profile_folder=profile_folder)
+
+
+def emit_with(
+    template: str,
+    name: str,
+    plan: Plan,
+    profile: Profile,
+    *,
+    folder: str,
+    profile_folder: str,
+    more: Mapping[str, Any] | None = None,
+) -> Emitted:
+    """As `emit_native`, with the script made from `template` and called `name`; `more`: values that it needs."""
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
-    _check_runnable(plan)
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
     balance = _balance(plan, profile, _relocated(profile.model.source, profile_folder, folder))
-    return Emitted(balance=dump(balance, header=_HEADER), script=signed(_script(plan, balance, folder)))
+    script = _script(template, Path(folder, name), plan, balance, more or {})
+    return Emitted(balance=dump(balance, header=_HEADER), script=signed(script))
 
 
 def _check_runnable(plan: Plan) -> None:
@@ -115,25 +132,26 @@ def _relocated(source: str, profile_folder: str, folder: str) -> str:
     return f"{path}{colon}{entry}"
 
 
-def _script(plan: Plan, balance: Balance, folder: str) -> str:
-    template = resources.files(__package__).joinpath("train_template.py.txt").read_text(encoding="utf-8")
+def _script(template: str, path: Path, plan: Plan, balance: Balance, more: Mapping[str, Any]) -> str:
+    text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
     num_stages = len(plan.stages)
     prediction = (
         f"{format_us(plan.predicted.step_us)} per step, {_three_digits(plan.predicted.samples_per_s)} samples/s, "
         f"bubble {plan.predicted.bubble:.0%}, on {plan.inputs.profile.path}'s device"
     )
-    return template.format(
+    return text.format(
         model=_in_docstring(balance.model.source.rpartition(":")[0]),
         stages=f"{num_stages} stage{'s' * (num_stages > 1)}",
         schedule="GPipe" if plan.schedule == "gpipe" else "1F1B",
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
         num_stages=num_stages,
-        script=_in_docstring(Path(folder, "train.py").as_posix()),
+        script=_in_docstring(path.as_posix()),
         table=_table(plan),
         prediction=_in_docstring(prediction),
         version=__version__,
         batch=plan.inputs.batch,
+        **more,
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from planner.core.errors import UsageError
 from planner.model.stage import ModelStage
 
 __all__ = [
+    "CHIPS",
     "Arrays",
     "Halves",
     "LacksOperatorError",
@@ -42,6 +43,7 @@ __all__ = [
     "jax_modules",
     "layer_function",
     "named_chip",
+    "named_chips",
     "random_key",
     "shape_of",
     "torch_like",
@@ -53,16 +55,22 @@ Arrays = Mapping[str, Any]
 
 _PACKAGES = ("jax", "libtpu", "torchax")
 
-_TOPOLOGIES: dict[str, tuple[str, dict[str, str]]] = {
-    "v2": ("v2:2x2", {}),
-    "v3": ("v3:2x2", {}),
+_PLANE = ("2x2", "4x4", "8x8")
+_CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
+
+_TOPOLOGIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "v2": (_PLANE, {}),
+    "v3": (_PLANE, {}),
     # The two cores of a chip are one device, as they are by default on Google Cloud.
-    "v4": ("v4:2x2x1", {"chip_config_name": "megacore"}),
-    "v5e": ("v5e:2x2", {}),
-    "v5p": ("v5p:2x2x1", {}),
-    "v6e": ("v6e:2x2", {}),
+    "v4": (_CUBE, {"chip_config_name": "megacore"}),
+    "v5e": (("2x2", "2x4", "4x4", "4x8", "8x8"), {}),
+    "v5p": (_CUBE, {}),
+    "v6e": (("2x2", "2x4", "4x4", "4x8", "8x8"), {}),
 }
-"""By chip: the smallest topology of a host, and options."""
+"""By chip: topologies, the smallest first, and options."""
+
+CHIPS: Final = tuple(_TOPOLOGIES)
+"""Kinds of TPU that programs can be compiled for."""
 
 _SETTINGS = {
     # Without a TPU libtpu asks Google's metadata server where it is, for minutes.
@@ -324,15 +332,28 @@ class Program:
 
 
 def named_chip(name: str) -> Any:
-    """One device of a kind that need not be here, `v2` say, as the compiler knows it; one of `CHIPS`."""
+    """A device of a kind that need not be here, `v2` say, as the compiler knows it; one of `CHIPS`."""
+    return named_chips(name, 1)[0]
+
+
+def named_chips(name: str, num: int) -> list[Any]:
+    """Several of them, neighbours.
+
+    Raises:
+        UsageError: More than a topology of the compiler has.
+    """
     jax, _ = jax_modules()
     from jax.experimental import topologies  # noqa: PLC0415
 
     if not jax._src.xla_bridge._backends:
         # There is no TPU to be found, and looking for one takes its time.
         jax.config.update("jax_platforms", "cpu")
-    topology, options = _TOPOLOGIES[name]
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices[0]
+    shapes, options = _TOPOLOGIES[name]
+    for shape in shapes:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{shape}", **options).devices
+        if len(devices) >= num:
+            return list(devices[:num])
+    raise UsageError(f"no topology of TPU {name} with {num} devices is known here")
 
 
 def versions() -> dict[str, str]:
