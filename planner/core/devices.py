@@ -57,9 +57,9 @@ ACCELERATORS: Final = (
     # AMD Instinct data sheets: MI250X 128 GB over two dies, which are two devices; MI300X 192 GB HBM3.
     Accelerator(name="mi250x", memory_bytes=64 * _GB, called=("mi250x",)),
     Accelerator(name="mi300x", memory_bytes=192 * _GB, called=("mi300x",)),
-    # What libtpu 0.0.52 says is there for programs when one needs too much ("exceeds available HBM"): a little less than
-    # the GiB that Google Cloud, "TPU system architecture", gives. v2 and v3 chips have two cores that are devices of
-    # their own; from v4 on the two cores of a chip (v5e and v6e have one) are one device.
+    # What libtpu 0.0.52 says programs can use when one needs too much ("exceeds available HBM"): a little less than the
+    # GiB that Google Cloud, "TPU system architecture", gives. v2 and v3 chips have two cores that are devices of their
+    # own; from v4 on the two cores of a chip (v5e and v6e have one) are one device.
     Accelerator(name="tpu:v2", memory_bytes=int(7.48 * _GIB), called=("tpu", "v2")),
     Accelerator(name="tpu:v3", memory_bytes=int(15.48 * _GIB), called=("tpu", "v3")),
     Accelerator(name="tpu:v4", memory_bytes=int(30.75 * _GIB), called=("tpu", "v4")),

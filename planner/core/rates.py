@@ -4,7 +4,7 @@ By the names of `planner.core.devices`. Dense rates, without sparsity, per devic
 clocks of the data sheet named.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from planner.core.cluster import Link
@@ -26,7 +26,7 @@ class Rates:
     bytes_per_s: float
     """Between its memory and its cores."""
     source: str
-    link: Link = Link()
+    link: Link = field(default_factory=Link)
     """To a neighbour, in one direction, where all such devices have the same; else nothing is known."""
 
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -26,12 +27,34 @@ from planner.core.balance import Balance
 from planner.core.errors import UsageError
 from planner.model.chain import Chain, Layer
 from planner.model.load import LoadedModel
-from planner.model.torchax_adapter import Halves, LayerFunction, halves_of, jax_modules, layer_function, torch_like
+from planner.model.torchax_adapter import (
+    Halves,
+    LayerFunction,
+    halves_of,
+    jax_modules,
+    layer_function,
+    shape_of,
+    torch_like,
+)
 
-__all__ = ["JaxPipeline", "Packing", "Stage"]
+__all__ = ["Given", "JaxPipeline", "Packing", "Stage"]
 
 _MOST_PADDING = 1.5
 """Arrays are kept apart by shape as long as that takes at most so much more memory than the largest stage needs."""
+
+
+_State = tuple[dict[str, Any], dict[str, Any]]
+"""Trained parameters, and all else that a layer or a stage has, by name."""
+
+
+class Given(NamedTuple):
+    """What a stage works on for one micro-batch."""
+
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    """Of the last stage."""
+    key: Any
+    """Of all chance in it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +69,7 @@ class _LayerHalves:
     halves: Halves
     recomputed: bool
 
-    def state(self, trained: dict[str, Any], fixed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def state(self, trained: dict[str, Any], fixed: dict[str, Any]) -> _State:
         """Its part of the stage's."""
         return (
             {own: trained[self.names[own]] for own in self.function.trained},
@@ -76,41 +99,31 @@ class Stage:
         self.kept: list[Any] = [*boundaries, *made]
         """Shapes of what forward keeps, beside the stage's inputs."""
 
-    def forward(
-        self, trained: dict[str, Any], fixed: dict[str, Any], inputs: Sequence[Any], targets: Sequence[Any], key: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """Outputs, and what backward needs beside the inputs."""
-        values, made = self._run(trained, fixed, inputs, targets, key)
+    def forward(self, state: _State, given: "Given") -> tuple[list[Any], list[Any]]:
+        """Outputs, and what backward needs beside what is given."""
+        values, made = self._run(state, given)
         between = [values[place][n] for place, n in self._needed]
         if self._recompute:
             return values[-1], []
-        kept = [array for layer, arrays in zip(self._layers, made, strict=True) if not layer.recomputed for array in arrays]
+        kept = [
+            array for layer, arrays in zip(self._layers, made, strict=True) if not layer.recomputed for array in arrays
+        ]
         return values[-1], [*between, *kept]
 
     def backward(
-        self,
-        trained: dict[str, Any],
-        fixed: dict[str, Any],
-        inputs: Sequence[Any],
-        targets: Sequence[Any],
-        key: Any,
-        kept: Sequence[Any],
-        gradients: Sequence[Any],
+        self, state: _State, given: "Given", kept: Sequence[Any], gradients: Sequence[Any]
     ) -> tuple[dict[str, Any], list[Any]]:
         """Gradients of what is trained, and of the inputs that carry one."""
-        if self._recompute:
-            values, made = self._run(trained, fixed, inputs, targets, key)
-        else:
-            values, made = self._unpacked(inputs, kept)
+        values, made = self._run(state, given) if self._recompute else self._unpacked(given.inputs, kept)
         of_trained: dict[str, Any] = {}
         flowing = list(gradients)
         for place in reversed(range(len(self._layers))):
             layer = self._layers[place]
-            state, given = layer.state(trained, fixed), self._given(place, values[place], targets)
+            arguments = self._arguments(place, state, values[place], given)
             outputs, own = values[place + 1], made[place]
             if layer.recomputed and not self._recompute:
-                outputs, own = layer.halves.forward(*state, given, self._key(key, layer))
-            pulled, flowing = layer.halves.backward(*state, given, self._key(key, layer), outputs, own, flowing)
+                outputs, own = layer.halves.forward(*arguments)
+            pulled, flowing = layer.halves.backward(arguments, outputs, own, flowing)
             for name, gradient in pulled.items():
                 known = of_trained.get(layer.names[name])
                 of_trained[layer.names[name]] = gradient if known is None else known + gradient
@@ -118,29 +131,27 @@ class Stage:
 
     # Private methods
 
-    def _run(self, trained: Any, fixed: Any, inputs: Any, targets: Any, key: Any) -> tuple[list[Any], list[Any]]:
-        values, made = [list(inputs)], []
+    def _run(self, state: _State, given: "Given") -> tuple[list[Any], list[Any]]:
+        values, made = [list(given.inputs)], []
         for place, layer in enumerate(self._layers):
-            given = self._given(place, values[-1], targets)
-            outputs, own = layer.halves.forward(*layer.state(trained, fixed), given, self._key(key, layer))
+            outputs, own = layer.halves.forward(*self._arguments(place, state, values[-1], given))
             values.append(list(outputs))
             made.append(list(own))
         return values, made
 
-    def _given(self, place: int, values: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+    def _arguments(self, place: int, state: _State, values: Sequence[Any], given: "Given") -> tuple[Any, ...]:
+        layer = self._layers[place]
         # The targets of the loss are inputs of the last layer.
-        more = len(self._layers[place].function.inputs) - len(values)
-        return [*values, *targets[:more]]
-
-    def _key(self, key: Any, layer: _LayerHalves) -> Any:
-        return self._jax.random.fold_in(key, layer.number)
+        more = len(layer.function.inputs) - len(values)
+        key = self._jax.random.fold_in(given.key, layer.number)
+        return (*layer.state(*state), [*values, *given.targets[:more]], key)
 
     def _needed_between(self) -> list[tuple[int, int]]:
         """Which tensors between layers some backward reads: (boundary, place), each storage once."""
         needed: dict[tuple[int, int], None] = {}
         for place, layer in enumerate(self._layers):
             tensors = range(len(self._between(place)))
-            read = [("input", n) for n in tensors] if layer.recomputed else []
+            read: list[tuple[str, int | str]] = [("input", n) for n in tensors] if layer.recomputed else []
             read += [(r.kind, r.index) for r in layer.halves.residuals if not layer.recomputed]
             for kind, n in read:
                 if kind in ("input", "output") and (kind == "output" or n in tensors):
@@ -327,7 +338,7 @@ class JaxPipeline:
 
     def gradients_by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
         """Gradients of all parameters by the names that they have in the model, as numpy arrays."""
-        found = {}
+        found: dict[str, Any] = {}
         for k, stage in enumerate(self.stages):
             own = self.trained.unpack(k, [self._jax.device_get(array)[k] for array in packed])
             found.update(zip(stage.trained, own, strict=True))
@@ -336,93 +347,15 @@ class JaxPipeline:
     # Private methods
 
     def _on_one_device(self, trained: Any, fixed: Any, inputs: Any, targets: Any, key: Any) -> tuple[Any, list[Any]]:
-        jax = self._jax
-        numpy, num, micro = jax.numpy, self.num_stages, self.micro_batches
-        place = jax.lax.axis_index("stage")
-        trained, fixed = ([array[0] for array in arrays] for arrays in (trained, fixed))
-
-        def state(k: int) -> tuple[dict[str, Any], dict[str, Any]]:
-            stage = self.stages[k]
-            return (
-                dict(zip(stage.trained, self.trained.unpack(k, trained), strict=True)),
-                dict(zip(stage.fixed, self.fixed.unpack(k, fixed), strict=True)),
-            )
-
-        def given(k: int, edge: Any, m: Any) -> tuple[list[Any], list[Any], Any]:
-            own = [array[m] for array in inputs] if k == 0 else self.edges.unpack(k, edge)
-            of_loss = [array[m] for array in targets] if k == num - 1 else []
-            return own, of_loss, jax.random.fold_in(key, m)
-
-        def forward(k: int, edge: Any, m: Any) -> tuple[Any, Any, Any]:
-            outputs, kept = self.stages[k].forward(*state(k), *given(k, edge, m))
-            kept = self.kept.pack(k, kept)
-            if k == num - 1:
-                return self.edges.zeros(), kept, outputs[0].astype(numpy.float32).reshape(())
-            return self.edges.pack(k + 1, outputs), kept, numpy.zeros(())
-
-        def backward(k: int, edge: Any, kept: Any, flowing: Any, sums: Any, m: Any) -> tuple[Any, Any]:
-            stage = self.stages[k]
-            if k == num - 1:
-                gradients = [numpy.full(stage.outputs[0].shape, 1 / micro, stage.outputs[0].dtype)]
-            else:
-                gradients = self.gradient_edges.unpack(k + 1, flowing)
-            own = self.kept.unpack(k, kept)
-            of_trained, of_inputs = stage.backward(*state(k), *given(k, edge, m), own, gradients)
-            sums = self.trained.add(k, sums, [of_trained[name] for name in stage.trained])
-            return self.gradient_edges.zeros() if k == 0 else self.gradient_edges.pack(k, of_inputs), sums
-
-        def chosen(run: Any, idle: Any, m: Any, *values: Any) -> Any:
-            """The stage of this device, or `idle` where there is no micro-batch."""
-            if num == 1:
-                return run(0, *values, m)
-            branches = [partial(run, k) for k in range(num)]
-            busy = (m >= 0) & (m < micro)
-            slot = numpy.clip(m, 0, micro - 1)
-            return jax.lax.switch(numpy.where(busy, place, num), [*branches, idle], *values, slot)
-
-        def moved(arrays: Any, step: int) -> Any:
-            ways = [(k, k + step) for k in range(num) if 0 <= k + step < num]
-            return [jax.lax.ppermute(array, "stage", ways) for array in arrays] if ways else arrays
-
-        def kept_at(buffers: Any, arrays: Any, m: Any) -> Any:
-            slot, busy = numpy.clip(m, 0, micro - 1), (m >= 0) & (m < micro)
-            return [
-                buffer.at[slot].set(array if num == 1 else numpy.where(busy, array, buffer[slot]))
-                for buffer, array in zip(buffers, arrays, strict=True)
-            ]
-
-        def forward_tick(carry: Any, tick: Any) -> tuple[Any, None]:
-            edge, edges, store, loss = carry
-            m = tick - place
-            edges = kept_at(edges, edge, m)
-            idle = lambda _edge, _m: (self.edges.zeros(), self.kept.zeros(), numpy.zeros(()))  # noqa: E731
-            sent, kept, more = chosen(forward, idle, m, edge)
-            return (moved(sent, 1), edges, kept_at(store, kept, m), loss + more), None
-
-        def backward_tick(carry: Any, tick: Any) -> tuple[Any, None]:
-            flowing, sums = carry
-            m = tick - (num - 1 - place)
-            slot = numpy.clip(m, 0, micro - 1)
-            edge, kept = ([array[slot] for array in arrays] for arrays in (edges, store))
-            idle = lambda _edge, _kept, _flowing, sums, _m: (self.gradient_edges.zeros(), sums)  # noqa: E731
-            sent, sums = chosen(backward, idle, m, edge, kept, flowing, sums)
-            return (moved(sent, -1), sums), None
-
-        ticks = numpy.arange(micro + num - 1)
-        begin = (self.edges.zeros(), self.edges.zeros(micro), self.kept.zeros(micro), numpy.zeros(()))
-        (_, edges, store, loss), _ = jax.lax.scan(forward_tick, begin, ticks)
-        begin = (self.gradient_edges.zeros(), self.trained.zeros())
-        (_, sums), _ = jax.lax.scan(backward_tick, begin, ticks)
-        return jax.lax.psum(loss, "stage") / micro, [array[None] for array in sums]
+        loss, sums = _OneDevice(self, trained, fixed, Given(inputs, targets, key)).run()
+        return self._jax.lax.psum(loss, "stage") / self.micro_batches, [array[None] for array in sums]
 
     def _state(self, k: int, kind: str) -> list[Any]:
         layers = self._chain.layers[slice(*self._cuts[k])]
         known = {name: tensor for layer in layers for name, tensor in _named(layer).items()}
-        return [_as_numpy(self._jax, known[name]) for name in getattr(self.stages[k], kind)]
+        return [_as_numpy(known[name]) for name in getattr(self.stages[k], kind)]
 
     def _placed(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Any]:
-        import numpy as np  # noqa: PLC0415
-
         packed = [packing.pack(k, arrays, np) for k, arrays in enumerate(stages)]
         return [
             self._jax.device_put(np.stack([arrays[n] for arrays in packed]), self._sharding("stage"))
@@ -432,10 +365,117 @@ class JaxPipeline:
     def _split(self, value: Any) -> list[Any]:
         tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
         micro = [tensor.reshape(self.micro_batches, -1, *tensor.shape[1:]) for tensor in tensors]
-        return [self._jax.device_put(_as_numpy(self._jax, tensor), self._sharding()) for tensor in micro]
+        return [self._jax.device_put(_as_numpy(tensor), self._sharding()) for tensor in micro]
 
     def _sharding(self, *axes: str) -> Any:
         return self._jax.sharding.NamedSharding(self.mesh, self._jax.sharding.PartitionSpec(*axes))
+
+
+class _OneDevice:
+    """The program as one device sees it, while it is traced.
+
+    Args:
+        pipeline: Its stages and packings.
+        trained: This device's parameters, packed.
+        fixed: Likewise.
+        batch: Inputs and targets of the mini-batch, micro-batch by micro-batch, and its key.
+    """
+
+    def __init__(self, pipeline: JaxPipeline, trained: Any, fixed: Any, batch: Given) -> None:
+        self._jax, _ = jax_modules()
+        self._numpy = self._jax.numpy
+        self._all, self._batch = pipeline, batch
+        self._num, self._micro = pipeline.num_stages, pipeline.micro_batches
+        self._place = self._jax.lax.axis_index("stage")
+        self._trained, self._fixed = ([array[0] for array in arrays] for arrays in (trained, fixed))
+
+    def run(self) -> tuple[Any, list[Any]]:
+        """Sum of the losses that are computed here, and of the gradients of this device's parameters."""
+        pipeline, scan = self._all, self._jax.lax.scan
+        ticks = self._numpy.arange(self._micro + self._num - 1)
+        edge, zero = pipeline.edges.zeros(), self._numpy.zeros(())
+        begin = (edge, pipeline.edges.zeros(self._micro), pipeline.kept.zeros(self._micro), zero)
+        (_, edges, kept, loss), _ = scan(self._forward_tick, begin, ticks)
+        tick = partial(self._backward_tick, edges, kept)
+        (_, sums), _ = scan(tick, (pipeline.gradient_edges.zeros(), pipeline.trained.zeros()), ticks)
+        return loss, sums
+
+    # Private methods
+
+    def _forward_tick(self, carry: Any, tick: Any) -> tuple[Any, None]:
+        edge, edges, store, loss = carry
+        m = tick - self._place
+        nothing = (self._all.edges.zeros(), self._all.kept.zeros(), self._numpy.zeros(()))
+        sent, kept, more = self._chosen(self._forward, lambda _given, _m: nothing, m, edge)
+        return (self._moved(sent, 1), self._kept_at(edges, edge, m), self._kept_at(store, kept, m), loss + more), None
+
+    def _backward_tick(self, edges: Any, store: Any, carry: Any, tick: Any) -> tuple[Any, None]:
+        flowing, sums = carry
+        m = tick - (self._num - 1 - self._place)
+        slot = self._slot(m)
+        edge, kept = ([array[slot] for array in arrays] for arrays in (edges, store))
+        nothing = self._all.gradient_edges.zeros()
+        given = (edge, kept, flowing, sums)
+        sent, sums = self._chosen(self._backward, lambda given, _m: (nothing, given[3]), m, given)
+        return (self._moved(sent, -1), sums), None
+
+    def _forward(self, k: int, edge: Any, m: Any) -> tuple[Any, Any, Any]:
+        pipeline, numpy = self._all, self._numpy
+        outputs, kept = pipeline.stages[k].forward(self._state(k), self._given(k, edge, m))
+        kept = pipeline.kept.pack(k, kept)
+        if k == self._num - 1:
+            return pipeline.edges.zeros(), kept, outputs[0].astype(numpy.float32).reshape(())
+        return pipeline.edges.pack(k + 1, outputs), kept, numpy.zeros(())
+
+    def _backward(self, k: int, given: Any, m: Any) -> tuple[Any, Any]:
+        pipeline, stage = self._all, self._all.stages[k]
+        edge, kept, flowing, sums = given
+        if k == self._num - 1:
+            # The loss is the mean over the micro-batches.
+            gradients = [self._numpy.full(stage.outputs[0].shape, 1 / self._micro, stage.outputs[0].dtype)]
+        else:
+            gradients = pipeline.gradient_edges.unpack(k + 1, flowing)
+        own = pipeline.kept.unpack(k, kept)
+        of_trained, of_inputs = stage.backward(self._state(k), self._given(k, edge, m), own, gradients)
+        sums = pipeline.trained.add(k, sums, [of_trained[name] for name in stage.trained])
+        return pipeline.gradient_edges.zeros() if k == 0 else pipeline.gradient_edges.pack(k, of_inputs), sums
+
+    def _state(self, k: int) -> _State:
+        stage = self._all.stages[k]
+        return (
+            dict(zip(stage.trained, self._all.trained.unpack(k, self._trained), strict=True)),
+            dict(zip(stage.fixed, self._all.fixed.unpack(k, self._fixed), strict=True)),
+        )
+
+    def _given(self, k: int, edge: Any, m: Any) -> Given:
+        inputs = [array[m] for array in self._batch.inputs] if k == 0 else self._all.edges.unpack(k, edge)
+        targets = [array[m] for array in self._batch.targets] if k == self._num - 1 else []
+        return Given(inputs, targets, self._jax.random.fold_in(self._batch.key, m))
+
+    def _chosen(self, run: Any, idle: Any, m: Any, given: Any) -> Any:
+        """The stage of this device, or `idle` where there is no micro-batch."""
+        if self._num == 1:
+            return run(0, given, m)
+        branches = [*(partial(run, k) for k in range(self._num)), idle]
+        choice = self._numpy.where(self._busy(m), self._place, self._num)
+        return self._jax.lax.switch(choice, branches, given, self._slot(m))
+
+    def _moved(self, arrays: Sequence[Any], step: int) -> list[Any]:
+        ways = [(k, k + step) for k in range(self._num) if 0 <= k + step < self._num]
+        return [self._jax.lax.ppermute(array, "stage", ways) for array in arrays] if ways else list(arrays)
+
+    def _kept_at(self, buffers: Sequence[Any], arrays: Sequence[Any], m: Any) -> list[Any]:
+        slot, busy = self._slot(m), self._busy(m)
+        return [
+            buffer.at[slot].set(array if self._num == 1 else self._numpy.where(busy, array, buffer[slot]))
+            for buffer, array in zip(buffers, arrays, strict=True)
+        ]
+
+    def _busy(self, m: Any) -> Any:
+        return (m >= 0) & (m < self._micro)
+
+    def _slot(self, m: Any) -> Any:
+        return self._numpy.clip(m, 0, self._micro - 1)
 
 
 # Private functions
@@ -503,7 +543,7 @@ def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -
             first, known = owners.setdefault(id(tensor), (stage, name))
             if first != stage:
                 raise UsageError(
-                    f'"{name}" shares its parameter with "{known}" in another stage, which the JAX program does not sum',
+                    f'"{name}" is the same parameter as "{known}" in another stage: the JAX program does not sum these',
                     hint="solve with `--together` for these layers, or emit for the bundled executor",
                 )
             names[own] = known
@@ -530,21 +570,13 @@ def _floating(jax: Any, shapes: Iterable[Any]) -> list[Any]:
 
 
 def _tensor_shapes(value: Any) -> list[Any]:
-    from planner.model.torchax_adapter import shape_of  # noqa: PLC0415
-
     return [shape_of(leaf) for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
-def _as_numpy(jax: Any, tensor: Tensor) -> Any:
-    import numpy as np  # noqa: PLC0415
-
-    from planner.model.torchax_adapter import shape_of  # noqa: PLC0415
-
-    dtype = shape_of(tensor).dtype
-    tensor = tensor.detach().cpu()
-    array = tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-    del jax
-    return np.asarray(array, dtype)
+def _as_numpy(tensor: Tensor) -> Any:
+    # numpy itself has no bfloat16.
+    held = tensor.detach().cpu()
+    return np.asarray(held.float() if held.dtype == torch.bfloat16 else held, shape_of(tensor).dtype)
 
 
 def _size(shape: Sequence[int]) -> int:

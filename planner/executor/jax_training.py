@@ -92,8 +92,10 @@ class JaxTraining:
         jax, _ = jax_modules()
         self._jax = jax
         self._update, self._num_states = _optimizer(self.model, built)
-        devices = named_chips(given.compile, self.balance.num_stages) if given.compile else _devices(
-            given.device, self.balance.num_stages
+        devices = (
+            named_chips(given.compile, self.balance.num_stages)
+            if given.compile
+            else _devices(given.device, self.balance.num_stages)
         )
         self.pipeline = JaxPipeline(self.model, chain, self.balance, devices)
         self._step = jax.jit(self._whole_step, donate_argnums=(0,))
@@ -196,7 +198,11 @@ def _accelerators(jax: Any) -> bool:
     """Whether there may be any; asking JAX itself would begin it."""
     if jax._src.xla_bridge._backends:
         return bool(jax.default_backend() != "cpu")
-    return any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("nvidia[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    return (
+        any(Path("/dev").glob("accel*"))
+        or any(Path("/dev").glob("nvidia[0-9]*"))
+        or any(Path("/dev/vfio").glob("[0-9]*"))
+    )
 
 
 def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[_Update, int]:
@@ -213,7 +219,8 @@ def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[_Update, int]:
     if name not in _OPTIMIZERS or odd:
         told = f"{name} with {odd[0]}" if odd else name
         raise UsageError(
-            f"the JAX program does not know the optimizer {told}", hint=f"one of {', '.join(_OPTIMIZERS)}: `--optimizer`"
+            f"the JAX program does not know the optimizer {told}",
+            hint=f"one of {', '.join(_OPTIMIZERS)}: `--optimizer`",
         )
     make, num_states = _OPTIMIZERS[name]
     momentum = bool(options.get("momentum"))

@@ -88,11 +88,83 @@ _GONE = re.compile("dimname|names", re.IGNORECASE)
 """In the names of overloads for named tensors: `aten.prod.dim_Dimname`, `aten.norm.names_ScalarOpt_dim`."""
 
 _CHEAP = frozenset(
-    "abs add add_any and atan2 broadcast_in_dim cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv "
-    "erfc exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota is_finite le log log1p logistic lt max min mul ne "
-    "neg nextafter not or pad pow random_bits random_fold_in random_seed random_split random_unwrap random_wrap real "
-    "reduce_precision rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin "
-    "slice split sqrt square squeeze stop_gradient sub tan tanh threefry2x32 transpose xor".split()
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "atan2",
+        "broadcast_in_dim",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expand_dims",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "imag",
+        "integer_pow",
+        "iota",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "pad",
+        "pow",
+        "random_bits",
+        "random_fold_in",
+        "random_seed",
+        "random_split",
+        "random_unwrap",
+        "random_wrap",
+        "real",
+        "reduce_precision",
+        "rem",
+        "reshape",
+        "rev",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "slice",
+        "split",
+        "sqrt",
+        "square",
+        "squeeze",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "threefry2x32",
+        "transpose",
+        "xor",
+    ]
 )
 """Primitives of JAX that the compiler computes while it reads or writes for another one."""
 
@@ -171,7 +243,7 @@ def torch_like(shape: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerFunction:
-    """What a module computes, as a pure function of JAX arrays: (parameters and buffers, inputs, random key) to outputs.
+    """What a module computes, as a pure function of JAX arrays: of parameters and buffers, inputs, and a random key.
 
     Inputs and outputs are the tensors among the flat ones. What the module writes into its buffers is dropped.
     """
@@ -205,8 +277,10 @@ def layer_function(
     others = [None if isinstance(value, Tensor) else value for value in values]
 
     def call(state: Arrays, inputs: Sequence[Any], key: Any) -> list[Any]:
-        with env.override_property(prng=key), env, _reparametrize_module(
-            owner, env.j2t_iso(dict(state)), tie_weights=True
+        with (
+            env.override_property(prng=key),
+            env,
+            _reparametrize_module(owner, env.j2t_iso(dict(state)), tie_weights=True),
         ):
             given = list(others)
             for n, value in zip(places, env.j2t_iso(list(inputs)), strict=True):
@@ -246,8 +320,8 @@ class Halves:
     forward: Callable[..., tuple[list[Any], list[Any]]]
     """(trained, fixed, inputs, key) -> (outputs, residuals made)."""
     backward: Callable[..., tuple[Any, list[Any]]]
-    """(trained, fixed, inputs, key, outputs, residuals made, gradients of outputs) -> (gradients of what is trained,
-    gradients of inputs); outputs, inputs that no residual is are not read."""
+    """((trained, fixed, inputs, key), outputs, residuals made, gradients of outputs) -> (gradients of what is trained,
+    gradients of inputs); inputs and outputs that are no residuals may be anything."""
     outputs: list[Any]
     """Shapes."""
     differentiable: tuple[int, ...]
@@ -294,15 +368,9 @@ def halves_of(function: LayerFunction) -> Halves:
         return outputs, [leaves[n] for n in plan.made]
 
     def backward(
-        trained: Arrays,
-        fixed: Arrays,
-        inputs: Sequence[Any],
-        key: Any,
-        outputs: Sequence[Any],
-        made: Sequence[Any],
-        gradients: Sequence[Any],
+        arguments: tuple[Any, ...], outputs: Sequence[Any], made: Sequence[Any], gradients: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
-        given = jax.tree.leaves((trained, fixed, list(inputs), key))
+        given = jax.tree.leaves(arguments)
         leaves = plan.rebuilt(jaxpr.consts, given, list(outputs), list(made))
         pull = jax.tree.unflatten(known["tree"], leaves)
         of_trained, of_inputs = pull(list(gradients))
@@ -361,7 +429,9 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("torch", "torchax", "jax", "jaxlib", "libtpu")}
 
 
-def compile_program(function: Callable[..., Any], shapes: Sequence[Any], device: Any, donated: Sequence[int] = ()) -> Program:
+def compile_program(
+    function: Callable[..., Any], shapes: Sequence[Any], device: Any, donated: Sequence[int] = ()
+) -> Program:
     """Compiles a function for a device, which may lay out arguments and results as it likes.
 
     Args:
@@ -488,9 +558,9 @@ def _worth_keeping(primitive: Any, *_: Any, **parameters: Any) -> bool:
 def _torchax() -> Any:
     with _without_named_tensors():
         import torchax  # noqa: PLC0415
-        import torchax.decompositions
-        import torchax.device_module
-        import torchax.tensor
+        import torchax.decompositions  # noqa: PLC0415
+        import torchax.device_module  # noqa: PLC0415
+        import torchax.tensor  # noqa: PLC0415
     # torchax 0.0.13 has no state for a device, for which torch's `fork_rng` asks; JAX's keys are ours to hand on.
     torchax.device_module.get_rng_state = lambda *_: torch.empty(0)
     return torchax
@@ -498,7 +568,7 @@ def _torchax() -> Any:
 
 @contextmanager
 def _without_named_tensors() -> Iterator[None]:
-    """torchax 0.0.13 lists overloads for named tensors, which torch 2.13 no longer has (pytorch/pytorch#173895).
+    """Torchax 0.0.13 lists overloads for named tensors, which torch 2.13 no longer has (pytorch/pytorch#173895).
 
     Meanwhile they resolve to placeholders, which nobody ever looks up.
     """
@@ -524,7 +594,9 @@ def _environment() -> Any:
     """Where torch's operators are JAX's."""
     jax, torchax = jax_modules()
 
-    class Environment(torchax.tensor.Environment):  # type: ignore[misc]
+    base: Any = torchax.tensor.Environment
+
+    class Environment(base):  # type: ignore[misc]
         """Takes tensors that are no parameters (a mask that is a plain attribute, say) as constants."""
 
         def t2j_iso(self, torchtensors: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.core.costs import saved_bytes
 from planner.core.cluster import ExecutorCost
+from planner.core.costs import saved_bytes
 from planner.core.devices import ACCELERATORS, Accelerator, accelerator
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.partial import Measurement, Partial
@@ -180,7 +180,9 @@ def _target_of(name: str) -> _Target | None:
     check_installed()
     if name == "tpu":
         reported, memory_bytes = attached_tpu()
-        known = next((known for known in ACCELERATORS if known.name.startswith(_TPU) and known.is_called(reported)), None)
+        known = next(
+            (known for known in ACCELERATORS if known.name.startswith(_TPU) and known.is_called(reported)), None
+        )
         rates = rates_of("tpu:v2" if known is None else known.name)
         described = Device(kind="tpu", name=reported, memory_bytes=memory_bytes)
         return _Target(described=described, rates=rates, tpu=True)
@@ -548,6 +550,8 @@ class _Compiled(_Estimated):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._compiled: dict[tuple[str, int], CompiledLayer] = {}
         super().__init__(*args, **kwargs)
+        # What a stage's forward passes over is not part of its program.
+        self.passing = dict.fromkeys(self.passing, 0.0)
 
     def layer(self, n: int) -> LayerProfile:
         """What layer `n` costs.

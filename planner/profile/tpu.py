@@ -28,11 +28,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from planner.core.errors import MeasurementError, ModelError
+from planner.core.errors import ModelError
 from planner.core.profile import BoundaryTensor, MemoryDetail
 from planner.core.rates import Rates
 from planner.model.torchax_adapter import (
@@ -192,7 +191,7 @@ class Compiler:
             return halves.forward(*given)[0]
 
         def backward(gradients: Any, pulled: Any, *given: Any) -> Any:
-            of_trained, of_inputs = halves.backward(*given, pulled)
+            of_trained, of_inputs = halves.backward(given[:4], *given[4:], pulled)
             return jax.tree.map(jax.numpy.add, gradients, of_trained), of_inputs
 
         given = (*state, halves.outputs, halves.made)
@@ -214,15 +213,15 @@ class Compiler:
         if program.seconds > 0:
             return 1e6 * program.seconds
         # Products are of bfloat16 numbers unless the model asks for another precision.
-        return 1e6 * max(
-            program.flops / self._rates.half_flops_per_s, program.accessed_bytes / self._rates.bytes_per_s
-        )
+        return 1e6 * max(program.flops / self._rates.half_flops_per_s, program.accessed_bytes / self._rates.bytes_per_s)
 
     def _path(self, unit: Unit, given: UnitInput) -> Path | None:
         if self._folder is None or not self._chip:
             return None
         shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in given.values]
-        parameters = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()]
+        parameters = [
+            [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()
+        ]
         known = [_REVISION, self._chip, unit.digest, shapes, str(given.spec), parameters, unit.precision, versions()]
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         return self._folder / f"{digest[:32]}.json"
@@ -234,7 +233,7 @@ class Compiler:
         # Whatever is wrong with the file, the layer can be compiled again.
         with suppress(OSError, ValueError, TypeError):
             values = json.loads(path.read_text(encoding="utf-8"))
-            return CompiledLayer(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            return CompiledLayer(**_with_tuples(values))
         return None
 
     def _remember(self, unit: Unit, given: UnitInput, layer: CompiledLayer) -> None:
@@ -293,15 +292,13 @@ def _layer_of(
     read = {(residual.kind, residual.index) for residual in halves.residuals}
     logical = [_bytes(shape) for shape in halves.outputs]
     aliases = halves.passed
-    own = sum(size for size, alias in zip(logical, aliases, strict=True) if alias < 0)
-    # Padding is told of all outputs together; those that passed by have been counted where they were made.
+    # Padding is told of all outputs together.
     padded = plain.output_bytes / max(1, sum(logical))
     backward_bytes = 0
     if len(programs) > 2:
         backward = programs[2]
         pulled = sum(logical[n] for n in halves.differentiable)
         backward_bytes = backward.temporary_bytes + pulled + backward.output_bytes - backward.alias_bytes
-    del own
     return CompiledLayer(
         inputs=tuple(map(_bytes, function.inputs)),
         kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
@@ -316,6 +313,10 @@ def _layer_of(
         backward_temporary_bytes=backward_bytes,
         flops=plain.flops,
     )
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _bytes(shape: Any) -> int:
