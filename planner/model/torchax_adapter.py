@@ -278,6 +278,7 @@ def layer_function(
 
     def call(state: Arrays, inputs: Sequence[Any], key: Any) -> list[Any]:
         with (
+            _in_32_bits(),
             env.override_property(prng=key),
             env,
             _reparametrize_module(owner, env.j2t_iso(dict(state)), tie_weights=True),
@@ -552,6 +553,14 @@ def _worth_keeping(primitive: Any, *_: Any, **parameters: Any) -> bool:
         # An activation with a derivative of its own (`relu`) is as cheap as what it consists of.
         return any(_worth_keeping(eqn.primitive, **eqn.params) for body in called for eqn in body.jaxpr.eqns)
     return str(primitive) not in _CHEAP
+
+
+@contextmanager
+def _in_32_bits() -> Iterator[None]:
+    """Torch's integers have 64 bits, and JAX says each time that its own have 32."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Explicitly requested dtype")
+        yield
 
 
 @cache

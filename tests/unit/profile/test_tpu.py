@@ -39,7 +39,7 @@ def perceptron(width: int = 128) -> LoadedModel:
         def forward(self, hidden: Tensor) -> Tensor:
             return hidden + self.inner(hidden)
 
-    model = nn.Sequential(*(Layer() for _ in range(3)))
+    model = nn.Sequential(*(Layer() for _ in range(4)))
     return model_of(
         model,
         example_batch=lambda size: (torch.randn(size, width), torch.randn(size, width)),
@@ -61,10 +61,12 @@ def test_layers_are_what_the_compiler_says() -> None:
         assert layer.optimizer_bytes == pytest.approx(2 * parameters, rel=1e-4)
         assert all(us > 0 for us in (*layer.forward_us, *layer.backward_us))
         assert layer.forward_flops[0] == pytest.approx(2 * 8 * 2 * 128 * 512, rel=0.05)
-    first, second, last = profile.layers
+    _, first, second, last = profile.layers
     assert first.digest == second.digest != last.digest
     # What the ReLU reads, and the output, which the next layer reads.
-    assert first.saved_bytes == (4 * 8 * (512 + 128), 4 * 16 * (512 + 128))
+    # A result of several arrays has a table of its own, up to 1 KiB.
+    for size, saved in zip((8, 16), first.saved_bytes, strict=True):
+        assert 0 <= saved - 4 * size * (512 + 128) <= 1024
     assert first.output_bytes == (4 * 8 * 128, 4 * 16 * 128)
 
 
@@ -73,7 +75,8 @@ def test_half_the_precision_is_half_the_memory() -> None:
     options = replace(V2, micro_batch_sizes=(16,))
     whole = profile_model(perceptron(), options).layers[0]
     half = profile_model(in_precision(perceptron(), "bf16"), options).layers[0]
-    assert (2 * half.parameter_bytes, 2 * half.saved_bytes[0]) == (whole.parameter_bytes, whole.saved_bytes[0])
+    assert 2 * half.parameter_bytes == whole.parameter_bytes
+    assert 2 * half.saved_bytes[0] == pytest.approx(whole.saved_bytes[0], rel=0.05)
     with pytest.raises(UsageError, match="autocast is torch's own"):
         profile_model(in_precision(perceptron(), "bf16-mixed"), options)
 
@@ -92,6 +95,7 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
         return compile_program(*args, **kwargs)
 
     monkeypatch.setattr(tpu, "compile_program", counted)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     remembering = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     interrupted = remembering.compile(jobs)
     begun = dict([next(interrupted)])
@@ -115,7 +119,7 @@ def test_an_attached_device_is_timed() -> None:
     compiler = Compiler("", rates_of("tpu:v2"), None, repeats=3)
     found = dict(compiler.compile([(unit, inputs[unit.digest, 8], 8) for unit in units]))
     assert all(layer.forward_us > 0 and layer.backward_us > 0 for layer in found.values())
-    assert found[0].made_bytes == 4 * 8 * 512
+    assert 0 <= found[0].made_bytes - 4 * 8 * 512 <= 16
 
 
 def test_without_a_tpu_the_device_is_refused() -> None:
@@ -140,20 +144,19 @@ def test_operators_that_torchax_lacks_are_named() -> None:
         profile_model(loaded, replace(V2, micro_batch_sizes=(2,)))
 
 
-def test_a_layer_that_alone_needs_too_much_is_out_of_memory() -> None:
-    """As on a device that is here, with the size that failed."""
+def test_sizes_that_need_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that is here: an error, or with `--batch-sizes auto` what fits."""
+    import jax
 
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
+    compile_program = tpu.compile_program
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            product = (hidden * self.weight)[:, None] @ hidden[:, :, None].transpose(0, 2).reshape(1, -1, 1)[:, :1]
-            return product.expand(-1, 2**15, 2**15).cumsum(1)
+    def small_only(function: Any, shapes: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(shape.shape[:1] == (16,) for shape in jax.tree.leaves(shapes)):
+            raise tpu.OutOfMemoryError("Ran out of memory on HBM")
+        return compile_program(function, shapes, *args, **kwargs)
 
-    loaded = model_of(
-        nn.Sequential(Wide(), nn.ReLU()), example_batch=lambda size: (torch.randn(size, 1), None), loss_fn=lambda o, _: o.mean()
-    )
-    with pytest.raises(MeasurementError, match="out of memory at micro-batch size 4"):
-        profile_model(loaded, replace(V2, micro_batch_sizes=(4,)))
+    monkeypatch.setattr(tpu, "compile_program", small_only)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    with pytest.raises(MeasurementError, match="out of memory at micro-batch size 16"):
+        profile_model(perceptron(), V2)
+    assert profile_model(perceptron(), replace(V2, until_memory_ends=True)).micro_batch_sizes == (8,)
