@@ -128,23 +128,8 @@ def test_plans_that_one_program_cannot_run_are_refused(
 def test_stages_too_unlike_for_one_program_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One has the parameters, another the activations: each fits, a device with as much of both does not."""
     _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400))
-    assert (
-        call(
-            capsys,
-            "solve",
-            "--devices",
-            "2",
-            "--mem",
-            "4MB",
-            "--batch",
-            "8",
-            "--balance",
-            "1,3",
-            "--micro-batches",
-            "8",
-        ).code
-        == 0
-    )
+    cut = ("--balance", "1,3", "--micro-batches", "8")
+    assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
     refused = call(capsys, "emit", "--format", "jax")
     assert refused.code == 2
     assert "every device holds as much as the stage with most of it" in refused.error
