@@ -115,7 +115,7 @@ def planned(row: Row) -> Iterator[str]:
 
 def _line(row: Row, cap: str, recompute: str, parameters: int, plan: Plan | None) -> str:
     limit = "its own" if cap.startswith("tpu:") else "none"
-    head = f"| {row.name} | {row.dtype} | {row.cores} × {row.chip} | {row.batch} | {limit} | {recompute} |"
+    head = f"| {row.name} | {row.dtype} | {row.cores} x {row.chip} | {row.batch} | {limit} | {recompute} |"
     held = f"{parameters * BYTES_PER_PARAMETER / GIB:.2f} GiB | {row.parameters or '-'}"
     if plan is None:
         return f"{head} - | no plan | {held} | - | {row.activations or '-'} | - |"

@@ -87,8 +87,9 @@ _SETTINGS = {
 _GONE = re.compile("dimname|names", re.IGNORECASE)
 """In the names of overloads for named tensors: `aten.prod.dim_Dimname`, `aten.norm.names_ScalarOpt_dim`."""
 
+# fmt: off
 _CHEAP = frozenset(
-    [
+    (
         "abs",
         "add",
         "add_any",
@@ -141,6 +142,9 @@ _CHEAP = frozenset(
         "random_wrap",
         "real",
         "reduce_precision",
+        "reduce_window",
+        "reduce_window_max",
+        "reduce_window_sum",
         "rem",
         "reshape",
         "rev",
@@ -164,9 +168,10 @@ _CHEAP = frozenset(
         "threefry2x32",
         "transpose",
         "xor",
-    ]
+    )
 )
-"""Primitives of JAX that the compiler computes while it reads or writes for another one."""
+# fmt: on
+"""Primitives of JAX that the compiler computes while it reads or writes for another one; and pooling, almost one."""
 
 
 class LacksOperatorError(Exception):
