@@ -53,6 +53,11 @@ MODELS = [
         Subject(name, Path(__file__).resolve().parent / "real_models.py", (f"name={name}",))
         for name in ("gpt2", "llama", "bert", "t5", "vit", "convnext")
     ),
+    Subject(
+        "vit, 3 of 6 blocks frozen",
+        Path(__file__).resolve().parent / "real_models.py",
+        ("name=vit", "frozen=3"),
+    ),
 ]
 NUM_STAGES = 3
 MICRO_BATCH_SIZE = 2

@@ -1,8 +1,10 @@
 """Models of `transformers` as users bring them, of some width, with random weights: a model.py with a choice.
 
 gpipe-plan profile benchmarks/real_models.py --set name=llama
+gpipe-plan profile benchmarks/real_models.py --set name=vit --set frozen=3
 """
 
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -53,13 +55,23 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 """By name: class, configuration, kind of input, settings."""
 
 
-def build_model(name: str = "gpt2") -> nn.Module:
-    """One of `MODELS`; without dropout, so that steps can be compared."""
+def build_model(name: str = "gpt2", frozen: int = 0) -> nn.Module:
+    """One of `MODELS`; without dropout, so that steps can be compared.
+
+    Args:
+        name: Which.
+        frozen: How many of its first blocks are not trained, nor what lies in front of them.
+    """
     import transformers  # noqa: PLC0415 - it takes seconds
 
     transformers.logging.set_verbosity_error()
     architecture, config, _, settings = MODELS[name]
     model: nn.Module = getattr(transformers, architecture)(getattr(transformers, config)(**settings))
+    for path, parameter in model.named_parameters() if frozen else ():
+        number = re.search(r"\.(\d+)\.", path)
+        if number is not None and int(number[1]) >= frozen:
+            break
+        parameter.requires_grad_(False)
     return model.eval()
 
 

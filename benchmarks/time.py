@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from planner.core.profile import LayerProfile, Profile
 from planner.model import load_model
 from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name
+from planner.model.recording import arguments_of
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.clocks import CpuClock
 from planner.solve import Request, solve
@@ -54,7 +56,9 @@ def loss_fn(output, target):
     return nn.functional.cross_entropy(output, target)
 """
 CASES = {"transformer_lm": 4, "resnet": 4, "amoebanet_d": 8, "mlp": 256, "vgg": 8}
-"""Micro-batch size of each model."""
+"""Micro-batch size of each model that is planned, too."""
+REAL_CASES = {"gpt2": 4, "bert": 4, "vit": 4}
+"""The same of those models of `transformers` of which only the sums are taken."""
 ROUNDS = 6
 MICRO_BATCHES = 2
 BATCH = 8
@@ -72,7 +76,9 @@ def main() -> None:
         vgg.write_text(VGG, encoding="utf-8")
         paths = {name: SAMPLES / f"{name}.py" if name != "vgg" else vgg for name in CASES}
         models = {name: load_model(str(path), settings={}, inputs=[], optimizer=None) for name, path in paths.items()}
-        _sums(models)
+        real = Path(__file__).with_name("real_models.py")
+        reals = {n: load_model(str(real), settings={"name": n}, inputs=[], optimizer=None) for n in REAL_CASES}
+        _sums(models | reals)
         _plans(models)
 
 
@@ -81,7 +87,7 @@ def _sums(models: dict[str, LoadedModel]) -> None:
     print(f"The smallest of {ROUNDS} rounds on either side.\n")
     print("| model | micro-batch | whole step | layers | forward | backward | optimizer | layers against step |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, size in CASES.items():
+    for name, size in (CASES | REAL_CASES).items():
         layers, whole = _smallest(models[name], size)
         parts = [f"{a / b - 1:+.1%}" for a, b in zip(layers, whole, strict=True)]
         weights = (MICRO_BATCHES, MICRO_BATCHES, 1)
@@ -140,10 +146,11 @@ def _of_model(loaded: LoadedModel, size: int) -> tuple[float, float, float]:
 
 
 def _forward_and_backward(
-    loaded: LoadedModel, model: nn.Module, inputs: Tensor, targets: Tensor, clock: CpuClock
+    loaded: LoadedModel, model: nn.Module, inputs: Any, targets: Any, clock: CpuClock
 ) -> tuple[float, float]:
     losses: list[Tensor] = []
-    forward_us = clock.time_us(lambda: losses.append(loaded.loss_fn(model(inputs), targets)))
+    args, kwargs = ((inputs,), {}) if isinstance(model, nn.Sequential) else arguments_of(inputs)
+    forward_us = clock.time_us(lambda: losses.append(loaded.loss_fn(model(*args, **kwargs), targets)))
     return forward_us, clock.time_us(losses.pop().backward)
 
 

@@ -1,4 +1,4 @@
-"""The commands as functions: `planner.profile`, `planner.solve`, `planner.emit`, `planner.check`, and two more.
+"""The commands as functions: `planner.profile`, `planner.solve`, `planner.emit`, `planner.check`, and three more.
 
 Options have the names and defaults that they have on the command line, and take its texts ("8GB", "25GB/s,5us") or
 values (bytes, numbers, lists, a `Link`). Profiles and plans may be values or paths. Nothing is printed, and a profile
@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from planner import files
 from planner.core import options
+from planner.core.calibration import Calibration, calibrated_executor
 from planner.core.cluster import Link
 from planner.core.comparison import ComparedPlan, Comparison
 from planner.core.devices import accelerator
@@ -27,9 +28,10 @@ from planner.core.recut import with_cuts
 from planner.core.sweep import Sweep
 from planner.core.units import parse_us
 from planner.core.verdict import Verdict, compared, judge, with_findings
+from planner.core.verification import Tolerance, Verification, verification_of
 from planner.show.notebook import plan_html
 
-__all__ = ["check", "compare", "emit", "profile", "solve", "sweep"]
+__all__ = ["check", "compare", "emit", "profile", "solve", "sweep", "verify"]
 
 File = str | os.PathLike[str]
 
@@ -58,6 +60,7 @@ def profile(
     granularity: str = "coarse",
     repeat: int = 10,
     time_budget: str = "60s",
+    calibration: File | Calibration | None = None,
     example_batch: Callable[[int], tuple[Any, Any]] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     progress: Progress = lambda *_: None,
@@ -79,6 +82,7 @@ def profile(
         granularity: `coarse`: about one layer per block, or `fine`: cuts inside blocks too.
         repeat: Timed repeats of every layer, at least.
         time_budget: More repeats than that are begun only so long after the first.
+        calibration: What a run measured, as `verify` gives it, or its file: the executor's overhead and link.
         example_batch: For an `nn.Module`: from a batch size to `(inputs, targets)`.
         loss_fn: For an `nn.Module`: from output and target to a scalar; without it the mean of the output.
         progress: Called as layers are measured.
@@ -121,6 +125,10 @@ def profile(
         until_memory_ends=batch_sizes == "auto",
     )
     measured = profile_model(loaded, how, progress)
+    found = _calibration(calibration)
+    if found is not None:
+        executor = calibrated_executor(found, measured.device.kind)
+        measured = replace(measured, device=replace(measured.device, executor=executor))
     if output is not None:
         files.write(os.fspath(output), measured)
     return measured
@@ -144,7 +152,8 @@ def solve(
     inter_link: str | Link | None = None,
     allreduce: str | Link | None = None,
     overhead: str | None = None,
-    reserve: str | int = "0B",
+    reserve: str | int | None = None,
+    calibration: File | Calibration | None = None,
     headroom: str | float = "0%",
     balance: Numbers | File | None = None,
     together: Sequence[str | Sequence[str]] | None = None,
@@ -176,7 +185,8 @@ def solve(
         inter_link: Between nodes; `link` is then within a node.
         allreduce: What replicas sum their gradients over.
         overhead: The executor's time per micro-batch, stage and direction, such as `1ms`.
-        reserve: Kept free on every device.
+        reserve: Kept free on every device; by default what `calibration` says, or nothing.
+        calibration: What a run measured, as `verify` gives it, or its file: instead of the profile's link and overhead.
         headroom: Share of every cap kept free: `5%`, or 0.05.
         balance: Layers per stage, or a file that gives the cuts; then these are judged, none searched.
         together: Groups of layers that must be in one stage.
@@ -219,6 +229,7 @@ def solve(
         allreduce=allreduce,
         overhead=overhead,
         reserve=reserve,
+        calibration=_calibration(calibration),
         headroom=headroom,
         balance=None if balance is None else _cuts(balance, read),
         together=together,
@@ -248,14 +259,16 @@ def emit(
     *,
     output: File = ".",
     profile: File | Profile | None = None,
+    standalone: bool = False,
     force: bool = False,
-) -> tuple[Path, Path]:
+) -> tuple[Path, ...]:
     """Writes `balance.yaml` and `train.py`, the pipelined training script, and says where they stand.
 
     Args:
         plan: A plan, or its file.
         output: Folder to write to.
         profile: The plan's profile, if it is a value or its file was moved.
+        standalone: Whether to write a `train.py` alone, which needs torch alone: plain GPipe or 1F1B, `nn.Sequential`.
         force: Whether to overwrite a train.py that was edited.
 
     Raises:
@@ -263,22 +276,23 @@ def emit(
         UsageError: The executor cannot run such a plan, or the profile names no model file.
         FileError: A file cannot be read or written, or train.py was edited.
     """
-    from planner.emit import emit_native, is_edited  # noqa: PLC0415 - only here
+    from planner.emit import emit_native, emit_standalone, is_edited  # noqa: PLC0415 - only here
 
     read, place = _plan(plan)
     measured, profile_place = _profile_for(read, place, profile)
-    verdict = judge(read, measured, profile_digest=files.digest_of(measured))
-    for found in verdict.findings:
-        if found.code in ("GP201", "GP202"):
-            raise StaleError(found.message, path=place, hint=found.hint)
     folder = str(Path(profile_place).parent)
-    emitted = emit_native(verdict.plan or read, measured, folder=os.fspath(output), profile_folder=folder)
-    balance, script = Path(output, "balance.yaml"), Path(output, "train.py")
+    now, where = _fresh(read, measured, place), {"folder": os.fspath(output), "profile_folder": folder}
+    if standalone:
+        texts = {"train.py": emit_standalone(now, measured, **where)}
+    else:
+        emitted = emit_native(now, measured, **where)
+        texts = {"balance.yaml": emitted.balance, "train.py": emitted.script}
+    script = Path(output, "train.py")
     if not force and is_edited(script):
         raise FileError("was edited since it was emitted", path=str(script), hint="keep it, or pass `force=True`")
-    files.write_text(str(balance), emitted.balance)
-    files.write_text(str(script), emitted.script)
-    return balance, script
+    for name, text in texts.items():
+        files.write_text(str(Path(output, name)), text)
+    return tuple(Path(output, name) for name in texts)
 
 
 def check(
@@ -340,6 +354,58 @@ def check(
     return verdict
 
 
+def verify(
+    plan: File | Plan = "plan.yaml",
+    *,
+    profile: File | Profile | None = None,
+    steps: int = 12,
+    tolerance_time: str | float = "10%",
+    tolerance_memory: str | Sequence[str | float] = "1%,5%",
+    calibration: File | None = None,
+    progress: Progress = lambda *_: None,
+) -> Verification:
+    """Runs a plan for a few steps on this machine and sets what it took beside what was predicted.
+
+    Starts torchrun with a process for every device of the plan, on the bundled executor.
+
+    Args:
+        plan: A plan, or its file.
+        profile: The plan's profile, if it is a value or its file was moved.
+        steps: Optimizer steps; the first two warm up.
+        tolerance_time: How far the step time may be off.
+        tolerance_memory: How far a predicted peak may lie below the measured one, and how far above it.
+        calibration: Where to write what the run says of the machine, for `solve`.
+        progress: Called after every step.
+
+    Raises:
+        StaleError: The plan was made from another profile.
+        UsageError: The executor cannot run such a plan, or an option is wrong.
+        MeasurementError: The run failed.
+        FileError: A file cannot be read or written.
+    """
+    from planner.emit.trial import crowding, run_plan  # noqa: PLC0415 - only here
+
+    below, above = options.two_shares("--tolerance-memory", tolerance_memory)
+    tolerance = Tolerance(step=options.share(tolerance_time), memory_below=below, memory_above=above)
+    if steps < 3:
+        raise UsageError(f"`--steps {steps}`: the first 2 steps warm up, so at least 3 are needed")
+    if calibration is not None:
+        files.check_writable(os.fspath(calibration))
+    read, place = _plan(plan)
+    measured, profile_place = _profile_for(read, place, profile)
+    now = _fresh(read, measured, place)
+    folder = str(Path(profile_place).parent)
+    report = run_plan(now, measured, profile_folder=folder, steps=steps, progress=progress)
+    found = verification_of(now, measured, report, tolerance, crowded=crowding(now, measured))
+    if calibration is not None:
+        files.write(os.fspath(calibration), found.calibration, header=CALIBRATION_HEADER)
+    return found
+
+
+CALIBRATION_HEADER = """\
+Measured by `gpipe-plan verify` in a run of a plan; what a person knows better may be edited."""
+
+
 def compare(*plans: File | Plan) -> Comparison:
     """Plans beside each other, each recomputed from its profile where that can be.
 
@@ -372,7 +438,7 @@ def sweep(
     recompute: str = "auto",
     link: str | Link | None = None,
     overhead: str | None = None,
-    reserve: str | int = "0B",
+    reserve: str | int | None = None,
     headroom: str | float = "0%",
     time_limit: str | None = None,
     output: File | None = None,
@@ -391,7 +457,7 @@ def sweep(
         recompute: `auto`, `never`, `except-last`, `always` or `layers`.
         link: Between neighbours.
         overhead: The executor's time per micro-batch, stage and direction.
-        reserve: Kept free on every device.
+        reserve: Kept free on every device; None: what the profile says of its own, or nothing.
         headroom: Share of every cap kept free.
         time_limit: For each cell.
         output: A folder, into which the plan of every cell is written.
@@ -463,6 +529,15 @@ def _profile_for(plan: Plan, place: str, given: File | Profile | None) -> tuple[
     return files.read_profile(path), path
 
 
+def _fresh(plan: Plan, profile: Profile, place: str) -> Plan:
+    """The plan as its profile predicts it now; raises `StaleError` where that is another one."""
+    verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
+    for found in verdict.findings:
+        if found.code in ("GP201", "GP202"):
+            raise StaleError(found.message, path=place, hint=found.hint)
+    return verdict.plan or plan
+
+
 def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
     """A finding for every difference between a model's file of today and the model that was profiled."""
     from planner.model import in_precision, load_model  # noqa: PLC0415 - torch
@@ -491,6 +566,10 @@ def _links(given: File | Sequence[Link] | None, *others: object) -> Sequence[Lin
     if isinstance(given, (str, os.PathLike)):
         return tuple(boundary.link for boundary in files.read_links(os.fspath(given)).boundaries)
     return given
+
+
+def _calibration(given: File | Calibration | None) -> Calibration | None:
+    return files.read_calibration(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else given
 
 
 def _cuts(given: Numbers | File, profile: Profile) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ from planner import files
 from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
 from planner.cli.plans import profile_for, profile_path
+from planner.core.balance import launch_line
 from planner.core.errors import FileError, StaleError, UsageError
 from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.verdict import judge
-from planner.emit import ENGINES, JAX_SCRIPT, emit_engine, emit_jax, emit_native, is_edited
+from planner.emit import ENGINES, JAX_SCRIPT, emit_engine, emit_jax, emit_native, emit_standalone, is_edited
 
 __all__ = ["emit"]
 
@@ -31,6 +32,10 @@ def emit(
         ),
     ] = "native",
     *,
+    standalone: Annotated[
+        bool,
+        typer.Option("--standalone", help="A train.py that needs torch alone: plain GPipe or 1F1B, nn.Sequential."),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that was edited.")] = False,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
@@ -39,6 +44,8 @@ def emit(
     console = Console(quiet=quiet)
     if format_ not in ("native", "jax", *ENGINES):
         raise UsageError(f"unknown `--format {format_}`", hint=f"one of native, jax, {', '.join(ENGINES)}")
+    if standalone and format_ != "native":
+        raise UsageError(f"`--standalone` goes with the native format, not with `--format {format_}`")
     read = files.read_plan(plan)
     measured = profile_for(read, plan, profile)
     verdict = judge(read, measured, profile_digest=files.digest_of(measured))
@@ -48,7 +55,9 @@ def emit(
         console.warning(f"{finding.code}: {finding.message}")
     now = verdict.plan or read
     folder = str(Path(profile_path(read, plan, profile)).parent)
-    if format_ == "native":
+    if standalone:
+        _standalone(console, now, measured, output, folder, force=force)
+    elif format_ == "native":
         _native(console, now, measured, output, folder, force=force)
     elif format_ == "jax":
         _jax(console, now, measured, output, folder, force=force)
@@ -63,12 +72,21 @@ def _native(console: Console, plan: Plan, profile: Profile, output: str, profile
     files.write_text(str(Path(output, "balance.yaml")), emitted.balance)
     files.write_text(str(script), emitted.script)
     console.result(f"{Path(output, 'balance.yaml')}\n{script}")
-    order = [plan.device_of(stage) for stage in plan.stages]
-    if order != sorted(order) or order[-1] >= len(order):
-        places = ",".join(map(str, order))
-        console.note(
-            f"note: the stages are planned for devices {places}, in this order (CUDA_VISIBLE_DEVICES={places})"
-        )
+    used = sorted({plan.device_of(stage) for stage in plan.stages})
+    if used[-1] >= len(used):
+        places = ",".join(map(str, used))
+        console.note(f"note: the stages are planned for devices {places} (CUDA_VISIBLE_DEVICES={places})")
+    console.next(launch_line(plan.num_devices * plan.replicas, str(script)))
+
+
+def _standalone(
+    console: Console, plan: Plan, profile: Profile, output: str, profile_folder: str, *, force: bool
+) -> None:
+    text = emit_standalone(plan, profile, folder=output, profile_folder=profile_folder)
+    script = Path(output, "train.py")
+    _keep_edited(script, force=force)
+    files.write_text(str(script), text)
+    console.result(str(script))
     console.next(f"torchrun --nproc-per-node {len(plan.stages)} {script}")
 
 

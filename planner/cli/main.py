@@ -22,15 +22,20 @@ _HELP = """Plan pipeline-parallel training: where to cut a model into stages, an
   gpipe-plan solve --devices 8 --mem 8GB      find the fastest plan       -> plan.yaml
   gpipe-plan emit                             write what runs it          -> balance.yaml, train.py
   gpipe-plan check                            does the plan still fit?    (for CI: exit code 0 or 1)
+  gpipe-plan verify                           does it run as predicted?   -> calibration.yaml, for solve --calibration
   gpipe-plan show FILE                        look at a profile, a plan or a run report
   gpipe-plan compare A.yaml B.yaml            plans beside each other
   gpipe-plan sweep --devices 1,2,4 --mem 80GB what is the smallest cluster that trains this?
+  gpipe-plan export CHECKPOINT                what train.py saved, as one state dict -> model.pt
 
 \b
   torchrun … -m planner profile-links         measure the links between the devices -> links.yaml, for solve --links
 """
 
-_COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "explain", "show", "compare", "sweep", "schema")
+_COMMANDS = (
+    *("profile", "profile-links", "solve", "emit", "check", "verify", "explain", "show", "compare", "sweep", "export"),
+    "schema",
+)
 """Each a function in the module of its name, with an underscore for the dash."""
 
 

@@ -11,6 +11,7 @@ import typer
 
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
+from planner.core.calibration import calibrated_executor
 from planner.core.cluster import ExecutorCost
 from planner.core.errors import UsageError
 from planner.core.options import choice, micro_batch_sizes
@@ -72,6 +73,10 @@ def profile(
     time_budget: Annotated[
         str, typer.Option(metavar="60s", help="Begin no repeats beyond `--repeat` after timing for so long; 0s: none.")
     ] = "60s",
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Executor and link as `verify` measured them, instead of measuring them."),
+    ] = None,
     format_: Format = "text",
     *,
     quiet: Quiet = False,
@@ -93,6 +98,9 @@ def profile(
     from planner.show import profile_text  # noqa: PLC0415
 
     files.check_writable(output)
+    found = files.read_calibration(calibration) if calibration is not None else None
+    if found is not None and device in ("cpu", "cuda"):
+        calibrated_executor(found, device)  # before anything is measured
     options = ProfileOptions(
         micro_batch_sizes=sizes,
         device=device,
@@ -116,7 +124,7 @@ def profile(
         for note in loaded.notes:
             console.note(f"note: {note}")
         # First, because an interrupt from here on loses nothing.
-        executor = _executor(console) if device.startswith("cpu") else None
+        executor = _executor(console) if device.startswith("cpu") and found is None else None
         if earlier is not None:
             console.note(f"note: going on from {unfinished}")
         try:
@@ -127,6 +135,8 @@ def profile(
                 files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=model))
                 console.note(f"wrote {unfinished}: the same command goes on from there")
             raise
+    if found is not None:
+        executor = calibrated_executor(found, measured.device.kind)
     measured = replace(measured, device=replace(measured.device, executor=executor))
     measured = replace(measured, model=replace(measured.model, source=_relative(measured.model.source, output)))
     header = _HEADER.format(model=model, how=measured.device.how.capitalize())

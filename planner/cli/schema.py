@@ -11,11 +11,13 @@ from planner.core.errors import UsageError
 
 __all__ = ["schema"]
 
-_KINDS = ("profile", "plan", "balance", "run", "links", "partial")
+_KINDS = ("profile", "plan", "balance", "run", "links", "calibration", "partial")
 
 
 def schema(
-    kind: Annotated[str, typer.Argument(metavar="profile|plan|balance|run|links|partial", help="Which file.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="profile|plan|balance|run|links|calibration|partial", help="Which file.")
+    ],
 ) -> None:
     """Print the JSON Schema of a file, for editors and other tools."""
     if kind not in _KINDS:

@@ -12,6 +12,7 @@ from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.cli.plans import events_of, profile_for, profile_path, step_of_plan
 from planner.core.balance import Balance
+from planner.core.calibration import Calibration
 from planner.core.errors import UsageError
 from planner.core.links import Links
 from planner.core.partial import Partial
@@ -68,10 +69,8 @@ def show(
     if len(to_stdout) > 1 or (to_stdout and as_json):
         taken = " and ".join([*to_stdout, *(["--format json"] if as_json else [])])
         raise UsageError(f"{taken} all go to standard output", hint="name a file")
-    if isinstance(value, Balance):
-        raise UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
-    if isinstance(value, Partial):
-        raise UsageError(f"{file} is an unfinished profile", hint="finish it: run the same `gpipe-plan profile` again")
+    if isinstance(value, (Balance, Calibration, Partial)):
+        raise _refusal(value, file)
     if run is not None and not isinstance(value, Plan):
         raise UsageError(f"`--run` goes with a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
     wanted = {option: path for option, path in outputs.items() if path is not None}
@@ -87,6 +86,14 @@ def show(
     for path in wanted.values():
         if path != "-":
             console.note(f"wrote {path}")
+
+
+def _refusal(value: Balance | Calibration | Partial, file: str) -> UsageError:
+    if isinstance(value, Balance):
+        return UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
+    if isinstance(value, Calibration):
+        return UsageError(f"{file} is a calibration", hint=f"plan with it: `gpipe-plan solve --calibration {file}`")
+    return UsageError(f"{file} is an unfinished profile", hint="finish it: run the same `gpipe-plan profile` again")
 
 
 def _seen(

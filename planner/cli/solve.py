@@ -68,7 +68,13 @@ def solve(
     overhead: Annotated[
         str | None, typer.Option(metavar="1ms", help="Executor's time per micro-batch, stage and direction.")
     ] = None,
-    reserve: Annotated[str, typer.Option(metavar="500MB", help="Kept free on every device.")] = "0B",
+    reserve: Annotated[
+        str | None, typer.Option(metavar="500MB", help="Kept free on every device; default: as calibrated or measured.")
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="What `verify` measured of this machine: link, overhead and more."),
+    ] = None,
     headroom: Annotated[str, typer.Option(metavar="5%", help="Share of every cap kept free.")] = "0%",
     balance: Annotated[
         str | None, typer.Option(metavar="6,6,6,6|FILE", help="Judge these cuts instead of searching.")
@@ -124,6 +130,7 @@ def solve(
         allreduce=allreduce,
         overhead=overhead,
         reserve=reserve,
+        calibration=calibration,
         headroom=headroom,
         balance=balance,
         together=together,

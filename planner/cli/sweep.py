@@ -34,7 +34,9 @@ def sweep(
     overhead: Annotated[
         str | None, typer.Option(metavar="1ms", help="Executor's time per micro-batch, stage and direction.")
     ] = None,
-    reserve: Annotated[str, typer.Option(metavar="500MB", help="Kept free on every device.")] = "0B",
+    reserve: Annotated[
+        str | None, typer.Option(metavar="500MB", help="Kept free on every device, as measured or 0B.")
+    ] = None,
     headroom: Annotated[str, typer.Option(metavar="5%", help="Share of every cap kept free.")] = "0%",
     time_limit: Annotated[
         str | None, typer.Option(metavar="60s", help="For each cell; then the best plan found, with its proven gap.")

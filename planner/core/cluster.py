@@ -58,6 +58,8 @@ class Cluster:
     memory_bytes: tuple[int, ...]
     speeds: tuple[float, ...] = ()
     """How many times faster than the profiled device each is; empty where all are as fast as it."""
+    compute: float = 1.0
+    """How many times what was profiled all computing takes, as a run measured it."""
     link: Link = field(default_factory=Link)
     inter_link: Link | None = None
     """Between nodes, where that differs."""
@@ -79,7 +81,7 @@ class Cluster:
 
     def speed(self, device: int) -> float:
         """How many times faster than the profiled device `device` is."""
-        return self.speeds[device] if self.speeds else 1.0
+        return (self.speeds[device] if self.speeds else 1.0) / self.compute
 
     def link_behind(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
         """The link from `device` to the next one of a pipeline of `num_devices`, from the last one back to the first.

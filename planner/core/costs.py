@@ -79,6 +79,11 @@ class ChainCosts:
     """During the first micro-batch's backward; parameter gradients that it allocates are counted."""
     backward_level: FloatArray
     """During a later backward; parameter gradients are not counted, those of `casts` behind the layer are."""
+    end_twice_first: FloatArray
+    """Of the first backward's level, the engine's output and its gradient, what is counted twice where a stage ends
+    with the layer. Tensors that the layer did not make count as far as their gradients."""
+    end_twice: FloatArray
+    """Likewise of a later backward."""
     internal: FloatArray
     """The part of `saved` that never leaves the layer."""
     storage_from: IntArray
@@ -93,6 +98,12 @@ class ChainCosts:
     kept_by_maker: FloatArray
     """Its bytes where the layer that makes it keeps it, and no other, else 0."""
     kept_by_nobody: FloatArray
+    relayed_first: IntArray
+    """Shape (R,), as the next two: of a tensor that passes by, the first layer that hands its gradient on as it is."""
+    relayed_last: IntArray
+    """The last of the layers that do so one after the other."""
+    relayed: FloatArray
+    """Bytes of that gradient."""
     exact: bool
     """Whether the levels come from exact records; else they are the additive bound of the two transient peaks."""
 
@@ -159,6 +170,8 @@ class CostTable:
                 len(places), 3
             )
         until = [max(record.crossing[p].until for record, _ in records if p in record.crossing) for p in places]
+        relays = sorted(set.intersection(*(set(record.relays) for record, _ in records)))
+        relayed = [sum(weight * record.relays[relay] for record, weight in records) for relay in relays]
 
         def blend(get: Callable[[_Record], FloatArray]) -> FloatArray:
             return np.maximum(sum((weight * get(record) for record, weight in records), np.zeros(())), 0.0)
@@ -174,6 +187,9 @@ class CostTable:
             kept_by_readers=np.maximum(storages[:, 0], 0.0),
             kept_by_maker=np.maximum(storages[:, 1], 0.0),
             kept_by_nobody=np.maximum(storages[:, 2], 0.0),
+            relayed_first=np.array([relay.first for relay in relays], dtype=np.int64),
+            relayed_last=np.array([relay.last for relay in relays], dtype=np.int64),
+            relayed=np.maximum(np.array(relayed, dtype=float), 0.0),
             exact=self._exact,
             **self._constants,
             **dict(zip(_RECORD, memory, strict=True)),
@@ -203,13 +219,15 @@ class CostTable:
                 details = [layer.detail[n] for layer in layers]
                 storages = _Storages(details)
                 memory, crossing = _exact_memory(layers, details, storages), storages.crossing()
+                relays = storages.relays()
             else:
-                memory, crossing = _additive_memory(layers, n), _additive_crossing(layers, n)
+                memory, crossing, relays = _additive_memory(layers, n), _additive_crossing(layers, n), {}
             self._records[n] = _Record(
                 forward_us=np.array([layer.forward_us[n] for layer in layers], dtype=float),
                 backward_us=np.array([layer.backward_us[n] for layer in layers], dtype=float),
                 memory=np.array(memory, dtype=float),
                 crossing=crossing,
+                relays=relays,
                 target=np.array(layers[-1].detail[n].target_bytes if self._exact else 0.0),
             )
         return self._records[n]
@@ -223,6 +241,8 @@ class _Record(NamedTuple):
     memory: FloatArray
     """Rows as in `_RECORD`."""
     crossing: "dict[tuple[int, int], _Crossing]"
+    relays: "dict[_Relay, int]"
+    """With the bytes of the gradient."""
     target: FloatArray
 
 
@@ -238,6 +258,8 @@ _RECORD = (
     "no_grad_peak",
     "first_backward_level",
     "backward_level",
+    "end_twice_first",
+    "end_twice",
     "internal",
 )
 
@@ -284,6 +306,7 @@ def _additive_memory(layers: Sequence[LayerProfile], n: int) -> list[list[float]
         [s + f for s, f in zip(saved, forward, strict=True)],
         backward,
         backward,
+        *([0.0] * len(layers) for _ in range(2)),
         # What is saved holds the output as far as it can, as above.
         [max(0.0, kept - out) for out, kept in zip(output, saved, strict=True)],
     ]
@@ -308,6 +331,10 @@ def _exact_memory(
     received = [sum(t.bytes for t in d.inputs) for d in details]
     behind = [storages.bytes_behind(n) for n in range(len(layers))]
     boundaries = [received[0], *(max(pair) for pair in zip(behind, received[1:], strict=False)), behind[-1]]
+    # Where a stage ends: its output, but for what the layers in front made and the layer's peak does not count, and
+    # the gradient of all of it (of the loss, none is received).
+    at_end = [2 * boundaries[n + 1] - storages.passing(n) for n in range(len(layers))]
+    at_end[-1] -= boundaries[-1]
     return [
         [float(size) for size in boundaries[:-1]],
         [float(size) for size in boundaries[1:]],
@@ -323,8 +350,26 @@ def _exact_memory(
         [held[n] + d.first_backward_peak_bytes - gradients[n + 1] + gradients[-1] for n, d in enumerate(details)],
         # Gradients of autocast's copies, likewise: they wait for the end of the backward.
         [held[n] + d.backward_peak_bytes - casts[n + 1] + casts[-1] for n, d in enumerate(details)],
+        [
+            _twice(d.first_backward_peak_bytes, d.end_first_backward_peak_bytes, at_end[n])
+            for n, d in enumerate(details)
+        ],
+        [_twice(d.backward_peak_bytes, d.end_backward_peak_bytes, at_end[n]) for n, d in enumerate(details)],
         [float(d.internal_bytes) for d in details],
     ]
+
+
+def _twice(peak_bytes: int, end_peak_bytes: int | None, at_end_bytes: float) -> float:
+    return 0.0 if end_peak_bytes is None else max(0.0, peak_bytes + at_end_bytes - end_peak_bytes)
+
+
+class _Relay(NamedTuple):
+    """A tensor that passes by some layers, one after the other, which hand its gradient on as it is."""
+
+    origin: int
+    place: int
+    first: int
+    last: int
 
 
 class _Crossing(NamedTuple):
@@ -355,6 +400,7 @@ class _Storages:
         self.until: list[int] = []
         self.kept: list[bool] = []
         self.kept_by_reader: list[bool] = []
+        self.relaying: list[list[int]] = []
         self.behind: list[list[int]] = []
         crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
         for layer, detail in enumerate(details):
@@ -377,6 +423,7 @@ class _Storages:
         self.until.append(origin)
         self.kept.append(tensor.kept)
         self.kept_by_reader.append(False)
+        self.relaying.append([])
         return len(self.bytes) - 1
 
     def _output(self, layer: int, tensor: BoundaryTensor, received: list[int], before: list[int]) -> int:
@@ -385,6 +432,8 @@ class _Storages:
             storage = others[tensor.alias]
             self.kept[storage] |= tensor.kept
             self.kept_by_reader[storage] |= tensor.kept and self.origin[storage] < layer
+            if tensor.relayed and layer not in self.relaying[storage]:
+                self.relaying[storage].append(layer)
             return storage
         return self._new(layer, len(before), tensor)
 
@@ -404,6 +453,20 @@ class _Storages:
             bytes_by = (float(size * (by == 0)), float(size * (by == 1)), float(size * (by == 2)))
             found[self.origin[n], self.place[n]] = _Crossing(self.until[n], bytes_by)
         return found
+
+    def relays(self) -> dict[_Relay, int]:
+        """As few as there are."""
+        found = {}
+        for n, layers in enumerate(self.relaying):
+            begins = [layer for layer in layers if layer - 1 not in layers]
+            ends = [layer for layer in layers if layer + 1 not in layers]
+            for first, last in zip(begins, ends, strict=True):
+                found[_Relay(self.origin[n], self.place[n], first, last)] = self.bytes[n]
+        return found
+
+    def passing(self, layer: int) -> int:
+        """Bytes behind `layer` that a layer in front of it made."""
+        return sum(self.bytes[s] for s in set(self.behind[layer]) if self.origin[s] < layer)
 
     def bytes_behind(self, layer: int) -> int:
         return sum(self.bytes[storage] for storage in set(self.behind[layer]))

@@ -1,13 +1,12 @@
 """Peak memory of a device that runs several chunks of the chain in turn (interleaved schedules).
 
-Each chunk is a stage (`planner.core.memory`): it holds its parameters and the like all the time, `held` bytes for every
-micro-batch of it in flight, `casts` bytes (autocast's copies of weights) until the last backward of the step, and
-`working` bytes while one of its forwards or backwards runs. Which chunk has how many
-micro-batches in flight at every action follows from the schedule, so the device's peak is
+Each chunk is a stage, and needs so many bytes of every part in `planner.core.memory.ChunkParts`: what is always there,
+what a micro-batch between its forward and its backward holds, what a forward or a backward needs while it runs, and so
+on. How many of every part are there at once follows from the schedule, transfers included, instruction by instruction:
 
-    max over its actions of   sum over chunks (always + casts + in flight · held)  +  working of the chunk that runs
+    bytes during an instruction = sum over chunks of (always + sum over parts of count * part)
 
-or the moment of the optimizer's step. With one chunk that is the stage's own peak under 1F1B.
+and the device's peak is the largest of these, or the moment of the optimizer's step.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,64 +17,125 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts
-from planner.core.memory import stage_memory
+from planner.core.memory import CHUNK_PARTS, chunk_parts, stage_memory
 from planner.core.plan import Recompute, StageMemory
-from planner.core.schedule import Action, in_flight_profile
+from planner.core.schedule import Action, Instruction, with_transfers
 
-__all__ = [
-    "MANY",
-    "ChunkMemory",
-    "chunk_memory",
-    "device_memory",
-    "device_peaks",
-    "mini_batch_bytes",
-    "moments_of",
-]
+__all__ = ["ChunkMemory", "Counts", "chunk_memory", "counts_of", "device_memory", "device_peaks", "moments_of"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-MANY = 1 << 20
-"""Micro-batches in flight, so many that their memory decides when a stage's peak is."""
+_PLACE = {part: place for place, part in enumerate(CHUNK_PARTS)}
+_RUNNING = ("forward", "last_forward", "first_backward", "backward", "last_backward")
 
 
 class ChunkMemory(NamedTuple):
     """What one chunk needs, in bytes."""
 
     always: StageMemory
-    """What is there whatever runs; of `in_flight` what does not depend on how many micro-batches there are."""
-    casts: float
-    held: float
-    """Per micro-batch in flight, the one that runs included."""
-    transfer: float
-    """While one runs, beside what is held."""
-    working: float
-    optimizer_step: float
-    """Peak of the optimizer's step above parameters, gradients and its state."""
+    """What is there whatever runs."""
+    parts: FloatArray
+    """Of each of `CHUNK_PARTS`."""
+
+    def part(self, name: str) -> float:
+        """One of them."""
+        return float(self.parts[_PLACE[name]])
 
 
-class Moments(NamedTuple):
-    """The moments of a device's step that can hold its peak; arrays with a row per moment."""
+class Counts(NamedTuple):
+    """How many of every part are on a device: arrays of shape (actions, V, parts)."""
 
-    in_flight: IntArray
-    """Shape (moments, V)."""
-    running: IntArray
-    """Shape (moments,): the chunk that runs."""
+    during: IntArray
+    """While an action runs."""
+    after: IntArray
+    """Until the next one runs."""
 
 
-@lru_cache(maxsize=4096)
-def moments_of(row: tuple[Action, ...], chunks: int) -> Moments:
-    """The moments of one device's actions, those left out in which another has as much of everything."""
-    seen = {(counts, action.chunk) for counts, action in zip(in_flight_profile(row, chunks), row, strict=True)}
-    kept = [
-        (counts, running)
-        for counts, running in sorted(seen)
-        if not any(
-            other != counts and running == also and all(a <= b for a, b in zip(counts, other, strict=True))
-            for other, also in seen
-        )
-    ]
-    return Moments(np.array([counts for counts, _ in kept]), np.array([running for _, running in kept]))
+def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
+    """What is there during and after every forward and backward of each device of an interleaved pipeline."""
+    chunks = 1 + max(action.chunk for row in actions for action in row)
+    last = max(action.micro_batch for action in actions[0])
+    return tuple(_counts(row, chunks, last) for row in with_transfers(actions))
+
+
+def _counts(row: Sequence[Instruction], chunks: int, last: int) -> Counts:
+    now = np.zeros((chunks, len(CHUNK_PARTS)), np.int64)
+    now[:, _PLACE["casts"]] = 1
+    during, after = [], []
+    for what in row:
+        mine = now[what.chunk]
+        match what.kind:
+            case "receive F":
+                mine[_PLACE["input"]] += 1
+            case "receive B":
+                mine[_PLACE["output_gradient"]] += 1
+            case "send B":
+                # With it goes the one before.
+                now[:, _PLACE["input_gradient"]] = 0
+                mine[_PLACE["input_gradient"]] = 1
+            case "F" | "B":
+                running = _begin(mine, what, last)
+                mine[_PLACE[running]] = 1
+                during.append(now.copy())
+                mine[_PLACE[running]] = 0
+                _end(mine, what, last)
+                after.append(now.copy())
+    return Counts(np.array(during), np.array(after))
+
+
+def _begin(mine: IntArray, what: Instruction, last: int) -> str:
+    """Takes off what the running micro-batch brings along; which part it is while it runs."""
+    is_last = what.micro_batch == last
+    if what.kind == "F":
+        _take_one(mine, "input")
+        return "last_forward" if is_last else "forward"
+    _take_one(mine, "output_gradient")
+    mine[_PLACE["held"]] -= 1
+    mine[_PLACE["kept"]] -= is_last
+    if not mine[_PLACE["gradients"]]:
+        return "first_backward"
+    return "last_backward" if is_last else "backward"
+
+
+def _take_one(mine: IntArray, part: str) -> None:
+    # The first stage receives no input, the last one no gradient, and what stays on the device is in no buffer.
+    mine[_PLACE[part]] = max(0, mine[_PLACE[part]] - 1)
+
+
+def _end(mine: IntArray, what: Instruction, last: int) -> None:
+    if what.kind == "F":
+        mine[_PLACE["held"]] += 1
+        mine[_PLACE["kept"]] += what.micro_batch == last
+    else:
+        mine[_PLACE["gradients"]] = 1
+
+
+@lru_cache(maxsize=1024)
+def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
+    """Of each device the counts that can be its peak: shape (moments, V, parts), the optimizer's step included.
+
+    Those are left out in which others have as much of everything.
+    """
+    return tuple(
+        _undominated(np.concatenate([counts.during, _optimizer_steps(counts)])) for counts in counts_of(actions)
+    )
+
+
+def _optimizer_steps(counts: Counts) -> IntArray:
+    """One for each chunk's part of the step, of which the largest counts; autocast is left by then."""
+    chunks = counts.during.shape[1]
+    steps = np.zeros((chunks, *counts.during.shape[1:]), np.int64)
+    steps[:, :, _PLACE["gradients"]] = 1
+    steps[np.arange(chunks), np.arange(chunks), _PLACE["optimizer_step"]] = 1
+    return steps
+
+
+def _undominated(counts: IntArray) -> IntArray:
+    flat = np.unique(counts.reshape(len(counts), -1), axis=0)
+    # Sorted, so that only a later one can have as much of everything.
+    kept = [n for n, one in enumerate(flat) if not (flat[n + 1 :] >= one).all(axis=1).any()]
+    return flat[kept].reshape(len(kept), *counts.shape[1:])
 
 
 def chunk_memory(
@@ -88,90 +148,73 @@ def chunk_memory(
     recomputed: Collection[int] = (),
 ) -> ChunkMemory:
     """Of the stage that runs layers `first`..`end - 1`; arguments as for `stage_memory`."""
-
-    def at(in_flight: int) -> StageMemory:
-        return stage_memory(
-            costs,
-            first,
-            end,
-            micro_batches=micro_batches,
-            in_flight=in_flight,
-            recompute=recompute,
-            recomputed=recomputed,
-        )
-
-    many, more = at(MANY), at(MANY + 1)
-    held = more.in_flight - many.in_flight
-    data = round(mini_batch_bytes(costs, micro_batches, np.array(first), np.array(end)).item())
-    # What the running micro-batch holds is counted as held and, where it is only being made, as working as well: what
-    # is too much comes off its working. What is too little (`except-last` keeps one micro-batch) may be there always.
-    rest = many.in_flight - MANY * held - data
-    always = StageMemory.of(
-        parameters=many.parameters,
-        gradients=many.gradients,
-        optimizer=many.optimizer,
-        buffers=many.buffers,
-        in_flight=data + max(0, rest),
+    found = chunk_parts(
+        costs,
+        np.array([first]),
+        end,
+        micro_batches=micro_batches,
+        recompute=recompute,
+        recomputed=recomputed,
     )
-    transients = costs.optimizer_peak[first:end]
-    step = float(transients.sum() if costs.optimizer_peaks_add else transients.max())
-    return ChunkMemory(
-        always, float(many.casts), float(held), float(many.transfer), float(many.working + min(0, rest)), step
-    )
+    always, *parts = (float(part[0, -1]) for part in found)
+    stage = stage_memory(costs, first, end, micro_batches=micro_batches, in_flight=1, recompute="never")
+    static = StageMemory.of(parameters=stage.parameters, optimizer=stage.optimizer, buffers=stage.buffers)
+    data = round(micro_batches * ((costs.input[0] if first == 0 else 0.0) + _targets(costs, end)))
+    gradients = round(always) - static.total - data
+    items = dict(static.items()) | {"gradients": gradients, "in_flight": data}
+    return ChunkMemory(StageMemory.of(**items), np.array(parts))
 
 
-def mini_batch_bytes(costs: ChainCosts, micro_batches: int, first: IntArray, end: IntArray) -> FloatArray:
-    """What stages at either end of the chain hold of the whole mini-batch: inputs, targets; in whole bytes."""
-    inputs = np.where(first == 0, costs.input[0], 0.0)
-    held: FloatArray = np.rint(micro_batches * (inputs + np.where(end == costs.num_layers, costs.target, 0.0)))
-    return held
+def _targets(costs: ChainCosts, end: int) -> float:
+    return float(costs.target) if end == costs.num_layers else 0.0
 
 
-def device_peaks(
-    always: FloatArray,
-    casts: FloatArray,
-    held: FloatArray,
-    working: FloatArray,
-    optimizer_steps: FloatArray,
-    *,
-    moments: Moments,
-) -> FloatArray:
-    """Peak of N devices with V chunks each; all arrays have shape (N, V), `working` with transfers included.
+def device_peaks(always: FloatArray, parts: FloatArray, *, moments: IntArray) -> FloatArray:
+    """Peak of N devices with V chunks each, in bytes; shape (N,).
 
-    Returns:
-        Shape (N,), bytes.
+    Args:
+        always: Shape (N, V).
+        parts: Of each of `CHUNK_PARTS`: shape (N, V, parts).
+        moments: Of the device, as `moments_of` gives them.
     """
-    alive = casts.sum(axis=1)[:, None] + held @ moments.in_flight.T + working[:, moments.running]
-    peaks: FloatArray = always.sum(axis=1) + np.maximum(alive.max(axis=1), optimizer_steps.max(axis=1))
+    alive = parts.reshape(len(parts), -1) @ moments.reshape(len(moments), -1).T
+    peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)
     return peaks
 
 
-def device_memory(
-    chunks: Sequence[ChunkMemory], row: Sequence[Action], reserve_bytes: int = 0
-) -> tuple[StageMemory, ...]:
-    """Each chunk's part of the device's peak, whose total is their sum; the reserve is counted in the first."""
-    moments = moments_of(tuple(row), len(chunks))
-    held = np.array([chunk.held for chunk in chunks])
-    busy = np.array([chunk.transfer + chunk.working for chunk in chunks])
-    alive = sum(chunk.casts for chunk in chunks) + moments.in_flight @ held + busy[moments.running]
-    at = int(alive.argmax())
-    steps = [chunk.optimizer_step for chunk in chunks]
-    stepping = steps.index(max(steps))
-    in_step = steps[stepping] > alive[at]
-    parts = []
-    for v, chunk in enumerate(chunks):
-        runs = not in_step and v == moments.running[at]
-        parts.append(
-            StageMemory.of(
-                parameters=chunk.always.parameters,
-                gradients=chunk.always.gradients,
-                optimizer=chunk.always.optimizer,
-                buffers=chunk.always.buffers,
-                casts=0 if in_step else round(chunk.casts),
-                in_flight=chunk.always.in_flight + (0 if in_step else round(moments.in_flight[at, v] * chunk.held)),
-                transfer=round(chunk.transfer) if runs else 0,
-                working=round(chunk.working) if runs else round(steps[v]) if in_step and v == stepping else 0,
-                reserve=reserve_bytes if v == 0 else 0,
-            )
-        )
-    return tuple(parts)
+def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_bytes: int = 0) -> tuple[StageMemory, ...]:
+    """Each chunk's part of the device's peak, whose total is their sum; the reserve is counted in the first.
+
+    Args:
+        chunks: Of the device.
+        moments: Of the device, as `moments_of` gives them.
+        reserve_bytes: Of the device.
+    """
+    parts = np.stack([chunk.parts for chunk in chunks])
+    peak = moments[int((moments * parts).sum(axis=(1, 2)).argmax())]
+    return tuple(
+        _itemised(chunk, dict(zip(CHUNK_PARTS, count.tolist(), strict=True)), reserve_bytes if v == 0 else 0)
+        for v, (chunk, count) in enumerate(zip(chunks, peak, strict=True))
+    )
+
+
+def _itemised(chunk: ChunkMemory, count: dict[str, int], reserve_bytes: int) -> StageMemory:
+    there = {part: round(number * chunk.part(part)) for part, number in count.items()}
+    running = sum(there[part] for part in _RUNNING)
+    # Of the micro-batch that runs, what it would hold if it waited counts as in flight.
+    waiting = min(round(chunk.part("held")), running)
+    received = 0
+    if any(count[part] for part in _RUNNING[2:]):
+        received = min(round(chunk.part("output_gradient")), running - waiting)
+    always = chunk.always
+    return StageMemory.of(
+        parameters=always.parameters,
+        gradients=always.gradients + there["gradients"],
+        optimizer=always.optimizer,
+        buffers=always.buffers,
+        casts=there["casts"],
+        in_flight=always.in_flight + there["held"] + there["kept"] + there["input"] + waiting,
+        transfer=there["output_gradient"] + there["input_gradient"] + received,
+        working=running - waiting - received + there["optimizer_step"],
+        reserve=reserve_bytes,
+    )

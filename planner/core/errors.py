@@ -6,6 +6,7 @@
     │   └── StaleError      exit 1: it was made from something that has changed since
     ├── ModelError          the user's model could not be loaded, cut, or run
     ├── MeasurementError    a layer could not be measured
+    ├── TrainingError       a stage failed while it trained
     ├── SolverError         the solver failed, or ran out of time
     └── InfeasibleError     exit 1: the question was answered, and the answer is no plan
 
@@ -23,6 +24,7 @@ __all__ = [
     "PlannerError",
     "SolverError",
     "StaleError",
+    "TrainingError",
     "UsageError",
 ]
 
@@ -89,6 +91,10 @@ class ModelError(PlannerError):
 
 class MeasurementError(PlannerError):
     """A layer could not be measured on this device."""
+
+
+class TrainingError(PlannerError):
+    """A stage failed while it trained: it died, hung, ran out of memory, or computed what is no number."""
 
 
 class SolverError(PlannerError):

@@ -9,12 +9,12 @@ from itertools import accumulate, pairwise
 
 from planner.core.cluster import Cluster
 from planner.core.costs import ChainCosts
-from planner.core.device_memory import chunk_memory, device_memory
+from planner.core.device_memory import chunk_memory, device_memory, moments_of
 from planner.core.errors import UsageError
 from planner.core.memory import stage_memory
 from planner.core.plan import Plan, Predicted, Recompute, Schedule, Stage, StageMemory
 from planner.core.schedule import Action, actions_of, num_in_flight
-from planner.core.simulate import Event, StageTimes, simulate
+from planner.core.simulate import Event, StageTimes, last_end_us, simulate
 from planner.core.step_time import gpipe_step, optimizer_tail_us
 
 __all__ = [
@@ -211,7 +211,7 @@ def step_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
     if partition.schedule == "gpipe":
         pipeline_us = gpipe_step(stage_times(costs, partition, cluster), micro_batches=partition.micro_batches).step_us
     else:
-        pipeline_us = max(event.end_us for event in timeline(costs, partition, cluster))
+        pipeline_us = last_end_us(partition.actions(), stage_times(costs, partition, cluster))
     return pipeline_us + optimizer_us(costs, partition, cluster)
 
 
@@ -285,7 +285,7 @@ def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list
 def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
     intervals, num_devices = partition.intervals(), partition.num_devices
     memories = [StageMemory()] * len(intervals)
-    for device, row in enumerate(partition.actions()):
+    for device, moments in enumerate(moments_of(partition.actions())):
         mine = range(device, len(intervals), num_devices)
         chunks = [
             chunk_memory(
@@ -297,6 +297,6 @@ def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -
             )
             for k in mine
         ]
-        for k, memory in zip(mine, device_memory(chunks, row, cluster.reserve_bytes), strict=True):
+        for k, memory in zip(mine, device_memory(chunks, moments, cluster.reserve_bytes), strict=True):
             memories[k] = memory
     return memories

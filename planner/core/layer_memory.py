@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts
+from planner.core.passing import Passing
 
 __all__ = [
     "AGAIN",
@@ -99,7 +100,7 @@ class StageLayers:
     pending: tuple[tuple[Pending, ...], ...]
     """What each layer makes."""
     passed: FloatArray
-    """Shape (end - first + 1,): what goes into each layer, and out of the last, and was made in front of the stage."""
+    """Shape (end - first + 1,): of the stage's copy of its input, what goes into each layer, and out of the last."""
 
     @classmethod
     def of(cls, costs: ChainCosts, first: int, end: int) -> "StageLayers":
@@ -122,10 +123,10 @@ class StageLayers:
             first=first,
             end=end,
             stacked=costs.exact,
-            peaks=_peaks(costs, stage, copied, own_copy) if costs.exact else _transients(costs, stage),
+            peaks=_peaks(costs, first, end, copied, own_copy) if costs.exact else _transients(costs, stage),
             held=np.stack([own_copy + kept[stage], copied + again[stage]]),
             pending=tuple(map(tuple, pending)),
-            passed=_passed(costs, unkept, first, end),
+            passed=_passed(costs, unkept, first, end) * (copied[0] > 0),
         )
 
     def levels(self, recomputed: Collection[int]) -> StageLevels:
@@ -184,11 +185,13 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
     np.add.at(into, costs.storage_from + 1, unkept)
     np.add.at(into, costs.storage_until + 1, -unkept)
     into = np.cumsum(into)
+    layers = np.arange(costs.num_layers)[span]
+    passing = Passing(costs, firsts, layers)
     copied = np.rint(costs.copied_input)
-    first, layer = firsts[:, None], np.arange(costs.num_layers)[None, span]
+    first, layer = firsts[:, None], layers[None, :]
     before = _before(kept)
     in_front = before[layer] - before[first] + copied[first]
-    saved = in_front + kept[layer] + into[layer + 1]
+    saved = in_front + kept[layer] + into[layer + 1] - passing.unkept
 
     def highest(peaks: FloatArray) -> FloatArray:
         running: FloatArray = np.maximum.accumulate(np.where(layer >= first, peaks, -np.inf), axis=1)
@@ -198,20 +201,30 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
     if not costs.exact:
         transient = highest(np.broadcast_to(backward[layer], saved.shape))
         return saved, LayerPeaks(transient, transient, transient)
-    forward = np.minimum(forward, no_grad)[layer] + np.where(layer > first, into[layer], 0.0)
+    received = passing.in_front(passing.unkept, into[layers])
+    forward = np.minimum(forward, no_grad)[layer] + into[layer] - received
     output, through = np.rint(costs.output)[layer], np.cumsum(np.rint(costs.gradients))[layer]
     casts = _before(np.rint(costs.casts))
     casts_through = casts[layer + 1]
     at_end = copied[first] + highest(np.rint(cast_gradient_peaks(costs))[layer]) + casts_through - casts[first]
     at_end = np.where(casts_through > casts[first], at_end, 0.0)
+
+    def highest_backward(peaks: FloatArray, behind: FloatArray, end_twice: FloatArray) -> FloatArray:
+        return passing.highest_backward(in_front + peaks[layer] - behind, np.rint(end_twice)[layers]) + behind
+
     return saved, LayerPeaks(
         highest(in_front + forward),
-        highest(in_front + first_backward[layer] - through) + through + output,
-        np.maximum(highest(in_front + backward[layer] - casts_through) + casts_through, at_end) + output,
+        highest_backward(first_backward, through, costs.end_twice_first) + output,
+        np.maximum(highest_backward(backward, casts_through, costs.end_twice), at_end - passing.all) + output,
     )
 
 
-def _peaks(costs: ChainCosts, stage: slice, copied: FloatArray, own_copy: FloatArray) -> LayerPeaks:
+def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy: FloatArray) -> LayerPeaks:
+    stage, passing = slice(first, end), Passing(costs, np.array([first]), np.arange(first, end))
+    # The gradient of what passes by is the engine's own; of the last layer's output, it is not among its peaks.
+    gone_by, relayed = float(passing.all[0, -1]), float(passing.gradients[0, -1])
+    counted_twice = np.full((2, end - first), relayed)
+    counted_twice[:, -1] = float(passing.kept[0, -1]), 0.0
     all_kept, all_no_grad = _layer_peaks(costs)
     forward, first_backward, backward = (peak[stage] for peak in all_kept)
     output, gradients = np.rint(costs.output[stage]), np.rint(costs.gradients[stage])
@@ -220,14 +233,20 @@ def _peaks(costs: ChainCosts, stage: slice, copied: FloatArray, own_copy: FloatA
     casts_behind = casts.sum() - np.cumsum(casts)
     # The gradient of the stage's own output is counted with the engine's transfers.
     again = np.append(output[:-1], 0.0) + forward
-    later = np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + casts_behind + output[-1]
+    own_output = output[-1] - gone_by
+    later = np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + casts_behind
+    later += own_output - counted_twice
+    later[KEPT, -1] -= np.rint(costs.end_twice[end - 1])
+    sooner = np.stack([own_copy + first_backward, copied + np.maximum(again, first_backward)]) + behind
+    sooner += own_output - counted_twice
+    sooner[KEPT, -1] -= np.rint(costs.end_twice_first[end - 1])
     if casts.any():
         # In front of the first layer nothing is held, as at the end of the backward (but a copy of the input).
-        at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + output[-1]
+        at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + own_output
         later[:, 0] = np.maximum(later[:, 0], at_end)
     return LayerPeaks(
         np.stack([own_copy + forward, copied + all_no_grad[stage]]),
-        np.stack([own_copy + first_backward, copied + np.maximum(again, first_backward)]) + behind + output[-1],
+        sooner,
         later,
     )
 

@@ -28,12 +28,16 @@ from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts
 from planner.core.layer_memory import StageLayers, StageLevels, cast_gradient_peaks
+from planner.core.passing import Passing
 from planner.core.plan import Recompute, StageMemory
 
 __all__ = [
+    "CHUNK_PARTS",
+    "ChunkParts",
     "IntervalMemory",
     "LinearMoment",
     "StageMoments",
+    "chunk_parts",
     "interval_memory",
     "interval_totals",
     "linear_moments",
@@ -135,16 +139,16 @@ def stage_moments(
         recompute = "never"
     elif stages.forward_only[0, -1]:
         recompute = "never"  # nothing in front is trained: there is no backward, and nothing to compute again for it
-    held = stages.input + (stages.saved if recompute == "never" else stages.output)
+    held = stages.input + (stages.saved if recompute == "never" else stages.own_output)
     totals = [_whole(stages, moment) for moment in _all_moments(stages, in_flight, recompute)]
     optimizer_step = totals.pop()
     # Without exact records one moment stands for all; with them the first backward stands apart in GPipe alone, and
     # the later ones, if there are any, have one micro-batch less.
-    later = len(totals) == 3
+    later = len(totals) > 2
     return StageMoments(
         forward=totals[0],
         first_backward=totals[min(1, len(totals) - 1)],
-        backward=totals[-1],
+        backward=max(totals[2:], default=totals[-1]),
         left=in_flight - later,
         optimizer_step=optimizer_step,
         held=round(held[0, -1].item()),
@@ -225,6 +229,68 @@ def linear_moments(
     return tuple(moments)
 
 
+class ChunkParts(NamedTuple):
+    """What stages need that share a device with others: in whole bytes, arrays of one shape.
+
+    Which of the parts are there at once, and how often, is for `planner.core.device_memory` to say.
+    """
+
+    always: FloatArray
+    """Parameters, optimizer state, buffers and the mini-batch's part; without exact records gradients, too."""
+    gradients: FloatArray
+    """From the end of the first backward on."""
+    casts: FloatArray
+    """While the schedule runs."""
+    held: FloatArray
+    """By a micro-batch between its forward and its backward."""
+    kept: FloatArray
+    """Beside that, by the last micro-batch, which `except-last` does not recompute."""
+    input: FloatArray
+    """In a buffer, ahead of the forward."""
+    output_gradient: FloatArray
+    """In a buffer, ahead of the backward."""
+    input_gradient: FloatArray
+    """Sent last, and not yet known to have arrived."""
+    forward: FloatArray
+    """While a forward runs, all of its micro-batch included; likewise the others."""
+    last_forward: FloatArray
+    first_backward: FloatArray
+    backward: FloatArray
+    last_backward: FloatArray
+    optimizer_step: FloatArray
+
+
+CHUNK_PARTS = ChunkParts._fields[1:]
+"""All but `always`."""
+
+
+def chunk_parts(
+    costs: ChainCosts,
+    firsts: NDArray[np.int64],
+    stop: int,
+    *,
+    micro_batches: int,
+    recompute: Recompute,
+    recomputed: Collection[int] = (),
+) -> ChunkParts:
+    """Of stages whose last layer is one of `firsts[0]`..`stop - 1`; shapes as those of `interval_totals`.
+
+    With `recompute="layers"` of the one stage that ends there: in the last column.
+    """
+    stages = _Stages(costs, firsts, micro_batches, slice(int(firsts[0]), stop))
+    if recompute == "layers":
+        stages.recompute_layers(StageLayers.of(costs, int(firsts[0]), stop).levels(frozenset(recomputed)))
+        recompute = "never"
+    if micro_batches == 1 and recompute == "except-last":
+        recompute = "never"
+    own_parts = _chunk_parts if stages.exact else _additive_chunk_parts
+    parts = own_parts(stages, recompute)
+    if recompute != "never" and stages.forward_only.any():
+        never = own_parts(stages, "never")
+        parts = ChunkParts(*(np.where(stages.forward_only, a, b) for a, b in zip(never, parts, strict=True)))
+    return ChunkParts(*(np.rint(np.broadcast_to(part, stages.buffers.shape)) for part in parts))
+
+
 def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalMemory:
     if recompute == "layers":
         raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
@@ -296,21 +362,22 @@ class _Stages:
         self, costs: ChainCosts, firsts: NDArray[np.int64], micro_batches: int, columns: slice = slice(None)
     ) -> None:
         first = firsts[:, None]
-        last = np.arange(costs.num_layers)[None, columns]
+        layers = np.arange(costs.num_layers)[columns]
+        last = layers[None, :]
         is_last = last == costs.num_layers - 1
+        passing = Passing(costs, firsts, layers)
 
         def sums(per_layer: FloatArray) -> FloatArray:
             before: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
             between: FloatArray = before[1:][None, columns] - before[firsts][:, None]
             return between
 
-        def highest(level: FloatArray, own_input: FloatArray | None = None) -> FloatArray:
-            # The input of a stage's first layer is what the stage received, and counted as that.
-            levels = level[None, columns]
-            if own_input is not None:
-                levels = np.where(last == first, levels - own_input[None, columns], levels)
+        def highest(levels: FloatArray) -> FloatArray:
             running: FloatArray = np.maximum.accumulate(np.where(last >= first, levels, 0.0), axis=1)
             return running
+
+        def highest_backward(level: FloatArray, end_twice: FloatArray) -> FloatArray:
+            return passing.highest_backward(level[None, columns], end_twice[columns])
 
         def tied(per_layer: FloatArray, name: str) -> FloatArray:
             total = sums(per_layer)
@@ -326,11 +393,11 @@ class _Stages:
         self.optimizer = tied(costs.optimizer, "optimizer_bytes")
         self.buffers = sums(costs.buffers)
         self.casts = tied(costs.casts, "cast_bytes")
-        self.optimizer_peak = (sums if costs.optimizer_peaks_add else highest)(costs.optimizer_peak)
+        add = costs.optimizer_peaks_add
+        self.optimizer_peak = sums(costs.optimizer_peak) if add else highest(costs.optimizer_peak[columns])
         self.output = np.broadcast_to(costs.output[None, columns], self.buffers.shape)
-        self.unsaved_output = costs.unsaved_output[None, columns]
         self.copied_input = costs.copied_input[firsts][:, None]
-        self.saved = sums(costs.saved) + self.unsaved_output + self.copied_input
+        self.saved = sums(costs.saved) + costs.unsaved_output[None, columns] - passing.unkept + self.copied_input
         # The first stage reads slices of the mini-batch, which its caller holds for the whole step; other stages
         # receive into a buffer per micro-batch in flight, and send that buffer's gradient back.
         self.input = np.where(firsts > 0, costs.input[firsts], 0.0)[:, None]
@@ -341,42 +408,58 @@ class _Stages:
             trained[:] = True  # who writes a profile by hand may leave gradients out
         self.forward_only = np.broadcast_to(~trained[1:][None, columns], self.buffers.shape)
         self.input_gradient = np.where(trained[firsts][:, None], self.input, 0.0)
-        self.forward = highest(costs.forward_level, costs.unkept_input) - saved_before
-        self.no_grad = highest(costs.no_grad_peak, costs.input_alive)
-        # The engine holds a stage's output until its backward is done, whether or not a layer keeps it so long.
-        casts_to_end = np.cumsum(costs.casts)[None, columns]
-        behind = casts_to_end - costs.casts.sum()
-        self.backward = highest(costs.backward_level) - saved_before + behind + self.output
-        gradients_to_end = np.cumsum(costs.gradients)[None, columns]
-        first_backward = highest(costs.first_backward_level) - saved_before + self.output
-        self.first_backward = first_backward - costs.gradients.sum() + gradients_to_end
+        # What the stage received is counted as that, whichever of its layers it goes into.
+        without_received = costs.forward_level[columns] - passing.in_front(passing.unkept, costs.unkept_input[columns])
+        self.forward = highest(without_received) - saved_before
+        self.no_grad = highest(costs.no_grad_peak[columns] - passing.in_front(passing.all, costs.input_alive[columns]))
+        # The engine holds a stage's output until its backward is done, whether or not a layer keeps it so long. What
+        # of it the stage received lies in its input.
+        self.own_output = self.output - passing.all
+        self.passes = bool(passing.all.any())
+        casts_behind = costs.casts.sum() - np.cumsum(costs.casts)[None, columns]
+        backward = highest_backward(costs.backward_level, costs.end_twice) - saved_before
+        self.backward = backward - casts_behind + self.output
+        gradients_behind = costs.gradients.sum() - np.cumsum(costs.gradients)[None, columns]
+        first_backward = highest_backward(costs.first_backward_level, costs.end_twice_first) - saved_before
+        self.first_backward = first_backward - gradients_behind + self.output
         # Of a micro-batch that is recomputed; what differs are gradients of autocast's copies.
         self.first_again = self.first_backward
         if costs.exact and costs.casts.any():
-            self._count_gradients_of_casts(costs, highest, sums, saved_before, columns)
-        self.transient = highest(np.maximum(costs.forward_level, costs.backward_level))
+            self._count_gradients_of_casts(
+                costs,
+                columns,
+                saved_before,
+                highest=highest,
+                highest_backward=highest_backward,
+                sums=sums,
+            )
+        self.transient = highest(np.maximum(costs.forward_level, costs.backward_level)[columns])
 
     def _count_gradients_of_casts(
         self,
         costs: ChainCosts,
-        highest: Callable[[FloatArray], FloatArray],
-        sums: Callable[[FloatArray], FloatArray],
-        saved_before: FloatArray,
         columns: slice,
+        saved_before: FloatArray,
+        *,
+        highest: Callable[[FloatArray], FloatArray],
+        highest_backward: Callable[[FloatArray, FloatArray], FloatArray],
+        sums: Callable[[FloatArray], FloatArray],
     ) -> None:
         """They wait for the end of a backward, and there turn into gradients of parameters, which are twice as large.
 
         But for the micro-batch that made the copies: in its backward they turn into these at once.
         """
-        waiting = highest(cast_gradient_peaks(costs))
-        self.backward = np.maximum(self.backward, waiting + sums(costs.casts) + self.output)
+        waiting = highest(cast_gradient_peaks(costs)[columns])
+        casts = sums(costs.casts)
+        at_end = np.where(casts > 0, waiting + casts + self.own_output, 0.0)
+        self.backward = np.maximum(self.backward, at_end)
         # If that micro-batch is recomputed, they wait, and gradients of parameters without a copy exist at once.
         others = np.maximum(costs.gradients - 2 * costs.casts, 0.0)
         through = np.cumsum(costs.casts + others)
-        level = highest(costs.backward_level - np.cumsum(others) + others + others.sum()) - saved_before
-        level = level - through[-1] + through[None, columns]
+        level = costs.backward_level - np.cumsum(others) + others + others.sum()
+        level = highest_backward(level, costs.end_twice) - saved_before - through[-1] + through[None, columns]
         at_end = sums(costs.gradients) + waiting / 2
-        self.first_again = np.minimum(self.first_backward, np.maximum(level, at_end) + self.output)
+        self.first_again = np.minimum(self.first_backward, np.maximum(level + self.output, at_end + self.own_output))
 
     def recompute_layers(self, levels: StageLevels) -> None:
         """Recomputes single layers, in whole bytes; for one stage, in the last column."""
@@ -411,7 +494,7 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
     """The moments that can hold the peak, from exact records (GPipe where all M are in flight, else 1F1B)."""
     nothing = np.zeros_like(s.saved)
     full = s.input + s.saved  # a waiting micro-batch that kept its activations
-    edges = s.input + s.output  # a waiting micro-batch that dropped them
+    edges = s.input + s.own_output  # a waiting micro-batch that dropped them
     waiting = in_flight - 1  # beside the one being computed
     gpipe = in_flight == s.micro_batches
     # 1F1B goes on with forwards after the first backward: gradients are there.
@@ -427,6 +510,9 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
             yield s.first_backward_moment(waiting * full + own, s.first_backward)
             if waiting > 0:
                 yield s.backward_moment((waiting - 1) * full + own, s.backward, sent)
+            if waiting > 1 and s.passes:
+                # What passes by is held once while it waits, and twice where it was sent.
+                yield s.backward_moment(own, s.backward, waiting * sent)
         else:
             yield s.backward_moment(waiting * full + own, s.backward, sent)
     else:
@@ -443,9 +529,75 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
                 only_last_left = recompute == "except-last" and waiting == 1
                 held = (waiting - 1) * edges + (nothing if only_last_left else kept)
                 yield s.backward_moment(held + edges, again, sent)
+            if waiting > 1 and s.passes:
+                last_waits = np.maximum(edges + kept, sent)
+                yield s.backward_moment(last_waits + edges, again, (waiting - 1) * sent)
         else:
             yield s.backward_moment(waiting * edges + kept + edges, again, sent)
     yield s.optimizer_moment()
+
+
+def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
+    """From exact records; the same terms as in `_moments`."""
+    own = s.input + s.copied_input
+    gradient = np.where(s.forward_only, 0.0, s.output_gradient)
+    full, edges = s.input + s.saved, s.input + s.own_output
+    keeping = own + s.forward, own + s.backward + gradient
+    if recompute == "never":
+        forward, first, backward = keeping[0], own + s.first_backward + gradient, keeping[1]
+    else:
+        forward = own + s.no_grad
+        first = edges + np.maximum(s.forward, s.first_again) + s.copied_input + gradient
+        backward = edges + np.maximum(s.forward, s.backward) + s.copied_input + gradient
+    last_keeps = recompute == "except-last"
+    return ChunkParts(
+        always=_whole_bytes(s.parameters, s.optimizer, s.buffers, s.data),
+        gradients=s.gradients,
+        casts=s.casts,
+        held=full if recompute == "never" else edges,
+        kept=full - edges if last_keeps else np.zeros_like(full),
+        input=s.input,
+        output_gradient=gradient,
+        input_gradient=s.input_gradient,
+        forward=forward,
+        last_forward=keeping[0] if last_keeps else forward,
+        first_backward=first,
+        backward=backward,
+        last_backward=keeping[1] if last_keeps else backward,
+        optimizer_step=s.optimizer_peak,
+    )
+
+
+def _additive_chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
+    """Without exact records; the same terms as in `_additive`, whatever runs."""
+    full, edges = s.input + s.saved, s.input + s.output
+    held = full if recompute == "never" else edges
+    again = np.zeros_like(full) if recompute == "never" else s.saved
+    running = held + again + s.transient + s.casts + s.output_gradient + s.input_gradient
+    kept = np.maximum(full - edges, 0.0) if recompute == "except-last" else np.zeros_like(full)
+    return ChunkParts(
+        always=_whole_bytes(s.parameters, s.gradients, s.optimizer, s.buffers, s.data),
+        gradients=np.zeros_like(full),
+        casts=s.casts,
+        held=held,
+        kept=kept,
+        input=s.input,
+        output_gradient=s.output_gradient,
+        input_gradient=s.input_gradient,
+        forward=running,
+        last_forward=running + kept,
+        first_backward=running,
+        backward=running,
+        last_backward=running + kept,
+        optimizer_step=s.optimizer_peak,
+    )
+
+
+def _whole_bytes(*items: FloatArray) -> FloatArray:
+    total = np.zeros_like(items[0])
+    for item in items:
+        total = total + np.rint(item)
+    return total
 
 
 def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:

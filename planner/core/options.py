@@ -31,6 +31,7 @@ __all__ = [
     "size",
     "sizes",
     "speeds",
+    "two_shares",
 ]
 
 Numbers = str | int | Sequence[int]
@@ -209,6 +210,18 @@ def share(asked: str | float) -> float:
     if not 0 <= asked < 1:
         raise UsageError(f"a share is at least 0 and below 1, got {asked}", hint="0.05 is 5%")
     return asked
+
+
+def two_shares(option: str, asked: str | Sequence[str | float]) -> tuple[float, float]:
+    """`1%,5%`, or the two shares.
+
+    Raises:
+        UsageError: Something else.
+    """
+    parts = asked.split(",") if isinstance(asked, str) else list(asked)
+    if len(parts) != 2:
+        raise UsageError(f"`{option} {_shown(asked)}`: two shares are needed", hint=f"`{option} 1%,5%`")
+    return share(parts[0]), share(parts[1])
 
 
 def nodes(asked: str) -> tuple[int, int]:

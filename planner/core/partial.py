@@ -3,7 +3,7 @@
 These are the values behind `profile.yaml.partial`; `docs/file-formats.md` describes every field.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from planner.core.profile import Device, Environment, Generator, MemoryDetail, Model
@@ -45,4 +45,6 @@ class Partial:
     def differences(self, other: "Partial") -> list[str]:
         """Names of what makes the measurements of one useless for the other."""
         names = ("generator", "model", "device", "environment", "optimizer")
-        return [name for name in names if getattr(self, name) != getattr(other, name)]
+        # What other programs hold of the device at the moment changes no measurement.
+        mine, others = (replace(one, device=replace(one.device, reserve_bytes=0)) for one in (self, other))
+        return [name for name in names if getattr(mine, name) != getattr(others, name)]

@@ -70,7 +70,7 @@ class Inputs:
     __quiet__ = frozenset(
         {
             *("speeds", "node_devices", "links", "chunks", "replicas", "together", "apart", "any_order", "inter_link"),
-            *("allreduce", "dtype"),
+            *("allreduce", "dtype", "compute"),
         }
     )
     profile: ProfileReference
@@ -81,6 +81,8 @@ class Inputs:
     """Cap of each device, in pipeline order."""
     speeds: tuple[float, ...] = ()
     """How many times faster than the profiled device each device is; empty where all are as fast as it."""
+    compute: float = 1.0
+    """How many times what was profiled all computing takes: from a calibration."""
     batch: int
     """Mini-batch: samples per optimizer step, over all replicas."""
     link: Link = field(default_factory=Link)

@@ -19,6 +19,7 @@ def cluster_of(inputs: Inputs) -> Cluster:
     return Cluster(
         memory_bytes=inputs.memory_bytes,
         speeds=inputs.speeds,
+        compute=inputs.compute,
         link=inputs.link,
         inter_link=inputs.inter_link,
         node_devices=inputs.node_devices,

@@ -66,9 +66,12 @@ class Device:
     """What the numbers were taken on."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"reserve_bytes"})
     kind: str
     name: str = ""
     memory_bytes: int = 0
+    reserve_bytes: int = 0
+    """What of it no tensor can have (context, libraries): the solver's default for `--reserve`."""
     how: Literal["measured", "compiled", "estimated"] = "measured"
     executor: ExecutorCost | None = None
     """What the bundled executor costs between two processes there: the solver's default for link and overhead."""
@@ -99,6 +102,8 @@ class BoundaryTensor:
     alias: int = -1
     """Whose storage it shares (a view, or written in place): the input of that index, or, counting on behind the
     inputs, an output before it; -1 for a storage of its own."""
+    relayed: bool = False
+    """Whether it is an input that only passes by: its gradient, if it has one, becomes that input's as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +127,9 @@ class MemoryDetail:
     """Highest during the first micro-batch's backward, which allocates the gradients; what forward kept included."""
     backward_peak_bytes: int
     """Highest during a later backward, which accumulates into the gradients (not counted)."""
+    end_first_backward_peak_bytes: int | None = None
+    """As `first_backward_peak_bytes`, outputs and their gradients held throughout, as where a stage ends; counted."""
+    end_backward_peak_bytes: int | None = None
     writes_input: bool = False
     """Whether it writes into its input: a stage that begins with it works on a copy."""
     target_bytes: int = 0

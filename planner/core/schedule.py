@@ -20,25 +20,50 @@ micro-batches each; torch's `ScheduleInterleaved1F1B` needs only M // K turns of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Final, Literal
 
 from planner.core.errors import UsageError
 from planner.core.plan import Schedule
 
-__all__ = ["Action", "actions_of", "execution_order", "in_flight_profile", "num_in_flight"]
+__all__ = [
+    "Action",
+    "Instruction",
+    "actions_of",
+    "execution_order",
+    "num_in_flight",
+    "with_transfers",
+]
+
+Kind = Literal["F", "B"]
+_KINDS: Final[tuple[Kind, Kind]] = ("F", "B")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """Forward (`F`) or backward (`B`) of one micro-batch on one of a device's chunks."""
 
-    kind: Literal["F", "B"]
+    kind: Kind
     micro_batch: int
     chunk: int = 0
 
     def __str__(self) -> str:
         """`F3`, and from the second chunk on `F3.1`."""
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What one device does next, transfers included; `send` and `receive` return at once.
+
+    `F` and `B` after `send` and `receive` say for which action of the receiver.
+    """
+
+    kind: Literal["F", "B", "send F", "send B", "receive F", "receive B"]
+    micro_batch: int
+    chunk: int
+    """Of the device whose instruction it is."""
 
 
 def actions_of(
@@ -79,34 +104,59 @@ def num_in_flight(schedule: Schedule, stage: int, num_stages: int, micro_batches
     """Most micro-batches that wait for their backward on `stage`: M for GPipe, min(M, K-k) for 1F1B.
 
     Raises:
-        ValueError: The schedule is interleaved, where chunks share a device: see `in_flight_profile`.
+        ValueError: The schedule is interleaved, where chunks share a device: see `planner.core.device_memory`.
     """
     if schedule == "interleaved":
-        raise ValueError("chunks of an interleaved schedule peak at different moments, see in_flight_profile")
+        raise ValueError("chunks of an interleaved schedule peak at different moments, see planner.core.device_memory")
     return micro_batches if schedule == "gpipe" else min(micro_batches, num_stages - stage)
 
 
-def in_flight_profile(row: Sequence[Action], chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """How many micro-batches each chunk of one device holds during each of its actions.
+def with_transfers(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
+    """The actions of an interleaved schedule with the transfers between devices, as the executor runs them.
+
+    Devices take turns with one action each. What an action makes is sent right behind it, and what receives it is put
+    behind all that its device has done by then, ahead of its need. Every two devices so have their transfers in the
+    same order, and each waits only for what stands in front of it: they cannot block each other.
 
     Args:
-        row: The actions of the device, in order.
-        chunks: V.
+        actions: Per device (K of them), its actions in order.
 
     Returns:
-        One tuple of length V per action: per chunk the micro-batches whose forward has begun and whose backward has
-        not ended, the one that the action works on included. Chunks reach their own maxima at different moments, so
-        the device's peak is over these tuples, not the sum of the maxima.
+        Per device, its instructions in order.
+
+    Raises:
+        ValueError: The lists wait for each other in a circle, or for what is in no list.
     """
-    held = [0] * chunks
-    profile = []
-    for action in row:
-        if action.kind == "F":
-            held[action.chunk] += 1
-        profile.append(tuple(held))
-        if action.kind == "B":
-            held[action.chunk] -= 1
-    return tuple(profile)
+    num_devices = len(actions)
+    num_stages = num_devices * (1 + max(action.chunk for row in actions for action in row))
+    rows: list[list[Instruction]] = [[] for _ in actions]
+    ready = {("F", 0, action.micro_batch) for action in actions[0]}
+    position = [0] * num_devices
+    while any(at < len(row) for at, row in zip(position, actions, strict=True)):
+        before = list(position)
+        for device, row in enumerate(actions):
+            if position[device] == len(row):
+                continue
+            action = row[position[device]]
+            stage = action.chunk * num_devices + device
+            if (action.kind, stage, action.micro_batch) not in ready:
+                continue
+            position[device] += 1
+            rows[device].append(Instruction(action.kind, action.micro_batch, action.chunk))
+            if action.kind == "F" and stage == num_stages - 1:
+                ready.add(("B", stage, action.micro_batch))
+                continue
+            neighbour = stage + 1 if action.kind == "F" else stage - 1
+            ready.add((action.kind, neighbour, action.micro_batch))
+            to, chunk = neighbour % num_devices, neighbour // num_devices
+            if neighbour >= 0 and to != device:
+                sends: dict[str, Literal["send F", "send B"]] = {"F": "send F", "B": "send B"}
+                receives: dict[str, Literal["receive F", "receive B"]] = {"F": "receive F", "B": "receive B"}
+                rows[device].append(Instruction(sends[action.kind], action.micro_batch, action.chunk))
+                rows[to].append(Instruction(receives[action.kind], action.micro_batch, chunk))
+        if position == before:
+            raise ValueError(f"deadlock: devices wait for what never comes, at {position}")
+    return tuple(map(tuple, rows))
 
 
 def execution_order(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[tuple[int, Action], ...]:
@@ -126,41 +176,49 @@ def execution_order(actions: Sequence[Sequence[Action]], num_stages: int) -> tup
         ValueError: The lists wait for each other in a circle, or for what is in no list.
     """
     order: list[tuple[int, Action]] = []
-    done: set[tuple[str, int, int]] = set()
+    forward_done: set[tuple[int, int]] = {(-1, action.micro_batch) for todo in actions for action in todo}
+    backward_done: set[tuple[int, int]] = set()
     position = [0] * len(actions)
-    while any(at < len(todo) for at, todo in zip(position, actions, strict=True)):
-        before = list(position)
+    left = sum(map(len, actions))
+    while left:
+        before = left
         for device, todo in enumerate(actions):
             while position[device] < len(todo):
                 action = todo[position[device]]
                 stage = action.chunk * len(actions) + device
-                if not _is_ready(action, stage, num_stages, done):
-                    break
-                done.add((action.kind, stage, action.micro_batch))
+                here = stage, action.micro_batch
+                if action.kind == "F":
+                    if (stage - 1, action.micro_batch) not in forward_done:
+                        break
+                    forward_done.add(here)
+                else:
+                    is_last = stage == num_stages - 1
+                    if here not in forward_done if is_last else (stage + 1, action.micro_batch) not in backward_done:
+                        break
+                    backward_done.add(here)
                 order.append((stage, action))
                 position[device] += 1
-        if position == before:
+                left -= 1
+        if left == before:
             progress = enumerate(zip(actions, position, strict=True))
             waiting = {device: str(todo[at]) for device, (todo, at) in progress if at < len(todo)}
             raise ValueError(f"deadlock: devices wait for what never comes, at {waiting}")
     return tuple(order)
 
 
-def _is_ready(action: Action, stage: int, num_stages: int, done: set[tuple[str, int, int]]) -> bool:
-    if action.kind == "F":
-        return stage == 0 or ("F", stage - 1, action.micro_batch) in done
-    needs = ("F", stage) if stage == num_stages - 1 else ("B", stage + 1)
-    return (*needs, action.micro_batch) in done
-
-
 def _one_forward_one_backward(warm_up: int, micro_batches: int) -> tuple[Action, ...]:
     # `warm_up` forwards first, then a backward after each further forward, then the backwards that are left.
-    actions = [Action("F", i) for i in range(warm_up)]
-    for i in range(micro_batches):
-        actions.append(Action("B", i))
-        if warm_up + i < micro_batches:
-            actions.append(Action("F", warm_up + i))
+    forwards, backwards = _in_order(micro_batches)
+    actions = list(forwards[:warm_up])
+    for backward, forward in zip_longest(backwards, forwards[warm_up:]):
+        actions += (backward,) if forward is None else (backward, forward)
     return tuple(actions)
+
+
+@lru_cache(maxsize=1)  # every stage of a pipeline runs the same ones, in another order
+def _in_order(micro_batches: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    forwards, backwards = ([Action(kind, i) for i in range(micro_batches)] for kind in _KINDS)
+    return tuple(forwards), tuple(backwards)
 
 
 def _micro_batches_per_round(num_devices: int, micro_batches: int) -> int:

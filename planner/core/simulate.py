@@ -5,13 +5,15 @@ Every device and every direction of every link does one thing at a time, devices
 links in the order in which the sender gets done.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from planner.core.schedule import Action, execution_order
 
-__all__ = ["Event", "StageTimes", "simulate"]
+__all__ = ["Event", "StageTimes", "last_end_us", "simulate"]
+
+EventKind = Literal["F", "B", "send F", "send B"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class StageTimes:
 class Event:
     """One action (or the transfer that follows it) with its interval. `stage` is the sender for a transfer."""
 
-    kind: Literal["F", "B", "send F", "send B"]
+    kind: EventKind
     stage: int
     """Place in the chain."""
     device: int
@@ -61,80 +63,60 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
     Raises:
         ValueError: The action lists wait for each other in a circle, or the stages are not a multiple of the devices.
     """
-    if not actions or len(stages) % len(actions):
-        raise ValueError(f"{len(stages)} stages cannot lie on {len(actions)} devices, each with as many")
-    run = _Run(actions, stages)
-    for stage, action in execution_order(actions, len(stages)):
-        run.lay_out(stage, action)
-    return tuple(sorted(run.events, key=lambda e: (e.start_us, e.stage, e.micro_batch, e.kind)))
+    events = [
+        Event(kind=kind, stage=stage, device=stage % len(actions), micro_batch=micro_batch, start_us=start, end_us=end)
+        for kind, stage, micro_batch, start, end in _laid_out(actions, stages)
+    ]
+    return tuple(sorted(events, key=lambda e: (e.start_us, e.stage, e.micro_batch, e.kind)))
 
 
-class _Run:
-    """Clock of every device and link while the events are laid out."""
+def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> float:
+    """When the last event of `simulate` ends, several times faster: nothing but the clocks is kept."""
+    return max((end for *_, end in _laid_out(actions, stages)), default=0.0)
 
-    def __init__(self, actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> None:
-        self.stages = stages
-        self.events: list[Event] = []
-        self.device_free = [0.0] * len(actions)
-        # By sender and receiver: with K = 2 the link carries forwards of one boundary beside backwards of the next.
-        self.link_free: dict[tuple[int, int], float] = {}
-        self.arrival: dict[tuple[int, str, int], float] = {}
-        self.last_micro_batch = max((a.micro_batch for todo in actions for a in todo), default=-1)
 
-    def lay_out(self, stage: int, action: Action) -> None:
-        """Gives `action` its interval; what it needs has been laid out before."""
-        step = 1 if action.kind == "F" else -1
-        device = self._device(stage)
-        ready = self.arrival.get((stage, action.kind, action.micro_batch), 0.0)
-        start = max(ready, self.device_free[device]) + self._receive_us(stage, stage - step)
-        end = start + self._compute_us(stage, action)
-        self._record(action.kind, stage, action.micro_batch, start, end)
-        self.device_free[device] = end
-        if self._crosses(stage, stage + step):
-            self._send(stage, stage + step, action, end)
+# Private functions
 
-    def _device(self, stage: int) -> int:
-        return stage % len(self.device_free)
 
-    def _crosses(self, stage: int, other: int) -> bool:
-        # Neighbours on one device hand over in place; the device's own order then keeps one after the other.
-        return 0 <= other < len(self.stages) and self._device(stage) != self._device(other)
+def _laid_out(
+    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]
+) -> Iterator[tuple[EventKind, int, int, float, float]]:
+    """Kind, stage, micro-batch, start and end of every event; what an event needs comes before it.
 
-    def _receive_us(self, stage: int, source: int) -> float:
-        if not self._crosses(stage, source):
-            return 0.0
-        boundary = self.stages[min(stage, source)]
-        return boundary.send_us if boundary.blocking else 0.0
-
-    def _compute_us(self, stage: int, action: Action) -> float:
-        times = self.stages[stage]
+    One loop with its clocks in local variables: a plan for 128 stages has 65,000 actions, and `check` waits for them.
+    """
+    num_devices, num_stages = len(actions), len(stages)
+    if not num_devices or num_stages % num_devices:
+        raise ValueError(f"{num_stages} stages cannot lie on {num_devices} devices, each with as many")
+    last_micro_batch = max((action.micro_batch for todo in actions for action in todo), default=-1)
+    device_free = [0.0] * num_devices
+    # By sender and receiver: with K = 2 the link carries forwards of one boundary beside backwards of the next.
+    link_free: dict[tuple[int, int], float] = {}
+    forward_arrival: dict[tuple[int, int], float] = {}
+    backward_arrival: dict[tuple[int, int], float] = {}
+    for stage, action in execution_order(actions, num_stages):
+        times, micro_batch = stages[stage], action.micro_batch
         if action.kind == "F":
-            return times.forward_us
-        return times.last_backward_us if action.micro_batch == self.last_micro_batch else times.backward_us
-
-    def _send(self, stage: int, target: int, action: Action, ready: float) -> None:
-        boundary = self.stages[min(stage, target)]
-        arrived = ready
-        if not boundary.blocking:
-            link = (self._device(stage), self._device(target))
-            start = max(ready, self.link_free.get(link, 0.0))
-            arrived = start + boundary.send_us
-            self.link_free[link] = arrived
-            if boundary.send_us > 0:
-                kind: Literal["send F", "send B"] = "send F" if action.kind == "F" else "send B"
-                self._record(kind, stage, action.micro_batch, start, arrived)
-        self.arrival[target, action.kind, action.micro_batch] = arrived
-
-    def _record(
-        self, kind: Literal["F", "B", "send F", "send B"], stage: int, micro_batch: int, start: float, end: float
-    ) -> None:
-        self.events.append(
-            Event(
-                kind=kind,
-                stage=stage,
-                device=self._device(stage),
-                micro_batch=micro_batch,
-                start_us=start,
-                end_us=end,
-            )
-        )
+            step, arrival, duration = 1, forward_arrival, times.forward_us
+        else:
+            step, arrival = -1, backward_arrival
+            duration = times.last_backward_us if micro_batch == last_micro_batch else times.backward_us
+        device = stage % num_devices
+        start = max(arrival.get((stage, micro_batch), 0.0), device_free[device])
+        # Neighbours on one device hand over in place; the device's own order then keeps one after the other.
+        source, target = stage - step, stage + step
+        if num_devices > 1 and 0 <= source < num_stages:
+            boundary = stages[min(stage, source)]
+            if boundary.blocking:
+                start += boundary.send_us
+        end = device_free[device] = start + duration
+        yield action.kind, stage, micro_batch, start, end
+        if num_devices > 1 and 0 <= target < num_stages:
+            boundary = stages[min(stage, target)]
+            if not boundary.blocking:
+                link = device, target % num_devices
+                sent = max(end, link_free.get(link, 0.0))
+                end = link_free[link] = sent + boundary.send_us
+                if boundary.send_us > 0:
+                    yield "send F" if step == 1 else "send B", stage, micro_batch, sent, end
+            arrival[target, micro_batch] = end

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from planner.core.cluster import Cluster
 from planner.core.costs import ChainCosts
-from planner.core.device_memory import ChunkMemory, chunk_memory
+from planner.core.device_memory import chunk_memory, counts_of, moments_of
 from planner.core.evaluate import Partition, own_step_us, stage_times, stages_of, timeline
 from planner.core.memory import StageMoments, stage_moments
 from planner.core.schedule import num_in_flight
@@ -221,8 +223,7 @@ class _ChunkLaw:
 
     def __init__(self, costs: ChainCosts, partition: Partition, device: int, reserve: int) -> None:
         intervals = partition.intervals()
-        self._devices = partition.num_devices
-        self._chunks: list[ChunkMemory] = [
+        chunks = [
             chunk_memory(
                 costs,
                 *intervals[k],
@@ -230,23 +231,18 @@ class _ChunkLaw:
                 recompute=partition.recompute[k],
                 recomputed=partition.recomputed_in(k),
             )
-            for k in range(device, len(intervals), self._devices)
+            for k in range(device, len(intervals), partition.num_devices)
         ]
-        self._in_flight = [0] * len(self._chunks)
-        self.idle = reserve + sum(chunk.always.total for chunk in self._chunks)
-        self.optimizer_step = self.idle + round(max(chunk.optimizer_step for chunk in self._chunks))
+        parts = np.stack([chunk.parts for chunk in chunks])
+        self.idle = reserve + sum(chunk.always.total for chunk in chunks)
+        counts = counts_of(partition.actions())[device]
+        during, after = ((count * parts).sum(axis=(1, 2)) for count in counts)
+        self._spans = zip(during.round().astype(int).tolist(), after.round().astype(int).tolist(), strict=True)
+        steps = moments_of(partition.actions())[device][:, :, -1].any(axis=1)
+        alive = (moments_of(partition.actions())[device][steps] * parts).sum(axis=(1, 2))
+        self.optimizer_step = self.idle + round(float(alive.max()))
 
-    def hold(self, span: Span) -> _Held:
-        """Bytes during and after `span`, the next one of the device."""
-        chunk = span.stage // self._devices
-        if span.kind == "forward":
-            self._in_flight[chunk] += 1
-        runs = self._chunks[chunk]
-        during = self._total() + round(runs.transfer + runs.working)
-        if span.kind == "backward":
-            self._in_flight[chunk] -= 1
-        return _Held(during, min(during, self._total()))
-
-    def _total(self) -> int:
-        held = sum(round(n * chunk.held) for n, chunk in zip(self._in_flight, self._chunks, strict=True))
-        return self.idle + held
+    def hold(self, _span: Span) -> _Held:
+        """Bytes during and after the next span of the device."""
+        during, after = next(self._spans)
+        return _Held(self.idle + during, self.idle + min(during, after))

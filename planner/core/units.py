@@ -15,6 +15,7 @@ __all__ = [
     "exact_bytes_option",
     "format_bytes",
     "format_rate",
+    "format_speed",
     "format_us",
     "parse_bytes",
     "parse_bytes_per_s",
@@ -113,6 +114,12 @@ def format_bytes(size_bytes: float) -> str:
 def format_rate(bytes_per_s: float) -> str:
     """Bytes per second for a person, in decimal units, as links are sold: `25.0 GB/s`."""
     return _in_units(float(bytes_per_s), 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def format_speed(samples_per_s: float) -> str:
+    """Samples per second for a person: `1,234 samples/s`."""
+    text = f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
+    return f"{text} samples/s"
 
 
 def format_us(time_us: float) -> str:

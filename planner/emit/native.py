@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from planner import __version__
-from planner.core.balance import Balance, StageBalance
+from planner.core.balance import Balance, StageBalance, launch_line
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, check_partition
 from planner.core.plan import Plan, Stage
 from planner.core.planning import GENERATOR
 from planner.core.precision import precision_of
 from planner.core.profile import Profile
-from planner.core.units import format_bytes, format_us
+from planner.core.units import format_bytes, format_speed, format_us
 from planner.emit.signature import signed
 from planner.files import digest_of, dump
 
-__all__ = ["Emitted", "decisions_digest", "emit_native", "emit_with"]
+__all__ = ["Emitted", "decisions_digest", "emit_native", "emit_with", "in_docstring", "relocated", "stage_table"]
 
 _HEADER = """\
 Which stage runs which layers: written by `gpipe-plan emit`.
@@ -45,10 +45,8 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
         profile_folder: Where the profile stands, which the model's path in it is relative to.
 
     Raises:
-        UsageError: The plan does not cut the profile's chain, the profile names no model to train, or the executor
-            cannot run the plan's schedule.
+        UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
     """
-    _check_runnable(plan)
     return emit_with("train_template.py.txt", "train.py", plan, profile, folder=folder, profile_folder=profile_folder)
 
 
@@ -67,22 +65,9 @@ def emit_with(
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
-    balance = _balance(plan, profile, _relocated(profile.model.source, profile_folder, folder))
+    balance = _balance(plan, profile, relocated(profile.model.source, profile_folder, folder))
     script = _script(template, Path(folder, name), plan, balance, more or {})
     return Emitted(balance=dump(balance, header=_HEADER), script=signed(script))
-
-
-def _check_runnable(plan: Plan) -> None:
-    if plan.schedule == "interleaved":
-        raise UsageError(
-            "the bundled executor does not run the interleaved schedule yet",
-            hint="solve with `--schedule 1f1b`, and compare their step times",
-        )
-    if plan.replicas > 1:
-        raise UsageError(
-            f"the bundled executor runs one pipeline, not {plan.replicas} side by side yet",
-            hint=f"solve for one: `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}`",
-        )
 
 
 def decisions_digest(plan: Plan) -> str:
@@ -109,22 +94,26 @@ def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
         device="cuda" if profile.device.kind == "cuda" else "cpu",
         threads=profile.environment.threads,
         schedule=plan.schedule,
+        chunks=plan.chunks,
+        replicas=plan.replicas,
         batch=plan.inputs.batch,
         micro_batches=plan.micro_batches,
         balance=plan.balance,
         stages=tuple(
             StageBalance(
                 index=k,
+                device=stage.device,
                 recompute=stage.recompute,
                 layers=tuple(names[first:end]),
                 recomputed=tuple(name for name in names[first:end] if name in stage.recomputed),
+                peak_bytes=stage.memory.total,
             )
             for (k, stage), (first, end) in zip(enumerate(plan.stages), cuts, strict=True)
         ),
     )
 
 
-def _relocated(source: str, profile_folder: str, folder: str) -> str:
+def relocated(source: str, profile_folder: str, folder: str) -> str:
     """`path:entry` relative to `folder`; absolute paths stay as they are."""
     path, colon, entry = source.rpartition(":")
     if not Path(path).is_absolute():
@@ -134,30 +123,58 @@ def _relocated(source: str, profile_folder: str, folder: str) -> str:
 
 def _script(template: str, path: Path, plan: Plan, balance: Balance, more: Mapping[str, Any]) -> str:
     text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
-    num_stages = len(plan.stages)
+    script = in_docstring(path.as_posix())
     prediction = (
-        f"{format_us(plan.predicted.step_us)} per step, {_three_digits(plan.predicted.samples_per_s)} samples/s, "
+        f"{format_us(plan.predicted.step_us)} per step, {format_speed(plan.predicted.samples_per_s)}, "
         f"bubble {plan.predicted.bubble:.0%}, on {plan.inputs.profile.path}'s device"
     )
     return text.format(
-        model=_in_docstring(balance.model.source.rpartition(":")[0]),
-        stages=f"{num_stages} stage{'s' * (num_stages > 1)}",
-        schedule="GPipe" if plan.schedule == "gpipe" else "1F1B",
+        model=in_docstring(balance.model.source.rpartition(":")[0]),
+        stages=_stages(plan),
+        schedule={"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}[plan.schedule],
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
-        num_stages=num_stages,
-        script=_in_docstring(path.as_posix()),
-        table=_table(plan),
-        prediction=_in_docstring(prediction),
+        num_stages=len(plan.stages),
+        script=script,
+        launch=launch_line(balance.num_processes, script),
+        restarting=launch_line(balance.num_processes, script).replace("torchrun", "torchrun --max-restarts 3", 1),
+        several=_several_machines(plan, balance, script),
+        table=stage_table(plan),
+        prediction=in_docstring(prediction),
         version=__version__,
         batch=plan.inputs.batch,
         **more,
     )
 
 
-def _table(plan: Plan) -> str:
+def _stages(plan: Plan) -> str:
+    """`4 stages`, `4 stages on 2 devices`, `4 stages on 2 devices, in 2 replicas`."""
+    count, devices = len(plan.stages), plan.num_devices
+    text = f"{count} stage{'s' * (count > 1)}"
+    if plan.chunks > 1:
+        text += f" on {devices} device{'s' * (devices > 1)}"
+    return text + (f", in {plan.replicas} replicas" if plan.replicas > 1 else "")
+
+
+def _several_machines(plan: Plan, balance: Balance, script: str) -> str:
+    """How to start the script on several machines; nothing where there is but one process."""
+    count, per_node = balance.num_processes, plan.inputs.node_devices
+    if count == 1:
+        return ""
+    if not per_node or per_node >= count or count % per_node:
+        per_node = count // 2 if count % 2 == 0 else 1
+    line = launch_line(count, script, nodes=count // per_node)
+    return f"""
+On several machines, this on each; ranks run through one pipeline, then through the next replica:
+
+    {line}
+"""
+
+
+def stage_table(plan: Plan) -> str:
+    """The stages, a line each, as a docstring shows them."""
     lines = [
-        f"stage {s.index}: {s.layers} layers, {_in_docstring(s.first)} to {_in_docstring(s.last)}, "
+        f"stage {s.index}: {s.layers} layers, {in_docstring(s.first)} to {in_docstring(s.last)}, "
         f"recompute {_recomputed(s)}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
         for s in plan.stages
     ]
@@ -171,14 +188,10 @@ def _recomputed(stage: Stage) -> str:
     return f"{len(stage.recomputed)} layer{'s' * (len(stage.recomputed) > 1)}"
 
 
-def _in_docstring(text: str) -> str:
+def in_docstring(text: str) -> str:
     """Names come from files: whatever they hold, it must neither end the docstring nor be an escape in it."""
     return "".join(c if c.isprintable() and c not in '\\"' else _escaped(c) for c in text)
 
 
 def _escaped(character: str) -> str:
     return '\\"' if character == '"' else character.encode("unicode_escape").decode()
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

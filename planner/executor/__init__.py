@@ -1,8 +1,22 @@
 """The bundled executor: a thin layer over `torch.distributed.pipelining` that runs a plan under torchrun."""
 
 from planner.executor.calibrate import executor_cost
+from planner.executor.checkpoint import Checkpoints, latest_checkpoint
 from planner.executor.links import measure_links
 from planner.executor.pipeline import Pipeline
-from planner.executor.script import Arguments, arguments, pipeline_script, progress
+from planner.executor.script import Arguments, arguments, checkpoints, pipeline_script, progress
+from planner.executor.weights import export_weights
 
-__all__ = ["Arguments", "Pipeline", "arguments", "executor_cost", "measure_links", "pipeline_script", "progress"]
+__all__ = [
+    "Arguments",
+    "Checkpoints",
+    "Pipeline",
+    "arguments",
+    "checkpoints",
+    "executor_cost",
+    "export_weights",
+    "latest_checkpoint",
+    "measure_links",
+    "pipeline_script",
+    "progress",
+]

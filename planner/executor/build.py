@@ -1,6 +1,8 @@
 """The layers of one stage with their initial parameters, equal to those of `torch.manual_seed(S); build_model()`."""
 
 import copy
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from planner.model.outline import Outline
 from planner.model.precision import convert
 from planner.model.stage import weightless
 
-__all__ = ["build_layers", "build_structure"]
+__all__ = ["StageRange", "build_layers", "build_stages", "build_structure"]
 
 
 def build_structure(loaded: LoadedModel) -> Chain:
@@ -46,24 +48,41 @@ def build_structure(loaded: LoadedModel) -> Chain:
 def build_layers(
     loaded: LoadedModel, chain: Chain, first: int, end: int, *, seed: int, device: torch.device, apart: bool = False
 ) -> tuple[Layer, ...]:
-    """Layers `first`..`end - 1` of `chain` on `device`; no other layer's parameters take memory.
+    """Layers `first`..`end - 1` of `chain` on `device`, as `build_stages` builds those of one stage."""
+    (layers,) = build_stages(loaded, chain, [StageRange(first, end, apart)], seed=seed, device=device)
+    return layers
 
-    A model whose construction cannot be followed (it depends on values, say) is built whole, and the others dropped.
+
+class StageRange(NamedTuple):
+    """Layers `first`..`end - 1` of a chain."""
+
+    first: int
+    end: int
+    apart: bool = False
+    """Whether each layer must be a module of its own: else a model with an outline gives all in one."""
+
+
+def build_stages(
+    loaded: LoadedModel, chain: Chain, stages: Sequence[StageRange], *, seed: int, device: torch.device
+) -> list[tuple[Layer, ...]]:
+    """The layers of some stages of `chain` on `device`; no other layer's parameters take memory.
+
+    What two of the stages share they share here, too. A model whose construction cannot be followed (it depends on
+    values, say) is built whole, and the others dropped.
 
     Args:
         loaded: The model.
         chain: Its chain, on the meta device.
-        first: First layer.
-        end: Behind the last layer.
+        stages: Which.
         seed: Of the initial parameters.
         device: Where to.
-        apart: Whether each layer must be a module of its own: else a model with an outline gives all in one.
     """
 
     def wanted(model: nn.Module) -> list[Tensor]:
         if chain.outline is None:
-            return [t for layer in loaded.chain(model).layers[first:end] for t in _all_tensors(layer.module)]
-        return [*_held(chain.outline, model, first, end).values(), *_loose_tensors(model)]
+            layers = loaded.chain(model).layers
+            return [t for s in stages for layer in layers[s.first : s.end] for t in _all_tensors(layer.module)]
+        return [*_held_by(chain.outline, model, stages).values(), *_loose_tensors(model)]
 
     try:
         model = build_only(loaded.build, wanted, seed=seed)
@@ -72,16 +91,23 @@ def build_layers(
         model = loaded.build()
     model = convert(model, loaded.precision)
     if chain.outline is None:
-        layers = loaded.chain(model).layers[first:end]
-        return tuple(Layer(layer.name, layer.module.to(device)) for layer in layers)
-    _move(model, set(_held(chain.outline, model, first, end)), device)
+        layers = loaded.chain(model).layers
+        # Moved together, what several layers share stays shared.
+        nn.ModuleList(layer.module for s in stages for layer in layers[s.first : s.end]).to(device)
+        return [layers[stage.first : stage.end] for stage in stages]
+    _move(model, set(_held_by(chain.outline, model, stages)), device)
     built = outlined(chain.outline, model)
-    return built.layers[first:end] if apart else (Layer(chain.names[first], built.stage(first, end)),)
+    return [
+        built.layers[stage.first : stage.end]
+        if stage.apart
+        else (Layer(chain.names[stage.first], built.stage(stage.first, stage.end)),)
+        for stage in stages
+    ]
 
 
-def _held(outline: Outline, model: nn.Module, first: int, end: int) -> dict[str, Tensor]:
-    """What layers `first`..`end - 1` need, by name."""
-    names = {name for layer in outline.holds[first:end] for name in layer}
+def _held_by(outline: Outline, model: nn.Module, stages: Sequence[StageRange]) -> dict[str, Tensor]:
+    """What the layers of `stages` need, by name."""
+    names = {name for stage in stages for layer in outline.holds[stage.first : stage.end] for name in layer}
     return {name: tensor for name, tensor in _named(model) if name in names}
 
 

@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import spawn
 from planner import __version__
 from planner.core.cluster import ExecutorCost, Link
 from planner.core.links import fit_link
-from planner.executor.engine import Engine
+from planner.executor.engine import Engine, EngineStage
 from planner.executor.stage_module import Boundary, StageModule
 from planner.model.chain import Layer
 from planner.model.machine import cpu_name
@@ -113,16 +113,14 @@ def step_us(index: int, num_stages: int, size: int, group: ProcessGroup | None =
         copies_input=False,
     )
     sent = torch.empty(() if is_last else (1, size), device="meta", requires_grad=True)
+    stage = EngineStage(module=module, index=index, received=crossing.tensors, sent=(sent,), timer=_untimed)
     engine = Engine(
-        module,
-        index=index,
+        [stage],
         num_stages=num_stages,
+        ranks=dist.get_process_group_ranks(group),
         device=torch.device("cpu"),
-        received=crossing.tensors,
-        sent=(sent,),
         schedule="gpipe",
         micro_batches=_MICRO_BATCHES,
-        timer=_untimed,
         group=group,
     )
     inputs = [torch.zeros(_MICRO_BATCHES, size)] if index == 0 else []
@@ -175,5 +173,5 @@ class _First(torch.autograd.Function):
         return ctx.like.detach()
 
 
-def _untimed(_kind: str, work: Callable[[], Any]) -> Any:
+def _untimed(kind: str, work: Callable[[], Any], *, micro_batch: int) -> Any:  # noqa: ARG001 - a `Timer`
     return work()

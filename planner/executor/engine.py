@@ -3,107 +3,205 @@
 What is added to torch 2.13's `PipelineStage`: receive buffers exist from receiving to the end of that micro-batch's
 backward (the engine makes one per micro-batch and direction at the start and never lets go), shapes are given and
 never inferred (inference would run later stages on uninitialised memory), the module learns which micro-batch it
-runs, and every forward and backward is timed. Under 1F1B what was sent and received is let go of as soon as it can be.
+runs, every forward and backward is timed, and what is waited for is noted. Under 1F1B and interleaved 1F1B what was
+sent and received is let go of as soon as it can be.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
+from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
 
 from planner.core.plan import Schedule
 from planner.core.precision import Precision
+from planner.core.schedule import actions_of, with_transfers
+from planner.executor.failure import check_output
+from planner.executor.position import Position
 from planner.executor.stage_module import StageModule
 from planner.model.autocast import keeping_casts, layers_in
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "EngineStage"]
 
-Timer = Callable[[str, Callable[[], Any]], Any]
-"""Runs a piece of work of the given kind ("forward" or "backward") and notes how long it took."""
+
+class Timer(Protocol):
+    """Runs a forward or backward of a micro-batch and notes how long it took."""
+
+    def __call__(self, kind: Literal["forward", "backward"], work: Callable[[], Any], *, micro_batch: int) -> Any:
+        """The result of `work`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStage:
+    """One of the stages that this process runs."""
+
+    module: StageModule
+    index: int
+    """Along the chain."""
+    received: tuple[Tensor, ...]
+    """What comes from the stage before, or the model's input; on the meta device."""
+    sent: tuple[Tensor, ...]
+    """What goes to the stage behind, or the loss."""
+    timer: Timer
+    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What the backward of a step's last micro-batch runs in."""
 
 
 class Engine:
-    """One stage under its schedule; `group` holds the processes of the pipeline, by default all there are."""
+    """The stages of one process under their schedule.
+
+    Args:
+        stages: In the order of the chain; more than one under interleaved 1F1B only.
+        num_stages: Of the whole pipeline.
+        ranks: The processes of the pipeline, the one with the first stage first: stage s is on `ranks[s % K]`.
+        device: Where the stages run.
+        schedule: The order of forwards and backwards.
+        micro_batches: M.
+        group: Holds the processes of the pipeline; by default all there are.
+        precision: What the layers run in.
+        position: Is told what this process does and waits for.
+        check_nan: Whether every output must be finite; waits for the device.
+    """
 
     def __init__(
         self,
-        module: StageModule,
+        stages: Sequence[EngineStage],
         *,
-        index: int,
         num_stages: int,
+        ranks: Sequence[int],
         device: torch.device,
-        received: tuple[Tensor, ...],
-        sent: tuple[Tensor, ...],
         schedule: Schedule,
         micro_batches: int,
-        timer: Timer,
         group: ProcessGroup | None = None,
         precision: Precision = "",
+        position: Position | None = None,
+        check_nan: bool = False,
     ) -> None:
-        kind = _Stage if schedule == "gpipe" else _EagerStage
-        stage = kind(module, index, num_stages, device, input_args=received, output_args=sent, group=group)
-        stage.timer = timer
-        stage.precision = self._precision = precision
-        self._module = module
+        self._precision = precision
+        self._modules = [stage.module for stage in stages]
         self._device = device
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches
         self.loss_scale = 1.0
-        loop = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-        # The module's output on the last stage is the loss already; the engine divides gradients by M.
-        self._schedule = loop(stage, micro_batches, loss_fn=self._scaled, scale_grads=True)
+        kind = {"gpipe": _Stage, "1f1b": _EagerStage, "interleaved": _Stage}[schedule]
+        common: dict[str, Any] = {"num_stages": num_stages, "device": device, "ranks": ranks, "group": group}
+        common |= {"precision": precision, "position": position or Position(), "check_nan": check_nan}
+        parts = [kind(stage, **common) for stage in stages]
+        # The module's output on the last stage is the loss already, and what each counts for is given with each step.
+        settings: dict[str, Any] = {"loss_fn": self._scaled, "scale_grads": False}
+        self._schedule: Any
+        if schedule == "interleaved":
+            self._schedule = _Interleaved(parts, micro_batches, **settings)
+        else:
+            loop = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+            self._schedule = loop(parts[0], max(micro_batches, num_stages), **settings)
+            # A smaller mini-batch has fewer micro-batches than stages: the loops run it, their constructor refuses it.
+            self._schedule._n_microbatches = micro_batches
 
-    def step(self, tensors: Sequence[Tensor], targets: Sequence[Any]) -> list[Tensor]:
-        """Forward and backward of a mini-batch; gradients are left in the parameters.
+    def step(
+        self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
+        """Forward and backward of a mini-batch; gradients are added to those in the parameters.
 
         Args:
-            tensors: First stage: the model's input tensors, mini-batch first. Else empty.
-            targets: Last stage: the targets of every micro-batch. Else empty.
+            tensors: With the first stage: the model's input tensors, mini-batch first. Else empty.
+            targets: With the last stage: the targets of every micro-batch. Else empty.
+            weights: With the last stage: what the loss of every micro-batch is multiplied with; by default 1/M.
 
         Returns:
-            Last stage: the loss of every micro-batch, detached. Else empty. Gradients are those of the loss times
-            `loss_scale`; what is returned is not scaled.
+            With the last stage: the loss of every micro-batch times its weight, detached. Else empty. Gradients are
+            those of these times `loss_scale`.
         """
-        self._module.targets = list(targets)
+        self._modules[-1].targets = list(targets)
+        for module in self._modules:
+            module.micro_batches = self.micro_batches
         losses: list[Tensor] = []
-        # The engine insists on a target to cut into micro-batches; ours travel with the module.
-        target = torch.empty(self._micro_batches)
+        # The engine cuts a target into micro-batches and hands them to the loss; ours travel with the module.
+        weight = torch.full((self.micro_batches,), 1 / self.micro_batches, dtype=torch.float64)
+        if weights:
+            weight = torch.tensor(weights, dtype=torch.float64)
         with keeping_casts(self._precision, self._device):
-            self._schedule.step(*tensors, target=target, losses=losses, return_outputs=False)
-        self._module.targets = []
+            self._schedule.step(*tensors, target=weight, losses=losses, return_outputs=False)
+        self._modules[-1].targets = []
         return [loss.detach() / self.loss_scale for loss in losses]
 
-    def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
-        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
+    def _scaled(self, loss: Tensor, weight: Tensor) -> Tensor:
+        return loss * (float(weight) * self.loss_scale)
 
 
 class _Stage(PipelineStage):
-    timer: Timer
-    precision: Precision
+    def __init__(
+        self,
+        stage: EngineStage,
+        *,
+        num_stages: int,
+        device: torch.device,
+        ranks: Sequence[int],
+        group: ProcessGroup | None,
+        precision: Precision,
+        position: Position,
+        check_nan: bool,
+    ) -> None:
+        given: dict[str, Any] = {"input_args": stage.received, "output_args": stage.sent, "group": group}
+        super().__init__(stage.module, stage.index, num_stages, device, **given)
+        self.timer = stage.timer
+        self._last_backward = stage.last_backward
+        self.after_backward: Callable[[int], None] = lambda _micro_batch: None
+        self.precision: Precision = precision
+        self._position = position
+        self._check_nan = check_nan
+        self._ranks = ranks
+        # To the schedules a process is its place in the pipeline, whatever its number in the job.
+        self.group_rank = stage.index % len(ranks)
+
+    def _resolve_peer_global_rank(self, stage_idx: int) -> int:
+        return self._ranks[stage_idx % len(self._ranks)]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id  # type: ignore[assignment]
+        self._at("forward", fwd_chunk_id)
         run = super().forward_one_chunk
         # Recomputation in backward switches autocast on again by itself; the rest of backward runs without.
         with layers_in(self.precision, self.device):
-            return self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs))
+            result = self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs), micro_batch=fwd_chunk_id)
+        if self._check_nan:
+            check_output(result, self._position)
+        if not self.is_last:
+            self._at("forward", fwd_chunk_id, waits_for=self.stage_index + 1)
+        return result
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._at("backward", bwd_chunk_id)
         run = super().backward_one_chunk
-        self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs))
+        with self._last_backward() if kwargs["last_backward"] else nullcontext():
+            self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs), micro_batch=bwd_chunk_id)
+        if not self.is_first:
+            self._at("backward", bwd_chunk_id, waits_for=self.stage_index - 1)
+        loss = kwargs.get("loss")
+        if loss is not None:
+            # The schedule keeps it to the end of the step, and with it what its graph leads to: the received input.
+            loss.detach_()
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
+        self.after_backward(bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         self._provide(self.args_recv_info[fwd_chunk_id])
+        if not self.is_first:
+            self._at("forward", fwd_chunk_id, waits_for=self.stage_index - 1)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if self.has_backward and not self.is_last:
             self._provide(self.grad_recv_info[bwd_chunk_id])
+            self._at("backward", bwd_chunk_id, waits_for=self.stage_index + 1)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
@@ -115,6 +213,9 @@ class _Stage(PipelineStage):
         prepared = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
         _release(self.grad_recv_info)
         return prepared
+
+    def _at(self, kind: str, micro_batch: int, *, waits_for: int | None = None) -> None:
+        self._position.at(f"{kind} of micro-batch {micro_batch}", stage=self.stage_index, waits_for=waits_for)
 
     def _provide(self, infos: Any) -> None:
         for info in infos:
@@ -130,11 +231,11 @@ class _EagerStage(_Stage):
     the latter through the next backward too.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, stage: EngineStage, **common: Any) -> None:
+        super().__init__(stage, **common)
         self._outputs_sent: dict[int, list[Tensor]] = {}
-        self._gradients_sent: list[torch.distributed.P2POp] = []
-        self._gradients_received: list[torch.distributed.P2POp] = []
+        self._gradients_sent: list[dist.P2POp] = []
+        self._gradients_received: list[dist.P2POp] = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # The loop has waited for them together with the input of this forward.
@@ -150,7 +251,7 @@ class _EagerStage(_Stage):
             tensor.data = tensor.new_empty(0)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        ops: list[torch.distributed.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
+        ops: list[dist.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
         for op in ops:
             op.tensor = op.tensor.detach()
         self._outputs_sent[fwd_chunk_id] = [op.tensor for op in ops]
@@ -163,6 +264,74 @@ class _EagerStage(_Stage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         self._gradients_sent = super().get_bwd_send_ops(bwd_chunk_id)
         return self._gradients_sent
+
+
+class _Interleaved(ScheduleInterleaved1F1B):
+    """Lets go of what was sent, which torch's loop holds to the end of the step.
+
+    An output goes after its micro-batch's backward: its gradient has come back, so it was delivered long ago. The
+    gradient of an input goes when the next one is sent: with one under way, waiting for those before it blocks nobody
+    (see `planner.core.schedule.with_transfers`), and holds no step up where M is a multiple of K.
+    """
+
+    def __init__(self, stages: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(stages, *args, **kwargs)
+        self._parts = {stage.stage_index: stage for stage in stages}
+        self._outputs_sent: dict[tuple[int, int], tuple[list[Tensor], list[dist.Work]]] = {}
+        self._gradients_sent: list[dist.Work] = []
+        # Torch's own order has steps that do nothing here, and so other transfers ahead of their need than planned.
+        self.pipeline_order_with_comms = _rows(self.pp_group_size, self._n_microbatches, len(stages))
+        self._comp_type_to_function_map |= {
+            _ComputationType.SEND_F: self._send_outputs,
+            _ComputationType.SEND_B: self._send_gradients,
+        }
+        for stage in stages:
+            stage.after_backward = partial(self._let_go_of_output, stage.stage_index)
+
+    def _send_outputs(self, action: Any, _context: Any) -> None:
+        ops = self._parts[action.stage_index].get_fwd_send_ops(action.microbatch_index)
+        for op in ops:
+            op.tensor = op.tensor.detach()
+        sent = [op.tensor for op in ops], _batch_p2p(ops)
+        self._outputs_sent[action.stage_index, action.microbatch_index] = sent
+
+    def _send_gradients(self, action: Any, _context: Any) -> None:
+        ops = self._parts[action.stage_index].get_bwd_send_ops(action.microbatch_index)
+        earlier, self._gradients_sent = self._gradients_sent, _batch_p2p(ops)
+        _wait_batch_p2p(earlier)
+
+    def _let_go_of_output(self, stage: int, micro_batch: int) -> None:
+        tensors, works = self._outputs_sent.pop((stage, micro_batch), ([], []))
+        _wait_batch_p2p(works)
+        for tensor in tensors:
+            tensor.data = tensor.new_empty(0)
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+        done = super()._step_microbatches(*args, **kwargs)
+        _wait_batch_p2p(self._gradients_sent)
+        self._gradients_sent = []
+        for sent in list(self._outputs_sent):
+            self._let_go_of_output(*sent)
+        return done
+
+
+_TYPES = {
+    "F": _ComputationType.FORWARD,
+    "B": _ComputationType.FULL_BACKWARD,
+    "send F": _ComputationType.SEND_F,
+    "send B": _ComputationType.SEND_B,
+    "receive F": _ComputationType.RECV_F,
+    "receive B": _ComputationType.RECV_B,
+}
+
+
+def _rows(num_devices: int, micro_batches: int, chunks: int) -> dict[int, list[_Action]]:
+    """The planner's instructions for every device, in torch's terms."""
+    actions = actions_of("interleaved", num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+    return {
+        device: [_Action(what.chunk * num_devices + device, _TYPES[what.kind], what.micro_batch) for what in row]
+        for device, row in enumerate(with_transfers(actions))
+    }
 
 
 def _release(received: dict[int, Any]) -> None:

@@ -5,7 +5,7 @@ any gradient of any stage is infinite or NaN, the scale was too large: no stage 
 After many good steps in a row it is doubled. Numbers as in `torch.amp.GradScaler`, which knows of one process only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,11 @@ class LossScale:
         self._device = device
         self._good_steps = 0
         self.value = _FIRST
+
+    def begin(self) -> None:
+        """Before backward: gradients that are there already are scaled as those will be that are added to them."""
+        for gradients in self._by_kind():
+            torch._foreach_mul_(gradients, self.value)
 
     def unscale(self) -> bool:
         """Divides the gradients by the scale, and adapts it; every rank must call it.
@@ -52,6 +57,14 @@ class LossScale:
             self.value *= _GROWTH
             self._good_steps = 0
         return True
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Goes on from `state_dict`."""
+        self.value, self._good_steps = state["value"], int(state["good_steps"])
 
     def _by_kind(self) -> Iterable[list[Tensor]]:
         """All gradients, those of one dtype together, as torch's operator wants them."""

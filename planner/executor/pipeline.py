@@ -1,10 +1,13 @@
-"""A model trained as a pipeline: this process is one stage of it."""
+"""A model trained as a pipeline: this process runs a stage of it, or several under interleaved 1F1B."""
 
+import functools
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,82 +22,125 @@ from planner.core.balance import Balance
 from planner.core.errors import ModelError, UsageError
 from planner.core.profile import Device, Environment, Generator
 from planner.core.run_report import RunReport, StageRun
-from planner.executor.build import build_layers, build_structure
-from planner.executor.engine import Engine
+from planner.core.run_waits import ProcessRun, Waits
+from planner.executor.batch_norm import BatchStatistics
+from planner.executor.build import StageRange, build_stages, build_structure
+from planner.executor.draws import drawn_alike
+from planner.executor.engine import Engine, EngineStage
+from planner.executor.evaluation import ForwardOnly
+from planner.executor.failure import Watch, check_gradients, check_losses
+from planner.executor.gradients import clip_gradients
 from planner.executor.loss_scale import LossScale
+from planner.executor.losses import UNCOUNTED, loss_counts, weights_of
+from planner.executor.parts import Part, micro_batches_of, parts_of, size_of
+from planner.executor.placement import Groups, place_of
+from planner.executor.position import ANY, Position
+from planner.executor.random_state import StepSeeds, keeping_random_state, seed_process
 from planner.executor.recorder import WARM_UP_STEPS, Recorder
-from planner.executor.stage_module import Shapes, StageModule, shapes_of
+from planner.executor.replicas import ReplicaGradients
+from planner.executor.stage_module import Boundary, Shapes, StageModule, evaluating, shapes_of
+from planner.executor.store import job_store
 from planner.executor.ties import TiedGradients
-from planner.files import read_balance
+from planner.executor.timeline import gather_runs
+from planner.executor.weights import first_names
+from planner.files import digest_of, read_balance
 from planner.model.autocast import autocast_dtype
-from planner.model.chain import chain_digest, shared_parameters
+from planner.model.chain import Chain, Layer, chain_digest, shared_parameters
 from planner.model.load import Batch, LoadedModel, load_model, to_device
 from planner.model.machine import cpu_name, keep_freed_memory
 from planner.model.precision import dtype_of, in_precision, to_precision
 
-__all__ = ["OneRankError", "Pipeline"]
-
-_TIMEOUT = timedelta(minutes=10)
-"""A stage that hears nothing for so long takes its neighbours for dead."""
-
-
-class OneRankError(UsageError):
-    """A mistake that this rank alone can see, so that it must be told by this rank."""
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """One stage of the pipeline that a `balance.yaml` describes; every rank of the job makes one.
+    """One process of the pipelines that a `balance.yaml` describes; every rank of the job makes one.
 
     Args:
         balance_path: The balance configuration, as `gpipe-plan emit` writes it.
         seed: Of initial parameters, example batches and dropout.
         device: Overrides the device of the plan.
+        timeout_s: A transfer that takes so long fails.
+        check_nan: Whether every output and gradient must be finite, not the loss alone; waits for the device.
+        watch: Is told what this rank is doing.
 
     Raises:
-        UsageError: The number of processes is not the number of stages, or the device is missing.
+        UsageError: The number of processes is not what the plan needs, or the device is missing.
         ModelError: The model is not the one that was planned.
     """
 
-    def __init__(self, balance_path: str | Path, *, seed: int = 0, device: str | None = None) -> None:
+    def __init__(
+        self,
+        balance_path: str | Path,
+        *,
+        seed: int = 0,
+        device: str | None = None,
+        timeout_s: float = 300.0,
+        check_nan: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
         self.balance = read_balance(str(balance_path))
         self.seed = seed
-        self.rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if num_processes != self.balance.num_stages:
-            raise UsageError(
-                f"the plan has {self.balance.num_stages} stages, but {num_processes} processes were started",
-                hint=f"run `torchrun --nproc-per-node {self.balance.num_stages} train.py`",
-            )
+        self._timeout = timedelta(seconds=timeout_s)
+        self._check_nan = check_nan
+        rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.place = place_of(self.balance, rank, num_processes)
+        self.watch = watch
+        self.position = watch.position if watch is not None else Position()
+        self.position.names = {k: _stage_name(self.balance, k) for k in range(self.balance.num_stages)}
+        self.position.stages, self.position.replica = self.place.stages, self.place.replica
+        places = [place_of(self.balance, other, num_processes) for other in range(num_processes)]
+        self.position.rank_names = {p.rank: self.position.name_of(p.stages, p.replica) for p in places}
+        self.position.predicted_bytes = {stage.index: stage.peak_bytes for stage in self.balance.stages}
         self.device = _device(device or self.balance.device)
         torch.set_num_threads(self.balance.threads)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.losses: list[float] = []
+        self.runs: list[ProcessRun] = []
+        """What every process did in the last steps; on rank 0, once there is a report."""
+        self.step_index = 0
+        """Steps since training began, also in an earlier process: what a step draws depends on it."""
+        self.skipped = False
+        """Whether the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages alike."""
         self._joined = False
         self._recorder = Recorder(self.device)
         try:
-            torch.manual_seed(seed)  # a model that is made while its file is imported starts from it, too
+            seed_process(seed)  # a model that is made while its file is imported starts from it, too
             self.model = _load(self.balance, Path(balance_path).parent)
             self._join()
-            self._module, self._engine = self._build()
+            self._groups = Groups.of(self.place)
+            self._statistics = BatchStatistics()
+            self._modules = self._build()
             is_float16 = autocast_dtype(self.balance.dtype) == torch.float16
-            self._loss_scale = LossScale(self._module.parameters(), self.device) if is_float16 else None
+            own = [parameter for _, parameter in self.named_parameters()]
+            self._loss_scale = LossScale(own, self.device) if is_float16 else None
         except BaseException:
             self.close()
             raise
 
     @property
+    def rank(self) -> int:
+        """The number of this process in the job."""
+        return self.place.rank
+
+    @property
     def is_first(self) -> bool:
-        """Whether this rank runs the first stage."""
-        return self.rank == 0
+        """Whether this rank runs the first stage, of whichever replica."""
+        return self.place.is_first
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank runs the last stage."""
-        return self.rank == self.balance.num_stages - 1
+        """Whether this rank runs the last stage, of whichever replica."""
+        return self.place.is_last
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This stage's parameters under the names they have in the whole model."""
-        return self._module.named_parameters()
+        """This rank's parameters under the names they have in the whole model; each once."""
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for module in self._modules:
+            for name, parameter in module.named_parameters():
+                named.setdefault(id(parameter), (name, parameter))
+        return iter(named.values())
 
     def optimizer(self, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """`build(parameters)` over this stage's trainable parameters."""
@@ -102,25 +148,65 @@ class Pipeline:
         # A stage of pooling and reshaping has nothing to optimize, which torch's optimizers refuse.
         return build(iter(parameters or [nn.Parameter(torch.zeros(0))]))
 
-    def batches(self, steps: int) -> Iterator[Batch]:
-        """`steps` mini-batches: the model's `train_batches`, else its `example_batch`.
+    def named_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of the model's state dict: parameters and persistent buffers, under their names there."""
+        held: dict[str, Tensor] = {}
+        for module in self._modules:
+            held |= dict(module.named_parameters(remove_duplicate=False))
+            held |= dict(module.named_buffers(remove_duplicate=False))
+        return {name: tensor for name, tensor in held.items() if name in self.first_names}
 
-        The same on every rank, but inputs are kept on the first and targets on the last: the others are None.
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this rank beside tensors."""
+        return {
+            "step_index": self.step_index,
+            "loss_scale": self._loss_scale.state_dict() if self._loss_scale is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`."""
+        self.step_index = state["step_index"]
+        if self._loss_scale is not None and state["loss_scale"] is not None:
+            self._loss_scale.load_state_dict(state["loss_scale"])
+
+    def batches(self, steps: int) -> Iterator[Batch]:
+        """This rank's part of mini-batches until `steps` steps are done; those of steps done before are passed over.
+
+        They are the model's `train_batches`, else its `example_batch`.
         """
         if self.model.train_batches is None:
-            for step in range(steps):
-                yield self._own_part(self.example_batch(step))
+            for step in range(self.step_index, steps):
+                yield self.own_part(*self.example_batch(step))
             return
-        made = 0
-        while made < steps:
-            before = made
-            for pair in self.model.train_batches(self.balance.batch):
-                if made == steps:
-                    return
-                yield self._own_part(Batch(*pair))
-                made += 1
-            if made == before:
-                raise ModelError("`train_batches` is empty")
+        for pair in islice(drawn_alike(self._epochs(), self.seed), self.step_index, steps):
+            yield self.own_part(*pair)
+
+    def own_part(self, inputs: Any, targets: Any) -> Batch:
+        """What this rank needs of a mini-batch that every rank has: its replica's samples.
+
+        Inputs are kept with the first stage and targets with the last: of the others there are only shapes (tensors on
+        the meta device), so that every rank finds the same sizes.
+
+        Raises:
+            UsageError: There are fewer samples than replicas.
+        """
+        batch = Batch(inputs, targets)
+        size, replica, replicas = size_of(batch), self.place.replica, self.place.num_replicas
+        if replicas > 1 and size is not None:
+            if size < replicas:
+                raise UsageError(
+                    f"got a mini-batch of {size} samples for {replicas} replicas",
+                    hint="drop the last mini-batch (`drop_last=True`), or choose a batch that fits the data",
+                )
+            first, end = size * replica // replicas, size * (replica + 1) // replicas
+            # Copies: views would keep the other replicas' samples in memory.
+            batch = Batch(*tree_map_only(Tensor, lambda t: t[first:end].clone(), tuple(batch)))
+
+        def shapes(value: Any) -> Any:
+            return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), value)
+
+        inputs, targets = batch
+        return Batch(inputs if self.is_first else shapes(inputs), targets if self.is_last else shapes(targets))
 
     def example_batch(self, step: int) -> Batch:
         """The example mini-batch of a step: a function of seed and step alone."""
@@ -132,30 +218,80 @@ class Pipeline:
     def step(self, inputs: Any, targets: Any) -> Iterator[float | None]:
         """Forward and backward of a mini-batch; the block then steps the optimizer, and both are timed together.
 
-        Gradients are those of the mean loss over the mini-batch. Yields that loss on the first and last rank. Under
-        `fp16-mixed` there are none on any stage in a step whose gradients overflowed: the optimizer then does nothing.
+        Gradients are those of the mini-batch's loss: the mean over its samples, or over what `loss_count` counts. They
+        are added to what is there. A mini-batch may be smaller than planned (the last one of an epoch); of what does
+        not fill a micro-batch a smaller one is made. With replicas every rank gives its own part (`batches`,
+        `own_part`), and gradients and loss are those of the whole. Yields the loss on the ranks with the first and the
+        last stage. Under `fp16-mixed` there are no gradients on any stage after a step in which they overflowed, the
+        optimizer then does nothing, and `skipped` is true.
+
+        Raises:
+            UsageError: The mini-batch is larger than planned.
+        """
+        with self.accumulate([(inputs, targets)]) as loss:
+            yield loss
+
+    @contextmanager
+    def accumulate(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float | None]:
+        """As `step`, of one mini-batch that comes in several pieces, each of them no larger than the plan's.
+
+        Gradients and loss are those of all pieces together.
+        """
+        parts = [part for inputs, targets in batches for part in self._parts(Batch(inputs, targets))]
+        for part in parts:
+            self._make_engine(part)
+        self.position.step = self.step_index
+        with self._recorder.step():
+            loss = self._forward_backward(parts)
+            with self._recorder.optimizer(stage=self.place.stages[0]):
+                yield loss
+        self.step_index += 1
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """As `torch.nn.utils.clip_grad_norm_` of the whole model; every rank must call it, within the block of a step.
+
+        Returns:
+            The norm of all gradients before.
+        """
+        own = [parameter for _, parameter in self.named_parameters()]
+        counted_elsewhere = self._tied.counted_elsewhere
+        group = self._groups.pipeline
+        return clip_gradients(own, max_norm, self.device, counted_elsewhere=counted_elsewhere, group=group)
+
+    def evaluate(self, inputs: Any, targets: Any) -> float | None:
+        """The loss of a batch of any size in evaluation mode; every rank must call it, with its own part of the batch.
+
+        Training goes on as if it had not been called.
+
+        Returns:
+            The loss, on the ranks with the first and the last stage.
         """
         batch = Batch(inputs, targets)
-        self._check_size(batch)
-        with self._recorder.step():
-            yield self._forward_backward(batch)
+        parts = list(parts_of(batch, size_of(batch) or self.balance.replica_batch, self._micro_batch_size))
+        self.position.at("the evaluation")
+        weights = self._weights(parts)
+        losses: list[Tensor] = []
+        first = 0
+        with keeping_random_state():
+            for part in parts:
+                losses += self._evaluate(part, weights[first : first + part.micro_batches])
+                first += part.micro_batches
+        loss = self._share_loss(torch.stack(losses).sum() if losses else None)
+        self.position.at("between steps")
+        return loss
 
     def report(self) -> RunReport | None:
         """What the run took, on rank 0; None elsewhere. Every rank must call it."""
         self._recorder.close()
-        mine = StageRun(
-            index=self.rank,
-            first=self.balance.stages[self.rank].layers[0],
-            last=self.balance.stages[self.rank].layers[-1],
-            forward_us=round(self._recorder.typical_us("forward"), 1),
-            backward_us=round(self._recorder.typical_us("backward"), 1),
-            parameter_bytes=sum(p.nbytes for _, p in self.named_parameters()),
-            peak_bytes=self._recorder.peak_bytes,
-        )
-        stages: list[Any] = [None] * self.balance.num_stages
-        dist.gather_object(mine, stages if self.is_first else None)
-        if not self.is_first:
+        self.position.at("the report", waits_for=ANY)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(self._stage_runs(), gathered if self.rank == 0 else None)
+        runs = gather_runs(ProcessRun(self.rank, self.place.replica, self._recorder.steps), self.device)
+        if runs is None:
             return None
+        self.runs = runs
+        stages = sorted((run for runs in gathered for run in runs), key=lambda run: (run.replica, run.index))
+        waits = Waits.of(runs, stages, warm_up=WARM_UP_STEPS, overlaps=self.device.type == "cuda")
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_name()
         return RunReport(
             generator=Generator(name="gpipe-plan", version=__version__),
@@ -165,13 +301,18 @@ class Pipeline:
             environment=Environment(
                 torch=str(torch.__version__),
                 python=platform.python_version(),
-                dtype=self.balance.dtype or dtype_of(self._module),
+                dtype=self.balance.dtype or dtype_of(self._modules[0]),
                 threads=self.balance.threads,
             ),
             losses=tuple(self.losses),
             step_us=tuple(round(time, 1) for time in self._recorder.step_us),
+            batch=self.balance.batch,
+            samples_per_s=tuple(round(self.balance.batch / time * 1e6, 1) for time in self._recorder.step_us),
+            bubble=waits.bubble,
+            overhead_us=waits.overhead_us,
             warmup_steps=WARM_UP_STEPS,
-            stages=tuple(stages),
+            stages=waits.stages,
+            boundaries=waits.boundaries,
         )
 
     @property
@@ -187,106 +328,302 @@ class Pipeline:
 
     # Private methods
 
-    def _own_part(self, batch: Batch) -> Batch:
-        # The size is checked before anything is dropped, so that every rank finds a wrong one.
-        self._check_size(batch)
-        return Batch(batch.inputs if self.is_first else None, batch.targets if self.is_last else None)
+    def _epochs(self) -> Iterator[Any]:
+        """All that `train_batches` gives, again and again."""
+        assert self.model.train_batches is not None
+        while True:
+            is_empty = True
+            for pair in self.model.train_batches(self.balance.batch):
+                is_empty = False
+                yield pair
+            if is_empty:
+                raise ModelError("`train_batches` is empty")
 
-    def _check_size(self, batch: Batch) -> None:
-        sizes = {leaf.shape[0] for leaf in tree_flatten(tuple(batch))[0] if isinstance(leaf, Tensor)}
-        for size in sizes - {self.balance.batch}:
+    @property
+    def _micro_batch_size(self) -> int:
+        return self.balance.replica_batch // self.balance.micro_batches
+
+    def _parts(self, batch: Batch) -> Iterator[Part]:
+        planned = self.balance.replica_batch
+        size = size_of(batch) or planned
+        if planned < size <= self.balance.batch:
             raise UsageError(
-                f"got a mini-batch of {size} samples, the plan is for {self.balance.batch}",
-                hint="drop or pad the last one (`drop_last=True`), or plan for this batch",
+                f"got a mini-batch of {size} samples for a pipeline that is one of {self.balance.replicas}",
+                hint="give each its own part: `inputs, targets = pipeline.own_part(inputs, targets)`",
             )
+        if size > planned:
+            raise UsageError(
+                f"got a mini-batch of {size} samples, the plan is for {planned}",
+                hint="plan for this batch, or give it in pieces to `accumulate`",
+            )
+        rounds_of = self.place.num_devices if self.balance.schedule == "interleaved" else 1
+        yield from parts_of(batch, size, self._micro_batch_size, rounds_of=rounds_of)
+
+    def _make_engine(self, part: Part) -> None:
+        """Made on every rank before anything is sent: a micro-batch too small for a layer is found on all of them."""
+        try:
+            self._engine(part.micro_batches, part.micro_batch_size)
+        except ModelError as error:
+            raise ModelError(
+                f"the last {part.micro_batch_size} samples of a mini-batch cannot be a micro-batch: {error}",
+                hint="drop the last mini-batch (`drop_last=True`), or choose a batch that fits the data",
+            ) from error
+
+    def _stage_runs(self) -> list[StageRun]:
+        described = [self.balance.stages[index] for index in self.place.stages]
+        return [
+            StageRun(
+                index=stage.index,
+                replica=self.place.replica,
+                first=stage.layers[0],
+                last=stage.layers[-1],
+                forward_us=round(self._recorder.typical_us("forward", stage=stage.index), 1),
+                backward_us=round(self._recorder.typical_us("backward", stage=stage.index), 1),
+                recompute_us=round(self._recorder.typical_us("recompute", stage=stage.index), 1),
+                parameter_bytes=sum(p.nbytes for p in module.parameters()),
+                peak_bytes=self._recorder.peak_bytes,
+                outside_bytes=self._recorder.outside_bytes,
+            )
+            for stage, module in zip(described, self._modules, strict=True)
+        ]
 
     def _join(self) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        self._joined = not dist.is_initialized()
-        if not self._joined:
+        if dist.is_initialized():
             return  # the caller's group, which the caller leaves
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=_TIMEOUT)
-        else:
+        if "RANK" not in os.environ:
             dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
+            self._joined = True
+            return
+        self.position.at("joining the others", waits_for=ANY)
+        # The watch, which knows more, is to find out first.
+        timeout = self._timeout + timedelta(seconds=30)
+        world = int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=self.rank, world_size=world)
+        self._joined = True
+        self._check_same_start()
 
-    def _build(self) -> tuple[StageModule, Engine]:
-        balance = self.balance
+    def _check_same_start(self) -> None:
+        """Refuses, on every rank, to start with ranks that were told different things."""
+        mine = {
+            "balance.yaml": digest_of(self.balance),
+            "--seed": self.seed,
+            "--device": self.device.type,
+            "torch": str(torch.__version__),
+        }
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        for what, value in told[0].items():
+            others = [rank for rank, its in enumerate(told) if its[what] != value]
+            if others:
+                raise UsageError(
+                    f"rank {others[0]} has another {what} ({told[others[0]][what]}) than rank 0 ({value})",
+                    hint="give every process the same files and the same command line, also on other machines",
+                )
+
+    def _build(self) -> list[StageModule]:
+        balance, place = self.balance, self.place
+        self.position.at("building the model")
         chain = build_structure(self.model)
         _check_same_model(balance, chain.names, chain_digest(chain, self.model.settings, balance.dtype))
-        micro_batch = _micro_batches(self.example_batch(0).inputs, balance.micro_batches)[0]
-        shapes = shapes_of(chain, micro_batch, precision=balance.dtype, device=self.device)
-        ends = [sum(balance.balance[: k + 1]) for k in range(balance.num_stages)]
-        first, end = ends[self.rank] - balance.balance[self.rank], ends[self.rank]
-        stage = balance.stages[self.rank]
-        apart = bool(stage.recomputed)
-        layers = build_layers(self.model, chain, first, end, seed=self.seed, device=self.device, apart=apart)
-        recomputed = {stage.layers.index(n): shapes.recomputed(chain.names.index(n), end) for n in stage.recomputed}
-        module = StageModule(
-            layers,
-            received=shapes.boundaries[first],
-            recompute=stage.recompute,
-            micro_batches=balance.micro_batches,
-            loss_fn=self.model.loss_fn if self.is_last else None,
-            # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
-            copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
-            carries=() if self.is_last else [t.requires_grad for t in shapes.boundaries[end].tensors],
-            recomputed=recomputed,
-        )
+        self.first_names = first_names(chain.model)
+        cuts = list(accumulate(balance.balance, initial=0))
+        ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
+
+        @functools.cache
+        def shapes_for(size: int, *, training: bool) -> Shapes:
+            inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self.example_batch(0).inputs)
+            with nullcontext() if training else evaluating(chain.model):
+                return shapes_of(chain, inputs, precision=balance.dtype, device=self.device)
+
+        shapes = shapes_for(self._micro_batch_size, training=True)
+        built = build_stages(self.model, chain, ranges, seed=self.seed, device=self.device)
+        modules = [self._module(chain, shapes, *stage) for stage in zip(place.stages, ranges, built, strict=True)]
+        for index, module in zip(place.stages, modules, strict=True):
+            module.timed_again = partial(self._recorder.timed_again, stage=index)
         stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]
-        self._tied = TiedGradients(
-            shared_parameters(chain.layers), dict(module.named_parameters(remove_duplicate=False)), self.rank, stage_of
-        )
-        # From here on only what a step draws (dropout) uses the random state: another one for every stage.
-        torch.manual_seed(self.seed * 1_000_003 + 7919 * (self.rank + 1))
-        return module, self._engine_for(module, shapes, first, end)
+        named = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
+        self._tied = TiedGradients(shared_parameters(chain.layers), named, place, stage_of)
+        self._replicas = self._replica_gradients(modules)
+        # What the script draws from here on (the order of its data) is the same on every rank.
+        seed_process(self.seed * 1_000_003 + 7919)
 
-    def _engine_for(self, module: StageModule, shapes: Shapes, first: int, end: int) -> Engine:
-        loss = torch.empty((), device="meta", requires_grad=True)
-        return Engine(
-            module,
-            index=self.rank,
-            num_stages=self.balance.num_stages,
-            device=self.device,
-            received=shapes.boundaries[first].tensors,
-            sent=(loss,) if self.is_last else shapes.boundaries[end].tensors,
-            schedule=self.balance.schedule,
+        @functools.cache
+        def engine_for(micro_batches: int, size: int) -> Engine:
+            return self._engine_for(modules, shapes_for(size, training=True), ranges, micro_batches)
+
+        def received(size: int, *, training: bool) -> list[Boundary]:
+            boundaries = shapes_for(size, training=training).boundaries
+            return [boundaries[layers.first] for layers in ranges]
+
+        # What a last smaller mini-batch needs is made when it comes.
+        self._engine, self._received = engine_for, received
+        engine_for(balance.micro_batches, self._micro_batch_size)
+        return modules
+
+    def _module(
+        self, chain: Chain, shapes: Shapes, index: int, layers: StageRange, built: tuple[Layer, ...]
+    ) -> StageModule:
+        stage, end, is_last = self.balance.stages[index], layers.end, index == self.place.num_stages - 1
+        recomputed = {stage.layers.index(n): shapes.recomputed(chain.names.index(n), end) for n in stage.recomputed}
+        return StageModule(
+            built,
+            received=shapes.boundaries[layers.first],
+            recompute=stage.recompute,
             micro_batches=self.balance.micro_batches,
-            timer=self._recorder.timed,
-            precision=self.balance.dtype,
+            loss_fn=self.model.loss_fn if is_last else None,
+            # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
+            copies_input=shapes.stage_writes_input(layers.first, end) and 0 not in recomputed,
+            carries=() if is_last else [t.requires_grad for t in shapes.boundaries[end].tensors],
+            recomputed=recomputed,
+            first_layer=layers.first,
+            statistics=self._statistics,
         )
 
-    def _forward_backward(self, batch: Batch) -> float | None:
-        tensors: Sequence[Tensor] = ()
-        targets: Sequence[Any] = ()
-        if self.is_first:
-            inputs = to_precision(to_device(batch.inputs, self.device), self.balance.dtype)
-            leaves = tree_flatten(inputs)[0]
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if self.is_last:
-            targets = _micro_batches(to_device(batch.targets, self.device), self.balance.micro_batches)
+    def _replica_gradients(self, modules: Sequence[StageModule]) -> ReplicaGradients | None:
+        if self._groups.replicas is None:
+            return None
+        tied = set(self._tied.parameters)  # summed over the replicas, too
+        own = [[p for p in module.parameters() if p.requires_grad and p not in tied] for module in modules]
+        return ReplicaGradients(own, self._groups.replicas, keeps_earlier=self.place.replica == 0)
+
+    def _engine_for(
+        self, modules: Sequence[StageModule], shapes: Shapes, ranges: Sequence[StageRange], micro_batches: int
+    ) -> Engine:
+        loss = torch.empty((), device="meta", requires_grad=True)
+        place, last = self.place, self.place.num_stages - 1
+        stages = [
+            EngineStage(
+                module=module,
+                index=index,
+                received=shapes.boundaries[layers.first].tensors,
+                sent=(loss,) if index == last else shapes.boundaries[layers.end].tensors,
+                timer=partial(self._recorder.timed, stage=index),
+                last_backward=partial(self._replicas.last_backward, n) if self._replicas else nullcontext,
+            )
+            for n, (index, module, layers) in enumerate(zip(place.stages, modules, ranges, strict=True))
+        ]
+        return Engine(
+            stages,
+            num_stages=place.num_stages,
+            ranks=[place.rank_of(position) for position in range(place.num_devices)],
+            device=self.device,
+            schedule=self.balance.schedule,
+            micro_batches=micro_batches,
+            group=self._groups.pipeline,
+            precision=self.balance.dtype,
+            position=self.position,
+            check_nan=self._check_nan,
+        )
+
+    def _forward_backward(self, parts: Sequence[Part]) -> float | None:
+        weights = self._weights(parts)
+        self._tied.begin()
         if self._loss_scale is not None:
-            self._engine.loss_scale = self._loss_scale.value
-        losses = self._engine.step(tensors, targets)
+            self._loss_scale.begin()
+        if self._replicas is not None:
+            self._replicas.begin()
+        losses: list[Tensor] = []
+        # The mini-batch of all replicas is numbered through.
+        before, first = self.place.replica * sum(part.micro_batches for part in parts), 0
+        with keeping_random_state():
+            for part in parts:
+                for module in self._modules:
+                    module.seeds = StepSeeds(self.seed, self.step_index, before + first)
+                if self._replicas is not None:
+                    self._replicas.is_last_part = part is parts[-1]
+                self._recorder.first_micro_batch = first
+                losses += self._run(part, weights[first : first + part.micro_batches])
+                first += part.micro_batches
+        self.position.at("the gradients", waits_for=ANY)
+        self._statistics.commit(self._groups.replicas)
+        if self._replicas is not None:
+            self._replicas.finish()
         self._tied.sum()
-        if self._loss_scale is not None:
-            self._loss_scale.unscale()
-        loss = self._share_loss(torch.stack(losses).mean() if losses else None)
+        self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
+        if self._loss_scale is None and self._check_nan:
+            check_gradients(dict(self.named_parameters()), self.position)
+        self.position.at("the loss", waits_for=self.place.num_stages - 1 if self.is_first else None)
+        loss = self._share_loss(torch.stack(losses).sum() if losses else None)
         if loss is not None:
+            if self.is_last and self._loss_scale is None:
+                check_losses(losses, loss, self.position)
             self.losses.append(loss)
+        self.position.at("between steps")
         return loss
 
+    def _weights(self, parts: Sequence[Part]) -> list[float]:
+        """What the loss of each micro-batch counts for, among those of all replicas; on the last rank."""
+        if not self.is_last:
+            return []
+        counts = [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
+        if self.model.loss_count is not None:
+            targets = [target for part in parts for target in part.targets()]
+            counts = loss_counts(self.model.loss_count, targets, self.model.source)
+        total = torch.tensor(sum(counts), dtype=torch.float64, device=self.device)
+        if self._groups.replicas is not None:
+            dist.all_reduce(total, group=self._groups.replicas)
+        return weights_of(counts, float(total))
+
+    def _run(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
+        """Forward and backward; on the last rank, what each loss adds to that of the mini-batch."""
+        engine = self._engine(part.micro_batches, part.micro_batch_size)
+        self._expect(part, training=True)
+        if self._loss_scale is not None:
+            engine.loss_scale = self._loss_scale.value
+        return engine.step(self._input_tensors(part), self._targets(part, weights), weights)
+
+    def _expect(self, part: Part, *, training: bool) -> None:
+        for module, boundary in zip(
+            self._modules, self._received(part.micro_batch_size, training=training), strict=True
+        ):
+            module.received = boundary
+
+    def _evaluate(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
+        """The same without gradients."""
+        place = self.place
+        forward = ForwardOnly(
+            modules=self._modules,
+            device=self.device,
+            precision=self.balance.dtype,
+            before=[None if stage == 0 else place.rank_of(stage - 1) for stage in place.stages],
+            behind=[None if stage == place.num_stages - 1 else place.rank_of(stage + 1) for stage in place.stages],
+            num_devices=place.num_devices,
+        )
+        self._expect(part, training=False)
+        self._modules[-1].targets = self._targets(part, weights)
+        losses = forward.run(micro_batches_of(self._input_tensors(part), part.micro_batches))
+        self._modules[-1].targets = []
+        return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+
+    def _input_tensors(self, part: Part) -> list[Tensor]:
+        """On the first rank."""
+        if not self.is_first:
+            return []
+        inputs = to_precision(to_device(part.batch.inputs, self.device), self.balance.dtype)
+        return [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+
+    def _targets(self, part: Part, weights: Sequence[float]) -> list[Any]:
+        """Of every micro-batch, on the last rank."""
+        if not self.is_last:
+            return []
+        targets = micro_batches_of(to_device(part.batch.targets, self.device), part.micro_batches)
+        return [target if weight else UNCOUNTED for target, weight in zip(targets, weights, strict=True)]
+
     def _share_loss(self, loss: Tensor | None) -> float | None:
-        """Sends the last rank's loss to the first, without holding any rank up."""
-        if self.is_first and self.is_last:
-            return float(loss) if loss is not None else None
-        if self.is_last and loss is not None:
-            self._loss_sent = dist.isend(loss.float().reshape(1), 0)
+        """The sum over all replicas, on the ranks with the first and the last stage; no other rank waits for it."""
+        place, group = self.place, self._groups.pipeline
+        if loss is not None:
+            loss = loss.float().reshape(1)
+            if self._groups.replicas is not None:
+                dist.all_reduce(loss, group=self._groups.replicas)
+            if not place.is_first:
+                self._loss_sent = dist.isend(loss, place.rank_of(0), group=group)
             return float(loss)
-        if self.is_first:
-            received = torch.empty(1, device=self.device)
-            dist.recv(received, self.balance.num_stages - 1)
-            return float(received)
+        if place.is_first:
+            loss = torch.empty(1, device=self.device)
+            dist.recv(loss, place.rank_of(place.num_stages - 1), group=group)
+            return float(loss)
         return None
 
 
@@ -308,12 +645,17 @@ def _load(balance: Balance, folder: Path) -> LoadedModel:
     return in_precision(loaded, balance.dtype)
 
 
+def _stage_name(balance: Balance, stage: int) -> str:
+    layers = balance.stages[stage].layers
+    return f"stage {stage} (layer{f's {layers[0]} to' * (len(layers) > 1)} {layers[-1]})"
+
+
 def _device(name: str) -> torch.device:
     if name != "cuda":
         return torch.device(name)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.device_count() <= local:
-        raise OneRankError(
+        raise UsageError(
             f"the plan is for CUDA, and this machine has {torch.cuda.device_count()} CUDA devices for rank {local}",
             hint="run on the machine it was planned for, or pass `--device cpu` to try it out",
         )
@@ -335,13 +677,3 @@ def _check_same_model(balance: Balance, names: tuple[str, ...], digest: str) -> 
             f"the model has changed since it was planned (digest {digest[:19]}…, planned {balance.model.digest[:19]}…)",
             hint="profile, solve and emit again",
         )
-
-
-def _micro_batches(value: Any, count: int) -> list[Any]:
-    """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
-    size = next((leaf.shape[0] for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), 0) // count
-
-    def cut(i: int) -> Any:
-        return tree_map_only(Tensor, lambda t: t[i * size : (i + 1) * size], value)
-
-    return [cut(i) for i in range(count)]

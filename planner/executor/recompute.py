@@ -6,12 +6,12 @@ activations:
 
 - the layer's outputs and the gradient of its output go as soon as its backward has used them (torch holds both to the
   end of it);
-- the state of the random generators, 5 kB, is kept only if the layer draws from them;
+- the state of the random generators, 5 kB, is not kept: what runs seeds them first (see `random_state`);
 - outputs that carry no gradient carry none behind the layer either.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any
     """`run(value)`, of which `value` alone is kept for backward.
 
     Args:
-        run: The layer; any nest of tensors to any other.
+        run: The layer; any nest of tensors to any other, and each time the same.
         layer: What is known of it.
         value: Its input.
     """
@@ -72,12 +72,9 @@ class _Recomputing(torch.autograd.Function):
         ctx.run = run
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        before = _random_state()
         # What is returned becomes differentiable: it must be neither a view, which nobody behind could write into,
         # nor a parameter or a buffer that the layer passes along.
         made = tuple(tensor.detach() for tensor in run(*tensors))
-        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True))
-        ctx.random_state = before if drew else []
         ctx.mark_non_differentiable(*(tensor for tensor, carry in zip(made, carries, strict=True) if not carry))
         return made
 
@@ -87,7 +84,6 @@ class _Recomputing(torch.autograd.Function):
         with ExitStack() as stack:
             for kind, enabled, dtype in ctx.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
-            stack.enter_context(_drawing_again(ctx.random_state))
             stack.enter_context(torch.enable_grad())
             # Views: of a leaf autocast would keep a low-precision copy until the end of the step.
             made = ctx.run(*(tensor.view_as(tensor) for tensor in given))
@@ -132,25 +128,3 @@ def _taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]],
         return tree_unflatten([next(following) if leaf is _TENSOR else leaf for leaf in frame], spec)
 
     return tensors, rebuild
-
-
-def _random_state() -> list[Tensor]:
-    """State of the CPU's generator and of the current GPU's, if this process has one."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
-
-
-@contextmanager
-def _drawing_again(states: list[Tensor]) -> Iterator[None]:
-    """Draws what was drawn after `states`, and then goes on as if nothing had been drawn; nothing without states."""
-    if not states:
-        yield
-        return
-    devices = [torch.cuda.current_device()] if len(states) > 1 else []
-    with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(states[0])
-        if devices:
-            torch.cuda.set_rng_state(states[1])
-        yield

@@ -1,55 +1,77 @@
-"""What a run took: time of every forward and backward on this stage, step time, peak memory.
+"""What a run took: every forward and backward of this process on one clock, step time, peak memory.
 
 Memory is read in the second step, when the optimizer's state exists. On the CPU every allocation since the process
 began is counted by torch's profiler until then (see `planner.model.meter`), which slows these steps: they count as
-warm-up.
+warm-up. Of a long run the last steps are kept, so that recording takes no more memory the longer it runs.
 """
 
-import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from planner.core.run_times import RunSpan, RunSpanKind, RunStep, typical_us
 from planner.model.meter import recorded_allocations
 
 __all__ = ["WARM_UP_STEPS", "Recorder"]
 
 WARM_UP_STEPS = 2
 
+_KEPT_STEPS = 20
+
+
+class _Timed(NamedTuple):
+    """A span on CUDA, whose times are not known before the device has got there."""
+
+    kind: RunSpanKind
+    stage: int
+    micro_batch: int
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
 
 class Recorder:
-    """Times and memory of one rank. Make it before anything that should count as this stage's memory."""
+    """Times and memory of one rank. Make it before anything that should count as this rank's memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._step = 0
-        self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._times_us: dict[str, list[float]] = {"forward": [], "backward": []}
-        self._started_ns = 0
+        self._spans: list[RunSpan] = []
+        self._pending: list[_Timed] = []
+        self._backward_of: int | None = None
+        self.first_micro_batch = 0
+        """What the micro-batches that are timed are counted from: a mini-batch may run in several parts."""
+        self._steps: deque[RunStep] = deque(maxlen=_KEPT_STEPS)
         self.step_us: list[float] = []
         self.peak_bytes = 0
+        self.outside_bytes = 0
+        """What the device had in use beside the tensors of the peak; known on CUDA."""
         self._live_bytes = 0
         self._recording: AbstractContextManager[list[int]] | None = None
         self._sizes: list[int] = []
         self._start_recording()
 
-    def timed(self, kind: str, work: Callable[[], Any]) -> Any:
-        """Runs `work` and notes its time as `kind`."""
-        if self._device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            result = work()
-            end.record()
-            self._pending.append((kind, start, end))
-            return result
-        begin = time.perf_counter_ns()
-        result = work()
-        if self._step >= WARM_UP_STEPS:
-            self._times_us[kind].append((time.perf_counter_ns() - begin) / 1e3)
+    @property
+    def steps(self) -> tuple[RunStep, ...]:
+        """The last steps, warm-up included, on the clock of `time.perf_counter_ns`."""
+        return tuple(self._steps)
+
+    def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
+        """Runs `work` and notes its time as `kind` of a micro-batch on one of the process's stages."""
+        micro_batch += self.first_micro_batch
+        self._backward_of = micro_batch if kind == "backward" else None
+        result = self._noted(kind, work, stage, micro_batch)
+        self._backward_of = None
         return result
+
+    def timed_again(self, work: Callable[[], Any], *, stage: int = 0) -> Any:
+        """Runs `work`, which is recomputation if a backward is being timed."""
+        if self._backward_of is None:
+            return work()
+        return self._noted("recompute", work, stage, self._backward_of)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -58,18 +80,33 @@ class Recorder:
             self._begin_memory()
         self._synchronize()
         begin = time.perf_counter_ns()
+        base = self._event() if self._device.type == "cuda" else None
         yield
         self._synchronize()
         self.step_us.append((time.perf_counter_ns() - begin) / 1e3)
-        self._collect_events()
+        if base is not None:
+            self._collect_events(base, begin)
+        self._steps.append(RunStep(self._step, tuple(self._spans)))
+        self._spans = []
         if self._step == WARM_UP_STEPS - 1:
             self._end_memory()
         self._step += 1
 
-    def typical_us(self, kind: str) -> float:
+    @contextmanager
+    def optimizer(self, *, stage: int = 0) -> Iterator[None]:
+        """What follows the last backward: the optimizer's step."""
+        if self._device.type == "cuda":
+            start = self._event()
+            yield
+            self._pending.append(_Timed("optimizer", stage, 0, start, self._event()))
+            return
+        begin = time.perf_counter_ns()
+        yield
+        self._spans.append(RunSpan("optimizer", stage, 0, begin, time.perf_counter_ns()))
+
+    def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
         """Median time of one micro-batch's `kind`; 0 if nothing was timed."""
-        times = self._times_us[kind]
-        return statistics.median(times) if times else 0.0
+        return typical_us([step.spans for step in self._steps if step.number >= WARM_UP_STEPS], kind, stage)
 
     def close(self) -> None:
         """Stops recording; a run too short to reach the step whose memory is read has the peak of all it did."""
@@ -77,6 +114,29 @@ class Recorder:
             self._end_memory()
 
     # Private methods
+
+    def _noted(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:
+        if self._device.type == "cuda":
+            start = self._event()
+            result = work()
+            self._pending.append(_Timed(kind, stage, micro_batch, start, self._event()))
+            return result
+        begin = time.perf_counter_ns()
+        result = work()
+        self._spans.append(RunSpan(kind, stage, micro_batch, begin, time.perf_counter_ns()))
+        return result
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _collect_events(self, base: torch.cuda.Event, base_ns: int) -> None:
+        """Puts the device's times on the host's clock, on which the idle device reached `base` at `base_ns`."""
+        for kind, stage, micro_batch, *events in self._pending:
+            start, end = (base_ns + round(base.elapsed_time(event) * 1e6) for event in events)
+            self._spans.append(RunSpan(kind, stage, micro_batch, start, end))
+        self._pending.clear()
 
     def _begin_memory(self) -> None:
         if self._device.type == "cuda":
@@ -88,6 +148,8 @@ class Recorder:
     def _end_memory(self) -> None:
         if self._device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            free, total = torch.cuda.mem_get_info(self._device)
+            self.outside_bytes = max(0, total - free - self.peak_bytes)
             return
         self.peak_bytes = self._live_bytes
         for size in self._stop_recording():
@@ -104,12 +166,6 @@ class Recorder:
             self._recording.__exit__(None, None, None)
             self._recording = None
         return self._sizes
-
-    def _collect_events(self) -> None:
-        for kind, start, end in self._pending:
-            if self._step >= WARM_UP_STEPS:
-                self._times_us[kind].append(start.elapsed_time(end) * 1e3)
-        self._pending.clear()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

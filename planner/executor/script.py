@@ -1,19 +1,24 @@
-"""What every emitted `train.py` shares: command line, progress line, report, and errors without tracebacks."""
+"""What every emitted `train.py` shares: command line, checkpoints, progress line, report, one message for an error."""
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from planner.core.errors import ExitCode, PlannerError
-from planner.core.units import format_bytes, format_us
-from planner.executor.pipeline import OneRankError, Pipeline
-from planner.files import write
+import torch
+import torch.distributed as dist
 
-__all__ = ["Arguments", "arguments", "pipeline_script", "progress"]
+from planner.core.errors import UsageError
+from planner.core.units import format_bytes, format_speed, format_us, parse_us
+from planner.executor.checkpoint import Checkpoints
+from planner.executor.failure import Watch
+from planner.executor.pipeline import Pipeline
+from planner.executor.trace import trace_json
+from planner.files import write, write_text
+
+__all__ = ["Arguments", "arguments", "checkpoints", "pipeline_script", "progress"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +27,17 @@ class Arguments:
 
     steps: int
     seed: int
-    report: str | None
-    device: str | None
+    report: str | None = None
+    trace: str | None = None
+    device: str | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int = 100
+    keep: int = 3
+    resume: str | None = None
+    weights: str | None = None
+    timeout: float = 300e6
+    """In microseconds."""
+    check_nan: bool = False
 
 
 def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
@@ -31,42 +45,109 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
-    parser.add_argument("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
-    parser.add_argument("--report", metavar="run.json", help="write what the run took to this file")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the device planned for")
+    add = parser.add_argument
+    add("--steps", type=int, default=steps, help=f"optimizer steps, resumed ones included (default {steps})")
+    add("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
+    add("--report", metavar="run.json", help="write what the run took to this file")
+    add("--trace", metavar="trace.json", help="write what every rank did, for Perfetto")
+    add("--device", choices=("cpu", "cuda"), help="instead of the device planned for")
+    add("--checkpoint", metavar="DIR", help="save checkpoints in this folder, also on SIGTERM")
+    add("--checkpoint-every", type=int, default=100, metavar="N", help="steps between two of them (default 100)")
+    add("--keep", type=int, default=3, metavar="N", help="how many of the newest to keep (default 3)")
+    add("--resume", metavar="auto|DIR", help="go on from this checkpoint; auto: the latest, if there is any")
+    add("--weights", metavar="FILE", help="start from this state dict (.pt, .safetensors, or a checkpoint)")
+    add(
+        "--timeout",
+        type=_time,
+        default=300e6,
+        metavar="TIME",
+        help="hold a stage for hanging after this (default 300s)",
+    )
+    add("--check-nan", action="store_true", help="look for NaN in every output and gradient, not in the loss alone")
     given = parser.parse_args()
-    if given.steps < 1:
-        parser.error(f"--steps must be at least 1, got {given.steps}")
+    for name in ("steps", "checkpoint_every", "keep"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")
     return Arguments(**vars(given))
 
 
 @contextmanager
 def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipeline]:
-    """The pipeline for the block; then the report. Errors of ours end the process with one message and exit code 2."""
+    """The pipeline for the block; then the report. Whatever fails ends all processes, with one message.
+
+    The exit code is 2 then, and 143 (130) where SIGTERM (SIGINT) ended the run.
+    """
     pipeline: Pipeline | None = None
-    try:
-        pipeline = Pipeline(balance_path, seed=given.seed, device=given.device)
-        yield pipeline
-        report = pipeline.report()
-        if report is not None:
-            for stage in report.stages:
-                print(f"stage {stage.index}: peak memory {format_bytes(stage.peak_bytes)}", flush=True)
-            if given.report:
-                write(given.report, report)
-                print(f"wrote {given.report}", flush=True)
-    except PlannerError as error:
-        # Nearly always every rank finds the same mistake: one message is enough.
-        if isinstance(error, OneRankError) or int(os.environ.get("RANK", "0")) == 0:
-            hint = f"\n\nhint: {error.hint}" if error.hint else ""
-            print(f"error: {error}{hint}", file=sys.stderr, flush=True)
-        sys.exit(ExitCode.ERROR)
-    finally:
-        if pipeline is not None:
-            pipeline.close()
+    with Watch(given.timeout / 1e6) as watch:
+        try:
+            pipeline = Pipeline(
+                balance_path,
+                seed=given.seed,
+                device=given.device,
+                timeout_s=given.timeout / 1e6,
+                check_nan=given.check_nan,
+                watch=watch,
+            )
+            yield pipeline
+            _finish(pipeline, given)
+        except BaseException as error:
+            # Where others have failed, too, leaving them in order might never end.
+            if pipeline is not None and (isinstance(error, SystemExit) or dist.get_world_size() == 1):
+                pipeline.close()
+            raise
+        pipeline.close()
+
+
+def checkpoints(pipeline: Pipeline, given: Arguments, optimizer: torch.optim.Optimizer, **others: Any) -> Checkpoints:
+    """Restores what the command line says, and saves from then on as it says.
+
+    Args:
+        pipeline: The pipeline.
+        given: The command line.
+        optimizer: Of this stage's parameters.
+        others: What else has `state_dict` and `load_state_dict` and must go on as it was: a schedule, say.
+    """
+    return Checkpoints(
+        pipeline,
+        optimizer,
+        folder=given.checkpoint,
+        every=given.checkpoint_every,
+        keep=given.keep,
+        resume=given.resume,
+        weights=given.weights,
+        steps=given.steps,
+        **others,
+    )
 
 
 def progress(pipeline: Pipeline, step: int, loss: float | None) -> None:
     """One line per step, on the first rank."""
-    if pipeline.is_first:
-        print(f"step {step}: loss {loss:.4f}, {format_us(pipeline.last_step_us)}", flush=True)
+    if pipeline.rank == 0:
+        took_us = pipeline.last_step_us
+        speed = format_speed(pipeline.balance.batch / took_us * 1e6)
+        print(f"step {step}: loss {loss:.4f}, {format_us(took_us)}, {speed}", flush=True)
+
+
+# Private functions
+
+
+def _time(text: str) -> float:
+    try:
+        return parse_us(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
+def _finish(pipeline: Pipeline, given: Arguments) -> None:
+    report = pipeline.report()
+    if report is None:
+        return
+    for stage in report.stages:
+        replica = f" of replica {stage.replica}" if stage.replica else ""
+        print(f"stage {stage.index}{replica}: peak memory {format_bytes(stage.peak_bytes)}", flush=True)
+    if given.report:
+        write(given.report, report)
+        print(f"wrote {given.report}", flush=True)
+    if given.trace:
+        write_text(given.trace, trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
+        print(f"wrote {given.trace}", flush=True)

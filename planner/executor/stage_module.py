@@ -6,9 +6,13 @@ and makes the loss scalar, not the logits, the output that the engine holds for 
 
 Where the plan recomputes single layers, each of them is a checkpoint of its own: its input is kept, and what else it
 saves is computed again just before its backward. The last layer of the last stage is one together with the loss.
+
+Before each layer the random generators are seeded for it (`random_state`), so that it draws the same when it runs
+again. Running statistics of batch normalisations are left alone until the mini-batch is over (`batch_norm`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,13 +25,16 @@ from torch.utils.checkpoint import checkpoint
 from planner.core.errors import ModelError
 from planner.core.plan import Recompute
 from planner.core.precision import Precision
+from planner.executor.batch_norm import BatchStatistics
+from planner.executor.losses import UNCOUNTED, nothing_of
+from planner.executor.random_state import StepSeeds
 from planner.executor.recompute import Recomputed, recomputing
 from planner.executor.shape_run import FakeRun, MetaRun
 from planner.model.autocast import autocast_dtype
-from planner.model.chain import Chain, Layer, register, run_layers
+from planner.model.chain import Chain, Layer, register
 from planner.model.stage import ModelStage
 
-__all__ = ["Boundary", "Shapes", "StageModule", "shapes_of"]
+__all__ = ["Boundary", "Shapes", "StageModule", "evaluating", "shapes_of"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,10 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
         device: Where they run; autocast does other things on the CPU than on CUDA.
 
     Raises:
-        ModelError: A layer needs real values (`.item()`, data-dependent shapes) or does not fit its input.
+        ModelError: A layer needs real values (`.item()`, data-dependent shapes), does not fit its input, or cannot be
+            trained in micro-batches.
     """
+    BatchStatistics(chain.model.named_modules())  # here on every rank alike; and running ones need no values
     given = Boundary.of(tree_map_only(Tensor, lambda t: t.to("meta"), inputs))
     if chain.outline is None:
         return _run(chain.layers, given, precision, device)
@@ -136,10 +145,25 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
     return Shapes(tuple(boundaries), tuple(writes), tuple(aliases))
 
 
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Modules and all within them in evaluation mode; afterwards each is in the mode that it was in."""
+    parts = [part for module in modules for part in module.modules()]
+    modes = [part.training for part in parts]
+    try:
+        for part in parts:
+            part.training = False
+        yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+
+
 class StageModule(nn.Module):
     """Layers of one stage, called by the engine with the tensors of one micro-batch.
 
-    `micro_batch` is set before each forward; `targets` holds the last stage's targets of every micro-batch.
+    `micro_batch` is set before each forward, and before each step `seeds`, `targets` (the last stage's, of every
+    micro-batch), and `micro_batches` and `received`, which are others where a mini-batch is smaller than planned.
 
     Args:
         layers: The layers.
@@ -150,6 +174,11 @@ class StageModule(nn.Module):
         copies_input: Whether the layers must work on a copy of what is received.
         carries: Which of the tensors behind the stage carry a gradient.
         recomputed: The layers that are recomputed on their own, counted from the stage's first.
+        first_layer: Place of the first layer in the whole model's chain.
+        statistics: Collects for the batch normalisations of all stages of this process, which may lie in one model.
+
+    Raises:
+        ModelError: A layer cannot be trained in micro-batches.
     """
 
     def __init__(
@@ -163,37 +192,65 @@ class StageModule(nn.Module):
         copies_input: bool,
         carries: Sequence[bool] = (),
         recomputed: Mapping[int, Recomputed] | None = None,
+        first_layer: int = 0,
+        statistics: BatchStatistics | None = None,
     ) -> None:
         super().__init__()
-        for layer in layers:
+        for index, layer in enumerate(layers):
             if isinstance(layer.module, ModelStage):
                 layer.module.share_with(self)
+                # One for all layers, or one for each.
+                layer.module.call_at_layers(partial(self._seed, index))
             else:
                 register(self, layer.name, layer.module)
         self._layers = [layer.module for layer in layers]
-        self._received = received
+        self.statistics = statistics or BatchStatistics()
+        self.statistics.watch(_named_modules(layers))
+        self._first_layer = first_layer
+        self._running = 0
+        self.seeds = StepSeeds(0, 0)
+        self.received = received
         self._recompute = recompute
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches
         self._loss_fn = loss_fn
         self._copies_input = copies_input
         self._carries = tuple(carries)
         self._recomputed = dict(recomputed or {})
         self.micro_batch = 0
         self.targets: list[Any] = []
+        self.timed_again: Callable[[Callable[[], Any]], Any] = _called
+        """Calls what may be recomputation, and notes how long that took."""
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The tensors behind this stage, contiguous; the loss on the last stage."""
+        with self.statistics.collecting():
+            return self._forward(*tensors)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Every module that it runs in evaluation mode; see `evaluating`."""
+        return evaluating(*(_model_of(layer) for layer in self._layers))
+
+    # Private methods
+
+    def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
         if not self._recomputes(self.micro_batch) or not self._has_backward(tensors):
-            return self._run(None, targets, *tensors)
+            return self._run(None, self.micro_batch, targets, *tensors)
         # The re-entrant kind computes without a graph first, and calls no hook for every tensor that is saved. It
         # wants an input that requires a gradient, which the first stage does not have.
         anchor = torch.zeros((), requires_grad=True)
-        result: Tensor | tuple[Tensor, ...] = checkpoint(self._run, anchor, targets, *tensors, use_reentrant=True)
+        given = (anchor, self.micro_batch, targets, *tensors)
+        result: Tensor | tuple[Tensor, ...] = checkpoint(
+            self._timed(self._run), *given, use_reentrant=True, preserve_rng_state=False
+        )
         if isinstance(result, Tensor) or not self._carries:
             return result
         # All that this kind returns would want a gradient, and nobody sends one for a mask.
         return tuple(t if carries else t.detach() for t, carries in zip(result, self._carries, strict=True))
+
+    def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which is called again in backward, noting the time of that."""
+        return lambda *given: self.timed_again(lambda: run(*given))
 
     def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
         carrying = any(t.requires_grad for t in (*tensors, *self.parameters()))
@@ -201,39 +258,64 @@ class StageModule(nn.Module):
 
     def _recomputes(self, micro_batch: int) -> bool:
         if self._recompute == "except-last":
-            return micro_batch < self._micro_batches - 1
+            return micro_batch < self.micro_batches - 1
         return self._recompute == "always"
 
-    def _run(self, _anchor: Tensor | None, targets: Any, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def _run(
+        self, _anchor: Tensor | None, micro_batch: int, targets: Any, *tensors: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
         if self._copies_input:
             # Received tensors are leaves, and inside a recomputed stage they are read twice: neither may be written.
             tensors = tuple(tensor.clone() for tensor in tensors)
         else:
             # Views: of a leaf, as received ones are, autocast would keep a copy until the end of the step.
             tensors = tuple(tensor.view_as(tensor) for tensor in tensors)
-        value = self._received.rebuild(tensors)
-        if self._recomputed:
-            value = self._run_one_by_one(value, targets)
-        else:
-            value = self._with_loss(run_layers(self._layers, value), targets)
+        # No reference to what lies between two layers is kept.
+        value = self.received.rebuild(tensors)
+        last = len(self._layers) - 1
+        for index in range(last + 1):
+            run: Callable[[Any], Any] = partial(self._run_layer, index, micro_batch)
+            again = self._recomputed.get(index)
+            if again is None:
+                value = run(value)
+            elif index < last or self._loss_fn is None:
+                value = recomputing(self._timed(run), again, value)
+            else:
+                loss: Tensor = recomputing(self._timed(partial(self._loss_of, run, targets)), again, value)
+                return loss
         if self._loss_fn is not None:
-            loss: Tensor = value
-            return loss
+            return self._loss(value, targets)
         return tuple(leaf.contiguous() for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
 
-    def _with_loss(self, value: Any, targets: Any) -> Any:
-        return value if self._loss_fn is None else self._loss_fn(value, targets)
+    def _run_layer(self, index: int, micro_batch: int, value: Any) -> Any:
+        self._running = micro_batch
+        self._seed(index)
+        return self._layers[index](value)
 
-    def _run_one_by_one(self, value: Any, targets: Any) -> Any:
-        # No reference to what lies between two layers is kept.
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
-            run: Callable[[Any], Any] = layer
-            if index == last and self._loss_fn is not None:
-                run = partial(self._layer_with_loss, layer, targets)
-            again = self._recomputed.get(index)
-            value = run(value) if again is None else recomputing(run, again, value)
-        return value
+    def _loss_of(self, run: Callable[[Any], Any], targets: Any, value: Any) -> Tensor:
+        return self._loss(run(value), targets)
 
-    def _layer_with_loss(self, layer: nn.Module, targets: Any, value: Any) -> Any:
-        return self._with_loss(layer(value), targets)
+    def _loss(self, output: Any, targets: Any) -> Tensor:
+        assert self._loss_fn is not None
+        return nothing_of(output) if targets is UNCOUNTED else self._loss_fn(output, targets)
+
+    def _seed(self, index: int, further: int = 0) -> None:
+        self.seeds.plant(self._first_layer + index + further, self._running)
+
+
+# Private functions
+
+
+def _called(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+def _named_modules(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
+    """What the layers run; of a model that is no Sequential, all there is."""
+    for layer in layers:
+        prefix = "" if isinstance(layer.module, ModelStage) else layer.name
+        yield from _model_of(layer.module).named_modules(prefix=prefix)
+
+
+def _model_of(layer: nn.Module) -> nn.Module:
+    return layer.model if isinstance(layer, ModelStage) else layer

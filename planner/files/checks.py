@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from planner.core.balance import Balance, StageBalance
+from planner.core.calibration import Calibration
 from planner.core.links import Links
 from planner.core.partial import Partial
 from planner.core.plan import Inputs, Plan, Stage
@@ -16,7 +17,7 @@ __all__ = ["problems_of"]
 
 
 def problems_of(
-    value: Profile | Plan | RunReport | Balance | Links | Partial, *, every_number: bool = True
+    value: Profile | Plan | RunReport | Balance | Links | Calibration | Partial, *, every_number: bool = True
 ) -> Iterator[Problem]:
     """Everything that makes no sense in `value`; `every_number` is false where none can be out of bounds."""
     if every_number:
@@ -29,6 +30,9 @@ def problems_of(
         yield from _balance_problems(value)
     elif isinstance(value, Links):
         yield from _links_problems(value)
+    elif isinstance(value, Calibration):
+        if value.compute == 0:
+            yield ("compute",), "must be above 0", "1 is what was profiled, 2 takes twice as long"
     elif isinstance(value, Partial):
         yield from _partial_problems(value)
 
@@ -105,6 +109,8 @@ def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
     if len(inputs.memory_bytes) != inputs.devices:
         text = f"expected {inputs.devices} caps, one per device, got {len(inputs.memory_bytes)}"
         yield ("inputs", "memory_bytes"), text, ""
+    if inputs.compute == 0:
+        yield ("inputs", "compute"), "must be above 0", "1 is what was profiled, 2 takes twice as long"
     if len(inputs.speeds) not in (0, inputs.devices) or 0 in inputs.speeds:
         text = f"expected {inputs.devices} speeds above 0, one per device, got {list(inputs.speeds)}"
         yield ("inputs", "speeds"), text, ""

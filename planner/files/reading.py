@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from planner.core.balance import BALANCE_SCHEMA, Balance
+from planner.core.calibration import CALIBRATION_SCHEMA, Calibration
 from planner.core.errors import FileError
 from planner.core.links import LINKS_SCHEMA, Links
 from planner.core.partial import PARTIAL_SCHEMA, Partial
@@ -24,6 +25,7 @@ __all__ = [
     "json_schema",
     "read",
     "read_balance",
+    "read_calibration",
     "read_links",
     "read_partial",
     "read_plan",
@@ -32,7 +34,7 @@ __all__ = [
     "stage_lines",
 ]
 
-Value = Profile | Plan | RunReport | Balance | Links | Partial
+Value = Profile | Plan | RunReport | Balance | Links | Calibration | Partial
 
 _TYPES: dict[str, type[Value]] = {
     PROFILE_SCHEMA: Profile,
@@ -40,6 +42,7 @@ _TYPES: dict[str, type[Value]] = {
     RUN_SCHEMA: RunReport,
     BALANCE_SCHEMA: Balance,
     LINKS_SCHEMA: Links,
+    CALIBRATION_SCHEMA: Calibration,
     PARTIAL_SCHEMA: Partial,
 }
 _MADE_BY = {
@@ -48,6 +51,7 @@ _MADE_BY = {
     "run": "torchrun … train.py --report run.json",
     "balance": "gpipe-plan emit",
     "links": "torchrun --nproc-per-node K -m planner profile-links",
+    "calibration": "gpipe-plan verify",
     "partial": "gpipe-plan profile MODEL.py",
 }
 
@@ -84,6 +88,11 @@ def read_run(path: str) -> RunReport:
 def read_links(path: str) -> Links:
     """The measured links in `path`; raises as `read`."""
     return cast("Links", _read(path, LINKS_SCHEMA))
+
+
+def read_calibration(path: str) -> Calibration:
+    """The calibration in `path`; raises as `read`."""
+    return cast("Calibration", _read(path, CALIBRATION_SCHEMA))
 
 
 def read_partial(path: str) -> Partial:

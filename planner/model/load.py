@@ -57,6 +57,8 @@ class LoadedModel:
     build_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
+    loss_count: Callable[[Any], Any] | None = None
+    """Of how many things in the targets `loss_fn` is the mean; None where it is of the samples."""
     granularity: Granularity = "coarse"
     precision: Precision = ""
     """What the model is to run in; `build` returns it as it is written all the same (`planner.model.precision`)."""
@@ -171,7 +173,7 @@ def _loaded(
             f"{path} has no `loss_fn(output, target)`: the output's own `.loss` is trained, or its mean if it has none"
         )
     example = _example_batch(path, module, typed, tuple(inputs))
-    for name in ("loss_fn", "build_optimizer", "train_batches"):
+    for name in ("loss_fn", "loss_count", "build_optimizer", "train_batches"):
         if not callable(getattr(module, name, len)):
             raise ModelError(f"{path}: `{name}` is a {type(getattr(module, name)).__name__}, not a function")
     own_optimizer = getattr(module, "build_optimizer", None) if optimizer is None else None
@@ -186,6 +188,7 @@ def _loaded(
         build_optimizer=_checked_optimizer(path, build),
         train_batches=getattr(module, "train_batches", None),
         optimizer_name=name_of_it,
+        loss_count=getattr(module, "loss_count", None),
         granularity=granularity,
         notes=tuple(notes),
     )

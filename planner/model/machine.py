@@ -6,7 +6,13 @@ from pathlib import Path
 
 __all__ = ["cpu_name", "give_freed_memory_back", "keep_freed_memory"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
+
+_LARGE_BYTES = 2**25
+"""The largest threshold that glibc takes."""
+
+_MOST_BLOCKS = 2**16
+"""That are mapped one by one: glibc's default."""
 
 
 def cpu_name() -> str:
@@ -19,16 +25,21 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(*, large: bool = True) -> None:
     """Tells the C library to keep freed memory for the next allocation, as the caching allocators of GPUs do.
 
     glibc otherwise gives large blocks back to the system, which clears every page again on the next use. Activations
     come and go with every micro-batch: a recomputing Transformer's step took 1.4 times as long. Does nothing without
     glibc.
+
+    Args:
+        large: Also blocks of 32 MiB and more. Without them a process is no larger than what is alive, but for the
+            holes that smaller blocks leave.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.mallopt(_M_MMAP_MAX, 0 if large else _MOST_BLOCKS)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     except (OSError, AttributeError):
         return

@@ -56,6 +56,15 @@ class ModelStage(nn.Module):
         """Has `listener` called in each forward when all that lies in front of the stage has been passed over."""
         self._part.when_begun = listener
 
+    def call_at_layers(self, listener: Callable[[int], None]) -> None:
+        """Has `listener` called in each forward where one of its layers begins: 0 for the stage's first, and so on."""
+        self._part.listen(listener)
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole model, which the stage runs its part of."""
+        return self._part.model
+
 
 class _Part:
     """What a stage knows."""
@@ -68,14 +77,27 @@ class _Part:
         self.sent = outline.received(end) if end <= len(outline.cuts) else ()
         self.when_begun: Callable[[], None] = _nothing
         self.held = sorted({name for layer in outline.holds[first:end] for name in layer})
-        calls = outline.recording.calls
-        self.open = frozenset(c.number for c in calls if any(c.enter < t <= c.exit for t in (self.begin, self.stop)))
-        self.open |= {0}
-        self.watched = [
-            model.get_submodule(calls[child].path) for number in sorted(self.open) for child in calls[number].children
-        ]
+        self._cuts = [outline.times(layer, layer + 1)[0] for layer in range(first, end)]
+        self.layer_at: dict[int, int] = {}
+        self.when_layer_begins: Callable[[int], None] = _no_layer
+        self._watch([self.begin, self.stop])
         self.absent = sorted(outline.repeated_holds[first - 1].difference(self.held)) if first else []
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
+
+    def listen(self, listener: Callable[[int], None]) -> None:
+        """Watches the cuts within the stage, too."""
+        self.when_layer_begins = listener
+        self.layer_at = {time: layer for layer, time in enumerate(self._cuts)}
+        self._watch([*self._cuts, self.stop])
+
+    def _watch(self, times: Sequence[int]) -> None:
+        calls = self.outline.recording.calls
+        self.open = frozenset(c.number for c in calls if any(c.enter < t <= c.exit for t in times)) | {0}
+        self.watched = [
+            self.model.get_submodule(calls[child].path)
+            for number in sorted(self.open)
+            for child in calls[number].children
+        ]
 
 
 class _Finished(BaseException):
@@ -115,6 +137,8 @@ class _Run:
         with ExitStack() as stack:
             stack.enter_context(self._without_absent())
             stack.enter_context(wrapped(self._stage.watched, self._run))
+            if self._begun:
+                self._begin_layer(0)
             try:
                 output = self._stage.model(*args, **kwargs)
             except _Finished:
@@ -153,9 +177,15 @@ class _Run:
             self._stage.when_begun()
             if not self._own:
                 raise _Finished
+        self._begin_layer(call.exit + 1)
         if call.exit + 1 == self._stage.stop:
             raise _Finished
         return result
+
+    def _begin_layer(self, time: int) -> None:
+        layer = self._stage.layer_at.get(time)
+        if layer is not None:
+            self._stage.when_layer_begins(layer)
 
     def _expected(self, module: nn.Module) -> Call:
         parent = self._calls[self._stack[-1]]
@@ -239,4 +269,8 @@ def _holder(root: nn.Module, path: Sequence[str]) -> nn.Module:
 
 
 def _nothing() -> None:
+    """Nobody waits."""
+
+
+def _no_layer(_layer: int) -> None:
     """Nobody waits."""

@@ -7,6 +7,7 @@ What the composition needs (`planner.core.costs`) and how it is taken:
   in-place layers raise, and the harness itself would hold memory;
 - under autocast micro-batches share copies of weights, which are counted apart (`measure_casts`);
 - backward is measured twice: first without gradients (they are allocated), then with (they are accumulated into);
+  and both again with outputs and their gradients held throughout, as the engine does where a stage ends;
 - what backward keeps of inputs and outputs is seen by dropping them: a storage that stays alive is kept.
 """
 
@@ -33,10 +34,14 @@ def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
     _drop_gradients(unit)
     casts_bytes = measure_casts(unit, given, meter)
     with unit.keeping_casts():
+        end_first = _end_backward_peak(unit, given, meter)
+        _drop_gradients(unit)
+    with unit.keeping_casts():
         # Autocast's copies are made in the first micro-batch's forward, and in its backward their gradients turn into
         # those of the parameters at once; later ones find copies there, and their gradients wait for the end.
         first = _Pass(unit, given, meter)
         later = _Pass(unit, given, meter)
+        end_later = _end_backward_peak(unit, given, meter)
         _drop_gradients(unit)
         inputs, outputs = _boundaries(unit, given)
         return MemoryDetail(
@@ -47,6 +52,8 @@ def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
             no_grad_peak_bytes=_no_grad_peak(unit, given, meter),
             first_backward_peak_bytes=max(0, first.backward_peak_bytes - casts_bytes),
             backward_peak_bytes=max(0, later.backward_peak_bytes),
+            end_first_backward_peak_bytes=max(0, end_first - casts_bytes),
+            end_backward_peak_bytes=max(0, end_later),
             writes_input=later.writes_input,
             target_bytes=_bytes_of(given.targets),
         )
@@ -111,6 +118,20 @@ class _Pass:
             self.backward_peak_bytes += backward.peak_bytes
 
 
+def _end_backward_peak(unit: Unit, given: UnitInput, meter: Meter) -> int:
+    """Peak of a backward as the last layer of a stage has it: somebody else holds its outputs and their gradients."""
+    values = _non_leaves(given.fresh())
+    outputs: list[Any] = []
+    gradients: list[Tensor] = []
+    forward = meter.measure(lambda: outputs.extend(unit.run(values, given)))
+    carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
+    made = meter.measure(lambda: gradients.extend(torch.ones_like(output) for output in carrying))
+    held = forward.end_bytes + made.end_bytes
+    if not carrying:
+        return held
+    return held + meter.measure(lambda: torch.autograd.backward(carrying, gradients)).peak_bytes
+
+
 def _no_grad_peak(unit: Unit, given: UnitInput, meter: Meter) -> int:
     values = given.fresh()
     with torch.no_grad():
@@ -138,11 +159,44 @@ def _boundaries(unit: Unit, given: UnitInput) -> tuple[tuple[BoundaryTensor, ...
     num = len(input_keys)
     inputs = [BoundaryTensor(bytes=size, kept=keep) for size, keep in zip(input_sizes, kept[:num], strict=True)]
     earlier = [(*input_keys, *output_keys[:n]) for n in range(len(output_keys))]
+    sources = [others.index(key) if key in others else -1 for key, others in zip(output_keys, earlier, strict=True)]
     results = [
-        BoundaryTensor(bytes=size, kept=keep, alias=others.index(key) if key in others else -1)
-        for size, keep, key, others in zip(output_sizes, kept[num:], output_keys, earlier, strict=True)
+        BoundaryTensor(bytes=size, kept=keep, alias=source, relayed=passes)
+        for size, keep, source, passes in zip(
+            output_sizes, kept[num:], sources, _relayed(unit, given, sources), strict=True
+        )
     ]
     return tuple(inputs), tuple(results)
+
+
+def _relayed(unit: Unit, given: UnitInput, sources: Sequence[int]) -> list[bool]:
+    """Which outputs lie in an input whose gradient is theirs as it is, not a sum, nor something made of it.
+
+    Args:
+        unit: The layer.
+        given: Its input.
+        sources: For every output tensor the input tensor that it lies in; others than inputs for none.
+    """
+    leaves = given.fresh()
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not any(source in range(len(inputs)) for source in sources):
+        return [False] * len(sources)
+    outputs = [output for output in unit.run(_non_leaves(leaves), given) if isinstance(output, Tensor)]
+    carrying = [output for output in outputs if output.requires_grad]
+    wanted = [leaf for leaf in inputs if leaf.requires_grad]
+    made = {id(output): torch.ones_like(output) for output in carrying}
+    found: Sequence[Tensor | None] = ()
+    if carrying and wanted:
+        found = torch.autograd.grad(carrying, wanted, list(made.values()), allow_unused=True)
+    handed = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=False) if gradient is not None}
+
+    def passes(output: Tensor, source: int) -> bool:
+        if source not in range(len(inputs)) or not output.requires_grad:
+            return source in range(len(inputs))
+        gradient = handed.get(id(inputs[source]))
+        return gradient is not None and _key(gradient) == _key(made[id(output)])
+
+    return [passes(output, source) for output, source in zip(outputs, sources, strict=True)]
 
 
 def _non_leaves(values: list[Any]) -> list[Any]:

@@ -37,6 +37,7 @@ from planner.profile.memory import measure_casts, measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
 from planner.profile.passing import passing_us
 from planner.profile.regret import regret
+from planner.profile.reserve import cuda_reserve_bytes
 from planner.profile.structure import find_chain
 from planner.profile.timing import Samples, Times, enough_to_leave_the_cache, measure_times, time_once, times_of
 from planner.profile.tpu import CompiledLayer, Compiler
@@ -108,7 +109,8 @@ def profile_model(
     device = torch.device("cpu") if target is not None else device_of(options.device)
     torch.set_num_threads(options.threads)
     if device.type == "cpu":
-        keep_freed_memory()
+        # A large model need not take the room of several before anything is timed.
+        keep_freed_memory(large=False)
     if target is not None:
         target.check(loaded)
     chain, lean = find_chain(loaded, device)
@@ -234,10 +236,15 @@ def device_of(name: str) -> torch.device:
 
 
 def describe_device(device: torch.device) -> Device:
-    """Name and memory of a device."""
+    """Name and memory of a device, and how much of it is not for tensors."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Device(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
+        return Device(
+            kind="cuda",
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            reserve_bytes=cuda_reserve_bytes(device),
+        )
     return Device(kind="cpu", name=cpu_name())
 
 
@@ -329,8 +336,9 @@ class _Measured:
         self._meter, self._clock = self._instruments()
         self.tied = tied_parameters(chain.layers)
         self._measure_memory()
-        # Layers of several sizes have left holes by now: a large model need not take the room of two.
         give_freed_memory_back()
+        if device.type == "cpu":
+            keep_freed_memory()
         self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
         self.optimizer: dict[str, OptimizerCost] = {}
         given = {digest: self._inputs[digest, self.sizes[0]] for digest in self._distinct}
@@ -341,6 +349,7 @@ class _Measured:
         give_freed_memory_back()
         self._measure_times()
         self.passing = passing_us(self._distinct, self._inputs, clock=self._clock, repeats=options.repeats)
+        give_freed_memory_back()
         # Once more, at another time: its few steps in a row may all have met a busy machine.
         self._measure_optimizer()
 
@@ -376,6 +385,8 @@ class _Measured:
         missing = [key for key in inputs if key not in self.memory]
         for digest, _ in self._steps(missing, passes=_MEMORY_PASSES):
             self.memory[digest, size] = measure_memory(self._distinct[digest], inputs[digest, size], self._meter)
+            # Layers of several sizes leave holes.
+            give_freed_memory_back()
         return inputs
 
     def _know(self, units: tuple[Unit, ...]) -> None:

@@ -12,6 +12,7 @@ from planner.show.run import comparison_text, run_text
 from planner.show.style import Style, style_for
 from planner.show.timeline import timeline_text
 from planner.show.verdict import verdict_text
+from planner.show.verification import verification_text
 
 __all__ = [
     "Style",
@@ -25,4 +26,5 @@ __all__ = [
     "style_for",
     "timeline_text",
     "verdict_text",
+    "verification_text",
 ]

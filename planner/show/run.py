@@ -3,17 +3,18 @@
 Times are compared per stage, peak memory per device: chunks that share one share its allocator.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from planner.core.calibration import stage_runs
 from planner.core.plan import Plan, Stage
 from planner.core.run_report import RunReport, StageRun
 from planner.core.units import format_bytes
-from planner.show.numbers import NOTHING, TimeScale, difference, layer_range
+from planner.show.numbers import NOTHING, TimeScale, difference, layer_range, percent, rate
 from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.style import Style
 
@@ -24,9 +25,14 @@ _Row = list[str | Text]
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
     """What the run took; with the plan it ran under, predicted beside measured, else measured stage by stage."""
-    parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {len(report.stages)} stages")]
+    replicas = len({stage.replica for stage in report.stages})
+    where = f"{len(report.stages) // replicas} stages" + (f" in {replicas} replicas" if replicas > 1 else "")
+    parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {where}")]
     parts += [_facts(report, style), _steps(report, style), BLANK]
-    parts += [_measured(report, style)] if plan is None else _comparison(plan, report, style)
+    if plan is not None:
+        parts += [*_comparison(plan, report, style), BLANK]
+    if plan is None or any(stage.idle_us for stage in report.stages):
+        parts += _measured(report, style)
     return render(style, *parts)
 
 
@@ -65,43 +71,73 @@ def _steps(report: RunReport, style: Style) -> Text:
     scale = TimeScale.fitting(steps)
     spread = f"fastest {scale.text(min(steps))}, slowest {scale.text(max(steps))}"
     warm_up = f"after {report.warmup_steps} to warm up" if len(report.step_us) > len(steps) else "warm-up included"
-    return flow(
-        [f"step {scale.text(median(steps))} {scale.unit}, median of {len(steps)} {warm_up};", spread], style, gap=" "
-    )
+    said = [f"step {scale.text(median(steps))} {scale.unit}, median of {len(steps)} {warm_up};", spread]
+    if report.batch:
+        said.append(f"({rate(report.batch / median(steps) * 1e6)} samples/s)")
+    return flow(said, style, gap=" ")
 
 
-def _measured(report: RunReport, style: Style) -> Table:
-    scale = TimeScale.fitting(time for s in report.stages for time in (s.forward_us, s.backward_us))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Time:
+    """A column of times."""
+
+    header: str
+    of: Callable[[StageRun], float]
+    per_step: bool = False
+
+
+_TIMES = (
+    _Time(header="forward", of=lambda stage: stage.forward_us),
+    _Time(header="backward", of=lambda stage: stage.backward_us),
+    _Time(header="recomp.", of=lambda stage: stage.recompute_us),
+    _Time(header="transfer", of=lambda stage: stage.transfer_us, per_step=True),
+    _Time(header="idle", of=lambda stage: stage.idle_us, per_step=True),
+)
+
+
+def _measured(report: RunReport, style: Style) -> list[RenderableType]:
+    """Stage by stage: times of a micro-batch, waiting of a step, memory; columns of zeros are left out."""
+    stages = report.stages
+    shown = [time for time in _TIMES[:2] if stages] + [time for time in _TIMES[2:] if any(map(time.of, stages))]
+    scales = [
+        TimeScale.fitting(time.of(s) for time in shown for s in stages if time.per_step == per_step)
+        for per_step in (False, True)
+    ]
     columns = [
         Column(header="stage", number=False),
         Column(header="layers", number=False),
-        Column(header=f"forward\n{scale.unit}"),
-        Column(header=f"backward\n{scale.unit}"),
+        *(Column(header=f"{time.header}\n{scales[time.per_step].unit}") for time in shown),
         Column(header="parameters"),
         Column(header="peak\nmemory"),
     ]
     rows = [
         [
-            str(stage.index),
+            f"{stage.index}, replica {stage.replica}" if stage.replica else str(stage.index),
             layer_range(stage.first, stage.last, None, style),
-            scale.text(stage.forward_us),
-            scale.text(stage.backward_us),
+            *(scales[time.per_step].text(time.of(stage)) for time in shown),
             format_bytes(stage.parameter_bytes),
             format_bytes(stage.peak_bytes),
         ]
-        for stage in report.stages
+        for stage in stages
     ]
-    return table(columns, rows, style)
+    parts: list[RenderableType] = [table(columns, rows, style)]
+    if any(time.per_step for time in shown):
+        said = "transfer and idle: waiting in a whole step; other times: of one micro-batch"
+        parts.append(flow(said.split(), style, gap=" "))
+    return parts
 
 
 def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableType]:
-    pairs = list(zip(plan.stages, report.stages, strict=False))
+    stages = stage_runs(report)
+    pairs = list(zip(plan.stages, stages, strict=False))
     rows: list[_Row | None] = _times("step", [(plan.predicted.step_us, _step_us(report))])
+    if report.bubble is not None:
+        rows.append(["bubble", percent(plan.predicted.bubble), percent(report.bubble), ""])
     forward = _times("forward", [(stage.forward_us, run.forward_us) for stage, run in pairs])
     backward = _times("backward", [(stage.backward_us, run.backward_us) for stage, run in pairs])
     rows += [None, *forward, None, *backward, None, *_memory(plan, pairs)]
     columns = [Column(header="", number=False), *map(_column, ("predicted", "measured", "difference"))]
-    return [table(columns, rows, style), *_notes(plan, report, style)]
+    return [table(columns, rows, style), *_notes(plan, report, stages, style)]
 
 
 def _column(header: str) -> Column:
@@ -138,13 +174,15 @@ def _peak(device: str, chunks: Sequence[tuple[Stage, StageRun]]) -> _Row:
     ]
 
 
-def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
+def _notes(plan: Plan, report: RunReport, stages: Sequence[StageRun], style: Style) -> list[Text]:
     notes = [Text("difference: measured against predicted", style="dim")]
+    if len(stages) < len(report.stages):
+        notes.append(Text("measured: the slowest and the largest of the replicas", style="dim"))
     reserve = max(stage.memory.reserve for stage in plan.stages)
     if reserve:
         notes.append(Text(f"peak memory is without the reserve of {format_bytes(reserve)}", style="dim"))
-    cuts = [[(s.first, s.last) for s in stages] for stages in (plan.stages, report.stages)]
+    cuts = [(s.first, s.last) for s in plan.stages], [(s.first, s.last) for s in stages]
     if cuts[0] != cuts[1]:
-        words = f"the run had other stages than the plan ({len(report.stages)}, planned {len(plan.stages)})"
+        words = f"the run had other stages than the plan ({len(stages)}, planned {len(plan.stages)})"
         notes.append(flow([f"! {words}:", "the rows do not describe the same layers"], style, gap=" "))
     return notes

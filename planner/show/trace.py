@@ -2,14 +2,13 @@
 
 A process per device, with a thread for what it computes and one for each direction that it sends in. Recomputation
 lies within its backward. The counter `memory` is the predicted memory of the device; its highest value is its peak.
-
-Format: "Trace Event Format" (Google, 2016), times in microseconds.
+A run's trace (`train.py --trace`) has the same rows.
 """
 
-import json
 from collections.abc import Iterator
 
 from planner.core.step import Span, Step
+from planner.core.trace_events import TraceEvent, counter, named, trace_slice, trace_text
 from planner.show.svg import row_name
 
 __all__ = ["trace_json"]
@@ -18,32 +17,24 @@ _THREADS = {"send forward": 1, "send backward": 2}
 _NAMES = ("compute", "send forward", "send backward")
 _WORDS = {"forward": "F", "backward": "B", "receive": "receive", "send forward": "send F", "send backward": "send B"}
 
-_Entry = dict[str, object]
-
 
 def trace_json(step: Step, title: str) -> str:
     """The trace of `step`; one event per line."""
     events = [*_names(step), *(entry for span in step.spans for entry in _slices(span, step)), *_counters(step)]
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-    other = json.dumps({"title": title, "what": "predicted by gpipe-plan, one training step"})
-    return f'{{"displayTimeUnit":"ms","otherData":{other},"traceEvents":[\n{lines}\n]}}\n'
+    return trace_text(events, title=title, what="predicted by gpipe-plan, one training step")
 
 
-def _names(step: Step) -> Iterator[_Entry]:
+def _names(step: Step) -> Iterator[TraceEvent]:
     sends = {span.kind for span in step.spans} & set(_THREADS)
     for device in range(step.num_devices):
-        yield _meta("process_name", device, 0, {"name": f"{row_name(step)} {device}"})
-        yield _meta("process_sort_index", device, 0, {"sort_index": device})
+        yield named("process_name", device, 0, f"{row_name(step)} {device}")
+        yield named("process_sort_index", device, 0, device)
         for thread, name in enumerate(_NAMES):
             if name == "compute" or name in sends:
-                yield _meta("thread_name", device, thread, {"name": name})
+                yield named("thread_name", device, thread, name)
 
 
-def _meta(name: str, device: int, thread: int, args: dict[str, object]) -> _Entry:
-    return {"name": name, "ph": "M", "pid": device, "tid": thread, "args": args}
-
-
-def _slices(span: Span, step: Step) -> Iterator[_Entry]:
+def _slices(span: Span, step: Step) -> Iterator[TraceEvent]:
     chunk = span.stage // step.num_devices
     args: dict[str, object] = {"stage": span.stage}
     if step.chunks > 1:
@@ -59,24 +50,12 @@ def _slices(span: Span, step: Step) -> Iterator[_Entry]:
         yield _slice("recompute", span, span.start_us, span.start_us + span.recompute_us, args)
 
 
-def _slice(name: str, span: Span, start_us: float, end_us: float, args: dict[str, object]) -> _Entry:
-    # Both ends are rounded, not the duration: what touches still touches, and what lies within still does.
-    start, end = round(start_us, 3), round(end_us, 3)
-    thread = _THREADS.get(span.kind, 0)
-    return {
-        "name": name,
-        "cat": span.kind if name != "recompute" else "recompute",
-        "ph": "X",
-        "ts": start,
-        "dur": round(end - start, 3),
-        "pid": span.device,
-        "tid": thread,
-        "args": args,
-    }
+def _slice(name: str, span: Span, start_us: float, end_us: float, args: dict[str, object]) -> TraceEvent:
+    kind = span.kind if name != "recompute" else "recompute"
+    return trace_slice(name, kind, (span.device, _THREADS.get(span.kind, 0)), (start_us, end_us), args)
 
 
-def _counters(step: Step) -> Iterator[_Entry]:
+def _counters(step: Step) -> Iterator[TraceEvent]:
     for device, levels in enumerate(step.memory):
         for level in levels:
-            held = {"bytes": level.bytes}
-            yield {"name": "memory", "ph": "C", "ts": round(level.start_us, 3), "pid": device, "args": held}
+            yield counter("memory", device, level.start_us, {"bytes": level.bytes})

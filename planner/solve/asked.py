@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from planner.core import options
+from planner.core.calibration import Calibration, calibrated_executor
 from planner.core.cluster import ExecutorCost, Link
 from planner.core.errors import UsageError
 from planner.core.options import Numbers, Sizes
@@ -35,7 +36,8 @@ def request_of(
     inter_link: str | Link | None = None,
     allreduce: str | Link | None = None,
     overhead: str | None = None,
-    reserve: str | int = "0B",
+    reserve: str | int | None = None,
+    calibration: Calibration | None = None,
     headroom: str | float = "0%",
     balance: Numbers | None = None,
     together: Sequence[str | Sequence[str]] | None = None,
@@ -52,7 +54,7 @@ def request_of(
     """
     num_devices, node_devices = _devices(devices, nodes)
     policy = cast("SchedulePolicy", options.choice("--schedule", schedule, SchedulePolicy))
-    executor = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
+    executor = _executor(profile, calibration)
     kept = 1 - options.share(headroom)
     inputs = Inputs(
         profile=reference,
@@ -66,7 +68,8 @@ def request_of(
         node_devices=node_devices,
         links=tuple(links)[: max(1, num_devices - 1)],
         allreduce=options.link(allreduce, "--allreduce") if allreduce is not None else None,
-        reserve_bytes=options.size(reserve),
+        reserve_bytes=_reserve(reserve, calibration, profile),
+        compute=calibration.compute if calibration is not None else 1.0,
         overhead_us=executor.overhead_us if overhead is None else parse_us(overhead),
         schedule=policy,
         chunks=_chunks(chunks, policy),
@@ -86,6 +89,17 @@ def request_of(
         time_limit_s=parse_us(time_limit) / 1e6 if time_limit is not None else None,
         solver=cast("Solver", options.choice("--solver", solver, Solver)),
     )
+
+
+def _executor(profile: Profile, calibration: Calibration | None) -> ExecutorCost:
+    known = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
+    return known if calibration is None else calibrated_executor(calibration, profile.device.kind, known)
+
+
+def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:
+    if reserve is None:
+        return profile.device.reserve_bytes if calibration is None else calibration.reserve_bytes
+    return options.size(reserve)
 
 
 def _caps(mem: Sizes | None, devices: int, profile: Profile) -> tuple[int, ...]:

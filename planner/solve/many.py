@@ -5,10 +5,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.device_memory import MANY, device_peaks, mini_batch_bytes, moments_of
+from planner.core.device_memory import device_peaks, moments_of
 from planner.core.makespan import makespans
-from planner.core.memory import interval_memory
-from planner.core.plan import Recompute
+from planner.core.memory import CHUNK_PARTS, chunk_parts
 from planner.core.schedule import Action, actions_of
 from planner.solve.case import Case
 from planner.solve.problem import LinkTimes, prefix
@@ -95,55 +94,31 @@ class Many:
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
         place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
-        parts = [np.where(inside, part[place], np.inf) for part in self._parts]
+        always, *parts = (np.where(inside, part[place], np.inf) for part in self._parts)
+        every = np.stack(parts, axis=2)
         over = np.zeros(len(cuts))
-        for device, row in enumerate(self.actions):
+        for device, moments in enumerate(moments_of(self.actions)):
             mine = slice(device, None, self.num_devices)
             known = np.asarray(inside[:, mine].all(axis=1))
-            always, casts, held, working, steps = (np.where(known[:, None], part[:, mine], 0.0) for part in parts)
-            peaks = device_peaks(always, casts, held, working, steps, moments=moments_of(row, self.case.chunks))
+            fixed = np.where(known[:, None], always[:, mine], 0.0)
+            peaks = device_peaks(fixed, np.where(known[:, None, None], every[:, mine], 0.0), moments=moments)
             peaks = np.where(known, peaks, np.inf)
             over = np.maximum(over, peaks - self.case.caps_bytes[device])
         return over
 
     @cached_property
     def _parts(self) -> tuple[FloatArray, ...]:
-        """`ChunkMemory` of every stage in the window, by choice: shape (choices, L+1, width)."""
+        """`ChunkParts` of every stage in the window, by choice: each of shape (choices, L+1, width)."""
         num = self.case.costs.num_layers
         shape = (len(CHOICES), num + 1, self.width)
-        parts = tuple(np.full(shape, np.inf) for _ in range(_PARTS))
+        count = 1 + len(CHUNK_PARTS)
+        parts = tuple(np.full(shape, np.inf) for _ in range(count))
         for choice in self._allowed:
 
             def block(firsts: IntArray, stop: int, choice: int = choice) -> tuple[FloatArray, ...]:
-                return _chunk_parts(self.case, firsts, stop, CHOICES[choice])
+                recompute, micro_batches = CHOICES[choice], self.case.micro_batches
+                return chunk_parts(self.case.costs, firsts, stop, micro_batches=micro_batches, recompute=recompute)
 
-            for part, table in zip(parts, windowed(num, self.width, _PARTS, block), strict=True):
+            for part, table in zip(parts, windowed(num, self.width, count, block), strict=True):
                 part[choice] = table
         return parts
-
-
-_PARTS = 5
-
-
-def _chunk_parts(case: Case, firsts: IntArray, stop: int, recompute: Recompute) -> tuple[FloatArray, ...]:
-    """What `planner.core.device_memory.chunk_memory` says, for many stages."""
-    many, more = (
-        interval_memory(
-            case.costs, firsts, stop, micro_batches=case.micro_batches, in_flight=in_flight, recompute=recompute
-        )
-        for in_flight in (MANY, MANY + 1)
-    )
-    held = np.rint(more.in_flight) - np.rint(many.in_flight)
-    static = np.rint(many.parameters) + np.rint(many.gradients) + np.rint(many.optimizer) + np.rint(many.buffers)
-    data = mini_batch_bytes(case.costs, case.micro_batches, firsts[:, None], np.arange(firsts[0], stop)[None, :] + 1)
-    rest = np.rint(many.in_flight) - MANY * held - data
-    always = static + data + np.maximum(rest, 0.0)
-    transients = case.costs.optimizer_peak[firsts[0] : stop]
-    before = prefix(transients)
-    rows = (firsts - firsts[0])[:, None]
-    if case.costs.optimizer_peaks_add:
-        steps = before[1:][None, :] - before[rows]
-    else:
-        steps = np.maximum.accumulate(np.where(np.arange(len(transients)) >= rows, transients, 0.0), axis=1)
-    working = np.rint(many.transfer) + np.rint(many.working) + np.minimum(rest, 0.0)
-    return always, np.rint(many.casts), held, working, steps

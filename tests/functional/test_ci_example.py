@@ -33,7 +33,7 @@ def steady(text: str) -> str:
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, int, int, str]]:
     """Every command of the page in order: line, what the page shows, wanted code, real code, real stdout."""
     folder = tmp_path_factory.mktemp("ci")
-    (model,) = blocks("ci.md", "python")
+    (model,) = blocks("docs/ci.md", "python")
     (folder / "model.py").write_text(model)
     bin_ = folder / "bin"
     bin_.mkdir()
@@ -52,7 +52,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, in
     )
     subprocess.run(["git", "init", "-q", "-b", "main"], cwd=folder, check=True)
     rows = []
-    for line, code, shown in commands("ci.md"):
+    for line, code, shown in commands("docs/ci.md"):
         done = subprocess.run(
             ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
         )
@@ -74,7 +74,7 @@ def test_the_answers_are_those_on_the_page(printed: list[tuple[str, str, int, in
 
 def test_the_failing_check_names_stage_bytes_and_what_would_fit() -> None:
     """The message that the page promises."""
-    shown = next(output for _, code, output in commands("ci.md") if code == 1)
+    shown = next(output for _, code, output in commands("docs/ci.md") if code == 1)
     assert re.search(
         r'GP101 error: stage 1 \("2" to "4"\) needs [\d.]+ MiB, [\d.]+ MiB over its cap of 38.1 MiB', shown
     )
@@ -84,7 +84,7 @@ def test_the_failing_check_names_stage_bytes_and_what_would_fit() -> None:
 
 def test_the_pages_hook_and_action_are_those_of_the_repository() -> None:
     """Inputs and ids that the page uses exist."""
-    workflow, hooks = (yaml.safe_load(text) for text in blocks("ci.md", "yaml"))
+    workflow, hooks = (yaml.safe_load(text) for text in blocks("docs/ci.md", "yaml"))
     ours = next(step for step in workflow["jobs"]["plan"]["steps"] if "gpipe-plan" in step["uses"])
     assert set(ours["with"]) <= set(yaml.safe_load((ROOT / "action.yml").read_text())["inputs"])
     ids = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}

@@ -42,7 +42,10 @@ from tests.support.cli import (
     write_model,
 )
 
-COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "explain", "show", "compare", "sweep", "schema")
+COMMANDS = (
+    *("profile", "profile-links", "solve", "emit", "check", "verify"),
+    *("explain", "show", "compare", "sweep", "export", "schema"),
+)
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
 
 Capsys = pytest.CaptureFixture[str]
@@ -751,7 +754,7 @@ def test_show_is_ascii_where_the_terminal_is(here: Path, capsys: Capsys, columns
 # Help, version, schema
 
 
-@pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run", "links", "partial"])
+@pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run", "links", "calibration", "partial"])
 def test_schema_prints_a_json_schema(capsys: Capsys, kind: str) -> None:
     """One document, of an object whose `schema` key is the kind's."""
     done = call(capsys, "schema", kind)
@@ -771,14 +774,16 @@ def test_version_names_what_the_numbers_depend_on(capsys: Capsys) -> None:
 OPTIONS = {
     "profile-links": "--output --device --format --quiet",
     "profile": "--output --batch-sizes --batch --repeat --time-budget --device --optimizer --set --input --format",
-    "solve": "--devices --mem --batch --micro-batches --recompute --link --links --reserve --headroom --balance",
-    "emit": "--output --profile --force --quiet",
+    "solve": "--devices --mem --batch --micro-batches --recompute --link --reserve --calibration --balance",
+    "emit": "--output --profile --standalone --force --quiet",
+    "verify": "--profile --steps --tolerance-time --tolerance-memory --calibration --format --quiet",
     "check": "--mem --device --headroom --against --strict --profile --format --quiet",
     "explain": "--format",
     "compare": "--format",
     "sweep": "--devices --mem --batch --schedule --recompute --link --headroom --time-limit --output --format",
     "show": "--plan --profile --run --html --svg --trace --format",
-    "schema": "profile|plan|balance|run|links|partial",
+    "export": "CHECKPOINT --output --quiet --debug",
+    "schema": "profile|plan|balance|run|links|calibration|partial",
 }
 
 

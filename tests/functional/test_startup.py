@@ -75,10 +75,12 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
         ("compare", "plan.yaml", "plan.yaml"),
         ("sweep", "--devices", "1,2", "--mem", "1GB"),
         ("emit",),
+        ("emit", "--standalone", "--force"),
         ("show",),
         ("show", "profile.yaml"),
         ("show", "--html", "report.html", "--svg", "step.svg", "--trace", "step.json"),
         ("schema", "plan"),
+        ("verify", "--steps", "2"),
         ("profile", "model.py", "--format", "xml"),
     ],
     ids=" ".join,
@@ -86,7 +88,7 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
 def test_torch_is_not_imported(here: Path, arguments: tuple[str, ...]) -> None:
     """By anything but profiling itself; a `profile` with bad options does not wait for it either."""
     told = probe(here, *arguments)
-    assert told["code"] == (2 if "xml" in arguments else 0)
+    assert told["code"] == (2 if "xml" in arguments or "verify" in arguments else 0)
     assert "planner.cli.main" in told["modules"]
     assert [name for name in HEAVY if name in told["modules"]] == []
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.real_models import REAL_MODELS
 from tests.support.training import ROOT, Case, run_cases
 
 pytestmark = pytest.mark.slow
@@ -11,9 +12,12 @@ pytestmark = pytest.mark.slow
 TRANSFORMER = ROOT / "sample_models/transformer_lm.py"
 AMOEBANET = ROOT / "tests/support/models/amoebanet_eval.py"
 GPT2 = ROOT / "tests/support/models/tiny_gpt2.py"
+LLAMA = ROOT / "tests/support/models/tiny_llama.py"
 BRANCHING = ROOT / "tests/support/models/branching.py"
 FROZEN = ROOT / "tests/support/models/frozen.py"
 AWKWARD = ROOT / "tests/support/models/awkward.py"
+EVERYDAY = ROOT / "tests/support/models/everyday.py"
+REAL = ROOT / "tests/support/models/real.py"
 SMALL = (("layers", 2), ("width", 32), ("feed_forward", 64), ("heads", 2), ("vocabulary", 64), ("tokens", 16))
 
 
@@ -121,3 +125,216 @@ def test_frozen_parameters(tmp_path: Path) -> None:
     for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
         assert result["split_gradient"] == 0.0, case
         assert result["split_parameter"] == 0.0, case
+
+
+def test_interleaved(tmp_path: Path) -> None:
+    """Several stages on a rank, which may share a parameter, recomputed as each one is planned."""
+    pytest.importorskip("transformers")
+    same = [
+        Case(
+            model=model,
+            balance=balance,
+            settings=settings,
+            recompute=recompute,
+            schedule="interleaved",
+            chunks=len(balance) // 2,
+            micro_batches=m,
+            steps=2,
+        )
+        for model, balance, settings in (
+            (TRANSFORMER, (1, 1, 1, 1), SMALL),
+            (AWKWARD, (1, 3, 2, 2), ()),
+            (AWKWARD, (1, 2, 1, 1, 1, 2), ()),
+            (GPT2, (1, 1, 1, 2), ()),
+            (LLAMA, (1, 1, 1, 2), ()),
+            (BRANCHING, (1, 2, 2, 2), ()),
+            (FROZEN, (2, 2, 2, 1), (("frozen", "012"),)),
+        )
+        for recompute, m in (("never", 4), ("except-last", 2), ("always", 4))
+    ]
+    mixed = Case(
+        model=AMOEBANET,
+        balance=(3, 3, 3, 3),
+        recomputes=("always", "never", "except-last", "always"),
+        schedule="interleaved",
+        chunks=2,
+    )
+    # Five micro-batches are no round of two.
+    people = Case(
+        model=EVERYDAY,
+        balance=(2, 3, 2, 2),
+        settings=(("dropout", 0.3),),
+        schedule="interleaved",
+        chunks=2,
+        batch=12,
+        micro_batches=6,
+        sizes=(12, 10, 4),
+        steps=3,
+        evaluate=11,
+    )
+    cases = [*same, mixed, people]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_loss_relative"] < 1e-6, case
+        assert result["split_relative"] < 1e-6, case
+        assert result["replicas_differ"] == [], case
+        if case.model == EVERYDAY:
+            assert result["split_buffer"] < 1e-6, case
+            assert result["split_evaluated"] < 1e-5, case
+        else:
+            assert result["whole_gradient"] < 1e-5, case
+
+
+def test_replicas(tmp_path: Path) -> None:
+    """Gradients of the whole mini-batch, tied weights and overflows included; parameters stay equal to the bit."""
+    pytest.importorskip("transformers")
+    common = {"replicas": 2, "micro_batches": 2, "steps": 5}
+    cases = [
+        *(
+            Case(model=TRANSFORMER, balance=(2, 2), settings=SMALL, recompute=recompute, schedule=schedule, **common)
+            for recompute, schedule in (("never", "gpipe"), ("except-last", "1f1b"))
+        ),
+        Case(model=TRANSFORMER, balance=(1, 1, 1, 1), settings=SMALL, schedule="interleaved", chunks=2, **common),
+        Case(model=AWKWARD, balance=(3, 5), recompute="always", **common),
+        Case(model=AWKWARD, balance=(1, 3, 2, 2), schedule="interleaved", chunks=2, **common),
+        Case(model=GPT2, balance=(2, 3), schedule="1f1b", **common),
+        Case(model=FROZEN, balance=(3, 4), settings=(("frozen", "012"),), **common),
+        Case(model=FROZEN, balance=(3, 4), dtype="fp16-mixed", **common),
+        Case(model=TRANSFORMER, balance=(4,), settings=SMALL, replicas=4, micro_batches=2, steps=5),
+        Case(model=TRANSFORMER, balance=(2, 2), settings=SMALL, devices=(1, 0), schedule="1f1b", **common),
+    ]
+    people = {"settings": (("dropout", 0.3),), "sizes": (24, 20, 13), "clip": 0.3, "evaluate": 7, "replicas": 2}
+    cases += [
+        Case(model=EVERYDAY, balance=(5, 4), batch=24, micro_batches=3, steps=3, calls=2, schedule="1f1b", **people),
+        Case(
+            model=EVERYDAY,
+            balance=(2, 3, 2, 2),
+            batch=24,
+            micro_batches=3,
+            steps=3,
+            schedule="interleaved",
+            chunks=2,
+            **people,
+        ),
+    ]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["replicas_differ"] == [], case
+        assert result["split_buffer"] < 1e-6, case
+        assert result["split_norm"] < 1e-5, case
+        assert result.get("split_evaluated", 0.0) < 1e-5, case
+        precise = not case.dtype
+        assert result["split_loss_relative"] < (1e-6 if precise else 1e-3), case
+        # A bias in front of a batch normalisation has no gradient but rounding.
+        relative = result["split_all_relative" if case.model == EVERYDAY else "split_relative"]
+        assert relative < (1e-5 if precise else 0.02), case
+
+
+@pytest.mark.parametrize("balance", [(5, 4), (2, 3, 4), (1, 3, 3, 2)], ids=["two", "three", "four"])
+def test_training_as_people_do_it(tmp_path: Path, balance: tuple[int, ...]) -> None:
+    """Dropout, batch normalisation, masked targets; five steps, each recomputation and schedule, to the bit.
+
+    Then mini-batches that are smaller now and then (also than what 1F1B needs), in pieces, in several calls, clipped,
+    with a learning rate that falls, with evaluation in between.
+    """
+    noisy = (("dropout", 0.3),)
+    cases = [
+        *(
+            Case(model=EVERYDAY, balance=balance, settings=noisy, recompute=recompute, schedule=schedule, steps=5)
+            for recompute, schedule in (("never", "gpipe"), ("except-last", "1f1b"), ("always", "gpipe"))
+        ),
+        *(
+            Case(model=EVERYDAY, balance=balance, settings=noisy, recompute="always", schedule="1f1b", steps=4, **more)
+            for more in (
+                {"sizes": (8, 6, 4)},
+                {"sizes": (8, 2, 6), "micro_batches": len(balance), "batch": 4 * len(balance), "evaluate": 5},
+                {"pieces": 2, "sizes": (8, 6)},
+                {"calls": 3},
+                {"pieces": 2, "calls": 2, "sizes": (8, 6), "clip": 0.3, "decay": 0.5, "evaluate": 19},
+            )
+        ),
+    ]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_loss"] < 1e-6, case
+        # The norm is summed in another order, and normalising few values makes much of the last bit.
+        assert result["split_all_relative"] <= (1e-5 if case.clip else 0.0), case
+        assert result["split_parameter"] < 1e-5, case
+        assert result["split_buffer"] < 1e-6, case
+        assert result["split_norm"] < 1e-5, case
+        assert result.get("split_evaluated", 0.0) < 1e-6, case
+
+
+def test_the_whole_mini_batch_at_once(tmp_path: Path) -> None:
+    """Masked targets, pieces, clipping and smaller mini-batches: as if nothing had been cut at all."""
+    frozen = (("norm", "eval"),)
+    cases = [
+        Case(model=EVERYDAY, balance=(4, 5), settings=frozen, steps=5, clip=0.3, decay=0.8, evaluate=7, sizes=(8, 5)),
+        Case(model=EVERYDAY, balance=(4, 5), settings=frozen, steps=3, pieces=3, recompute="always", schedule="1f1b"),
+        Case(model=AWKWARD, balance=(3, 5), steps=3, calls=2, clip=0.1, schedule="1f1b", sizes=(8, 3)),
+        # Normalised by micro-batch, but counted as one: the first of all sees what it sees in one piece.
+        Case(model=EVERYDAY, balance=(4, 5), recompute="always"),
+    ]
+    *results, normalised = run_cases(cases, tmp_path)
+    for case, result in zip(cases, results, strict=False):
+        assert result["whole_loss"] < 1e-6, case
+        assert result["whole_all_relative"] < 1e-6, case
+        assert result["whole_norm"] < 1e-6, case
+        assert result["whole_parameter"] < 1e-5, case
+        assert result.get("whole_evaluated", 0.0) < 1e-6, case
+    assert normalised["whole_first_norm"] < 1e-6
+
+
+def test_sample_models(tmp_path: Path) -> None:
+    """Every one of them, as it is trained: batch normalisation, dropout, skips."""
+    models = {
+        "mlp": ((5, 4), {"depth": 4, "width": 32}),
+        "transformer_lm": ((2, 2), {**dict(SMALL), "dropout": 0.2}),
+        "amoebanet_d": ((4, 5), {"num_layers": 3, "num_filters": 8, "image_size": 33}),
+        "resnet": ((9, 9), {"image_size": 33}),
+        "unet": ((3, 4), {"width": 4, "levels": 2, "image_size": 16}),
+    }
+    cases = [
+        Case(
+            model=ROOT / f"sample_models/{name}.py",
+            balance=balance,
+            settings=tuple(settings.items()),
+            recompute="except-last",
+            schedule="1f1b",
+            micro_batches=2,
+        )
+        for name, (balance, settings) in models.items()
+    ]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_loss"] < 1e-6, case
+        assert result["split_all_relative"] < 1e-6, case
+        assert result["split_buffer"] < 1e-6, case
+
+
+def test_real_models_in_training_mode(tmp_path: Path) -> None:
+    """Their own dropout and batch normalisation, tied weights clipped once; a smaller mini-batch; evaluated."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("timm")
+    cases = [
+        Case(
+            model=REAL,
+            balance=balance,
+            settings=(("name", name),),
+            recompute=recompute,
+            schedule="1f1b",
+            steps=2,
+            sizes=(8, 5),
+            clip=1.0,
+            evaluate=3,
+        )
+        for name, balance, recompute in (
+            ("GPT-2", (2, 3, 3), "always"),
+            ("T5", (8, 5, 7), "never"),
+            ("ResNet-26 (timm)", (4, 4, 5), "except-last"),
+        )
+    ]
+    assert {dict(case.settings)["name"] for case in cases} <= REAL_MODELS.keys()
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_loss"] < 1e-6, case
+        assert result["split_all_relative"] < 1e-6, case
+        assert result["split_parameter"] < 1e-5, case
+        assert result["split_buffer"] < 1e-6, case
+        assert result["split_norm"] < 1e-6, case
+        assert result["split_evaluated"] < 1e-5, case

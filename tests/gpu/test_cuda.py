@@ -1,5 +1,6 @@
 """The same profiler on a CUDA device: events for times, the caching allocator's own figures for memory."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 from planner.core.costs import costs_at
 from planner.core.memory import stage_memory
 from planner.core.plan import Recompute
+from planner.executor.recorder import WARM_UP_STEPS, Recorder
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.meter import CudaMeter, Usage, meter_for
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.clocks import CudaClock, clock_for
+from planner.profile.reserve import cuda_reserve_bytes
 from tests.support.measure import loaded_model
 
 pytestmark = [
@@ -91,6 +94,16 @@ def test_a_profile_of_the_device() -> None:
     assert torch.cuda.memory_allocated() <= before + (64 << 20)  # a library's workspace may stay
 
 
+def test_the_reserve_is_measured_and_is_no_tensor() -> None:
+    """Reported are 300 to 700 MB; a large tensor of ours does not change it."""
+    before = cuda_reserve_bytes(CUDA)
+    ours = torch.ones(2**28, device=CUDA)
+    after = cuda_reserve_bytes(CUDA)
+    assert 100e6 < before < 4e9
+    assert abs(after - before) < 64 << 20
+    del ours
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_composed_memory_is_the_allocators(recompute: Recompute, micro_batches: int) -> None:
@@ -130,3 +143,23 @@ def test_composed_memory_is_the_allocators(recompute: Recompute, micro_batches: 
     )
     truth = memory.parameters + memory.optimizer + memory.buffers + CudaMeter(CUDA).measure(step).peak_bytes
     assert -0.01 <= memory.total / truth - 1 <= 0.05, (memory, truth)
+
+
+def test_what_is_recorded_lies_in_its_step() -> None:
+    """Times are the device's, on the host's clock; memory beside the tensors is known."""
+    recorder = Recorder(CUDA)
+    for _ in range(WARM_UP_STEPS + 1):
+        begin = time.perf_counter_ns()
+        with recorder.step():
+            recorder.timed("forward", lambda: torch.cuda._sleep(20_000_000))
+            recorder.timed("backward", lambda: recorder.timed_again(lambda: torch.cuda._sleep(20_000_000)))
+            with recorder.optimizer():
+                torch.empty(SIZE, device=CUDA)
+        end = time.perf_counter_ns()
+    forward, again, backward, optimizer = recorder.steps[-1].spans
+    assert [s.kind for s in (forward, again, backward, optimizer)] == ["forward", "recompute", "backward", "optimizer"]
+    slack_ns = 50_000  # between the host's clock and the device's
+    assert begin - slack_ns <= forward.start_ns < forward.end_ns <= backward.start_ns <= again.start_ns
+    assert again.end_ns <= backward.end_ns <= optimizer.start_ns <= optimizer.end_ns <= end + slack_ns
+    assert forward.end_ns - forward.start_ns > 1_000_000
+    assert recorder.outside_bytes > 0

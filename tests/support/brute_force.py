@@ -19,7 +19,7 @@ from planner.core.device_memory import chunk_memory, device_peaks, moments_of
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, own_step_us, stages_of, step_us
 from planner.core.makespan import makespans
-from planner.core.memory import interval_memory, stage_memory
+from planner.core.memory import CHUNK_PARTS, interval_memory, stage_memory
 from planner.core.plan import Inputs, Recompute, Schedule
 from planner.core.planning import cluster_of
 from planner.core.profile import Profile
@@ -120,27 +120,22 @@ class Tables:
         return self._totals[in_flight]
 
     @cached_property
-    def chunks(self) -> tuple[FloatArray, ...]:
-        """Of each stage as a chunk: always there, casts, per micro-batch in flight, while it runs, in the step."""
-        found = {
-            (first, end, n): chunk_memory(
-                self.costs,
-                first,
-                end,
-                micro_batches=self.micro_batches,
-                recompute=way.recompute,
-                recomputed=way.recomputed,
-            )
-            for (first, end), ways in self.ways.items()
-            for n, way in enumerate(ways)
-        }
-        tables = [np.full(self._shape, np.inf) for _ in range(5)]
-        for place, chunk in found.items():
-            working = chunk.transfer + chunk.working
-            numbers = (chunk.always.total, chunk.casts, chunk.held, working, chunk.optimizer_step)
-            for table, number in zip(tables, numbers, strict=True):
-                table[place] = number
-        return tuple(tables)
+    def chunks(self) -> tuple[FloatArray, FloatArray]:
+        """Of each stage as a chunk: what is always there, and its parts along a last axis."""
+        always = np.full(self._shape, np.inf)
+        parts = np.full((*self._shape, len(CHUNK_PARTS)), np.inf)
+        for (first, end), ways in self.ways.items():
+            for n, way in enumerate(ways):
+                chunk = chunk_memory(
+                    self.costs,
+                    first,
+                    end,
+                    micro_batches=self.micro_batches,
+                    recompute=way.recompute,
+                    recomputed=way.recomputed,
+                )
+                always[first, end, n], parts[first, end, n] = chunk.always.total, chunk.parts
+        return always, parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +183,11 @@ class Block:
             stages = range(self.num_devices)
             in_flight = [num_in_flight(self.schedule, k, len(stages), self.micro_batches) for k in stages]
             return np.stack([self._at(self.tables.bytes(n))[:, k] for k, n in enumerate(in_flight)], axis=1) + reserve
-        parts = [self._at(table) for table in self.tables.chunks]
+        always, parts = (self._at(table) for table in self.tables.chunks)
         devices = []
-        for d, row in enumerate(self.actions):
+        for d, moments in enumerate(moments_of(self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))
-            moments = moments_of(row, self.chunks)
-            always, casts, held, working, steps = (part[of] for part in parts)
-            devices.append(device_peaks(always, casts, held, working, steps, moments=moments))
+            devices.append(device_peaks(always[of], parts[of], moments=moments))
         return np.stack(devices, axis=1) + reserve
 
     @cached_property

@@ -54,6 +54,8 @@ def record(
     first_backward: int = 0,
     backward: int = 0,
     target: int = 0,
+    end_first: int | None = None,
+    end_backward: int | None = None,
     writes_input: bool = False,
 ) -> MemoryDetail:
     """An exact memory record with short names."""
@@ -65,14 +67,16 @@ def record(
         no_grad_peak_bytes=no_grad,
         first_backward_peak_bytes=first_backward,
         backward_peak_bytes=backward,
+        end_first_backward_peak_bytes=end_first,
+        end_backward_peak_bytes=end_backward,
         target_bytes=target,
         writes_input=writes_input,
     )
 
 
-def tensor(size: int, *, kept: bool = False, alias: int = -1) -> BoundaryTensor:
+def tensor(size: int, *, kept: bool = False, alias: int = -1, relayed: bool = False) -> BoundaryTensor:
     """A tensor that crosses a boundary."""
-    return BoundaryTensor(bytes=size, kept=kept, alias=alias)
+    return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed)
 
 
 def random_profile(seed: int, num_layers: int, *, exact: bool = False, sizes: Sequence[int] = (1,)) -> Profile:
@@ -83,21 +87,35 @@ def random_profile(seed: int, num_layers: int, *, exact: bool = False, sizes: Se
 
 def _random_layers(rng: random.Random, num_layers: int, sizes: Sequence[int], *, exact: bool) -> Iterator[LayerProfile]:
     crossing = 20  # bytes per sample in front of the layer
+    skip = None  # bytes per sample that pass by, beside it
     for n in range(num_layers):
         forward, backward = rng.choice([0.0, rng.uniform(1, 50)]), rng.uniform(1, 90)
         fixed, output, saved, peak = rng.uniform(0, 5), rng.randint(0, 60), rng.randint(0, 90), rng.randint(0, 50)
         parameters = rng.randint(0, 300)
         keeps_input, keeps_output, alias = rng.random() < 0.5, rng.random() < 0.5, rng.choice([-1, -1, 0])
         writes_input = alias == 0 and rng.random() < 0.5
+        passing = None if skip is None or n == num_layers - 1 or rng.random() < 0.2 else skip
+        reads, begins = rng.random() < 0.3, skip is None and n < num_layers - 1 and rng.random() < 0.6
+        gradient = rng.randint(0, output)
         details = tuple(
             record(
                 internal=saved * s,
-                given=[tensor(crossing * s, kept=keeps_input)],
-                made=[tensor(output * s, kept=keeps_output, alias=alias)],
+                given=[
+                    tensor(crossing * s, kept=keeps_input),
+                    *([] if skip is None else [tensor(skip * s, kept=reads)]),
+                ],
+                made=[
+                    tensor(output * s, kept=keeps_output, alias=alias),
+                    *([] if passing is None else [tensor(passing * s, alias=1, relayed=not reads)]),
+                    # What goes into this layer is what passes by the next ones.
+                    *([tensor(crossing * s, alias=0, relayed=reads and alias < 0)] if begins else []),
+                ],
                 forward=(saved + output + peak) * s,
                 no_grad=(output + peak) * s,
                 first_backward=(saved + 2 * peak) * s + parameters,
                 backward=(saved + 2 * peak) * s,
+                end_first=(saved + 2 * peak + gradient + (passing or 0)) * s + parameters,
+                end_backward=(saved + 2 * peak + gradient + (passing or 0)) * s,
                 target=3 * s if n == num_layers - 1 else 0,
                 writes_input=writes_input,
             )
@@ -119,4 +137,4 @@ def _random_layers(rng: random.Random, num_layers: int, sizes: Sequence[int], *,
             backward_peak_bytes=tuple(2 * peak * s for s in sizes),
             detail=details if exact else (),
         )
-        crossing = output
+        skip, crossing = crossing if begins else passing, output

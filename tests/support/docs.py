@@ -9,9 +9,22 @@ _BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE |
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of one language in `docs/<page>`, in order."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    """The fenced blocks of one language in a page, from the root, in order."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     return [found["text"] for found in _BLOCK.finditer(text) if found["language"] == language]
+
+
+def lines(page: str) -> list[tuple[str, str]]:
+    """Every command in a page's consoles and shell blocks: the line, and what the page shows of its output."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found: list[tuple[str, str]] = []
+    for block in _BLOCK.finditer(text):
+        if block["language"] == "console":
+            pieces = re.split(r"^\$ ", block["text"], flags=re.MULTILINE)[1:]
+            found.extend((line, output) for line, _, output in (piece.partition("\n") for piece in pieces))
+        elif block["language"] == "sh":
+            found.extend((line, "") for line in block["text"].splitlines() if line)
+    return found
 
 
 def commands(page: str) -> list[tuple[str, int, str]]:

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 from planner.core.balance import Balance, StageBalance
+from planner.core.calibration import Calibration
 from planner.core.cluster import ExecutorCost, Link
 from planner.core.links import Links, MeasuredLink
 from planner.core.partial import Measurement, Partial
 from planner.core.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
 from planner.core.profile import Device, Environment, Generator, LayerProfile, Model, Profile
-from planner.core.run_report import RunReport, StageRun
+from planner.core.run_report import BoundaryRun, RunReport, StageRun
 from planner.solve import Request, solve
 from tests.support.chains import record, tensor
 from tests.support.profiles import inputs_of
@@ -118,6 +119,7 @@ def fullest_plan() -> Plan:
         apart=(("h.1", "h.2"),),
         any_order=True,
         dtype="bf16-mixed",
+        compute=1.25,
     )
     stages = tuple(
         replace(stage, device=1 - stage.index, recompute="layers", recomputed=(stage.first,)) for stage in plan.stages
@@ -150,11 +152,42 @@ def full_run() -> RunReport:
         losses=(2.5, -0.25),
         step_us=(1000.5, 900.1),
         warmup_steps=1,
+        batch=8,
+        samples_per_s=(8000.5, 9000.25),
+        bubble=0.25,
+        overhead_us=150.5,
         stages=(
             StageRun(
-                index=0, first="h.0", last="h.1", forward_us=1.5, backward_us=2.5, parameter_bytes=9, peak_bytes=99
+                index=0,
+                replica=1,
+                first="h.0",
+                last="h.1",
+                forward_us=1.5,
+                backward_us=2.5,
+                recompute_us=1.2,
+                transfer_us=3.5,
+                idle_us=4.5,
+                parameter_bytes=9,
+                peak_bytes=99,
+                outside_bytes=1000,
             ),
         ),
+        boundaries=(BoundaryRun(index=0, replica=1, forward_us=0.5, backward_us=0.7),),
+    )
+
+
+def full_calibration() -> Calibration:
+    """What such a run says of the machine."""
+    return Calibration(
+        generator=GENERATOR,
+        plan_digest="sha256:def",
+        steps=10,
+        device=Device(kind="cpu", name="x86_64"),
+        environment=Environment(torch="2.13.0", python="3.11.7"),
+        compute=1.125,
+        overhead_us=151.5,
+        link=Link(latency_us=400.5, bytes_per_s=2.1e9, blocking=True),
+        reserve_bytes=4096,
     )
 
 
@@ -201,7 +234,9 @@ def full_balance() -> Balance:
         dtype="bf16-mixed",
         device="cuda",
         threads=4,
-        schedule="gpipe",
+        schedule="interleaved",
+        chunks=2,
+        replicas=2,
         batch=8,
         micro_batches=2,
         balance=(1, 2),

@@ -1,29 +1,37 @@
-"""Run under torchrun: one training step of each case, compared on rank 0 with the unpipelined model.
+"""Run under torchrun: some training steps of each case, compared on rank 0 with the unpipelined model.
 
     torchrun --nproc-per-node K gradient_worker.py cases.json results.json
 
-A case is {"balance": path, "seed": S, "steps": n}. The result holds, per case, the largest absolute difference of loss,
-gradients and (after n optimizer steps) parameters, and the largest relative one of a gradient: "whole" against the
-whole mini-batch at once, "split" against accumulating the same micro-batches, where not even the order of a sum
-differs.
+A case is a `tests.support.training.Case`. The result holds the largest differences after the last step: of the loss,
+of gradients (absolute and relative), of parameters, of buffers (batch normalisation), of the norm of all gradients and
+of the loss of an evaluation. "whole" is against each mini-batch at once, "split" against accumulating the same
+micro-batches, where not even the order of a sum differs (but over replicas), and dropout draws from the same seeds.
+"replicas_differ" names the parameters that are not the same to the bit in all of them.
 """
 
+import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map, tree_map_only
 
 from planner.executor import Pipeline
+from planner.executor.random_state import layer_seed
 from planner.model.autocast import layers_in
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import convert
 from planner.model.recording import arguments_of
+
+Calls = list[list[list[Batch]]]
+"""By optimizer step: by call, the pieces of its mini-batch."""
 
 
 def main() -> None:
@@ -38,83 +46,254 @@ def main() -> None:
 def _run(case: dict[str, Any]) -> dict[str, Any]:
     pipeline = Pipeline(case["balance"], seed=case["seed"])
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
-    losses: list[float | None] = []
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case["decay"])
+    evaluated: float | None = None
+    norm = 0.0
     gradients: dict[str, Tensor] = {}
-    for step in range(case["steps"]):
-        batch = pipeline.example_batch(step)
-        with pipeline.step(*batch) as loss:
-            losses.append(loss)
-            gradients = {n: p.grad.clone() for n, p in pipeline.named_parameters() if p.grad is not None}
+    for calls in _calls(case, pipeline):
+        state = torch.get_rng_state()
+        own = [[tuple(pipeline.own_part(*piece)) for piece in pieces] for pieces in calls]
+        for pieces in own[:-1]:
+            with pipeline.accumulate(pieces):
+                pass
+        with pipeline.accumulate(own[-1]) as loss:
+            if case["clip"]:
+                norm = pipeline.clip_gradients(case["clip"])
+            gradients = {n: p.grad.clone() for n, p in _own(pipeline) if p.grad is not None}
             optimizer.step()
             optimizer.zero_grad()
-    parameters = {name: p.detach().clone() for name, p in pipeline.named_parameters()}
+        scheduler.step()
+        if case["evaluate"]:
+            evaluated = pipeline.evaluate(*pipeline.own_part(*_to_evaluate(case, pipeline)))
+            assert all(p.grad is None for _, p in pipeline.named_parameters())
+        assert torch.equal(torch.get_rng_state(), state)
+    parameters = {name: p.detach().clone() for name, p in _own(pipeline)}
+    buffers = {name: buffer for module in pipeline._modules for name, buffer in module.named_buffers()}
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object((gradients, parameters), gathered if pipeline.is_first else None)
+    dist.gather_object((gradients, parameters, buffers), gathered if pipeline.rank == 0 else None)
     pipeline.close()
-    if not pipeline.is_first:
+    if pipeline.rank > 0:
         return {}
-    loss = losses[-1]
     assert loss is not None
-    got = {name: g for grads, _ in gathered for name, g in grads.items()}
-    final = {name: p for _, params in gathered for name, p in params.items()}
+    got = tuple({name: t for own in gathered for name, t in own[kind].items()} for kind in range(3))
     return {
-        "own_bytes": [sum(p.nbytes for p in params.values()) for _, params in gathered],
-        **_compare("whole", pipeline, case, 1, loss, got, final),
-        **_compare("split", pipeline, case, pipeline.balance.micro_batches, loss, got, final),
+        "replicas_differ": sorted(
+            {name for _, own, _ in gathered for name, p in own.items() if not torch.equal(p, got[1][name])}
+        ),
+        "own_bytes": [sum(p.nbytes for p in params.values()) for _, params, _ in gathered],
+        **_compare("whole", pipeline, case, loss, norm, evaluated, got),
+        **_compare("split", pipeline, case, loss, norm, evaluated, got),
     }
+
+
+def _calls(case: dict[str, Any], pipeline: Pipeline) -> Calls:
+    sizes = case["sizes"] or [pipeline.balance.batch]
+    number, found = 0, []
+    for step in range(case["steps"]):
+        found.append([])
+        for _ in range(case["calls"]):
+            found[-1].append([])
+            for _ in range(case["pieces"]):
+                found[-1][-1].append(_first(pipeline.example_batch(number), sizes[step % len(sizes)]))
+                number += 1
+    return found
+
+
+def _to_evaluate(case: dict[str, Any], pipeline: Pipeline) -> Batch:
+    return _first(pipeline.example_batch(99), case["evaluate"])
 
 
 def _compare(  # noqa: PLR0917 - one row of the report
     name: str,
     pipeline: Pipeline,
     case: dict[str, Any],
-    pieces: int,
     loss: float,
-    got: dict[str, Tensor],
-    final: dict[str, Tensor],
+    norm: float,
+    evaluated: float | None,
+    got: tuple[dict[str, Tensor], ...],
 ) -> dict[str, float]:
     torch.manual_seed(case["seed"])
-    model = convert(pipeline.model.build(), pipeline.model.precision)
-    optimizer = pipeline.model.build_optimizer(model.parameters())
-    expected = 0.0
+    loaded = pipeline.model
+    model = convert(loaded.build(), loaded.precision)
+    optimizer = loaded.build_optimizer(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case["decay"])
+    drawing = _Drawing(loaded, model, case["seed"]) if name == "split" else None
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training] if name == "split" else []
+    expected, expected_norm, step = 0.0, 0.0, 0
     gradients: dict[str, Tensor] = {}
-    for step in range(case["steps"]):
-        expected = _backward(pipeline.model, model, pipeline.example_batch(step), pieces)
+    for calls in _calls(case, pipeline):
+        for pieces in calls:
+            cut = [_whole(pieces)] if name == "whole" else list(_micro_batches(pieces, pipeline))
+            with _Once(norms):
+                expected = _backward(loaded, model, cut, partial(drawing.at, step) if drawing else _anywhere)
+            step += 1
+        if case["clip"]:
+            expected_norm = float(nn.utils.clip_grad_norm_(model.parameters(), case["clip"]))
         gradients = {n: p.grad.clone() for n, p in _named(model) if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-    missing = set(gradients) - set(got)
-    assert not missing, missing
-    return {
-        f"{name}_loss": abs(loss - expected),
-        f"{name}_gradient": max(float((got[n] - g).abs().max()) for n, g in gradients.items()),
-        f"{name}_relative": max(float((got[n] - g).norm() / max(1e-12, float(g.norm()))) for n, g in gradients.items()),
-        f"{name}_parameter": max(float((final[n] - p.detach()).abs().max()) for n, p in _named(model)),
+        scheduler.step()
+    missing = {n for n, p in model.named_parameters() if p.requires_grad and not _names(model, p) & set(got[0])}
+    assert not missing & set(gradients), missing
+    gradients = {name: gradient for name, gradient in gradients.items() if name in got[0]}
+    buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() or "num_batches" in n}
+    result = {
+        "loss": abs(loss - expected),
+        "loss_relative": abs(loss - expected) / max(1e-12, abs(expected)),
+        "gradient": max(float((got[0][n] - g).abs().max()) for n, g in gradients.items()),
+        "relative": max(float((got[0][n] - g).norm() / max(1e-12, float(g.norm()))) for n, g in gradients.items()),
+        "all_relative": _norm(got[0][n] - g for n, g in gradients.items()) / _norm(gradients.values()),
+        "parameter": max(float((got[1][n] - p.detach()).abs().max()) for n, p in _named(model) if n in got[1]),
+        "buffer": max((_relative(got[2][n], b) for n, b in buffers.items() if n in got[2]), default=0.0),
+        "norm": abs(norm / expected_norm - 1) if expected_norm else 0.0,
     }
+    first = next((n for n, m in model.named_modules() if isinstance(m, _BatchNorm)), None)
+    if first is not None:
+        state = {n: b for n, b in buffers.items() if n.startswith(f"{first}.")}
+        result["first_norm"] = max(_relative(got[2][n], b) for n, b in state.items())
+    if evaluated is not None:
+        result["evaluated"] = abs(evaluated - _evaluate(loaded, model, _to_evaluate(case, pipeline)))
+    return {f"{name}_{key}": value for key, value in result.items()}
 
 
-def _backward(loaded: LoadedModel, model: nn.Module, batch: Batch, pieces: int) -> float:
+def _backward(loaded: LoadedModel, model: nn.Module, pieces: Sequence[Batch], prepare: Callable[[int], None]) -> float:
+    count = loaded.loss_count or len
+    counts = [float(count(piece.targets)) if piece.targets is not None else piece.num_samples for piece in pieces]
+    # As small gradients are not to vanish in float16: a power of two, which changes nothing else.
+    scale = 2.0**16 if loaded.precision == "fp16-mixed" else 1.0
     losses = []
-    for piece in _pieces(batch, pieces):
-        args, kwargs = arguments_of(piece.inputs) if not isinstance(model, nn.Sequential) else ((piece.inputs,), {})
-        with layers_in(loaded.precision, torch.device("cpu")):
-            loss = loaded.loss_fn(model(*args, **kwargs), piece.targets)
-        loss.backward()
-        losses.append(loss.detach())
+    for number, (piece, part) in enumerate(zip(pieces, counts, strict=True)):
+        prepare(number)
+        loss = _loss(loaded, model, piece) * (part / sum(counts) * scale)
+        if part:  # else all is masked, and the mean is 0 / 0
+            loss.backward()
+            losses.append(loss.detach() / scale)
     for parameter in model.parameters():
-        if parameter.grad is not None and pieces > 1:
-            parameter.grad.div_(pieces)  # as the engine does it: sum first, then divide
-    return float(torch.stack(losses).mean())
+        if parameter.grad is not None and scale > 1.0:
+            parameter.grad.div_(scale)
+    return float(torch.stack(losses).sum())
 
 
-def _pieces(batch: Batch, pieces: int) -> Iterator[Batch]:
-    size = batch.num_samples // pieces
-    for i in range(pieces):
-        yield Batch(*tree_map_only(Tensor, lambda t, i=i: t[i * size : (i + 1) * size], tuple(batch)))
+def _evaluate(loaded: LoadedModel, model: nn.Module, batch: Batch) -> float:
+    model.eval()
+    with torch.no_grad():
+        return float(_loss(loaded, model, batch))
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return model.named_parameters()
+def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Tensor:
+    args, kwargs = arguments_of(batch.inputs) if not isinstance(model, nn.Sequential) else ((batch.inputs,), {})
+    with layers_in(loaded.precision, torch.device("cpu")):
+        return loaded.loss_fn(model(*args, **kwargs), batch.targets)
+
+
+class _Drawing:
+    """Seeds the generators where a layer of the pipeline begins, by hooks on the model's own modules."""
+
+    def __init__(self, loaded: LoadedModel, model: nn.Module, seed: int) -> None:
+        self._seed = seed
+        self._step = self._micro_batch = 0
+        chain = loaded.chain(model)
+        if chain.outline is None:
+            for number, layer in enumerate(chain.layers):
+                layer.module.register_forward_pre_hook(partial(self._begin, number))
+            return
+        model.register_forward_pre_hook(partial(self._begin, 0))
+        calls = chain.outline.recording.calls
+        layer_at = {cut: number for number, cut in enumerate(chain.outline.cuts, 1)}
+        for path in {call.path for call in calls if call.exit + 1 in layer_at}:
+            # A module may be called several times, and a layer begin behind one of them.
+            layers = [layer_at.get(call.exit + 1) for call in calls if call.path == path]
+            model.get_submodule(path).register_forward_hook(partial(self._behind, itertools.cycle(layers)))
+
+    def at(self, step: int, micro_batch: int) -> None:
+        """What follows is this micro-batch of this step."""
+        self._step, self._micro_batch = step, micro_batch
+
+    def _behind(self, layers: Iterator[int | None], *_: Any) -> None:
+        layer = next(layers)
+        if layer is not None:
+            self._begin(layer)
+
+    def _begin(self, layer: int, *_: Any) -> None:
+        torch.manual_seed(layer_seed(self._seed, self._step, layer, self._micro_batch))
+
+
+class _Once:
+    """Batch normalisations are updated at the end, with all of their inputs at once."""
+
+    def __init__(self, modules: Sequence[_BatchNorm]) -> None:
+        self._modules = modules
+
+    def __enter__(self) -> None:
+        self._inputs: dict[_BatchNorm, list[Tensor]] = {module: [] for module in self._modules}
+        self._before = [(m.num_batches_tracked.clone(), m.momentum) for m in self._modules]
+        self._hooks = [m.register_forward_pre_hook(self._keep) for m in self._modules]
+        for module in self._modules:
+            module.momentum = 0.0
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for module, (tracked, momentum) in zip(self._modules, self._before, strict=True):
+            module.momentum = momentum
+            module.num_batches_tracked.copy_(tracked)
+            values = torch.cat([value.transpose(0, 1).flatten(1) for value in self._inputs[module]], 1).double()
+            twin = nn.BatchNorm1d(len(values), momentum=momentum, dtype=torch.float64)
+            twin.load_state_dict(module.state_dict(), strict=False)
+            twin(values.t())
+            for name in ("running_mean", "running_var", "num_batches_tracked"):
+                getattr(module, name).copy_(getattr(twin, name))
+
+    def _keep(self, module: _BatchNorm, args: tuple[Tensor]) -> None:
+        self._inputs[module].append(args[0].detach().clone())
+
+
+def _micro_batches(pieces: Sequence[Batch], pipeline: Pipeline) -> Iterator[Batch]:
+    """Those of the first replica, then those of the next."""
+    replicas = pipeline.balance.replicas
+    size = pipeline.balance.replica_batch // pipeline.balance.micro_batches
+    for replica in range(replicas):
+        for batch in pieces:
+            first, end = (batch.num_samples * r // replicas for r in (replica, replica + 1))
+            for begin in range(first, end, size):
+                behind = min(begin + size, end)
+                yield Batch(*tree_map_only(Tensor, lambda t, b=begin, e=behind: t[b:e], tuple(batch)))
+
+
+def _first(batch: Batch, size: int) -> Batch:
+    return Batch(*tree_map_only(Tensor, lambda t: t[:size], tuple(batch)))
+
+
+def _whole(pieces: Sequence[Batch]) -> Batch:
+    def together(*leaves: Any) -> Any:
+        return torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
+
+    return Batch(*tree_map(together, *(tuple(piece) for piece in pieces)))
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What is tied under each of its names: a stage may know it by another one than the model does."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _own(pipeline: Pipeline) -> list[tuple[str, nn.Parameter]]:
+    return [named for module in pipeline._modules for named in _named(module)]
+
+
+def _names(model: nn.Module, parameter: nn.Parameter) -> set[str]:
+    return {name for name, other in _named(model) if other is parameter}
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / max(1e-12, float(expected.double().norm())))
+
+
+def _norm(tensors: Any) -> float:
+    return sum(float(tensor.double().square().sum()) for tensor in tensors) ** 0.5
+
+
+def _anywhere(_micro_batch: int) -> None:
+    """Nothing is drawn."""
 
 
 if __name__ == "__main__":

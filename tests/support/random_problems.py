@@ -181,6 +181,8 @@ def profiles(draw: st.DrawFn, sizes: tuple[int, ...], features: Features) -> Pro
         if n == num_layers - 1:
             named = _last(named)
         made.append(named)
+    if exact and draw(st.booleans()):
+        _skip(draw, made, sizes)
     if tied and tied[0] != tied[1]:
         _tie(draw, made, *tied)
     peaks: tuple[Literal["largest", "sum"], ...] = ("largest", "sum")
@@ -197,6 +199,7 @@ def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) 
     fixed = draw(st.sampled_from([0.0, 0.0, 20.0]))
     output, saved, peak = (draw(st.integers(0, 60)) for _ in range(3))
     kept, alias = draw(st.booleans()), draw(st.sampled_from([-1, -1, 0]))
+    held = draw(st.integers(0, 2 * output))
     details = tuple(
         MemoryDetail(
             internal_bytes=saved * s,
@@ -206,6 +209,8 @@ def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) 
             no_grad_peak_bytes=(output + peak) * s,
             first_backward_peak_bytes=(saved + 2 * peak) * s + 40,
             backward_peak_bytes=(saved + 2 * peak) * s,
+            end_first_backward_peak_bytes=(saved + 2 * peak + held) * s + 40,
+            end_backward_peak_bytes=(saved + 2 * peak + held) * s,
         )
         for s in sizes
     )
@@ -236,6 +241,8 @@ def _frozen(layer: LayerProfile) -> LayerProfile:
             forward_peak_bytes=detail.no_grad_peak_bytes,
             first_backward_peak_bytes=0,
             backward_peak_bytes=0,
+            end_first_backward_peak_bytes=None,
+            end_backward_peak_bytes=None,
         )
         for detail in layer.detail
     )
@@ -252,6 +259,22 @@ def _frozen(layer: LayerProfile) -> LayerProfile:
         backward_peak_bytes=nothing,
         detail=details,
     )
+
+
+def _skip(draw: st.DrawFn, made: list[LayerProfile], sizes: tuple[int, ...]) -> None:
+    """A tensor that passes by some layers, which read it or only hand it on."""
+    first, last = sorted(draw(st.tuples(*[st.integers(0, len(made) - 1)] * 2)))
+    size, kept = draw(st.integers(0, 60)), draw(st.booleans())
+    for n in range(first, last + 1):
+        relayed = draw(st.booleans())
+        tensors = [BoundaryTensor(bytes=size * s, kept=kept and not relayed) for s in sizes]
+        given = tensors if n > first else []
+        sent = [replace(t, alias=1, relayed=relayed) if n > first else t for t in tensors] if n < last else []
+        details = [
+            replace(detail, inputs=(*detail.inputs, *given[i : i + 1]), outputs=(*detail.outputs, *sent[i : i + 1]))
+            for i, detail in enumerate(made[n].detail)
+        ]
+        made[n] = replace(made[n], detail=tuple(details))
 
 
 def _scaled(layer: LayerProfile, factor: int) -> LayerProfile:

@@ -1,6 +1,7 @@
 """Starts the gradient worker under torchrun for a list of cases."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,10 +31,32 @@ class Case:
     micro_batches: int = 4
     batch: int = 8
     schedule: Schedule = "gpipe"
+    chunks: int = 1
+    replicas: int = 1
+    recomputes: tuple[Recompute, ...] = ()
+    """Of each stage, where they differ."""
+    devices: tuple[int, ...] = ()
+    """Of each stage, where the order is not the usual one."""
     settings: tuple[tuple[str, Setting], ...] = ()
     dtype: Precision = ""
     steps: int = 1
     seed: int = 5
+    sizes: tuple[int, ...] = ()
+    """Of the mini-batches, in turn; by default all of `batch`."""
+    pieces: int = 1
+    """Mini-batches that are given together, as one."""
+    calls: int = 1
+    """Calls of `step` before the optimizer's."""
+    clip: float = 0.0
+    decay: float = 1.0
+    """Of the learning rate, per step."""
+    evaluate: int = 0
+    """Samples to evaluate after each step."""
+
+    @property
+    def num_processes(self) -> int:
+        """K R."""
+        return len(self.balance) // self.chunks * self.replicas
 
 
 def write_balance(case: Case, path: Path) -> None:
@@ -46,26 +69,35 @@ def write_balance(case: Case, path: Path) -> None:
         model=Model(source=f"{case.model}:build_model", settings=dict(case.settings)),
         dtype=case.dtype,
         schedule=case.schedule,
+        chunks=case.chunks,
+        replicas=case.replicas,
         batch=case.batch,
         micro_batches=case.micro_batches,
         balance=case.balance,
         stages=tuple(
-            StageBalance(index=k, recompute=case.recompute, layers=names[first:end]) for k, (first, end) in stages
+            StageBalance(
+                index=k,
+                device=case.devices[k] if case.devices else None,
+                recompute=case.recomputes[k] if case.recomputes else case.recompute,
+                layers=names[first:end],
+            )
+            for k, (first, end) in stages
         ),
     )
     write(str(path), balance)
 
 
 def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
-    """The worker's results for `cases`, which must all have as many stages."""
+    """The worker's results for `cases`, which must all have as many processes."""
     described = []
     for n, case in enumerate(cases):
         path = folder / f"balance_{n}.yaml"
         write_balance(case, path)
-        described.append({"balance": str(path), "seed": case.seed, "steps": case.steps})
+        asked = ("seed", "steps", "sizes", "pieces", "calls", "clip", "decay", "evaluate")
+        described.append({"balance": str(path), **{name: getattr(case, name) for name in asked}})
     (folder / "cases.json").write_text(json.dumps(described))
     torchrun(
-        len(cases[0].balance), [str(ROOT / "tests/support/gradient_worker.py"), "cases.json", "results.json"], folder
+        cases[0].num_processes, [str(ROOT / "tests/support/gradient_worker.py"), "cases.json", "results.json"], folder
     )
     results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return results
@@ -74,7 +106,11 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
 def torchrun(num_processes: int, arguments: Sequence[str], folder: Path, *, check: bool = True) -> str:
     """Runs a script under torchrun in `folder`; its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    # Some of the models that are trained are made by the tests' own support.
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=found
+    )
     output = done.stdout + done.stderr
     if check:
         assert done.returncode == 0, output

@@ -63,7 +63,7 @@ def command_options(verb: str) -> dict[str, Any]:
     return {name: default for name, default in found.items() if name not in PRINTING}
 
 
-@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "compare", "sweep"])
+@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "verify", "compare", "sweep"])
 def test_functions_have_the_options_of_their_commands(verb: str) -> None:
     """The same names; the same defaults, but that nothing is written unless a file is named."""
     parameters = inspect.signature(getattr(api, verb)).parameters
@@ -73,7 +73,7 @@ def test_functions_have_the_options_of_their_commands(verb: str) -> None:
         ours.pop(more, None)
     assert set(ours) == set(theirs)
     for name, default in ours.items():
-        if name == "output" and verb != "emit":
+        if (name == "output" and verb != "emit") or (verb == "verify" and name == "calibration"):
             assert default is None
         elif default or theirs[name]:
             assert default == theirs[name], name
@@ -88,6 +88,14 @@ def test_functions_are_documented_and_typed(verb: str) -> None:
     for name, parameter in signature.parameters.items():
         assert parameter.annotation is not inspect.Parameter.empty
         assert re.search(rf"^ +{name}: \S", function.__doc__, re.MULTILINE), name
+
+
+def test_a_standalone_script_can_be_emitted(here: Path) -> None:
+    """Alone, without a balance.yaml beside it."""
+    profile = replace(gate.profile(), model=Model(source="model.py:build_model"))
+    plan = planner.solve(profile, devices=2, mem="8GB")
+    assert planner.emit(plan, profile=profile, output="alone", standalone=True) == (Path("alone/train.py"),)
+    assert [path.name for path in Path("alone").iterdir()] == ["train.py"]
 
 
 # Import
@@ -256,7 +264,7 @@ def test_profiling_from_python(here: Path) -> None:
     assert planner.solve("given.yaml", devices=2, mem="1MB").balance
     shaped = planner.profile(model, inputs=["8"], batch_sizes=1, repeat=2)
     assert shaped.layers[0].parameter_bytes == 4 * 72
-    (page,) = blocks("ci.md", "python")
+    (page,) = blocks("docs/ci.md", "python")
     Path("model.py").write_text(page)
     from_file = planner.profile("model.py", batch_sizes=2, repeat=2)
     assert len(from_file.layers) == 5
@@ -267,7 +275,7 @@ def test_profiling_from_python(here: Path) -> None:
 @pytest.mark.slow
 def test_the_example_of_the_guide_runs(here: Path) -> None:
     """`docs/python.md`, as it stands there."""
-    (program,) = blocks("python.md", "python")
+    (program,) = blocks("docs/python.md", "python")
     printed = python(f"import os\nos.chdir({str(here)!r})\n{program}\nassert smallest is not None")
     assert re.match(r"\(\d+(, \d+)?,?\) \d+ [\d.]+\n", printed)
     assert "GP204" in printed

@@ -10,7 +10,7 @@ from planner.core.run_report import RunReport
 from planner.core.units import format_bytes, format_us
 from planner.show.html.parts import STYLE, Section, bar, layer_name, legend, note, table
 from planner.show.markup import element, number, safe
-from planner.show.numbers import NOTHING, difference, layer_range
+from planner.show.numbers import NOTHING, difference, layer_range, percent
 
 __all__ = ["measured_section", "run_section"]
 
@@ -30,8 +30,10 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
     if cuts[0] != cuts[1]:
         body = note("The run had other stages than the plan: there is nothing to compare stage by stage.")
         return Section(anchor="measured", title=title, body=body)
-    groups = [_pairs_of_times(plan, report), list(_peaks(plan, report))]
-    rows = [row for group, text in zip(groups, (format_us, format_bytes), strict=True) for row in _rows(group, text)]
+    rows = list(_rows(_pairs_of_times(plan, report), format_us))
+    if report.bubble is not None:
+        rows += _rows([("bubble", plan.predicted.bubble, report.bubble)], percent)
+    rows += _rows(list(_peaks(plan, report)), format_bytes)
     body = table(
         (
             "",
@@ -90,13 +92,18 @@ def run_section(report: RunReport) -> Section:
             f"{run.index}: {layer_name(layer_range(run.first, run.last, None, STYLE))}",
             format_us(run.forward_us),
             format_us(run.backward_us),
+            *(format_us(time) for time in (run.recompute_us, run.transfer_us, run.idle_us)),
             format_bytes(run.parameter_bytes),
             format_bytes(run.peak_bytes),
         ]
         for run in report.stages
     ]
-    stages = table(("stage", "forward", "backward", "parameters", "peak memory"), rows)
-    lead = f"{len(report.losses)} steps, the first {report.warmup_steps} to warm up; times are per micro-batch."
+    header = ("stage", "forward", "backward", "recomputation", "transfer", "idle", "parameters", "peak memory")
+    stages = table(header, rows)
+    lead = (
+        f"{len(report.losses)} steps, the first {report.warmup_steps} to warm up; times are per micro-batch, transfer "
+        "and idle time (waiting for what was there, or not yet) per step."
+    )
     return Section(anchor="run", title="The run", lead=lead, body=element("div", *charts, class_="charts two") + stages)
 
 

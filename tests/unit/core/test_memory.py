@@ -10,6 +10,7 @@ import pytest
 from planner.core.costs import ChainCosts, costs_at
 from planner.core.memory import interval_memory, stage_memory
 from planner.core.plan import Recompute, StageMemory
+from planner.core.profile import BoundaryTensor
 from tests.support.chains import chain, layer, random_profile, record, tensor
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
@@ -331,6 +332,59 @@ def test_a_stage_that_writes_what_it_receives_works_on_a_copy(m: int) -> None:
     copying, plain = in_place_chain(writes=True), in_place_chain(writes=False)
     more = [memory_of(copying, n, 4, m=m).total - memory_of(plain, n, 4, m=m).total for n in range(4)]
     assert more == [0, 100 * m, 100 * m, 0]
+
+
+def skip_chain(*, known: bool) -> ChainCosts:
+    """Four layers with 10 bytes internal to each; 8 | 16 + 100 | 16 + 100 | 16 | 4 cross, 100 of them past layer 1.
+
+    Peaks in backward: 300, and where a stage ends 316 (of the output and its gradient, 16 each, 16 are in the 300),
+    unless it is not known.
+    """
+
+    def made(n: int) -> list[BoundaryTensor]:
+        skip = [tensor(100)] if n == 0 else [tensor(100, alias=1, relayed=known)] if n == 1 else []
+        return [tensor(4 if n == 3 else 16), *skip]
+
+    layers = [
+        layer(
+            f"layers.{n}",
+            detail=record(
+                internal=10,
+                given=[tensor(8 if n == 0 else 16), *([tensor(100)] if n in {1, 2} else [])],
+                made=made(n),
+                forward=50,
+                no_grad=40,
+                first_backward=300,
+                backward=300,
+                end_first=300 + 16 + 100 * (n == 0) if known else None,
+                end_backward=300 + 16 + 100 * (n == 0) if known else None,
+            ),
+        )
+        for n in range(4)
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+@pytest.mark.parametrize(("recompute", "more"), [("never", 10 + 16), ("always", 16)])
+def test_what_passes_by_is_held_once(recompute: Recompute, more: int) -> None:
+    """Layer 1 receives 116 bytes and sends 116, of which 100 are the same storage; their gradients likewise."""
+    costs = skip_chain(known=True)
+    for m in (3, 4, 9):
+        # In 1F1B every micro-batch in flight adds its input, and what it keeps or its own output.
+        few, many = (memory_of(costs, 1, 2, m=20, recompute=recompute, in_flight=n).total for n in (m, m + 1))
+        assert many - few == 116 + more
+    # What was received, and the layer's backward with the gradients of all that was sent, which go on to the input.
+    assert memory_of(costs, 1, 2, m=1).total == 116 + 316
+    # In GPipe what was sent is held twice, the input's gradient with it: the last backward is the highest.
+    sent = 116 + 116
+    assert memory_of(costs, 1, 2, m=9).total == 8 * sent + 116 + 316
+
+
+def test_what_is_not_known_of_a_stages_end_comes_on_top() -> None:
+    """Older profiles do not say what a layer needs with its output and its gradient held: both are added in full."""
+    known, unknown = skip_chain(known=True), skip_chain(known=False)
+    assert memory_of(unknown, 2, 3, m=1).total == 116 + 300 + 16 + 16
+    assert memory_of(known, 2, 3, m=1).total == 116 + 316
 
 
 @pytest.mark.parametrize("is_exact", [False, True])

@@ -6,7 +6,7 @@ import pytest
 
 from planner.core.errors import UsageError
 from planner.core.plan import Schedule
-from planner.core.schedule import Action, actions_of, execution_order, in_flight_profile, num_in_flight
+from planner.core.schedule import Action, actions_of, execution_order, num_in_flight
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 SIZES = [(1, 1), (1, 5), (2, 2), (2, 3), (3, 7), (4, 4), (4, 9), (8, 8), (8, 32)]
@@ -99,41 +99,9 @@ def test_interleaved_runs_chunk_after_chunk() -> None:
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
-def test_the_profile_of_one_chunk_peaks_where_the_formula_says(
-    schedule: Schedule, num_stages: int, micro_batches: int
-) -> None:
-    """The largest entry is `num_in_flight`; every action has an entry, and each counts the micro-batch it works on."""
-    for k, row in enumerate(actions_of(schedule, num_stages=num_stages, micro_batches=micro_batches)):
-        profile = in_flight_profile(row)
-        assert len(profile) == len(row)
-        assert max(profile) == (num_in_flight(schedule, k, num_stages, micro_batches),)
-        assert profile[0] == profile[-1] == (1,)
-
-
-def test_the_profile_of_chunks_by_hand() -> None:
-    """Device 1 of K = 2, M = 2, V = 2: F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1."""
-    row = actions_of("interleaved", num_stages=2, micro_batches=2, chunks=2)[1]
-    assert as_text(row) == "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"
-    assert in_flight_profile(row, 2) == ((1, 0), (2, 0), (2, 1), (2, 1), (2, 1), (2, 1), (2, 0), (1, 0))
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
-def test_chunks_hold_together_what_the_warm_up_and_one_more_hold(num_stages: int, chunks: int) -> None:
-    """With M = 4 K, device d holds (V-1) K + 2 (K-1-d) + 1 micro-batches at most, over all chunks, or all there are."""
-    for d, row in enumerate(
-        actions_of("interleaved", num_stages=num_stages, micro_batches=4 * num_stages, chunks=chunks)
-    ):
-        together = [sum(held) for held in in_flight_profile(row, chunks)]
-        warm_up = (chunks - 1) * num_stages + 2 * (num_stages - 1 - d)
-        assert max(together) == min(warm_up + 1, 4 * num_stages * chunks)
-
-
 def test_the_formula_refuses_interleaved() -> None:
     """One number per stage would be wrong for chunks that share a device."""
-    with pytest.raises(ValueError, match="in_flight_profile"):
+    with pytest.raises(ValueError, match="device_memory"):
         num_in_flight("interleaved", 0, 2, 4)
 
 

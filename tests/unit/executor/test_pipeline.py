@@ -1,6 +1,8 @@
 """One stage in this process: the pipeline trains what the model file says, and refuses what it cannot train."""
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +139,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path, text: str, entry: str)
 def test_the_report_says_what_was_run(tmp_path: Path) -> None:
     """Losses, times, memory and names, and it survives a file."""
     path = balance_of(tmp_path)
+    gc.collect()  # tensors of other tests in this process, freed while memory is recorded, would count as this run's
     report, parameters = train(path, steps=4, seed=5)
     assert (report.plan_digest, report.seed, len(report.losses), len(report.step_us)) == ("sha256:plan", 5, 4, 4)
     (stage,) = report.stages
@@ -208,14 +211,106 @@ def test_example_batches_do_not_touch_the_random_state(tmp_path: Path) -> None:
     assert not torch.equal(one.inputs, other.inputs)
 
 
-def test_a_batch_of_another_size_is_refused(tmp_path: Path) -> None:
-    """Before anything runs."""
+@pytest.mark.parametrize(
+    ("inputs", "targets", "told"),
+    [
+        (9, 9, "got a mini-batch of 9 samples, the plan is for 8"),
+        (0, 0, "tensors hold 0 samples"),
+        (8, 6, "tensors hold 6 and 8 samples"),
+    ],
+)
+def test_a_batch_that_cannot_be_trained_is_refused(tmp_path: Path, inputs: int, targets: int, told: str) -> None:
+    """Before anything runs: a larger one, an empty one, one that does not fit together."""
     pipeline = Pipeline(balance_of(tmp_path))
     with (
-        pytest.raises(UsageError, match="got a mini-batch of 6 samples, the plan is for 8"),
-        pipeline.step(torch.randn(6, 8), torch.randn(6, 4)),
+        pytest.raises(UsageError, match=told) as refused,
+        pipeline.step(torch.randn(inputs, 8), torch.randn(targets, 4)),
     ):
         pytest.fail("ran")
+    assert refused.value.hint
+    pipeline.close()
+
+
+def test_a_last_batch_too_small_for_a_layer_is_refused(tmp_path: Path) -> None:
+    """One sample has no statistics; told before anything runs, and only where it is trained on."""
+    text = MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(16)", 1)
+    pipeline = Pipeline(balance_of(tmp_path, text + OPTIMIZER))
+    with pytest.raises(ModelError, match="the last 1 samples of a mini-batch") as refused:
+        pipeline.step(torch.randn(5, 8), torch.randn(5, 4)).__enter__()
+    assert "drop_last" in refused.value.hint
+    assert pipeline.evaluate(torch.randn(5, 8), torch.randn(5, 4)) is not None
+    pipeline.close()
+
+
+def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
+    """Mean over all samples of a batch of any size; modes, statistics, gradients and what is drawn next stay."""
+    text = MODEL.replace("nn.ReLU()", "nn.Sequential(nn.BatchNorm1d(16), nn.BatchNorm1d(16).eval(), nn.Dropout(0.5))")
+    path = balance_of(tmp_path, text + OPTIMIZER)
+    pipeline = Pipeline(path, seed=1)
+    loaded = pipeline.model
+    torch.manual_seed(1)
+    model = loaded.build()
+    before = {name: value.clone() for name, value in pipeline._modules[0].state_dict().items()}
+    state = torch.get_rng_state()
+    for size in (19, 8, 1):
+        inputs, targets = torch.randn(size, 8), torch.randn(size, 4)
+        torch.set_rng_state(state)
+        expected = float(loaded.loss_fn(model.eval()(inputs), targets).detach())
+        assert pipeline.evaluate(inputs, targets) == pytest.approx(expected, rel=1e-6)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in pipeline._modules[0].state_dict().items())
+    assert [m.training for m in pipeline._modules[0].modules() if isinstance(m, nn.BatchNorm1d)] == 2 * [True, False]
+    assert all(p.grad is None for _, p in pipeline.named_parameters())
+    assert (pipeline.losses, pipeline.step_index) == ([], 0)
+    pipeline.close()
+
+
+def test_a_step_goes_on_where_it_is_told_to(tmp_path: Path) -> None:
+    """`step_index` alone says what a step draws: a resumed run draws what an undisturbed one does."""
+    path = balance_of(tmp_path, MODEL.replace("nn.ReLU()", "nn.Dropout(0.5)") + OPTIMIZER)
+    losses: list[list[float | None]] = []
+    for first in (0, 1):
+        pipeline = Pipeline(path, seed=1)
+        pipeline.step_index = first
+        batch = pipeline.example_batch(0)
+        losses.append([])
+        for _ in range(3 - first):
+            with pipeline.step(*batch) as loss:
+                losses[-1].append(loss)
+            for _, parameter in pipeline.named_parameters():
+                parameter.grad = None
+        pipeline.close()
+    assert losses[0][1:] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+def test_what_other_ranks_hold_leaves_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank in the middle gets no data, but knows how much there is."""
+    pipeline = Pipeline(balance_of(tmp_path))
+    for name in ("is_first", "is_last"):
+        monkeypatch.setattr(Pipeline, name, False)
+    ((inputs, targets),) = pipeline.batches(1)
+    assert (inputs.device.type, targets.device.type) == ("meta", "meta")
+    assert (len(inputs), len(targets)) == (8, 8)
+    monkeypatch.undo()
+    pipeline.close()
+
+
+def test_no_graph_outlives_a_step(tmp_path: Path) -> None:
+    """Neither the engine's list of losses nor anything else keeps what backward has used."""
+    pipeline = Pipeline(balance_of(tmp_path))
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = (output - target).square().mean()
+        alive.extend((weakref.ref(output), weakref.ref(loss)))
+        return loss
+
+    pipeline._modules[0]._loss_fn = loss_fn
+    with pipeline.step(*pipeline.example_batch(0)):
+        pass
+    assert len(alive) == 8
+    assert not any(reference() is not None for reference in alive)
     pipeline.close()
 
 
@@ -262,7 +357,7 @@ def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
     """With the right command."""
-    with pytest.raises(UsageError, match="the plan has 2 stages, but 1 processes") as refused:
+    with pytest.raises(UsageError, match=r"needs 2 processes \(2 stages\), but 1 process was started") as refused:
         Pipeline(balance_of(tmp_path, num_stages=2))
     assert "--nproc-per-node 2" in refused.value.hint
 
@@ -316,7 +411,9 @@ def test_errors_of_ours_are_one_message(tmp_path: Path, capsys: pytest.CaptureFi
         run_script(balance_of(tmp_path, num_stages=2), given())
     err = capsys.readouterr().err
     assert left.value.code == 2
-    assert err.startswith("error: the plan has 2 stages, but 1 processes were started\n\nhint: run `torchrun ")
+    assert err.startswith(
+        "error: the plan needs 2 processes (2 stages), but 1 process was started\n\nhint: run `torchrun "
+    )
 
     def broken(_pipeline: Pipeline) -> None:
         raise UsageError("something of ours")
@@ -327,30 +424,31 @@ def test_errors_of_ours_are_one_message(tmp_path: Path, capsys: pytest.CaptureFi
     assert not dist.is_initialized()
 
 
-def test_errors_of_the_user_keep_their_traceback(tmp_path: Path) -> None:
-    """Their script is theirs to debug."""
+def test_errors_of_the_user_show_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their script is theirs to debug; torch's and our own lines are not."""
 
     def broken(_pipeline: Pipeline) -> None:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("by nothing")
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(SystemExit) as left:
         run_script(balance_of(tmp_path), given(), broken)
+    err = capsys.readouterr().err
+    assert left.value.code == 2
+    assert err.startswith("error: stage 0 (layers 0 to 4) failed between steps: ZeroDivisionError: by nothing\n  File ")
+    assert 'raise ZeroDivisionError("by nothing")' in err
+    assert "planner/executor" not in err
     assert not dist.is_initialized()
 
 
-def test_an_error_that_one_rank_alone_can_see_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A plan for two GPUs on a machine with one: rank 0 is content, so rank 1 must speak, or nobody does."""
+def test_one_gpu_too_few_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for two GPUs on a machine with one: rank 0 is content, rank 1 is not."""
     path = balance_of(tmp_path, num_stages=2)
     edit(path, device="cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    with pytest.raises(SystemExit) as left:
-        run_script(path, given())
-    assert left.value.code == 2
-    assert "1 CUDA devices" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="has 1 CUDA devices for rank 1"):
+        Pipeline(path)
 
 
 def test_named_parameters_are_the_models(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def test_the_typical_time_is_the_median(recorder: Recorder) -> None:
     for _ in range(WARM_UP_STEPS):
         step(recorder)
     with recorder.step():
-        for seconds in (0.001, 0.001, 0.2):
-            recorder.timed("forward", lambda s=seconds: time.sleep(s))  # type: ignore[misc]
+        for n, seconds in enumerate((0.001, 0.001, 0.2)):
+            recorder.timed("forward", lambda s=seconds: time.sleep(s), micro_batch=n)  # type: ignore[misc]
     assert 1000 <= recorder.typical_us("forward") < 200_000
 
 
@@ -108,3 +108,31 @@ def test_a_run_of_one_step_has_a_peak_too() -> None:
     step(recorder, size=5000)
     recorder.close()
     assert recorder.peak_bytes >= 5000
+
+
+def test_recomputation_lies_in_its_backward(recorder: Recorder) -> None:
+    """What may be recomputation is noted only while a backward is timed, with that one's micro-batch."""
+    with recorder.step():
+        recorder.timed("forward", lambda: recorder.timed_again(lambda: 1, stage=2), stage=2, micro_batch=3)
+        assert recorder.timed("backward", lambda: recorder.timed_again(lambda: 7, stage=2), stage=2, micro_batch=3) == 7
+        with recorder.optimizer(stage=2):
+            pass
+    recorder.close()
+    (step,) = recorder.steps
+    assert [(s.kind, s.stage, s.micro_batch) for s in step.spans] == [
+        ("forward", 2, 3),
+        ("recompute", 2, 3),
+        ("backward", 2, 3),
+        ("optimizer", 2, 0),
+    ]
+    _, again, backward, optimizer = step.spans
+    assert backward.start_ns <= again.start_ns <= again.end_ns <= backward.end_ns <= optimizer.start_ns
+
+
+def test_a_long_run_takes_no_more_memory() -> None:
+    """The last twenty steps are kept, by number."""
+    recorder = Recorder(CPU)
+    for _ in range(30):
+        step(recorder)
+    assert [kept.number for kept in recorder.steps] == list(range(10, 30))
+    assert len(recorder.step_us) == 30

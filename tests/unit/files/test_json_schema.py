@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from planner.files import json_schema, to_plain
-from tests.support.file_values import full_balance, full_links, full_partial, full_profile, full_run, fullest_plan
+from tests.support.file_values import (
+    full_balance,
+    full_calibration,
+    full_links,
+    full_partial,
+    full_profile,
+    full_run,
+    fullest_plan,
+)
 
 KINDS: dict[str, Callable[[], Any]] = {
     "profile": full_profile,
@@ -15,6 +23,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "run": full_run,
     "balance": full_balance,
     "links": full_links,
+    "calibration": full_calibration,
     "partial": full_partial,
 }
 

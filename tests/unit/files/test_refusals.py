@@ -11,7 +11,7 @@ import pytest
 
 from planner.core.cluster import Link
 from planner.core.errors import FileError
-from planner.files import dump, read, read_balance, read_links, read_plan, read_profile, read_run
+from planner.files import dump, read, read_balance, read_calibration, read_links, read_plan, read_profile, read_run
 from tests.support.file_values import full_balance, full_links, full_partial, full_plan, full_profile, full_run
 
 PROFILE = """\
@@ -55,6 +55,7 @@ def test_the_sample_itself_is_read(tmp_path: Path) -> None:
         (read_run, "--report run.json"),
         (read_balance, "gpipe-plan emit"),
         (read_links, "-m planner profile-links"),
+        (read_calibration, "gpipe-plan verify"),
         (read, "gpipe-plan profile MODEL.py"),
     ],
 )

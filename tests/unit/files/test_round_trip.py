@@ -17,6 +17,7 @@ from planner.files import (
     dump,
     read,
     read_balance,
+    read_calibration,
     read_links,
     read_partial,
     read_plan,
@@ -27,7 +28,15 @@ from planner.files import (
 )
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer
-from tests.support.file_values import full_balance, full_links, full_partial, full_profile, full_run, fullest_plan
+from tests.support.file_values import (
+    full_balance,
+    full_calibration,
+    full_links,
+    full_partial,
+    full_profile,
+    full_run,
+    fullest_plan,
+)
 from tests.support.profiles import inputs_of, profile_of
 
 KINDS: list[tuple[Callable[[], Any], Callable[[str], Any]]] = [
@@ -36,6 +45,7 @@ KINDS: list[tuple[Callable[[], Any], Callable[[str], Any]]] = [
     (full_run, read_run),
     (full_balance, read_balance),
     (full_links, read_links),
+    (full_calibration, read_calibration),
     (full_partial, read_partial),
 ]
 

@@ -22,9 +22,9 @@ def given(*, grad: bool = True) -> Tensor:
     return torch.randn(B, N, requires_grad=grad)
 
 
-def tensor(size: int, *, kept: bool, alias: int = -1) -> BoundaryTensor:
+def tensor(size: int, *, kept: bool, alias: int = -1, relayed: bool = False) -> BoundaryTensor:
     """What crosses a boundary."""
-    return BoundaryTensor(bytes=size, kept=kept, alias=alias)
+    return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed)
 
 
 class WithInput(nn.Module):
@@ -88,11 +88,16 @@ class Stash(nn.Module):
             given,
             0,
             [tensor(ROW, kept=False)],
-            [tensor(ROW, kept=False, alias=0)],
+            [tensor(ROW, kept=False, alias=0, relayed=True)],
             id="flatten is a view",
         ),
         pytest.param(
-            nn.Identity, given, 0, [tensor(ROW, kept=False)], [tensor(ROW, kept=False, alias=0)], id="identity"
+            nn.Identity,
+            given,
+            0,
+            [tensor(ROW, kept=False)],
+            [tensor(ROW, kept=False, alias=0, relayed=True)],
+            id="identity",
         ),
         pytest.param(
             lambda: nn.Embedding(10, N),
@@ -123,7 +128,7 @@ class Stash(nn.Module):
             given,
             0,
             [tensor(ROW, kept=False)],
-            [tensor(ROW, kept=False, alias=0)],
+            [tensor(ROW, kept=False, alias=0, relayed=True)],
             id="dropout in evaluation is the identity",
         ),
         pytest.param(
@@ -206,6 +211,30 @@ def test_a_frozen_layer_passes_gradients_on() -> None:
     record = memory_of(nn.Linear(N, N).requires_grad_(False), given())
     assert [t.kept for t in record.inputs] == [False]
     assert 2 * ROW <= record.backward_peak_bytes <= 2 * ROW + SLACK
+
+
+def test_peaks_where_a_stage_ends() -> None:
+    """A ReLU makes its input's gradient while its output, which it keeps anyway, and that one's gradient are held."""
+    record = memory_of(nn.ReLU(), given())
+    assert 3 * ROW <= record.end_backward_peak_bytes <= 3 * ROW + SLACK
+    assert record.end_first_backward_peak_bytes == record.end_backward_peak_bytes
+    # A linear layer is done with its output's gradient before those of its parameters are added, and keeps no output.
+    record = memory_of(nn.Linear(N, N), given())
+    assert record.end_backward_peak_bytes >= record.backward_peak_bytes + ROW - SLACK
+
+
+class PassesBoth(nn.Module):
+    """Of two tensors the first is read and passed on, the second only passed on."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What is made, and the two."""
+        return pair[0].sin(), pair[0], pair[1]
+
+
+def test_only_what_passes_by_unread_keeps_its_gradient() -> None:
+    """To that of a tensor that is read, too, something is added."""
+    record = memory_of(PassesBoth(), (given(), given()))
+    assert [(t.alias, t.relayed) for t in record.outputs] == [(-1, False), (0, False), (1, True)]
 
 
 def test_writing_the_input_is_noted() -> None:

@@ -28,6 +28,7 @@ from planner.core.schedule import actions_of
 from planner.core.simulate import Event, StageTimes, simulate
 from planner.core.step import Step, step_of
 from planner.core.verdict import Verdict, judge
+from planner.core.verification import Tolerance, Verification, verification_of
 from planner.show import (
     Style,
     comparison_text,
@@ -37,6 +38,7 @@ from planner.show import (
     run_text,
     timeline_text,
     verdict_text,
+    verification_text,
 )
 
 MIB = 2**20
@@ -214,6 +216,9 @@ def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99
         losses=(8.5, 8.4, 8.3, 8.2, 8.1),
         step_us=(10 * step_us, 2 * step_us, 0.9 * step_us, step_us, 3 * step_us),
         warmup_steps=2,
+        batch=32,
+        bubble=0.25,
+        overhead_us=250.0,
         stages=tuple(
             StageRun(
                 index=s.index,
@@ -221,6 +226,9 @@ def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99
                 last=s.last,
                 forward_us=s.forward_us * time_factor,
                 backward_us=s.backward_us * time_factor,
+                recompute_us=0.0 if s.recompute == "never" else s.forward_us,
+                transfer_us=1500.0 * s.index,
+                idle_us=4000.0,
                 parameter_bytes=s.memory.parameters,
                 peak_bytes=round(s.memory.total * peak_factor),
             )
@@ -232,6 +240,18 @@ def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99
 def verdict(*, cap: int = 40 * MIB, of: Plan | None = None) -> Verdict:
     """Of a plan judged against other caps than it was made for."""
     return judge(of or plan(), profile(), profile_digest="sha256:0", memory_bytes=(cap,) * 3)
+
+
+def verification() -> Verification:
+    """A run that took longer than predicted, on too few cores."""
+    found = verification_of(
+        plan(),
+        profile(),
+        report(plan(), peak_factor=1.02),
+        Tolerance(step=0.1, memory_below=0.01, memory_above=0.05),
+        crowded="times are not judged: the plan's processes want 3 cores, and this machine has 2",
+    )
+    return replace(found, calibration=replace(found.calibration, link=Link(latency_us=5.0, bytes_per_s=1e9)))
 
 
 def renamed(planned: Plan, name: str) -> Plan:
@@ -253,6 +273,7 @@ EVERYTHING: dict[str, Callable[[Style], str]] = {
     "run": lambda s: run_text(report(plan()), None, s),
     "run under a plan": lambda s: run_text(report(plan()), plan(), s),
     "comparison": lambda s: comparison_text(plan(), report(plan(), peak_factor=2.0), s),
+    "verification": lambda s: verification_text(verification(), s),
     "verdict": lambda s: verdict_text(verdict(), s),
     "verdict on an interleaved plan": lambda s: verdict_text(verdict(of=interleaved()), s),
     "comparison of an interleaved plan": lambda s: comparison_text(interleaved(), report(interleaved()), s),

@@ -1,0 +1,342 @@
+"""The executor's own cost: layers that only sleep, measured steps beside the simulated ones and a bare torch loop.
+
+    python benchmarks/executor.py [--peers PYTHON] > docs/measurements/executor.md
+    python benchmarks/executor.py --quick
+
+A stage is one layer that sleeps in forward and in backward, so that nothing but schedule, transfers and bookkeeping is
+measured. K processes over gloo run every case with the executor and with a bare `ScheduleGPipe` or `Schedule1F1B`, a
+step of the one after a step of the other. The constant per micro-batch, stage and direction is what the first case of
+each K takes beyond its simulated time; all other cases are predicted with it. `--peers` names a Python with `torch` and
+`torchgpipe`, which then runs the same cases with its threads. A busy machine makes sleeps longer: use a quiet one.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from planner.core.balance import Balance, StageBalance
+from planner.core.plan import Schedule
+from planner.core.profile import Model
+from planner.core.schedule import actions_of
+from planner.core.simulate import StageTimes, last_end_us
+from planner.executor import Pipeline
+from planner.files import write
+from planner.model.machine import cpu_name
+
+UNIT_US = 4_000.0
+"""Forward of a stage; backward takes twice as long."""
+
+UNEVEN = (1.0, 2.0, 1.5, 0.5)
+"""Shares of the stages where they are uneven, over and over."""
+
+STEPS, WARM_UPS = 8, 3
+WIDTH = 16
+
+MODEL = """
+import time
+
+import torch
+from torch import nn
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, weight, seconds):
+        ctx.seconds = seconds
+        ctx.save_for_backward(weight)
+        time.sleep(seconds)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * ctx.seconds)
+        return gradient, torch.zeros_like(ctx.saved_tensors[0]), None
+
+
+class Sleeping(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, value):
+        return _Sleep.apply(value, self.weight, 0.0 if value.is_meta else self.seconds)
+
+
+def build_model(seconds=""):
+    return nn.Sequential(*(Sleeping(float(text)) for text in seconds.split("/")))
+
+
+def example_batch(batch_size):
+    return torch.zeros(batch_size, 16), torch.zeros(batch_size)
+
+
+def loss_fn(output, target):
+    return output.mean()
+
+
+def build_optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One pipeline."""
+
+    num_stages: int
+    micro_batches: int
+    schedule: Schedule
+    is_even: bool
+
+    @property
+    def forward_us(self) -> list[float]:
+        """Of every stage."""
+        shares = (1.0,) if self.is_even else UNEVEN
+        return [UNIT_US * shares[k % len(shares)] for k in range(self.num_stages)]
+
+    def step_us(self, constant_us: float = 0.0) -> float:
+        """Simulated, which under GPipe is the closed form."""
+        stages = [
+            StageTimes(
+                forward_us=time_us + constant_us,
+                backward_us=2 * time_us + constant_us,
+                last_backward_us=2 * time_us + constant_us,
+            )
+            for time_us in self.forward_us
+        ]
+        actions = actions_of(self.schedule, num_stages=self.num_stages, micro_batches=self.micro_batches)
+        return last_end_us(actions, stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Median step times of one case, and of the same steps the median of their ratio."""
+
+    ours_us: float
+    bare_us: float
+    ratio: float
+
+
+def main() -> None:
+    """Measures all cases, and prints the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="K = 4 and M = 4, 8 alone")
+    parser.add_argument("--peers", metavar="PYTHON", help="one that has torch and torchgpipe")
+    given = parser.parse_args()
+    _print_head()
+    notes = []
+    for num_stages in (4,) if given.quick else (4, 8):
+        cases = list(_cases(num_stages, (4, 8) if given.quick else (num_stages, 32)))
+        found = _measure(cases)
+        constant_us = _constant_us(cases[0], found[0].ours_us)
+        peers = _peer_steps_us(given.peers, cases) if given.peers else [None] * len(cases)
+        for case, measured, peer in zip(cases, found, peers, strict=True):
+            _print_row(case, measured, constant_us, peer)
+        ratio = statistics.median(one.ratio for one in found)
+        notes.append(
+            f"K = {num_stages}: {constant_us:.0f} us per micro-batch, stage and direction beyond the sleep; "
+            f"the executor takes {ratio:.3f} of the bare loop's step (median)."
+        )
+    print("\n" + "\n".join(notes))
+
+
+def _cases(num_stages: int, counts: Sequence[int]) -> Iterator[Case]:
+    for is_even, micro_batches, schedule in product((True, False), counts, ("gpipe", "1f1b")):
+        yield Case(num_stages=num_stages, micro_batches=micro_batches, schedule=schedule, is_even=is_even)
+
+
+def _constant_us(case: Case, measured_us: float) -> float:
+    """What every forward and backward takes beyond its sleep."""
+    per_us = case.step_us(1.0) - case.step_us(0.0)
+    return max(0.0, (measured_us - case.step_us()) / per_us)
+
+
+def _measure(cases: Sequence[Case]) -> list[Measured]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "model.py").write_text(MODEL, encoding="utf-8")
+        for n, case in enumerate(cases):
+            write(str(Path(folder, f"{n}.yaml")), _balance(case))
+        Path(folder, "cases.json").write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
+        num_stages = str(cases[0].num_stages)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_stages]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", _WORKER: "1"}
+        done = subprocess.run(
+            [*command, __file__], cwd=folder, env=environment, check=False, capture_output=True, text=True
+        )
+        if done.returncode:
+            sys.exit(done.stdout + done.stderr)
+        return [Measured(**found) for found in json.loads(Path(folder, "measured.json").read_text(encoding="utf-8"))]
+
+
+def _balance(case: Case) -> Balance:
+    seconds = "/".join(str(time_us / 1e6) for time_us in case.forward_us)
+    return Balance(
+        plan_digest="sha256:benchmark",
+        model=Model(source="model.py:build_model", settings={"seconds": seconds}),
+        schedule=case.schedule,
+        batch=case.micro_batches,
+        micro_batches=case.micro_batches,
+        balance=(1,) * case.num_stages,
+        stages=tuple(StageBalance(index=k, recompute="never", layers=(str(k),)) for k in range(case.num_stages)),
+    )
+
+
+# What one of the processes does
+
+_WORKER = "GPIPE_PLAN_EXECUTOR_BENCHMARK"
+
+
+def _work() -> None:
+    dist.init_process_group("gloo")
+    cases = [Case(**case) for case in json.loads(Path("cases.json").read_text(encoding="utf-8"))]
+    found = [_compare(f"{n}.yaml", case) for n, case in enumerate(cases)]
+    if dist.get_rank() == 0:
+        Path("measured.json").write_text(json.dumps([asdict(one) for one in found]), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _compare(balance: str, case: Case) -> Measured:
+    """One step of each in turn; the first ones do not count."""
+    pipeline = Pipeline(balance)
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    (batch,) = pipeline.batches(1)
+
+    def ours() -> None:
+        with pipeline.step(*batch):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    bare = _Bare(pipeline.model.build(), case)
+    pairs = [(_timed_us(ours), _timed_us(bare.step)) for _ in range(WARM_UPS + STEPS)]
+    pipeline.close()
+    counted = pairs[WARM_UPS:]
+    return Measured(
+        ours_us=statistics.median(a for a, _ in counted),
+        bare_us=statistics.median(b for _, b in counted),
+        ratio=statistics.median(a / b for a, b in counted),
+    )
+
+
+def _timed_us(step: Any) -> float:
+    dist.barrier()
+    begin = time.perf_counter_ns()
+    step()
+    return (time.perf_counter_ns() - begin) / 1e3
+
+
+class _Bare:
+    """The loop that somebody would write who uses torch's engine as it is."""
+
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        rank = dist.get_rank()
+        layer = model[rank]  # type: ignore[index]
+        self._is_first, self._is_last = rank == 0, rank == case.num_stages - 1
+        given, made = torch.zeros(1, WIDTH, requires_grad=rank > 0), torch.zeros(1, WIDTH, requires_grad=True)
+        stage = PipelineStage(layer, rank, case.num_stages, torch.device("cpu"), input_args=given, output_args=made)
+        loop = ScheduleGPipe if case.schedule == "gpipe" else Schedule1F1B
+        self._schedule = loop(stage, case.micro_batches, loss_fn=lambda output, _target: output.mean())
+        self._optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        self._inputs = torch.zeros(case.micro_batches, WIDTH)
+        self._targets = torch.zeros(case.micro_batches)
+
+    def step(self) -> None:
+        """One training step."""
+        losses: list[torch.Tensor] = []
+        inputs = (self._inputs,) if self._is_first else ()
+        target = {"target": self._targets, "losses": losses} if self._is_last else {}
+        self._schedule.step(*inputs, **target)  # type: ignore[arg-type]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+# torchgpipe
+
+_PEER = """
+import json, statistics, sys, time
+import torch
+from torchgpipe import GPipe
+sys.path.insert(0, sys.argv[1])
+from model import build_model
+for case in json.loads(sys.argv[2]):
+    k, m = case["num_stages"], case["micro_batches"]
+    piped = GPipe(build_model(case["seconds"]), balance=[1] * k, devices=["cpu"] * k, chunks=m, checkpoint="never")
+    optimizer = torch.optim.SGD(piped.parameters(), lr=0.1)
+    times = []
+    for _ in range(case["steps"]):
+        begin = time.perf_counter()
+        piped(torch.zeros(m, 16, requires_grad=True)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append((time.perf_counter() - begin) * 1e6)
+    print(statistics.median(times[1:]), flush=True)
+"""
+
+
+def _peer_steps_us(python: str, cases: Sequence[Case]) -> list[float | None]:
+    """Of torchgpipe, which knows GPipe alone; its "devices" are threads."""
+    mine = [case for case in cases if case.schedule == "gpipe"]
+    described = [
+        asdict(case) | {"seconds": _balance(case).model.settings["seconds"], "steps": 1 + STEPS // 2} for case in mine
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "model.py").write_text(MODEL, encoding="utf-8")
+        command = [python, "-c", _PEER, folder, json.dumps(described)]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    times = iter(map(float, done.stdout.split()))
+    return [next(times, None) if case.schedule == "gpipe" else None for case in cases]
+
+
+def _print_head() -> None:
+    print("# The executor's own cost\n")
+    print(f"`python benchmarks/executor.py` on {cpu_name()} ({os.cpu_count()} cores), ", end="")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}; load average {os.getloadavg()[0]:.1f}.")
+    print(
+        f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and twice as long backward, one per stage; uneven: ", end=""
+    )
+    print(f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps.\n")
+    columns = ["K", "stages", "M", "schedule", "simulated", "with constant", "measured", "difference"]
+    columns += ["bare torch", "ours / bare", "torchgpipe"]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
+
+
+def _print_row(case: Case, measured: Measured, constant_us: float, peer_us: float | None) -> None:
+    predicted_us = case.step_us(constant_us)
+    cells = (
+        case.num_stages,
+        "even" if case.is_even else "uneven",
+        case.micro_batches,
+        case.schedule,
+        f"{case.step_us() / 1e3:.1f} ms",
+        f"{predicted_us / 1e3:.1f} ms",
+        f"{measured.ours_us / 1e3:.1f} ms",
+        f"{measured.ours_us / predicted_us - 1:+.1%}",
+        f"{measured.bare_us / 1e3:.1f} ms",
+        f"{measured.ratio:.3f}",
+        "" if peer_us is None else f"{peer_us / 1e3:.1f} ms",
+    )
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+    _work() if _WORKER in os.environ else main()

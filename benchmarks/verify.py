@@ -1,0 +1,123 @@
+"""`gpipe-plan verify` of five models as pipelines of two CPU processes, before and after calibration.
+
+    python benchmarks/verify.py > docs/measurements/verify.md
+
+Prints a Markdown table with its environment. Takes about ten minutes on a machine that does nothing else meanwhile; on
+one that does, the times mean little.
+"""
+
+import contextlib
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import planner
+from planner.cli.main import run
+from planner.core.plan import Plan
+from planner.core.units import format_us
+from planner.core.verification import Compared, Verification
+from planner.files import read_plan
+from planner.model.machine import cpu_name
+
+HERE = Path(__file__).parent
+SAMPLES = HERE.parent / "sample_models"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and the batch that it is planned for."""
+
+    model: Path
+    batch: int
+    settings: tuple[str, ...] = ()
+
+
+CASES = {
+    "transformer_lm": Case(SAMPLES / "transformer_lm.py", 8),
+    "amoebanet_d": Case(SAMPLES / "amoebanet_d.py", 16),
+    "resnet": Case(SAMPLES / "resnet.py", 8),
+    "unet": Case(SAMPLES / "unet.py", 8),
+    "GPT-2 of transformers": Case(HERE / "gpt2.py", 8),
+}
+STEPS = 12
+
+
+def main() -> None:
+    """Runs every case and prints its row; with names as arguments only those."""
+    names = sys.argv[1:] or list(CASES)
+    print("# Predicted and measured: `gpipe-plan verify` of two processes on the CPU\n")
+    print(f"`python benchmarks/verify.py` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
+    print(f"Python {platform.python_version()}, one thread per process.")
+    print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.")
+    print(
+        "Plans: two devices, GPipe, everything else as `solve` chooses it. Steps: median of 10. Differences: measured"
+    )
+    print("against predicted. Calibrated: the same plan predicted with what the first run measured, and run again.\n")
+    print("| model | cuts, M | step predicted | measured | | calibrated | measured | | bubble predicted, measured | "
+          "peak of stage 0, 1 predicted, MiB | measured | |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for name in names:
+            print(f"| {name} | {' | '.join(_row(CASES[name]))} |", flush=True)
+
+
+def _row(case: Case) -> list[str]:
+    words = [word for setting in case.settings for word in ("--set", setting)]
+    _quietly("profile", str(case.model), "--batch", str(case.batch), *words)
+    options = ("--devices", "2", "--mem", "8GB", "--batch", str(case.batch))
+    _quietly("solve", *options)
+    plan = read_plan("plan.yaml")
+    if plan.num_devices == 1:  # a pipeline is what is to be looked at
+        _quietly("solve", *options, "--balance", _halves(plan))
+        plan = read_plan("plan.yaml")
+    cuts = ",".join(map(str, plan.balance))
+    first = planner.verify(steps=STEPS, calibration="calibration.yaml")
+    fixed = ("--balance", cuts, "--micro-batches", str(plan.micro_batches))
+    _quietly("solve", *options, *fixed, "--calibration", "calibration.yaml")
+    second = planner.verify(steps=STEPS)
+    bubble = _one(first, "bubble")
+    return [
+        f"{cuts}; {plan.micro_batches}",
+        *_times(first),
+        *_times(second),
+        f"{bubble.predicted:.1%}, {bubble.measured:.1%}",
+        *_peaks(first),
+    ]
+
+
+def _halves(plan: Plan) -> str:
+    layers = sum(plan.balance)
+    return f"{layers // 2},{layers - layers // 2}"
+
+
+def _quietly(*arguments: str) -> None:
+    with contextlib.redirect_stdout(sys.stderr):
+        code = run([*arguments, "--quiet"])
+    if code != 0:
+        sys.exit(code)
+
+
+def _one(found: Verification, what: str) -> Compared:
+    return next(row for row in found.compared if row.what == what)
+
+
+def _times(found: Verification) -> list[str]:
+    step = _one(found, "step_us")
+    return [format_us(step.predicted), format_us(step.measured), f"{step.measured / step.predicted - 1:+.1%}"]
+
+
+def _peaks(found: Verification) -> list[str]:
+    peaks = [row for row in found.compared if row.what == "peak_bytes"]
+    sizes = [", ".join(f"{size / 2**20:.2f}" for size in each) for each in
+             ([row.predicted for row in peaks], [row.measured for row in peaks])]  # fmt: skip
+    return [*sizes, ", ".join(f"{row.measured / row.predicted - 1:+.1%}" for row in peaks)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""`gpipe-plan export`: a checkpoint as one state dict."""
+
+from typing import Annotated
+
+import typer
+
+from planner import files
+from planner.cli.console import Console
+from planner.cli.options import Debug, Quiet
+from planner.core.errors import FileError
+
+__all__ = ["export"]
+
+
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="[CHECKPOINT]", help="A checkpoint of train.py, or a folder of them: the latest.")
+    ] = "checkpoints",
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; .pt or .safetensors.")
+    ] = "model.pt",
+    *,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - read by main
+) -> None:
+    """Write the weights in a checkpoint as one state dict of the whole model, for use without a pipeline."""
+    console = Console(quiet=quiet)
+    files.check_writable(output)
+
+    from planner.executor import export_weights, latest_checkpoint  # noqa: PLC0415 - torch
+
+    found = latest_checkpoint(checkpoint)
+    if found is None:
+        raise FileError(
+            "there is no checkpoint in it", path=checkpoint, hint="train.py writes them with `--checkpoint DIR`"
+        )
+    count = export_weights(str(found), output)
+    console.result(output)
+    console.note(
+        f"{count} tensors of {found}: `model.load_state_dict(torch.load({output!r}))`, or `--weights {output}`"
+    )

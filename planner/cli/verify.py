@@ -1,0 +1,53 @@
+"""`gpipe-plan verify`: does the plan run as predicted?"""
+
+from typing import Annotated
+
+import typer
+
+from planner import api, files
+from planner.cli.console import Console, style_for_stdout
+from planner.cli.options import Debug, Format, Quiet, check_format
+from planner.core.errors import ExitCode
+from planner.show import verification_text
+
+__all__ = ["verify"]
+
+
+def verify(
+    plan: Annotated[str, typer.Argument(metavar="[PLAN]", help="The plan; `-` is standard input.")] = "plan.yaml",
+    profile: Annotated[str | None, typer.Option(metavar="FILE", help="The plan's profile, if it was moved.")] = None,
+    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to run; the first 2 warm up.")] = 12,
+    tolerance_time: Annotated[str, typer.Option(metavar="10%", help="How far the step time may be off.")] = "10%",
+    tolerance_memory: Annotated[
+        str, typer.Option(metavar="1%,5%", help="How far a predicted peak may be too low, and too high.")
+    ] = "1%,5%",
+    calibration: Annotated[
+        str, typer.Option(metavar="FILE", help="Where to write what the run says of this machine.")
+    ] = "calibration.yaml",
+    format_: Format = "text",
+    *,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - read by main
+) -> None:
+    """Run a plan for a few steps, predicted beside measured. Exit code 0: as predicted; 1: it is not; 2: no answer.
+
+    Starts torchrun itself, with one process for every device of the plan. What it measures of the machine goes to
+    calibration.yaml, for `gpipe-plan solve --calibration`.
+    """
+    console = Console(quiet=quiet)
+    as_json = check_format(format_)
+    with console.progress(f"running {plan}") as progress:
+        found = api.verify(
+            plan,
+            profile=profile,
+            steps=steps,
+            tolerance_time=tolerance_time,
+            tolerance_memory=tolerance_memory,
+            calibration=calibration,
+            progress=progress,
+        )
+    console.result(files.dump(found, as_json=True) if as_json else verification_text(found, style_for_stdout()))
+    console.note(f"wrote {calibration}")
+    if not found.agrees:
+        console.next(f"gpipe-plan solve … --calibration {calibration}")
+    raise typer.Exit(ExitCode.OK if found.agrees else ExitCode.NO)

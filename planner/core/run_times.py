@@ -1,0 +1,209 @@
+"""Where the time of a training step went, from what every process did when.
+
+Only forwards and backwards are recorded. All else follows from them, once the clocks of the processes agree: before a
+forward or backward whose input comes from another process there is a gap. Until the sender had it ready, the gap is
+idle time; from then on it is the transfer, as the receiver felt it (the engine's own time is in it: the two cannot be
+told apart). A gap before work that needs nothing from elsewhere is the engine's own time.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, NamedTuple
+
+__all__ = [
+    "RunSpan",
+    "RunSpanKind",
+    "RunStep",
+    "StepWaits",
+    "Transfer",
+    "Waiting",
+    "typical_us",
+    "waiting_of",
+    "waits_of",
+]
+
+RunSpanKind = Literal["forward", "backward", "recompute", "optimizer"]
+
+
+class RunSpan(NamedTuple):
+    """One thing that a process did; recomputation lies within its backward."""
+
+    kind: RunSpanKind
+    stage: int
+    """Of an optimizer's step: the process's first."""
+    micro_batch: int
+    start_ns: int
+    end_ns: int
+
+
+class RunStep(NamedTuple):
+    """What one process did in one step."""
+
+    number: int
+    spans: tuple[RunSpan, ...]
+
+
+class Transfer(NamedTuple):
+    """What crossed a boundary for one micro-batch, as the receiver felt it."""
+
+    kind: RunSpanKind
+    """`forward`: outputs to the next stage; `backward`: gradients to the one before."""
+    stage: int
+    """That receives."""
+    micro_batch: int
+    sender: int
+    receiver: int
+    """Processes."""
+    start_ns: int
+    """When the sender had it ready and the receiver nothing else to do."""
+    end_ns: int
+    """When the receiver began to work on it."""
+    is_waited_for: bool
+    """Whether the receiver had nothing else to do already when the sender had it ready."""
+
+    @property
+    def boundary(self) -> int:
+        """The stage that lies in front of the boundary."""
+        return self.stage - 1 if self.kind == "forward" else self.stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWaits:
+    """What the processes of a pipeline did not compute in one step: from its first forward to its last backward."""
+
+    window_ns: int
+    idle_ns: Mapping[int, int]
+    """Per process: waiting for what was not there yet."""
+    transfers: tuple[Transfer, ...]
+    overhead_ns: tuple[int, ...]
+    """The engine's own time before every forward or backward that received nothing."""
+
+    def bubble(self, overhead_ns: float = 0.0) -> float:
+        """Share of the processes' time in which they neither compute nor serve the engine.
+
+        Args:
+            overhead_ns: The engine's own time, which is in every transfer as well.
+        """
+        moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in self.transfers)
+        waited = sum(self.idle_ns.values()) + moved
+        return waited / (len(self.idle_ns) * self.window_ns) if self.window_ns else 0.0
+
+
+def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
+    """What the processes of one pipeline waited for in one step.
+
+    Args:
+        processes: What each did, by its number; all on one clock.
+    """
+    rows = {rank: _computing(spans) for rank, spans in processes.items()}
+    made = {(s.kind, s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
+    first_ns = min((row[0].start_ns for row in rows.values() if row), default=0)
+    last_ns = max((row[-1].end_ns for row in rows.values() if row), default=0)
+    idle_ns = dict.fromkeys(rows, 0)
+    transfers: list[Transfer] = []
+    overhead_ns: list[int] = []
+    for rank, row in rows.items():
+        free_ns = first_ns
+        for span in row:
+            sender, ready_ns = made.get(_source(span), (rank, 0))
+            if sender != rank:
+                begin_ns = min(max(ready_ns, free_ns), span.start_ns)
+                idle_ns[rank] += begin_ns - free_ns
+                crossing = begin_ns, span.start_ns, ready_ns >= free_ns
+                transfers.append(Transfer(span.kind, span.stage, span.micro_batch, sender, rank, *crossing))
+            elif free_ns > first_ns:
+                overhead_ns.append(span.start_ns - free_ns)
+            else:
+                idle_ns[rank] += span.start_ns - free_ns
+            free_ns = span.end_ns
+        idle_ns[rank] += last_ns - free_ns
+    return StepWaits(
+        window_ns=last_ns - first_ns, idle_ns=idle_ns, transfers=tuple(transfers), overhead_ns=tuple(overhead_ns)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """The same over the steps of a run: medians."""
+
+    bubble: float
+    overhead_us: float | None
+    """None where every forward and backward received something."""
+    idle_us: Mapping[int, float]
+    """Per process and step."""
+    transfer_us: Mapping[int, float]
+    """Per stage and step: what it received."""
+    crossing_us: Mapping[tuple[RunSpanKind, int], float]
+    """Per direction and boundary (the stage in front of it), of one micro-batch."""
+
+
+def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> Waiting | None:
+    """What the processes of one pipeline waited for; None where no step was recorded.
+
+    Args:
+        processes: What each did, by its number; all on one clock.
+        overlaps: Whether transfers go on while the receiver computes. What it felt of one is all of it only where it
+            was waiting; elsewhere such count only if there are no others.
+    """
+    by_step: dict[int, dict[int, Iterable[RunSpan]]] = {}
+    for rank, steps in processes.items():
+        for step in steps:
+            by_step.setdefault(step.number, {})[rank] = step.spans
+    waits = [waits_of(rows) for rows in by_step.values() if len(rows) == len(processes)]
+    if not waits:
+        return None
+    overheads = [time for wait in waits for time in wait.overhead_ns]
+    overhead_ns = median(overheads) if overheads else 0.0
+    stages = {transfer.stage for wait in waits for transfer in wait.transfers}
+    return Waiting(
+        bubble=median(wait.bubble(overhead_ns) for wait in waits),
+        overhead_us=overhead_ns / 1e3 if overheads else None,
+        idle_us={rank: median(wait.idle_ns[rank] for wait in waits) / 1e3 for rank in processes},
+        transfer_us={stage: median(_received_ns(wait, stage) for wait in waits) / 1e3 for stage in stages},
+        crossing_us=_crossings([t for wait in waits for t in wait.transfers], overlaps=overlaps),
+    )
+
+
+def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
+    """Median over steps and micro-batches of what one micro-batch's `kind` took on a stage; 0 if nothing was timed.
+
+    Micro-batches that were not recomputed count as 0 where recomputation is asked for.
+    """
+    taken: dict[tuple[int, int], int] = {}
+    for n, spans in enumerate(steps):
+        for span in spans:
+            if span.stage != stage or span.kind not in (kind, "backward"):
+                continue
+            took_ns = span.end_ns - span.start_ns if span.kind == kind else 0
+            if took_ns or kind == "recompute":
+                place = n, span.micro_batch
+                taken[place] = taken.get(place, 0) + took_ns
+    return median(taken.values()) / 1e3 if taken else 0.0
+
+
+# Private functions
+
+
+def _received_ns(wait: StepWaits, stage: int) -> int:
+    return sum(t.end_ns - t.start_ns for t in wait.transfers if t.stage == stage)
+
+
+def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[RunSpanKind, int], float]:
+    groups: dict[tuple[RunSpanKind, int], list[Transfer]] = {}
+    for transfer in transfers:
+        groups.setdefault((transfer.kind, transfer.boundary), []).append(transfer)
+    crossings = {}
+    for place, group in groups.items():
+        whole = [t for t in group if t.is_waited_for] if overlaps else group
+        crossings[place] = median(t.end_ns - t.start_ns for t in whole or group) / 1e3
+    return crossings
+
+
+def _computing(spans: Iterable[RunSpan]) -> list[RunSpan]:
+    return sorted((s for s in spans if s.kind in ("forward", "backward")), key=lambda span: span.start_ns)
+
+
+def _source(span: RunSpan) -> tuple[RunSpanKind, int, int]:
+    """Where the input of a forward or backward is made."""
+    return span.kind, span.stage + (-1 if span.kind == "forward" else 1), span.micro_batch

@@ -1,0 +1,101 @@
+"""A training script that needs torch alone, for plans of plain GPipe or 1F1B over an `nn.Sequential`."""
+
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from planner import __version__
+from planner.core.errors import UsageError
+from planner.core.plan import Plan
+from planner.core.precision import precision_of
+from planner.core.profile import Profile
+from planner.emit.layout import TORCH_SCHEDULES, Layout
+from planner.emit.native import in_docstring, relocated, stage_table
+from planner.emit.signature import signed
+
+__all__ = ["OPTIMIZER_CODE", "emit_standalone"]
+
+_NAME = "a standalone script"
+_OWN = "leave out `--standalone`: gpipe-plan's own executor runs it"
+
+OPTIMIZER_CODE = {
+    "adafactor": "torch.optim.Adafactor(parameters)",
+    "adam": "torch.optim.Adam(parameters, lr=1e-3)",
+    "adamw": "torch.optim.AdamW(parameters, lr=1e-3)",
+    "momentum": "torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)",
+    "rmsprop": "torch.optim.RMSprop(parameters, lr=1e-3)",
+    "sgd": "torch.optim.SGD(parameters, lr=1e-2)",
+    "build_optimizer": "module.build_optimizer(parameters)",
+}
+"""What the optimizers that a profile may name are in Python; the same as when they are profiled."""
+
+
+def emit_standalone(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) -> str:
+    """The script.
+
+    Args:
+        plan: The plan.
+        profile: The profile it was made from.
+        folder: Where the script will stand.
+        profile_folder: Where the profile stands, which the model's path in it is relative to.
+
+    Raises:
+        UsageError: The plan or the model needs more than such a script does.
+    """
+    layout = Layout.of(plan, profile)
+    paths = layout.sequential_paths(_NAME)
+    _check(layout, profile)
+    path, _, entry = relocated(profile.model.source, profile_folder, folder).rpartition(":")
+    template = resources.files(__package__).joinpath("standalone_template.py.txt").read_text(encoding="utf-8")
+    num_stages = len(plan.stages)
+    text = Template(template).substitute(
+        model=in_docstring(path),
+        stages=f"{num_stages} stage{'s' * (num_stages > 1)}",
+        num_stages=num_stages,
+        schedule="GPipe" if plan.schedule == "gpipe" else "1F1B",
+        schedule_class=f"Schedule{TORCH_SCHEDULES[plan.schedule]}",
+        micro_batches=plan.micro_batches,
+        micro_batch_size=plan.micro_batch_size,
+        script=in_docstring(Path(folder, "train.py").as_posix()),
+        table=stage_table(plan),
+        version=__version__,
+        path=repr(path),
+        entry=repr(entry),
+        settings=repr(dict(profile.model.settings)),
+        device=repr("cuda" if profile.device.kind == "cuda" else "cpu"),
+        threads=profile.environment.threads,
+        batch=plan.inputs.batch,
+        layers=_lists(paths),
+        recompute=repr([stage.recompute for stage in plan.stages]),
+        optimizer=OPTIMIZER_CODE[profile.optimizer or "build_optimizer"],
+    )
+    return signed(text)
+
+
+# Private functions
+
+
+def _check(layout: Layout, profile: Profile) -> None:
+    plan = layout.plan
+    if not profile.model.source:
+        raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
+    wanted = (
+        (plan.schedule == "interleaved", "the interleaved schedule"),
+        (plan.replicas > 1, f"{plan.replicas} replicas"),
+        (any(stage.recompute == "layers" for stage in plan.stages), "recomputation layer by layer"),
+        (bool(precision_of(profile.environment.dtype)), f"`--dtype {profile.environment.dtype}`"),
+        (bool(profile.model.inputs), "inputs from `--input` instead of an `example_batch`"),
+        (any(stage.device is not None for stage in plan.stages), "devices in another order"),
+    )
+    for is_wanted, what in wanted:
+        if is_wanted:
+            raise UsageError(f"{_NAME} does not do {what}", hint=_OWN)
+    for one, other in layout.ties_over_stages():
+        raise UsageError(
+            f'{_NAME} does not sum gradients over stages, and "{one}" and "{other}" share parameters in two of them',
+            hint=f"{_OWN}; or keep them together: `solve --together {one},{other}`",
+        )
+
+
+def _lists(stages: tuple[tuple[str, ...], ...]) -> str:
+    return "[\n" + "".join(f"    {list(paths)!r},\n" for paths in stages) + "]"

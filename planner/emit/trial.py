@@ -1,0 +1,110 @@
+"""Runs a plan for a few steps on this machine: emitted into a temporary folder, started with torchrun."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from planner.core.errors import MeasurementError, UsageError
+from planner.core.plan import Plan
+from planner.core.profile import Profile
+from planner.core.run_report import RunReport
+from planner.emit.native import emit_native
+from planner.files import read_run
+
+__all__ = ["crowding", "run_plan"]
+
+_STOP_S = 30
+"""How long torchrun may take to end its processes."""
+
+
+def run_plan(
+    plan: Plan, profile: Profile, *, profile_folder: str, steps: int, progress: Callable[[str, int, int], None]
+) -> RunReport:
+    """What `train.py`, as `emit` writes it, took on this machine.
+
+    Args:
+        plan: The plan.
+        profile: Its profile.
+        profile_folder: Where that stands, which the model's path in it is relative to.
+        steps: Optimizer steps to run.
+        progress: Called after every step.
+
+    Raises:
+        UsageError: The executor cannot run the plan.
+        MeasurementError: The run failed; the message is what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as folder:
+        emitted = emit_native(plan, profile, folder=folder, profile_folder=profile_folder)
+        for name, text in (("balance.yaml", emitted.balance), ("train.py", emitted.script)):
+            Path(folder, name).write_text(text, encoding="utf-8")
+        report = Path(folder, "run.json")
+        count = plan.num_devices * plan.replicas
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command += [str(Path(folder, "train.py")), "--steps", str(steps), "--report", str(report)]
+        said = Path(folder, "stderr.txt")
+        with said.open("w", encoding="utf-8") as errors, _started(command, profile, errors.fileno()) as process:
+            assert process.stdout is not None
+            done = 0
+            for line in process.stdout:
+                if line.startswith("step "):
+                    done += 1
+                    progress(line.strip(), done, steps)
+        if process.returncode != 0 or not report.exists():
+            raise _failure(said.read_text(encoding="utf-8", errors="replace"), process.returncode)
+        return read_run(str(report))
+
+
+def crowding(plan: Plan, profile: Profile) -> str:
+    """Why times measured here would say nothing; empty if they do."""
+    if profile.device.kind == "cuda":
+        return ""
+    wanted = plan.num_devices * plan.replicas * profile.environment.threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if wanted <= cores:
+        return ""
+    return f"times are not judged: the plan's processes want {wanted} cores, and this machine has {cores}"
+
+
+# Private functions
+
+
+@contextmanager
+def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["subprocess.Popen[str]"]:
+    """The processes; none is left behind, whatever happens."""
+    package = str(Path(__file__).parents[2])
+    threads = str(profile.environment.threads)
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=stderr, text=True) as process:  # noqa: S603 - ours
+        try:
+            yield process
+            process.wait()
+        except BaseException:
+            # torchrun hands this on to its processes and waits for them.
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+
+
+def _failure(said: str, code: int) -> MeasurementError | UsageError:
+    lines = said.splitlines()
+    starts = [n for n, line in enumerate(lines) if line.startswith("error: ")]
+    if starts:
+        hints = [line.removeprefix("hint: ") for line in lines[starts[0] :] if line.startswith("hint: ")]
+        return MeasurementError(
+            f"the plan does not run here: {lines[starts[0]].removeprefix('error: ')}", hint=hints[0] if hints else ""
+        )
+    # The exception is in the line behind the last frame of the first traceback.
+    raised = [line for line in lines if line and not line[0].isspace() and "Error: " in line]
+    return MeasurementError(
+        f"the plan does not run here: {raised[0] if raised else f'torchrun ended with exit code {code}'}",
+        hint="`gpipe-plan emit`, then run train.py as its first lines say, to see all that it prints",
+    )

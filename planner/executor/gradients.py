@@ -1,0 +1,41 @@
+"""The gradients of all stages, clipped as those of one model."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["clip_gradients"]
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    device: torch.device,
+    *,
+    counted_elsewhere: Iterable[nn.Parameter] = (),
+    group: dist.ProcessGroup | None = None,
+) -> float:
+    """As `torch.nn.utils.clip_grad_norm_` does it with the whole model; every process of `group` must call it.
+
+    Args:
+        parameters: This process's.
+        max_norm: Of all gradients together (Euclidean); where they are larger, all are made smaller.
+        device: Where they are.
+        counted_elsewhere: Those of them that another process holds, too, and counts.
+        group: The processes of one pipeline; by default all there are.
+
+    Returns:
+        The norm before clipping.
+    """
+    skipped = {id(parameter) for parameter in counted_elsewhere}
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    counted = [p.grad for p in given if p.grad is not None and id(p) not in skipped]
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if counted:
+        squares = torch.nn.utils.get_total_norm(counted).double().square()
+    dist.all_reduce(squares, group=group)
+    norm: Tensor = squares.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm.float())
+    return float(norm)

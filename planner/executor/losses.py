@@ -1,0 +1,56 @@
+"""What each micro-batch's loss counts for in that of its mini-batch.
+
+`loss_fn(output, target)` is a mean: over samples, unless the model file's `loss_count(target)` says over how many
+things (tokens that are not masked, say). The loss of a mini-batch is then the mean over all things in it, so a
+micro-batch counts for its part of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from planner.core.errors import ModelError
+from planner.model.load import user_code
+from planner.model.nests import tensors_in
+
+__all__ = ["UNCOUNTED", "loss_counts", "nothing_of", "weights_of"]
+
+UNCOUNTED: Final = object()
+"""Takes the place of targets that nothing is to be counted of, whose mean would be 0 / 0."""
+
+
+def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source: str) -> list[float]:
+    """What `loss_count` says of the targets of every micro-batch.
+
+    Args:
+        loss_count: The model file's.
+        targets: By micro-batch.
+        source: Of the model file, for the error.
+
+    Raises:
+        ModelError: It did not say a number of things.
+    """
+    counts = []
+    for target in targets:
+        with user_code(source.rpartition(":")[0], "`loss_count(target)`"):
+            count = float(loss_count(target))
+        if not 0 <= count < float("inf"):
+            raise ModelError(
+                f"`loss_count` returned {count:g}, expected how many things the loss of a micro-batch is the mean of",
+                hint="for a cross-entropy over tokens: `(target != -100).sum()`",
+            )
+        counts.append(count)
+    return counts
+
+
+def weights_of(counts: Sequence[float], total: float) -> list[float]:
+    """The part of each count in the total, of all replicas; all zero if that is."""
+    return [count / total if total else 0.0 for count in counts]
+
+
+def nothing_of(output: Any) -> Tensor:
+    """A loss of zero whose gradient is zero, whatever the output."""
+    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    return torch.stack([tensor.flatten()[:0].float().sum() for tensor in tensors]).sum()

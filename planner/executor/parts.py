@@ -1,0 +1,73 @@
+"""A mini-batch as it is run: in micro-batches of the planned size, and of what is left over a smaller one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from planner.core.errors import UsageError
+from planner.model.load import Batch
+
+__all__ = ["Part", "micro_batches_of", "parts_of", "size_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some micro-batches of equal size, which go through the pipeline one behind the other."""
+
+    batch: Batch
+    micro_batches: int
+    micro_batch_size: int
+
+    def targets(self) -> list[Any]:
+        """Of every micro-batch."""
+        return micro_batches_of(self.batch.targets, self.micro_batches)
+
+
+def size_of(batch: Batch) -> int | None:
+    """Samples in a mini-batch; None if there is no tensor in it.
+
+    Raises:
+        UsageError: Its tensors have different numbers of samples, or none.
+    """
+    sizes = sorted({leaf.shape[0] for leaf in tree_flatten(tuple(batch))[0] if isinstance(leaf, Tensor)})
+    if len(sizes) > 1 or sizes == [0]:
+        raise UsageError(
+            f"got a mini-batch whose tensors hold {' and '.join(map(str, sizes))} samples",
+            hint="the first dimension of every tensor in inputs and targets is that of the samples",
+        )
+    return sizes[0] if sizes else None
+
+
+def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[Part]:
+    """The parts of a mini-batch of `size` samples, of which this rank may have only inputs or targets.
+
+    Args:
+        batch: The mini-batch.
+        size: Its samples.
+        micro_batch_size: Of the plan.
+        rounds_of: K where the schedule runs the micro-batches of a part in M // K equal rounds (interleaved 1F1B).
+    """
+    whole, rest = divmod(size, micro_batch_size)
+    odd = whole % rounds_of if whole % max(1, whole // rounds_of) else 0
+    begin = 0
+    for count, each in ((whole - odd, micro_batch_size), (odd, micro_batch_size), (min(rest, 1), rest)):
+        if count:
+            end = begin + count * each
+            yield Part(_between(batch, begin, end) if count * each < size else batch, count, each)
+            begin = end
+
+
+def micro_batches_of(value: Any, count: int) -> list[Any]:
+    """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
+    size = next((leaf.shape[0] for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), 0) // count
+    return [_between(value, i * size, (i + 1) * size) for i in range(count)]
+
+
+# Private functions
+
+
+def _between(value: Any, begin: int, end: int) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor[begin:end], value)

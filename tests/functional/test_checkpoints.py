@@ -1,0 +1,227 @@
+"""Runs that are stopped in every way, and go on as if nothing had happened; runs that fail, and say where."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from planner.cli.main import run
+from planner.executor.draws import drawn_alike
+from planner.model.load import load_model
+from tests.support.training import ROOT, Case, write_balance
+
+pytestmark = pytest.mark.slow
+
+MISCHIEF = ROOT / "tests/support/models/mischief.py"
+CUTS = {"one": (5,), "two": (2, 3), "three": (1, 2, 2)}
+
+
+class Ran(NamedTuple):
+    """How a run ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    """From the mischief to the end."""
+
+    @property
+    def errors(self) -> list[str]:
+        """Messages of ours."""
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+    @property
+    def ours(self) -> str:
+        """All but what torchrun says itself."""
+        return self.err.partition('Traceback (most recent call last):\n  File "<frozen runpy>"')[0]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `one`, `two` and `three` with train.py and balance.yaml, for as many stages."""
+    folder = tmp_path_factory.mktemp("runs")
+    template = resources.files("planner.emit").joinpath("train_template.py.txt").read_text(encoding="utf-8")
+    for name, balance in CUTS.items():
+        (folder / name).mkdir()
+        write_balance(Case(model=MISCHIEF, balance=balance, batch=8, micro_batches=4), folder / name / "balance.yaml")
+        script = template.format_map(_Anything(num_stages=len(balance), batch=8))
+        (folder / name / "train.py").write_text(script)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(here: Path) -> list[float]:
+    """Losses of ten steps; checkpoints after 4, 8 and 10 in `plain`."""
+    done = train(here, "two", "--checkpoint", "plain", "--report", "plain.json")
+    assert done.code == 0, done.err
+    losses: list[float] = json.loads((here / "plain.json").read_text())["losses"]
+    assert len(losses) == 10
+    assert len(set(losses)) == 10
+    return losses
+
+
+def train(here: Path, name: str, *arguments: str, mischief: str = "", restarts: int = 0, dropout: float = 0.1) -> Ran:
+    """Ten steps of folder `name`, a checkpoint every four; `mischief` is done once if the file behind it is new."""
+    processes, again = str(len(CUTS[name])), str(restarts)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, "--max-restarts", again]
+    command = [sys.executable, *(launcher if name != "one" else ()), f"{name}/train.py"]
+    words = mischief.split()
+    env = {"MISCHIEF": f"{mischief} {'-'.join(words)}"} if mischief else {}
+    done = subprocess.run(
+        [*command, "--steps", "10", "--checkpoint-every", "4", *arguments],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DROPOUT": str(dropout), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    mark = here / "-".join(words)
+    since = time.time() - mark.stat().st_mtime if words else 0.0
+    return Ran(done.returncode, done.stdout, done.stderr, since)
+
+
+def weights(here: Path, checkpoint: str) -> dict[str, Tensor]:
+    """What a checkpoint exports."""
+    assert run(["export", str(here / checkpoint), "-o", str(here / "exported.pt"), "-q"]) == 0
+    state: dict[str, Tensor] = torch.load(here / "exported.pt", weights_only=True)
+    return state
+
+
+def check_equal(here: Path, folder: str, report: str, losses: list[float]) -> None:
+    """The run that ended in `folder` had these last losses, to the bit, and ends with the same parameters."""
+    assert json.loads((here / report).read_text())["losses"] == losses
+    expected, got = weights(here, "plain/step-00000010"), weights(here, f"{folder}/step-00000010")
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_killed_stage_is_named_and_the_restart_goes_on(here: Path, undisturbed: list[float]) -> None:
+    """Kill -9 in the middle of step 6: the survivor says who, torchrun starts again, all is equal to the bit."""
+    arguments = ("--checkpoint", "killed", "--resume", "auto", "--report", "killed.json")
+    done = train(here, "two", *arguments, mischief="kill 25 2", restarts=1)
+    assert done.code == 0, done.err
+    assert len(done.errors) == 1
+    assert "stage 1 (layers 2 to 4) is gone while stage 0 (layers 0 to 1) wait" in done.errors[0]
+    assert done.errors[0].endswith("of step 6")
+    assert "resumed killed/step-00000004 after 4 steps" in done.out
+    assert "Traceback" not in done.err
+    check_equal(here, "killed", "killed.json", undisturbed[4:])
+
+
+def test_of_three_the_killed_one_is_named(here: Path) -> None:
+    """The one in the middle, for which both others wait, or wait for one that waits; all are gone within 30 s."""
+    done = train(here, "three", mischief="kill 13 2")
+    assert done.code != 0
+    assert done.seconds < 30
+    assert len(done.errors) == 1
+    assert done.errors[0].startswith("error: stage 1 (layers 1 to 2) is gone while stage ")
+    assert done.errors[0].endswith("of step 3")
+    assert "Traceback" not in done.ours
+
+
+def test_sigterm_saves_and_the_next_run_goes_on(here: Path, undisturbed: list[float]) -> None:
+    """Sent to torchrun, in a step that would not have been saved; half-written folders of a crash are cleared away."""
+    done = train(here, "two", "--checkpoint", "stopped", mischief="term 22 1")
+    assert done.code != 0
+    assert "stopped by SIGTERM after" in done.out
+    assert "error" not in done.ours
+    assert "Traceback" not in done.ours
+    last = max(path.name for path in (here / "stopped").iterdir())
+    assert "step-00000006" <= last < "step-00000008"
+
+    (here / "stopped/.step-00000008.partial").mkdir()
+    again = train(here, "two", "--checkpoint", "stopped", "--resume", "auto", "--report", "stopped.json", "--keep", "1")
+    assert again.code == 0, again.err
+    check_equal(here, "stopped", "stopped.json", undisturbed[int(last[5:]) :])
+    assert [path.name for path in (here / "stopped").iterdir()] == ["step-00000010"]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(here: Path, undisturbed: list[float]) -> None:
+    """Training goes on with a warning; the run ends with an error, and can be resumed from what is there."""
+    done = train(here, "two", "--checkpoint", "full", mischief="full 22 3")
+    assert done.code != 0
+    assert "warning: full: the checkpoint of step 8 was not written: [Errno 27] File too large" in done.err
+    assert "step-00000004 stays the latest; training goes on" in done.err
+    assert len(done.errors) == 1
+    assert "the checkpoint of step 10 was not written" in done.errors[0]
+    assert "step 9: loss" in done.out
+    assert [path.name for path in (here / "full").iterdir()] == ["step-00000004"]
+
+    again = train(here, "two", "--checkpoint", "full", "--resume", "auto", "--report", "full.json")
+    assert again.code == 0, again.err
+    check_equal(here, "full", "full.json", undisturbed[4:])
+
+
+def test_another_number_of_stages_and_none(here: Path, undisturbed: list[float]) -> None:
+    """Two stages wrote; three go on, then one; each next loss is that of the exported weights in the plain model."""
+    del undisturbed
+    for source, name in (("plain/step-00000008", "three"), ("as_three", "one")):
+        arguments = ("--resume", source, "--checkpoint", f"as_{name}", "--report", f"{name}.json", "--steps", "9")
+        done = train(here, name, *arguments, dropout=0.0)
+        assert done.code == 0, done.err
+        assert f"resumed {source}" in done.out
+        if name == "three":
+            losses = json.loads((here / "three.json").read_text())["losses"]
+            assert losses[0] == pytest.approx(_plain_loss(weights(here, source), step=8), rel=1e-6)
+    assert len(weights(here, "as_three/step-00000009")) == len(weights(here, "plain/step-00000008"))
+
+
+def test_a_hanging_stage_is_told_after_the_timeout(here: Path) -> None:
+    """Of two that both do nothing, the one that waits for nobody is named."""
+    done = train(here, "two", "--timeout", "3s", mischief="hang 13 3")
+    assert done.code != 0
+    assert len(done.errors) == 1
+    assert "stage 1 (layers 2 to 4) has been in forward of micro-batch 1 of step 3 for" in done.errors[0]
+    assert "stage 0 (layers 0 to 1) waits in" in done.errors[0]
+    assert "Traceback" not in done.ours
+    assert done.seconds < 3 + 30
+
+
+def test_an_error_of_the_user_is_told_once_with_its_lines(here: Path) -> None:
+    """The stage, the micro-batch, and where in the user's file; nothing from the other stage."""
+    done = train(here, "three", mischief="raise 5 loss")
+    assert done.code != 0
+    where = "stage 2 (layers 3 to 4) failed in forward of micro-batch 1 of step 1"
+    assert done.errors == [f"error: {where}: ValueError: something is wrong here"]
+    assert f'File "{MISCHIEF}"' in done.ours
+    assert 'raise ValueError("something is wrong here")' in done.ours
+    assert "site-packages/torch" not in done.ours
+    assert "Traceback" not in done.ours
+
+
+def test_not_a_number_is_found_where_it_begins(here: Path) -> None:
+    """With `--check-nan` the stage that made it is named, not the one that computed the loss."""
+    done = train(here, "two", "--check-nan", mischief="nan 9 1")
+    assert done.code != 0
+    where = "in forward of micro-batch 1 of step 2"
+    assert done.errors == [f"error: stage 0 (layers 0 to 1) put out NaN or infinity {where}, from finite inputs"]
+
+
+# Private functions
+
+
+class _Anything(dict[str, object]):
+    def __missing__(self, key: str) -> str:
+        return key
+
+
+def _plain_loss(state: dict[str, Tensor], *, step: int) -> float:
+    loaded = load_model(str(MISCHIEF))
+    model = loaded.build()
+    model.load_state_dict(state)
+    for layer in model.children():
+        layer.dropout = 0.0  # type: ignore[assignment]
+    assert loaded.train_batches is not None
+    batches = drawn_alike((pair for _ in range(3) for pair in loaded.train_batches(8)), 0)
+    pair = [next(batches) for _ in range(step + 1)][-1]
+    losses = [loaded.loss_fn(model(x), y) for x, y in zip(pair[0].split(2), pair[1].split(2), strict=True)]
+    return float(torch.stack(losses).mean().detach())

@@ -1,0 +1,127 @@
+"""Every command that README and guides show is run, in the order of the page, on small models."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from planner.cli.main import app_for
+from tests.support.cli import environment
+from tests.support.docs import ROOT, blocks, lines
+
+PAGES = {
+    "README": "README.md",
+    "guide": "docs/guide.md",
+    "engines": "docs/engines.md",
+    "training": "docs/training.md",
+}
+NOT_RUN = re.compile(r"make ")
+"""What CI itself runs."""
+
+# The torchvision of the package index is built for CUDA: beside a CPU torch its operators do not load.
+SITE = """import sys
+from types import ModuleType
+sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
+"""
+
+BLOCKS = """import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.lm_head = nn.Linear(16, 64)
+    def forward(self, tokens):
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+def example_batch(size):
+    return torch.randint(64, (size, 8)), torch.randint(64, (size, 8))
+
+def build_model():
+    return Model()
+
+def loss_fn(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+"""
+
+
+def prepare(page: str, folder: Path) -> None:
+    """What the page takes for granted, in a form that is quick to measure."""
+    (folder / "sitecustomize.py").write_text(SITE)
+    if page == "README":
+        source = (ROOT / "sample_models" / "transformer_lm.py").read_text()
+        (folder.parent / "sample_models").mkdir()
+        # As many parameters, so that the page's caps mean what they mean there.
+        (folder.parent / "sample_models" / "transformer_lm.py").write_text(
+            source.replace("tokens: int = 128", "tokens: int = 8")
+        )
+    if page in {"README", "guide"}:
+        (folder / "model.py").write_text(next(b for b in blocks(PAGES[page], "python") if "def build_model" in b))
+    if page == "training":
+        (folder / "model.py").write_text(BLOCKS)
+        run("gpipe-plan profile model.py --batch-sizes 2", folder)
+        for balance, output in (("2,3", "."), ("1,2,2", "three")):
+            run(f"gpipe-plan solve --devices 3 --mem 8GB --batch 8 --balance {balance}", folder)
+            run(f"gpipe-plan emit -o {output}", folder)
+    if page == "engines":
+        (folder / "model.py").write_text(BLOCKS)
+        run("gpipe-plan profile model.py --batch-sizes 2,4", folder)
+        run("gpipe-plan solve --devices 2 --mem 8GB --batch 8 --schedule 1f1b --recompute never", folder)
+        shutil.copy(folder / "profile.yaml", folder / "gpt.yaml")
+
+
+def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """One command as a shell would run it."""
+    env = environment(
+        PATH=f"{Path(sys.executable).parent}:{environment()['PATH']}",
+        PYTHONPATH=f"{folder}:{ROOT}",
+        XDG_CACHE_HOME=str(folder / "cache"),
+    )
+    line = re.sub(r"^gpipe-plan\b", "python -m planner", line)
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_ends_as_the_page_says(page: str, tmp_path: Path) -> None:
+    """With exit code 0, or 1 where the page shows the error; and `console` blocks name what is written."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    prepare(page, folder)
+    for line, shown in lines(PAGES[page]):
+        if NOT_RUN.match(line):
+            continue
+        done = run(line, folder)
+        wanted = 1 if shown.startswith("error:") else 0
+        assert done.returncode == wanted, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def test_every_option_that_is_mentioned_exists() -> None:
+    """In some command of ours, or in an emitted script."""
+    others = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
+    others |= {"--pipeline-model-parallel-layout"}
+    group = get_command(app_for(["--help"]))
+    options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
+    script = (ROOT / "planner" / "executor" / "script.py").read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
+        unknown = {option for option in named - options - others if f'"{option}"' not in script}
+        assert not unknown, page.name

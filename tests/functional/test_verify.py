@@ -1,0 +1,134 @@
+"""`verify` runs a plan and says whether it is as predicted."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import planner
+from planner import files
+from planner.core.errors import MeasurementError, UsageError
+from planner.emit import trial
+from tests.support.cli import FAST, call, no_calibration, write_model
+
+Capsys = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> Path:
+    """A plan of two stages in a subfolder, its profile and model beside it."""
+    monkeypatch.chdir(tmp_path)
+    no_calibration(monkeypatch)
+    write_model(tmp_path)
+    (tmp_path / "plans").mkdir()
+    assert call(capsys, "profile", "model.py", *FAST).code == 0
+    solved = call(capsys, "solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2",
+                  "-o", "plans/plan.yaml")  # fmt: skip
+    assert solved.code == 0
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_plan_is_run_judged_and_calibrated(here: Path, capsys: Capsys) -> None:
+    """Without a step in the file system but the calibration; which `solve` and `profile` take."""
+    before = sorted(here.rglob("*"))
+    done = call(capsys, "verify", "plans/plan.yaml", "--steps", "4", "--tolerance-time", "99%", "--format", "json")
+    assert done.code in (0, 1), done.err
+    told = json.loads(done.out)
+    assert told["agrees"] is (done.code == 0)
+    assert {row["what"] for row in told["compared"]} == {"step_us", "bubble", "forward_us", "backward_us", "peak_bytes"}
+    assert len(told["run"]["losses"]) == 4
+    assert sorted(set(here.rglob("*")) - set(before)) == [here / "calibration.yaml"]
+    found = files.read_calibration("calibration.yaml")
+    assert found.steps == 2
+    assert found.compute > 0
+    assert found.link is not None
+    assert found.link.blocking
+
+    options = ("--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
+    assert call(capsys, "solve", *options, "--calibration", "calibration.yaml").code == 0
+    inputs = files.read_plan("plan.yaml").inputs
+    assert (inputs.link, inputs.overhead_us) == (found.link, found.overhead_us)
+    assert (inputs.compute, inputs.reserve_bytes) == (found.compute, found.reserve_bytes)
+    assert call(capsys, "check").code == 0
+    profiled = call(capsys, "profile", "model.py", *FAST, "--calibration", "calibration.yaml", "-o", "again.yaml")
+    assert profiled.code == 0
+    executor = files.read_profile("again.yaml").device.executor
+    assert executor is not None
+    assert (executor.link, executor.overhead_us) == (found.link, found.overhead_us)
+    shown = call(capsys, "show", "calibration.yaml")
+    assert (shown.code, "is a calibration" in shown.err) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_told_in_its_words(here: Path) -> None:
+    """What the script says, without torchrun's pages around it."""
+    write_model(here, (here / "model.py").read_text().replace("width: int = 16", "width: int = 24"))
+    with pytest.raises(
+        MeasurementError, match="does not run here: the model has changed since it was planned"
+    ) as failed:
+        planner.verify("plans/plan.yaml", steps=3)
+    assert "profile, solve and emit again" in failed.value.hint
+
+
+def test_what_torchrun_says_of_other_failures() -> None:
+    """The exception of the first process that failed; or its exit code."""
+    said = "W1 torch\nTraceback (most recent call last):\n  File\nRuntimeError: out of cheese\n\nChildFailedError: x\n"
+    assert "here: RuntimeError: out of cheese" in trial._failure(said, 1).message
+    assert "exit code 7" in trial._failure("", 7).message
+
+
+def test_options_are_checked_before_anything_runs(here: Path, capsys: Capsys) -> None:
+    """With exit code 2."""
+    for options, said in (
+        (["--steps", "2"], "at least 3 are needed"),
+        (["--tolerance-memory", "5%"], "two shares are needed"),
+        (["--tolerance-time", "ten"], "ten"),
+        (["--calibration", "."], "is a directory"),
+        (["--profile", "nowhere.yaml"], "no such file"),
+    ):
+        done = call(capsys, "verify", "plans/plan.yaml", *options)
+        assert (done.code, said in done.err) == (2, True), done.err
+
+
+def test_a_stale_plan_is_not_run(here: Path, capsys: Capsys) -> None:
+    """Exit code 1, as `emit` says it."""
+    profile = files.read_profile("profile.yaml")
+    files.write("profile.yaml", replace(profile, optimizer="sgd"))
+    assert call(capsys, "verify", "plans/plan.yaml").code == 1
+
+
+def test_too_few_cores_are_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of processes that share cores are not judged; those of CUDA devices are."""
+    plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    assert "want 2 cores, and this machine has 1" in trial.crowding(plan, profile)
+    cuda = replace(profile, device=replace(profile.device, kind="cuda"))
+    assert trial.crowding(plan, cuda) == ""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert trial.crowding(plan, profile) == ""
+
+
+def test_calibrations_of_other_devices_are_refused(here: Path, capsys: Capsys) -> None:
+    """By `profile` and `solve`, before anything is measured."""
+    files.write(
+        "cuda.yaml",
+        files.read_calibration(str(calibration(here, kind="cuda"))),
+    )
+    done = call(capsys, "profile", "model.py", "--calibration", "cuda.yaml")
+    assert (done.code, "the calibration is of cuda, the profile of cpu" in done.err) == (2, True)
+    done = call(capsys, "solve", "--devices", "2", "--mem", "8GB", "--calibration", "cuda.yaml")
+    assert (done.code, "the calibration is of cuda, the profile of cpu" in done.err) == (2, True)
+    with pytest.raises(UsageError):
+        planner.solve(devices=2, mem="8GB", calibration="cuda.yaml")
+
+
+def calibration(folder: Path, **device: str) -> Path:
+    """A calibration written by hand."""
+    path = folder / "by_hand.yaml"
+    path.write_text(
+        f"schema: gpipe-plan/calibration/v1\ndevice: {{kind: {device['kind']}}}\noverhead_us: 5.0\nreserve_bytes: 0\n"
+    )
+    assert files.read_calibration(str(path)).link is None
+    return path

@@ -1,0 +1,75 @@
+"""Runs that never were: what processes would record on a machine that does what the simulator says."""
+
+from dataclasses import replace
+
+from planner.core.cluster import Cluster
+from planner.core.costs import ChainCosts
+from planner.core.evaluate import Partition, stage_times, step_us, timeline
+from planner.core.plan import Plan
+from planner.core.profile import Device
+from planner.core.run_report import RunReport, StageRun
+from planner.core.run_times import RunSpan, RunStep, typical_us
+from planner.core.run_waits import ProcessRun, Waits
+
+STEPS = 5
+_WARM_UP = 2
+
+
+def runs_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[ProcessRun]:
+    """What every process recorded; the engine's own time lies before each forward and backward."""
+    overhead_ns = round(cluster.overhead_us * 1000)
+    times = stage_times(costs, partition, cluster)
+    spans: dict[int, list[RunSpan]] = {device: [] for device in range(partition.num_devices)}
+    for event in timeline(costs, partition, cluster):
+        if event.kind not in ("F", "B"):
+            continue
+        start, end = round(event.start_us * 1000) + overhead_ns, round(event.end_us * 1000)
+        kind = "forward" if event.kind == "F" else "backward"
+        spans[event.device].append(RunSpan(kind, event.stage, event.micro_batch, start, end))
+        last = event.micro_batch == partition.micro_batches - 1
+        again = times[event.stage].last_recompute_us if last else times[event.stage].recompute_us
+        if kind == "backward" and again > 0:
+            middle = start + round(again * 1000)
+            spans[event.device].append(RunSpan("recompute", event.stage, event.micro_batch, start, middle))
+    return [ProcessRun(rank, 0, tuple(RunStep(n, tuple(done)) for n in range(STEPS))) for rank, done in spans.items()]
+
+
+def report_of(plan: Plan, costs: ChainCosts, cluster: Cluster, *, peak_factor: float = 1.0) -> RunReport:
+    """The report of a run of `plan` on `cluster`."""
+    partition = Partition.of(plan, costs.names)
+    runs = runs_of(costs, partition, cluster)
+    steps = [step.spans for run in runs for step in run.steps]
+    stages = [
+        StageRun(
+            index=stage.index,
+            first=stage.first,
+            last=stage.last,
+            forward_us=typical_us(steps, "forward", stage.index),
+            backward_us=typical_us(steps, "backward", stage.index),
+            parameter_bytes=stage.memory.parameters,
+            peak_bytes=round((stage.memory.total - stage.memory.reserve) * peak_factor),
+        )
+        for stage in plan.stages
+    ]
+    waits = Waits.of(runs, stages, warm_up=_WARM_UP, overlaps=not cluster.link.blocking)
+    taken = step_us(costs, partition, cluster)
+    return RunReport(
+        plan_digest="sha256:1",
+        seed=0,
+        device=Device(kind="cpu", name="made up"),
+        losses=(1.0,) * STEPS,
+        step_us=(10 * taken,) * _WARM_UP + (taken,) * (STEPS - _WARM_UP),
+        batch=plan.inputs.batch,
+        bubble=waits.bubble,
+        overhead_us=waits.overhead_us,
+        warmup_steps=_WARM_UP,
+        stages=waits.stages,
+        boundaries=waits.boundaries,
+    )
+
+
+def slower(cluster: Cluster, *, compute: float, overhead_us: float, link: float) -> Cluster:
+    """A machine like it, but for these factors."""
+    rate = cluster.link.bytes_per_s / link
+    slow = replace(cluster.link, latency_us=cluster.link.latency_us * link, bytes_per_s=rate)
+    return replace(cluster, compute=compute, overhead_us=overhead_us, link=slow)

@@ -1,0 +1,188 @@
+"""What made-up runs say of made-up machines, and that predictions come nearer with it."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core.calibration import calibration_of
+from planner.core.cluster import Link
+from planner.core.costs import costs_at
+from planner.core.errors import MeasurementError, UsageError
+from planner.core.plan import ProfileReference
+from planner.core.planning import cluster_of
+from planner.core.verification import Tolerance, verification_of
+from planner.solve import Request, request_of, solve
+from tests.support.chains import random_profile
+from tests.support.profiles import inputs_of
+from tests.support.runs import report_of, slower
+
+LINK = Link(latency_us=50.0, bytes_per_s=1e9, blocking=True)
+TOLERANCE = Tolerance(step=0.1, memory_below=0.01, memory_above=0.05)
+REFERENCE = ProfileReference(path="profile.yaml", digest="sha256:0")
+
+
+def plan_of(profile, balance=(3, 3, 2), *, schedule="gpipe", recompute="auto", link=LINK):
+    inputs = replace(inputs_of(len(balance), 8, link=link, overhead_us=20.0, recompute=recompute), schedule=schedule)
+    return solve(profile, Request(inputs=inputs, balance=balance, micro_batches=4))
+
+
+def step_with(profile, plan, found):
+    """What is predicted with a calibration."""
+    asked = request_of(
+        profile,
+        REFERENCE,
+        devices=len(plan.balance),
+        mem="1000TB",
+        batch=8,
+        micro_batches=4,
+        schedule=plan.schedule,
+        balance=plan.balance,
+        recompute=plan.inputs.recompute,
+        calibration=found,
+    )
+    return solve(profile, asked).predicted.step_us
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_calibrated_prediction_is_the_run(schedule, recompute, seed):
+    """On a machine that differs by what a calibration holds, the next prediction is right."""
+    profile = random_profile(seed, 8, sizes=(1, 2, 4))
+    plan = plan_of(profile, schedule=schedule, recompute=recompute)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    machine = slower(cluster_of(plan.inputs), compute=1.3, overhead_us=35.0, link=1.7)
+    report = report_of(plan, costs, machine)
+    found = calibration_of(plan, costs, report)
+    measured = report.step_us[-1]
+    assert found.compute == pytest.approx(1.3, rel=1e-3)
+    assert found.overhead_us == pytest.approx(35.0, abs=0.2)
+    before, after = plan.predicted.step_us, step_with(profile, plan, found)
+    assert abs(after - measured) < 0.05 * abs(before - measured)
+    assert after == pytest.approx(measured, rel=0.02)
+
+
+def test_chunks_that_share_a_device():
+    """Links lead back to the first device as well; peaks are judged by device."""
+    profile = random_profile(3, 8, sizes=(1, 2, 4))
+    inputs = replace(inputs_of(2, 8, link=LINK, overhead_us=20.0), schedule="interleaved", chunks=2)
+    plan = solve(profile, Request(inputs=inputs, balance=(2, 2, 3, 1), micro_batches=4))
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    machine = slower(cluster_of(plan.inputs), compute=1.2, overhead_us=30.0, link=1.5)
+    report = report_of(plan, costs, machine)
+    whole = plan.device_bytes()
+    stages = tuple(replace(run, peak_bytes=whole[run.index % 2]) for run in report.stages)
+    found = verification_of(plan, profile, replace(report, stages=stages), TOLERANCE)
+    assert [row.agrees for row in found.compared if row.what == "peak_bytes"] == [True, True]
+    assert found.calibration.compute == pytest.approx(1.2, rel=1e-3)
+    assert found.calibration.link is not None
+    assert found.calibration.link.latency_us == pytest.approx(1.5 * LINK.latency_us, rel=0.05)
+    assert [boundary.index for boundary in report.boundaries] == [0, 1, 2]
+
+
+def test_a_calibrated_plan_calibrates_to_the_same():
+    """What a plan was predicted with already is not lost."""
+    profile = random_profile(1, 8, sizes=(1, 2, 4))
+    plan = plan_of(profile)
+    plan = solve(
+        profile,
+        Request(inputs=replace(plan.inputs, compute=1.25), balance=plan.balance, micro_batches=4),
+    )
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    found = calibration_of(plan, costs, report_of(plan, costs, cluster_of(plan.inputs)))
+    assert found.compute == pytest.approx(1.25, rel=1e-3)
+    assert found.overhead_us == pytest.approx(plan.inputs.overhead_us, abs=0.1)
+    assert found.link is not None
+    assert found.link.latency_us == pytest.approx(LINK.latency_us, rel=0.01)
+    assert found.link.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=0.01)
+    assert found.link.blocking
+
+
+def test_the_reserve_is_what_was_needed_beyond_the_prediction():
+    """Of the device that is most above it; context and libraries count; never negative."""
+    profile = random_profile(2, 8, sizes=(1, 2, 4))
+    plan = plan_of(profile)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    report = report_of(plan, costs, cluster_of(plan.inputs))
+    assert calibration_of(plan, costs, report).reserve_bytes == 0
+    stages = tuple(
+        replace(run, peak_bytes=run.peak_bytes + add, outside_bytes=outside)
+        for run, add, outside in zip(report.stages, (100, 500, -900), (1000, 200, 1000), strict=True)
+    )
+    assert calibration_of(plan, costs, replace(report, stages=stages)).reserve_bytes == 1100
+    below = tuple(replace(run, peak_bytes=1) for run in report.stages)
+    assert calibration_of(plan, costs, replace(report, stages=below)).reserve_bytes == 0
+
+
+def test_one_stage_sends_nothing():
+    """So there is no link, and the profile's stays."""
+    profile = random_profile(2, 8, sizes=(1, 2, 4))
+    plan = plan_of(profile, (8,))
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    report = report_of(plan, costs, cluster_of(plan.inputs))
+    assert calibration_of(plan, costs, report).link is None
+    assert report.bubble == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_link_that_nothing_was_known_of():
+    """Becomes what was measured, as latency."""
+    profile = random_profile(2, 8, sizes=(1, 2, 4))
+    plan = plan_of(profile, link=Link())
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    machine = replace(cluster_of(plan.inputs), link=Link(latency_us=70.0, blocking=True))
+    assert calibration_of(plan, costs, report_of(plan, costs, machine)).link == Link(latency_us=70.0, blocking=True)
+
+
+def test_options_that_are_given_beat_the_calibration():
+    """Link, overhead and reserve; a calibration of another kind of device is refused."""
+    profile = random_profile(2, 8, sizes=(1, 2, 4))
+    plan = plan_of(profile)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    found = replace(calibration_of(plan, costs, report_of(plan, costs, cluster_of(plan.inputs))), reserve_bytes=77)
+    kind = {"devices": 3, "mem": "8GB", "batch": 8, "calibration": replace(found, device=profile.device)}
+    assert request_of(profile, REFERENCE, **kind).inputs.reserve_bytes == 77
+    asked = request_of(profile, REFERENCE, **kind, link="2GB/s", overhead="3us", reserve="5kB").inputs
+    assert (asked.link, asked.overhead_us, asked.reserve_bytes) == (Link(bytes_per_s=2e9), 3.0, 5000)
+    other = replace(found, device=replace(profile.device, kind="tpu"))
+    with pytest.raises(UsageError, match=r"the calibration is of tpu, the profile of"):
+        request_of(profile, REFERENCE, devices=3, mem="8GB", batch=8, calibration=other)
+
+
+@pytest.mark.parametrize(
+    ("compute", "peak", "agrees"), [(1.0, 1.0, True), (1.05, 1.009, True), (1.0, 0.96, True), (1.4, 1.0, False),
+                                   (1.0, 1.02, False), (1.0, 0.9, False)]
+)  # fmt: skip
+def test_the_verdict(compute, peak, agrees):
+    """The step within 10 %, no peak more than 1 % above or 5 % below its prediction."""
+    profile = random_profile(0, 8, sizes=(1, 2, 4))
+    plan = plan_of(profile)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    machine = slower(cluster_of(plan.inputs), compute=compute, overhead_us=20.0, link=1.0)
+    report = report_of(plan, costs, machine, peak_factor=peak)
+    found = verification_of(plan, profile, report, TOLERANCE)
+    assert found.agrees is agrees
+    judged = {row.what for row in found.compared if row.agrees is not None}
+    assert judged == {"step_us", "peak_bytes"}
+    crowded = verification_of(plan, profile, report, TOLERANCE, crowded="too few cores")
+    assert crowded.agrees is (peak in (1.0, 1.009, 0.96))
+    assert crowded.notes == ("too few cores",)
+
+
+def test_predicted_and_measured_bubble_are_the_same_thing():
+    """On a machine that does as the simulator says, they are equal."""
+    profile = random_profile(4, 8, sizes=(1, 2, 4))
+    plan = plan_of(profile)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    found = verification_of(plan, profile, report_of(plan, costs, cluster_of(plan.inputs)), TOLERANCE)
+    (bubble,) = (row for row in found.compared if row.what == "bubble")
+    assert bubble.measured == pytest.approx(bubble.predicted, rel=0.02)
+
+
+def test_a_run_that_only_warmed_up_says_nothing():
+    """Not even what is wrong."""
+    profile = random_profile(0, 8, sizes=(1, 2, 4))
+    plan = plan_of(profile)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    report = report_of(plan, costs, cluster_of(plan.inputs))
+    with pytest.raises(MeasurementError, match="2 steps are all warm-up"):
+        verification_of(plan, profile, replace(report, step_us=report.step_us[:2]), TOLERANCE)

@@ -1,0 +1,103 @@
+"""What processes waited for, from made-up forwards and backwards."""
+
+import pytest
+
+from planner.core.run_times import RunSpan, RunStep, typical_us, waiting_of, waits_of
+
+
+def f(stage, micro_batch, start, end):
+    return RunSpan("forward", stage, micro_batch, start * 1000, end * 1000)
+
+
+def b(stage, micro_batch, start, end):
+    return RunSpan("backward", stage, micro_batch, start * 1000, end * 1000)
+
+
+# Two stages, M = 2, GPipe. Forward takes 10, backward 20; a transfer 3, the engine 1; in microseconds.
+ONE = [f(0, 0, 0, 10), f(0, 1, 11, 21), b(0, 0, 58, 78), b(0, 1, 81, 101)]
+TWO = [f(1, 0, 13, 23), f(1, 1, 26, 36), b(1, 0, 37, 57), b(1, 1, 58, 78)]
+
+
+def test_a_gap_is_idle_until_the_sender_is_done_and_transfer_from_then_on():
+    """On the first stage: 21 to 57 idle, 57 to 58 transfer; 78 to 81 transfer alone, as it was ready already."""
+    waits = waits_of({0: ONE, 1: TWO})
+    assert waits.window_ns == 101_000
+    assert waits.idle_ns == {0: 36_000, 1: 10_000 + 23_000}
+    crossed = {(t.kind, t.stage, t.micro_batch): (t.start_ns // 1000, t.end_ns // 1000) for t in waits.transfers}
+    assert crossed == {
+        ("forward", 1, 0): (10, 13),
+        ("forward", 1, 1): (23, 26),
+        ("backward", 0, 0): (57, 58),
+        ("backward", 0, 1): (78, 81),
+    }
+    assert [t.is_waited_for for t in waits.transfers] == [True, True, True, False]
+    assert waits.overhead_ns == (1000, 1000, 1000)
+
+
+def test_everything_adds_up():
+    """Computing, waiting and the engine's own time are the whole of each process's time."""
+    waits = waits_of({0: ONE, 1: TWO})
+    computed = sum(span.end_ns - span.start_ns for span in (*ONE, *TWO))
+    moved = sum(t.end_ns - t.start_ns for t in waits.transfers)
+    assert computed + sum(waits.idle_ns.values()) + moved + sum(waits.overhead_ns) == 2 * waits.window_ns
+    assert waits.bubble() == pytest.approx((sum(waits.idle_ns.values()) + moved) / (2 * waits.window_ns))
+
+
+def test_clocks_that_disagree_a_little_give_no_negative_time():
+    """A forward that seems to begin before its input was ready received it in no time."""
+    (transfer,) = waits_of({0: [f(0, 0, 0, 10)], 1: [f(1, 0, 8, 18)]}).transfers
+    assert transfer.start_ns == transfer.end_ns == 8000
+
+
+def test_chunks_of_one_process_hand_over_in_place():
+    """With one process nothing is transferred; gaps are the engine's."""
+    waits = waits_of({0: [f(0, 0, 0, 10), f(1, 0, 12, 20), b(1, 0, 20, 30), b(0, 0, 33, 40)]})
+    assert waits.transfers == ()
+    assert waits.overhead_ns == (2000, 0, 3000)
+    assert waits.bubble() == 0
+
+
+def test_medians_over_steps():
+    """A slow step does not count, and a step that not every process recorded is left out."""
+
+    def slower(spans, factor):
+        return tuple(s._replace(start_ns=s.start_ns * factor, end_ns=s.end_ns * factor) for s in spans)
+
+    steps = {
+        0: [RunStep(n, slower(ONE, factor)) for n, factor in enumerate((1, 1, 9, 1))],
+        1: [RunStep(n, slower(TWO, factor)) for n, factor in enumerate((1, 1, 9))],
+    }
+    waiting = waiting_of(steps, overlaps=False)
+    assert waiting is not None
+    assert waiting.idle_us == {0: 36.0, 1: 33.0}
+    assert waiting.transfer_us == {0: 4.0, 1: 6.0}
+    assert waiting.overhead_us == 1.0
+    assert waiting.crossing_us == {("forward", 0): 3.0, ("backward", 0): 3.0}
+
+
+def test_a_transfer_that_overlaps_is_known_only_where_it_was_waited_for():
+    """The rest of one whose receiver was busy says nothing of all of it."""
+    waiting = waiting_of({0: [RunStep(0, tuple(ONE))], 1: [RunStep(0, tuple(TWO))]}, overlaps=True)
+    assert waiting is not None
+    assert waiting.crossing_us == {("forward", 0): 3.0, ("backward", 0): 2.0}
+
+
+def test_no_steps_no_waiting():
+    """A run that only warmed up."""
+    assert waiting_of({0: [], 1: []}, overlaps=False) is None
+
+
+def test_typical_times():
+    """Recomputation is summed over the layers of a micro-batch, and 0 for one that is not recomputed."""
+    again = [
+        RunSpan("recompute", 0, 0, 58_000, 60_000),
+        RunSpan("recompute", 0, 0, 62_000, 65_000),
+        RunSpan("recompute", 0, 1, 81_000, 84_000),
+    ]
+    spans = [*ONE, *again, b(0, 2, 110, 140)]
+    assert typical_us([spans], "forward", 0) == 10.0
+    assert typical_us([spans], "backward", 0) == 20.0
+    assert typical_us([spans], "recompute", 0) == 3.0
+    assert typical_us([ONE], "recompute", 0) == 0.0
+    assert typical_us([spans], "forward", 1) == 0.0
+    assert typical_us([], "forward", 0) == 0.0

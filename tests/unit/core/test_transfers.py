@@ -1,0 +1,147 @@
+"""Instructions of an interleaved pipeline, transfers included: an order that never blocks, and what is held."""
+
+import random
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+
+from planner.core.device_memory import counts_of, moments_of
+from planner.core.memory import CHUNK_PARTS
+from planner.core.schedule import Instruction, actions_of, with_transfers
+
+Rows = Sequence[Sequence[Instruction]]
+
+SIZES = [(1, 2, 4), (2, 1, 2), (2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 8), (4, 3, 10), (8, 2, 16)]
+"""K, V, M."""
+
+
+def rows_of(devices: int, chunks: int, micro_batches: int) -> Rows:
+    return with_transfers(actions_of("interleaved", num_stages=devices, micro_batches=micro_batches, chunks=chunks))
+
+
+def as_text(row: Sequence[Instruction]) -> str:
+    """`sF0.1` and `rF0.1`: sent, received."""
+    short = (what.kind.replace("send ", "s").replace("receive ", "r") for what in row)
+    pairs = zip(short, row, strict=True)
+    return " ".join(f"{kind}{what.micro_batch}" + (f".{what.chunk}" if what.chunk else "") for kind, what in pairs)
+
+
+def test_by_hand() -> None:
+    """K = 2, V = 2, M = 2: sent behind the action, received behind what the other has done by then."""
+    assert [as_text(row) for row in rows_of(2, 2, 2)] == [
+        "F0 sF0 rF0.1 F1 sF1 rF1.1 F0.1 sF0.1 F1.1 sF1.1 rB0.1 B0.1 sB0.1 rB1.1 B1.1 sB1.1 rB0 B0 rB1 B1",
+        "rF0 F0 sF0 rF1 F1 sF1 rF0.1 F0.1 rF1.1 B0.1 sB0.1 rB0 F1.1 B1.1 sB1.1 rB1 B0 sB0 B1 sB1",
+    ]
+
+
+@pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
+def test_every_pair_of_devices_has_its_transfers_in_one_order(devices: int, chunks: int, micro_batches: int) -> None:
+    """What one sends, another receives, before it needs it; in both rows of a pair in the same order."""
+    rows = rows_of(devices, chunks, micro_batches)
+    transfers: dict[tuple[int, int], list[list[tuple[str, int, int]]]] = {}
+    for device, row in enumerate(rows):
+        received = set()
+        for what in row:
+            stage = what.chunk * devices + device
+            forward = what.kind.endswith("F")
+            if what.kind in ("F", "B"):
+                is_given = stage == (0 if forward else devices * chunks - 1)
+                assert is_given or devices == 1 or (what.kind, stage, what.micro_batch) in received
+                continue
+            receives = what.kind.startswith("receive")
+            if receives:
+                received.add((what.kind[-1], stage, what.micro_batch))
+            receiver = stage if receives else stage + (1 if forward else -1)
+            sender = receiver - (1 if forward else -1)
+            pair = transfers.setdefault((min(sender, receiver) % devices, max(sender, receiver) % devices), [[], []])
+            pair[int(device == max(sender % devices, receiver % devices))].append(
+                (what.kind[-1], receiver, what.micro_batch)
+            )
+    merged: dict[frozenset[int], list[list[tuple[str, int, int]]]] = {}
+    for (a, b), sides in transfers.items():
+        assert sorted(sides[0]) == sorted(sides[1])
+        merged[frozenset((a, b))] = sides
+
+
+def step_time(rows: Rows, times: dict[str, list[float]], *, waits: bool) -> float:  # noqa: C901 - one loop
+    """Transfers take no time once both sides are there; `waits`: for all gradients sent but the last."""
+    devices, stages = len(rows), len(times["F"])
+    at, clock = [0] * devices, [0.0] * devices
+    sent: dict[tuple[str, int, int], float] = {}
+    posted: dict[tuple[str, int, int], float] = {}
+    waiting: list[tuple[str, int, int] | None] = [None] * devices
+    while any(n < len(row) for n, row in zip(at, rows, strict=True)):
+        before = list(at)
+        for device, row in enumerate(rows):
+            while at[device] < len(row):
+                what = row[at[device]]
+                kind, stage = what.kind[-1], what.chunk * devices + device
+                name = kind, stage, what.micro_batch
+                if what.kind.startswith("receive"):
+                    posted[name] = clock[device]
+                elif what.kind.startswith("send"):
+                    to = kind, stage + (1 if kind == "F" else -1), what.micro_batch
+                    sent.setdefault(to, clock[device])
+                    if kind == "B":
+                        earlier = waiting[device]
+                        if waits and earlier is not None:
+                            if earlier not in posted:
+                                break
+                            clock[device] = max(clock[device], posted[earlier])
+                        waiting[device] = to
+                else:
+                    if devices > 1 and stage != (0 if kind == "F" else stages - 1):
+                        if name not in sent:
+                            break
+                        clock[device] = max(clock[device], sent[name])
+                    clock[device] += times[kind][stage]
+                at[device] += 1
+        assert at != before, "deadlock"
+    return max(clock)
+
+
+@pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
+def test_waiting_for_all_gradients_but_the_last_costs_nothing(devices: int, chunks: int, micro_batches: int) -> None:
+    """So that the executor may let go of them; even and uneven stages. Little where M is no multiple of K."""
+    rows = rows_of(devices, chunks, micro_batches)
+    for seed in range(20):
+        draw = random.Random(seed)
+        forward = [1.0 + draw.random() * (seed > 0) for _ in range(devices * chunks)]
+        times = {"F": forward, "B": [time * (2.0 + draw.random() * (seed > 0)) for time in forward]}
+        without = step_time(rows, times, waits=False)
+        assert without <= step_time(rows, times, waits=True) <= without * (1.01 if micro_batches % devices else 1.0)
+
+
+def test_counts_by_hand() -> None:
+    """Device 1 of K = 2, V = 2, M = 2, action by action: F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1."""
+    counts = counts_of(actions_of("interleaved", num_stages=2, micro_batches=2, chunks=2))[1]
+    during = {part: counts.during[:, :, n].tolist() for n, part in enumerate(CHUNK_PARTS)}
+    assert during["held"] == [[0, 0], [1, 0], [2, 0], [2, 0], [2, 0], [2, 0], [1, 0], [0, 0]]
+    assert during["forward"] == [[1, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
+    assert during["last_forward"] == [[0, 0], [1, 0], [0, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0]]
+    assert during["first_backward"] == [[0, 0], [0, 0], [0, 0], [0, 1], [0, 0], [0, 0], [1, 0], [0, 0]]
+    assert during["last_backward"] == [[0, 0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 0], [1, 0]]
+    assert during["backward"] == [[0, 0]] * 8
+    # Only the last micro-batch is kept by `except-last`, and only while it waits.
+    assert during["kept"] == [[0, 0], [0, 0], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [0, 0]]
+    assert during["gradients"] == [[0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [1, 1]]
+    # rF1.1 stands in front of B0.1, rB0 in front of F1.1, and rB1 in front of B0.
+    assert during["input"] == [[0, 0], [0, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0]]
+    assert during["output_gradient"] == [[0, 0], [0, 0], [0, 0], [0, 0], [1, 0], [1, 0], [1, 0], [0, 0]]
+    assert during["input_gradient"] == [[0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
+def test_only_moments_that_cannot_be_the_peak_are_left_out(devices: int, chunks: int, micro_batches: int) -> None:
+    """Whatever the bytes of the parts."""
+    actions = actions_of("interleaved", num_stages=devices, micro_batches=micro_batches, chunks=chunks)
+    for (counts, moments), seed in product(zip(counts_of(actions), moments_of(actions), strict=True), range(5)):
+        parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(CHUNK_PARTS)))
+        parts[:, CHUNK_PARTS.index("optimizer_step")] = 0
+        assert len(moments) <= len(counts.during) + chunks
+        assert (moments * parts).sum(axis=(1, 2)).max() >= (counts.during * parts).sum(axis=(1, 2)).max()
+        # All that is held is let go of in the end.
+        left = dict(zip(CHUNK_PARTS, counts.after[-1].sum(axis=0).tolist(), strict=True))
+        assert [left[part] for part in ("held", "kept", "input", "output_gradient")] == [0, 0, 0, 0]

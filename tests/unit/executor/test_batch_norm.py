@@ -1,0 +1,120 @@
+"""Deferred batch normalisation: what the model in one piece would have done, once per mini-batch."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import ModelError
+from planner.executor.batch_norm import BatchStatistics
+
+
+def unsplit(module: nn.Module, steps: list[Tensor]) -> dict[str, Tensor]:
+    """The state after training on whole mini-batches."""
+    for value in steps:
+        module(value)
+    return module.state_dict()
+
+
+def deferred(module: nn.Module, steps: list[Tensor], pieces: list[int]) -> dict[str, Tensor]:
+    """The state after training on micro-batches of these sizes, each run a second time without counting."""
+    statistics = BatchStatistics(module.named_modules())
+    for value in steps:
+        made = []
+        for piece in value.requires_grad_().split(pieces):
+            with statistics.collecting():
+                made.append(module(piece))
+            assert torch.equal(made[-1], module(piece))
+        torch.cat(made).square().sum().backward()
+        statistics.commit()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: nn.BatchNorm1d(4), (4,)),
+        (lambda: nn.BatchNorm1d(4, momentum=None), (4, 5)),
+        (lambda: nn.BatchNorm2d(4, momentum=0.7), (4, 3, 5)),
+        (lambda: nn.BatchNorm3d(4, affine=False), (4, 2, 3, 2)),
+        (lambda: nn.BatchNorm2d(4).eval(), (4, 3, 5)),
+        (lambda: nn.BatchNorm2d(4, track_running_stats=False), (4, 3, 5)),
+    ],
+)
+@pytest.mark.parametrize("pieces", [[8], [2, 2, 2, 2], [3, 3, 2]])
+def test_running_statistics_are_those_of_the_mini_batch(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], pieces: list[int]
+) -> None:
+    """Of inputs that drift, also where the mean is far from zero; recomputing changes nothing."""
+    steps = [torch.randn(8, *shape) * (step + 1) + 30 * step for step in range(3)]
+    ours, theirs = build(), build()
+    got, expected = deferred(ours, steps, pieces), unsplit(theirs, steps)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+    assert getattr(ours, "momentum", None) == getattr(theirs, "momentum", None)
+
+
+def test_a_layer_that_is_called_twice_is_updated_twice() -> None:
+    """In the order of the calls; and one that comes late, or is skipped, counts only when it runs."""
+    norm = nn.BatchNorm1d(4)
+    late = nn.BatchNorm1d(2)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.late = norm, late
+            self.step = 0
+
+        def forward(self, value: Tensor) -> Tensor:
+            value = self.norm(self.norm(value * 3 + 1))
+            return self.late(value[:, :2]) if self.step else value
+
+    model = Twice()
+    statistics = BatchStatistics(model.named_modules())
+    theirs = copy.deepcopy(norm), copy.deepcopy(late)
+    for module in theirs:
+        vars(module).pop("forward")
+    for step in (0, 1, 0):
+        model.step = step
+        value = torch.randn(6, 4)
+        with statistics.collecting():
+            model(value)
+        statistics.commit()
+        second = theirs[0](theirs[0](value * 3 + 1))
+        if step:
+            theirs[1](second[:, :2])
+    for ours, their in zip((norm, late), theirs, strict=True):
+        for name, buffer in their.named_buffers():
+            torch.testing.assert_close(dict(ours.named_buffers())[name], buffer)
+
+
+def test_an_error_in_the_layer_leaves_it_whole() -> None:
+    """Its statistics and its momentum are its own again."""
+    norm = nn.BatchNorm1d(4)
+    statistics = BatchStatistics([("norm", norm)])
+    with statistics.collecting(), pytest.raises(ValueError, match="expected 2D or 3D"):
+        norm(torch.randn(2, 4, 3, 3))
+    assert norm.momentum == 0.1
+    assert torch.equal(norm.state_dict()["running_var"], torch.ones(4))
+
+
+def test_a_synchronised_one_is_refused() -> None:
+    """It would wait for the other stages; a frozen one waits for nobody."""
+    with pytest.raises(ModelError, match='"1" is a SyncBatchNorm') as refused:
+        BatchStatistics(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)).named_modules())
+    assert "plain BatchNorm" in refused.value.hint
+    BatchStatistics(nn.Sequential(nn.SyncBatchNorm(4)).eval().named_modules())
+
+
+def test_what_it_costs() -> None:
+    """A few doubles per channel, and little time."""
+    norm = nn.BatchNorm2d(64)
+    statistics = BatchStatistics([("", norm)])
+    with statistics.collecting():
+        norm(torch.randn(2, 64, 8, 8))
+    held = [statistics._sums, *(t for c in statistics._calls.values() for t in (c.mean, c.variance))]
+    assert sum(t.nbytes for t in held) == 24 * 64

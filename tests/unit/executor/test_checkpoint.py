@@ -1,0 +1,155 @@
+"""Checkpoints of one stage in this process: what is kept, how long, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from planner.core.errors import FileError, UsageError
+from planner.executor import Pipeline, latest_checkpoint
+from planner.executor.checkpoint import Checkpoints
+from planner.executor.draws import drawn_alike
+from tests.support.cli import MODEL
+from tests.unit.executor.test_pipeline import balance_of, edit
+
+GROUPS = """
+def build_optimizer(parameters):
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim <= 1]
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.01)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(path: Path, steps: int, *, schedule: bool = True, is_async: bool = False, **options: Any) -> dict[str, Any]:
+    """Trains until step `steps`; parameters, losses, learning rates and options at the end."""
+    pipeline = Pipeline(path)
+    try:
+        optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+        others = {"schedule": StepLR(optimizer, 2, gamma=0.5)} if schedule else {}
+        saved = Checkpoints(pipeline, optimizer, steps=steps, **options, **others)
+        saved._is_async = is_async
+        begun = pipeline.step_index
+        for inputs, targets in pipeline.batches(steps):
+            with pipeline.step(inputs, targets):
+                optimizer.step()
+                optimizer.zero_grad()
+            for other in others.values():
+                other.step()
+            saved.step_done()
+        return {
+            "begun": begun,
+            "parameters": {name: p.detach().clone() for name, p in pipeline.named_parameters()},
+            "losses": pipeline.losses,
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+            "loss_scale": pipeline.state_dict()["loss_scale"],
+        }
+    finally:
+        pipeline.close()
+
+
+@pytest.mark.parametrize("dtype", ["", "fp16-mixed"])
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, dtype: str) -> None:
+    """Parameter groups, schedule, loss scale; the newest stay, `auto` begins where there is nothing yet."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
+    edit(path, dtype=dtype)
+    whole = train(path, 7)
+    first = train(path, 4, folder=folder, every=1, keep=2, resume="auto")
+    assert first["begun"] == 0
+    assert sorted(entry.name for entry in (tmp_path / "saved").iterdir()) == ["step-00000003", "step-00000004"]
+    second = train(path, 7, folder=folder, every=5, resume="auto")
+    assert second["begun"] == 4
+    assert first["losses"] + second["losses"] == whole["losses"]
+    assert second["groups"] == whole["groups"]
+    assert second["groups"][1]["weight_decay"] == 0.0
+    assert second["loss_scale"] == whole["loss_scale"]
+    assert all(torch.equal(second["parameters"][name], p) for name, p in whole["parameters"].items())
+    described = json.loads((tmp_path / "saved/step-00000007/checkpoint.json").read_text())
+    assert (described["step"], described["ranks"], described["balance"]) == (7, 1, [5])
+
+
+def test_a_run_that_is_resumed_from_an_earlier_step_replaces_the_later_ones(tmp_path: Path) -> None:
+    """And a folder given to `--resume` means the latest in it."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
+    train(path, 4, folder=folder, every=2)
+    before = (tmp_path / "saved/step-00000004/.metadata").stat().st_ino
+    assert train(path, 4, folder=folder, resume=f"{folder}/step-00000002")["begun"] == 2
+    assert (tmp_path / "saved/step-00000004/.metadata").stat().st_ino != before
+    assert train(path, 5, resume=folder)["begun"] == 4
+    assert latest_checkpoint(folder) == tmp_path / "saved/step-00000004"
+
+
+def test_files_are_written_while_training_goes_on(tmp_path: Path) -> None:
+    """As on CUDA: what is saved is the state of that step, and the last one is waited for."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
+    whole = train(path, 5)
+    train(path, 3, folder=folder, every=2, is_async=True)
+    assert sorted(entry.name for entry in (tmp_path / "saved").iterdir()) == ["step-00000002", "step-00000003"]
+    resumed = train(path, 5, resume=f"{folder}/step-00000002")
+    assert resumed["losses"] == whole["losses"][2:]
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    """No folder, an empty one, other things to restore, another model."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
+    with pytest.raises(UsageError, match="`--resume auto` needs the folder"):
+        train(path, 2, resume="auto")
+    with pytest.raises(FileError, match="there is no checkpoint in it"):
+        train(path, 2, resume=str(tmp_path))
+    train(path, 2, folder=folder)
+    with pytest.raises(UsageError, match=r"the checkpoint holds the state of \['schedule'\], the script keeps"):
+        train(path, 3, schedule=False, resume=folder)
+    (tmp_path / "saved/step-00000002/checkpoint.json").write_text("{")
+    with pytest.raises(FileError, match=r"no readable checkpoint\.json"):
+        train(path, 3, resume=f"{folder}/step-00000002")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="cannot be made"):
+        train(path, 2, folder=str(tmp_path / "file/saved"))
+
+
+def test_weights_start_a_run(tmp_path: Path) -> None:
+    """In place of those of the seed; what is resumed goes before."""
+    path = balance_of(tmp_path, MODEL + GROUPS)
+    weights = {name: p + 1.0 for name, p in train(path, 1)["parameters"].items()}
+    torch.save(weights, tmp_path / "weights.pt")
+    options = {"weights": str(tmp_path / "weights.pt"), "folder": str(tmp_path / "saved"), "resume": "auto"}
+    started = train(path, 1, **options)
+    assert all(bool((p - weights[name]).abs().max() < 0.1) for name, p in started["parameters"].items())
+    assert train(path, 2, **options)["begun"] == 1
+
+
+def test_batches_are_drawn_alike_whatever_else_draws() -> None:
+    """Over epochs, and the others' random state is left alone."""
+
+    def loader() -> Iterator[Tensor]:
+        for _ in range(3):
+            yield torch.randperm(5)
+
+    torch.manual_seed(1)
+    expected = [batch.tolist() for batch in drawn_alike(loader(), 7)]
+    torch.manual_seed(2)
+    before = torch.rand(1)
+    got = []
+    torch.manual_seed(2)
+    for batch in drawn_alike(loader(), 7):
+        got.append(batch.tolist())
+        nn.functional.dropout(torch.ones(3))
+    assert got == expected
+    torch.manual_seed(2)
+    next(drawn_alike(loader(), 7))
+    assert torch.equal(torch.rand(1), before)

@@ -1,0 +1,108 @@
+"""What is said of every way to fail."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import TrainingError
+from planner.executor import failure
+from planner.executor.failure import Watch, check_gradients, check_losses, check_output
+from planner.executor.position import ANY, Position
+
+
+def position(doing: str = "forward of micro-batch 1") -> Position:
+    """Stage 1 of 2, in step 7."""
+    here = Position({0: "stage 0 (layer a)", 1: "stage 1 (layers b to c)"}, stages=(1,))
+    here.step = 7
+    here.at(doing, stage=1)
+    return here
+
+
+def told(name: str, waits_for: int | None, where: str = "in forward of micro-batch 2 of step 7") -> dict[str, object]:
+    """What a rank tells the others."""
+    return {"name": name, "waits_for": waits_for, "where": where, "idle_s": 61.0, "beat": 3}
+
+
+def test_a_position_in_words() -> None:
+    """Stages of a rank, replicas, steps and what is outside of them."""
+    here = position()
+    assert (here.name, here.where) == ("stage 1 (layers b to c)", "in forward of micro-batch 1 of step 7")
+    here.at("between steps")
+    here.stages, here.replica = (0, 1), 2
+    assert (here.name, here.where) == ("stage 0 (layer a) and stage 1 (layers b to c) of replica 2", "between steps")
+    assert here.waits_for is None
+    assert Position().name == ""
+
+
+def test_of_a_hanging_job_the_rank_that_waits_for_nobody_is_named() -> None:
+    """Or all, where each waits for another."""
+    ranks = {0: told("stage 0", 1), 1: told("stage 1", None), 2: told("stage 2", ANY)}
+    message = failure._hang(ranks, 60.0).message
+    assert message.startswith(
+        "stage 1 has been in forward of micro-batch 2 of step 7 for 61 s, and holds up the others"
+    )
+    assert message.endswith("stage 0 waits in forward of micro-batch 2 of step 7; stage 2 waits in forward of "
+                            "micro-batch 2 of step 7")  # fmt: skip
+    ranks[1] = told("stage 1", 0)
+    assert failure._hang(ranks, 60.0).message.startswith("the stages wait for each other for 60 s: stage 0 waits")
+
+
+def test_too_little_memory_stands_beside_the_prediction() -> None:
+    """The first line of torch's own message, the predicted peak, and what would help."""
+    here = position("backward of micro-batch 0")
+    here.predicted_bytes = {0: 1, 1: 3 * 2**30}
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50)
+    error = failure._explained(raised.value, here)
+    assert error.message.startswith("stage 1 (layers b to c) ran out of memory in backward of micro-batch 0 of step 7")
+    assert "the plan predicts a peak of 3.00 GiB" in error.message
+    assert "you tried to allocate" in error.message
+    assert "--reserve" in error.hint
+    assert "ran out of memory" in failure._explained(MemoryError("no"), here).message
+
+
+def test_the_cause_that_the_engine_wraps_is_told() -> None:
+    """With its own lines."""
+    with pytest.raises(KeyError) as cause:
+        {}["mine"]
+    error = RuntimeError("[Rank 0] failed to run forward")
+    error.__cause__ = cause.value
+    message = failure._explained(error, position()).message
+    assert "failed in forward of micro-batch 1 of step 7: KeyError: 'mine'" in message
+    assert Path(__file__).name in message
+    assert "Rank 0" not in message
+
+
+def test_not_a_number() -> None:
+    """The first micro-batch, output or gradient that is not finite."""
+    good, bad = torch.ones(()), torch.tensor(float("inf"))
+    check_losses([good, good], 1.0, position())
+    with pytest.raises(TrainingError, match=r"micro-batch 1 of step 7 is inf, computed on stage 1 \(layers b to c\)"):
+        check_losses([good, bad], float("inf"), position())
+    check_output((good, torch.ones(2, dtype=torch.int64)), position())
+    with pytest.raises(
+        TrainingError, match=r"stage 1 .* put out NaN or infinity in forward of micro-batch 1 of step 7"
+    ):
+        check_output(bad, position())
+    parameters: dict[str, Tensor] = {"a.weight": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))}
+    check_gradients(parameters, position())
+    parameters["b"].grad = torch.full((2,), float("nan"))
+    with pytest.raises(TrainingError, match=r"the gradient of b on stage 1"):
+        check_gradients(parameters, position())
+
+
+def test_a_signal_ends_a_process_alone_at_once_or_after_its_step() -> None:
+    """143 for SIGTERM; handlers are put back."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left, Watch(60.0):
+        signal.raise_signal(signal.SIGTERM)
+    assert left.value.code == 143
+    with Watch(60.0) as watch:
+        watch.saves_on_stop = True
+        assert watch.stops_after(1) == 0
+        signal.raise_signal(signal.SIGTERM)
+        assert watch.stops_after(2) == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,63 @@
+"""What micro-batches count for, and how mini-batches come apart."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from planner.core.errors import ModelError, UsageError
+from planner.executor.losses import loss_counts, nothing_of, weights_of
+from planner.executor.parts import micro_batches_of, parts_of, size_of
+from planner.model.load import Batch
+
+
+def test_weights_are_parts_of_the_whole() -> None:
+    """Also where there is no whole."""
+    assert weights_of([2, 2, 0, 4], 8) == [0.25, 0.25, 0.0, 0.5]
+    assert weights_of([0.0, 0.0], 0) == [0.0, 0.0]
+
+
+def test_counts_are_the_model_files() -> None:
+    """Numbers or tensors."""
+    targets = [torch.tensor([1, -1]), torch.tensor([-1, -1])]
+    assert loss_counts(lambda t: (t >= 0).sum(), targets, "model.py:build_model") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(-1, "returned -1"), (float("nan"), "returned nan"), (None, "`loss_count"), ("x", "`loss_count")],
+)
+def test_a_count_that_is_none(count: Any, told: str) -> None:
+    """Is told, with an example."""
+    with pytest.raises(ModelError, match=told):
+        loss_counts(lambda _: count, [None], "model.py:build_model")
+
+
+def test_nothing_has_no_gradient_whatever_the_output() -> None:
+    """Not even where it is infinite."""
+    output = torch.tensor([float("inf"), float("nan"), 1.0], requires_grad=True)
+    loss = nothing_of({"logits": output, "classes": torch.ones(2, dtype=torch.int64)})
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert float(loss.detach()) == 0.0
+    assert torch.equal(output.grad, torch.zeros(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(8, [(4, 2)]), (7, [(3, 2), (1, 1)]), (4, [(2, 2)]), (1, [(1, 1)]), (2, [(1, 2)])]
+)
+def test_a_smaller_mini_batch_has_fewer_micro_batches(size: int, expected: list[tuple[int, int]]) -> None:
+    """And a smaller one for what is left; every sample once."""
+    batch = Batch({"a": torch.arange(size), "b": 3}, torch.arange(size, device="meta"))
+    parts = list(parts_of(batch, size, 2))
+    assert [(part.micro_batches, part.micro_batch_size) for part in parts] == expected
+    pieces = [piece["a"] for part in parts for piece in micro_batches_of(part.batch.inputs, part.micro_batches)]
+    assert torch.equal(torch.cat(pieces), torch.arange(size))
+    assert sum(len(target) for part in parts for target in part.targets()) == size
+
+
+def test_sizes() -> None:
+    """None where there is nothing to tell it by."""
+    assert size_of(Batch(torch.zeros(3, 2), {"x": torch.zeros(3)})) == 3
+    assert size_of(Batch(None, None)) is None
+    with pytest.raises(UsageError, match="hold 2 and 3 samples"):
+        size_of(Batch(torch.zeros(3), torch.zeros(2)))

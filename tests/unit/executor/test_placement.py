@@ -1,0 +1,66 @@
+"""Which process runs which stages of which replica."""
+
+import pytest
+
+from planner.core.balance import Balance, StageBalance
+from planner.core.errors import UsageError
+from planner.core.plan import Schedule
+from planner.core.profile import Model
+from planner.executor.placement import place_of
+
+
+def balance_of(
+    stages: int, *, schedule: Schedule = "gpipe", chunks: int = 1, replicas: int = 1, devices: tuple[int, ...] = ()
+) -> Balance:
+    """A plan of stages of one layer each."""
+    return Balance(
+        plan_digest="sha256:plan",
+        model=Model(source="model.py:build_model"),
+        schedule=schedule,
+        chunks=chunks,
+        replicas=replicas,
+        batch=8 * replicas,
+        micro_batches=4,
+        balance=(1,) * stages,
+        stages=tuple(
+            StageBalance(index=k, device=devices[k] if devices else None, recompute="never", layers=(str(k),))
+            for k in range(stages)
+        ),
+    )
+
+
+def test_replicas_of_chunks_by_hand() -> None:
+    """K = 2, V = 3, R = 2: neighbours in a pipeline have neighbouring ranks, the second replica follows the first."""
+    balance = balance_of(6, schedule="interleaved", chunks=3, replicas=2)
+    places = [place_of(balance, rank, 4) for rank in range(4)]
+    assert [place.stages for place in places] == [(0, 2, 4), (1, 3, 5), (0, 2, 4), (1, 3, 5)]
+    assert [place.replica for place in places] == [0, 0, 1, 1]
+    assert [place.replicas for place in places] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [place.is_first for place in places] == [True, False, True, False]
+    assert [place.is_last for place in places] == [False, True, False, True]
+    assert [places[2].rank_of(stage) for stage in range(6)] == [2, 3, 2, 3, 2, 3]
+
+
+@pytest.mark.parametrize(("devices", "order"), [((2, 0, 1), (2, 0, 1)), ((5, 0, 3), (2, 0, 1)), ((), (0, 1, 2))])
+def test_devices_in_another_order(devices: tuple[int, ...], order: tuple[int, ...]) -> None:
+    """A process runs the stage of its device; of a pipeline that uses some of the devices, they count one by one."""
+    balance = balance_of(3, devices=devices)
+    stages = {rank: place_of(balance, rank, 3).stages for rank in range(3)}
+    assert stages == {rank: (stage,) for stage, rank in enumerate(order)}
+    assert [place_of(balance, 0, 3).rank_of(stage) for stage in range(3)] == list(order)
+
+
+@pytest.mark.parametrize(
+    ("balance", "what"),
+    [
+        (balance_of(4), r"4 processes \(4 stages\)"),
+        (balance_of(4, schedule="interleaved", chunks=2), r"2 processes \(2 devices with 2 stages each\)"),
+        (balance_of(3, replicas=2), r"6 processes \(2 replicas of 3 stages\)"),
+        (balance_of(1), r"1 process \(1 stage\)"),
+    ],
+)
+def test_a_wrong_number_of_processes(balance: Balance, what: str) -> None:
+    """Told with what they would run, and with the command that starts them."""
+    with pytest.raises(UsageError, match=f"the plan needs {what}, but 5 processes were started") as refused:
+        place_of(balance, 0, 5)
+    assert f"torchrun --nproc-per-node {balance.num_processes} " in refused.value.hint

@@ -1,0 +1,54 @@
+"""Seeds for every step, layer and micro-batch, and what is left of them outside of steps."""
+
+import random
+from itertools import product
+
+import pytest
+import torch
+
+from planner.executor.random_state import StepSeeds, keeping_random_state, layer_seed, seed_process
+
+
+def test_no_two_layers_draw_the_same() -> None:
+    """Nor two micro-batches, steps or runs; CPU generators take only the lower half of a seed."""
+    seeds = [layer_seed(*parts) & 0xFFFFFFFF for parts in product((0, 1, 7), range(10), range(20), range(8))]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= layer_seed(seed, 10**6, 10**4, 10**4) < 1 << 64 for seed in (0, 2**40))
+
+
+def test_what_is_planted_comes_up_again() -> None:
+    """In whichever order, and counted on where a mini-batch comes in parts."""
+
+    def drawn(seeds: StepSeeds, layer: int, micro_batch: int) -> list[float]:
+        seeds.plant(layer, micro_batch)
+        return torch.rand(3).tolist()  # type: ignore[no-any-return]
+
+    seeds = StepSeeds(seed=3, step=5)
+    one, two = drawn(seeds, 0, 4), drawn(seeds, 1, 4)
+    assert one != two
+    assert drawn(seeds, 0, 4) == one
+    assert drawn(StepSeeds(3, 5, first_micro_batch=4), 1, 0) == two
+    torch.manual_seed(layer_seed(3, 5, 1, 4))
+    assert torch.rand(3).tolist() == two
+
+
+def test_a_step_leaves_no_trace() -> None:
+    """What the script draws afterwards is what it would have drawn."""
+    seed_process(4)
+    expected = torch.rand(2), random.random()
+    seed_process(4)
+    with keeping_random_state():
+        StepSeeds(0, 0).plant(0, 0)
+        torch.rand(5)
+    assert torch.equal(torch.rand(2), expected[0])
+    assert random.random() == expected[1]
+
+
+def test_numpy_is_seeded_where_it_is() -> None:
+    """Also with seeds that it finds too large."""
+    numpy = pytest.importorskip("numpy")
+    drawn = []
+    for _ in range(2):
+        seed_process(2**40 + 3)
+        drawn.append(numpy.random.rand())
+    assert drawn[0] == drawn[1]

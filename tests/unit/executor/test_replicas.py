@@ -1,0 +1,136 @@
+"""Buckets of gradients go out while the last backward still runs, in the same order everywhere."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.utils.checkpoint import checkpoint
+
+from planner.executor import replicas as replicas_module
+from planner.executor.replicas import ReplicaGradients
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One replica: sums are what was there. Buckets of a few numbers."""
+    monkeypatch.setattr(replicas_module, "_BUCKET_BYTES", 64)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Sent(list[str]):
+    """What was sent, and when the backward was over."""
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """Filled from here on."""
+    found = Sent()
+    real = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: object, **kwargs: object) -> object:
+        if kwargs.get("async_op"):
+            found.append(f"{tensor.numel()}")
+        return real(tensor, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dist, "all_reduce", noted)
+    return found
+
+
+def group() -> dist.ProcessGroup:
+    made = dist.group.WORLD
+    assert made is not None
+    return made
+
+
+def step(model: nn.Module, gradients: ReplicaGradients, sent: Sent) -> list[Tensor | None]:
+    """One micro-batch; the gradients, which are then gone."""
+    with gradients.last_backward(0):
+        model(torch.ones(2, 4)).sum().backward()
+        sent.append("over")
+    gradients.finish()
+    found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def test_buckets_go_out_during_the_backward_from_the_second_step_on(sent: Sent) -> None:
+    """From the last parameter to the first: 4 + 1 x 16 numbers would be too many for one message."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=True)
+    first = step(model, gradients, sent)
+    assert sent == ["over", "4", "16", "4", "16"]
+    sent.clear()
+    second = step(model, gradients, sent)
+    assert sent == ["4", "16", "4", "16", "over"]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None)
+
+
+class Shared(nn.Module):
+    """One layer in two checkpoints of their own, so that its gradient is added to twice; and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value.requires_grad_()
+        for _ in range(2):
+            value = checkpoint(self.layer, value, use_reentrant=True)
+        return value
+
+
+def test_what_is_added_to_twice_goes_out_once_whole(sent: Sent) -> None:
+    """As often as in the first step; a parameter without a gradient has none behind the sum either."""
+    torch.manual_seed(0)
+    model = Shared()
+    gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=True)
+    for _ in range(3):
+        expected = torch.autograd.grad(model.layer(model.layer(torch.ones(2, 4))).sum(), [*model.layer.parameters()])
+        unused_weight, unused_bias, weight, bias = step(model, gradients, sent)
+        assert unused_weight is None
+        assert unused_bias is None
+        assert weight is not None
+        assert bias is not None
+        assert torch.allclose(weight, expected[0])
+        assert torch.allclose(bias, expected[1])
+    # What nobody uses may come late, and waits for the end.
+    assert sent[-4:] == ["4", "16", "over", "6"]
+
+
+def test_a_parameter_of_two_stages_counts_with_the_first(sent: Sent) -> None:
+    """The first stage's backward is the last to end."""
+    layer = nn.Linear(4, 4, bias=False)
+    gradients = ReplicaGradients([[layer.weight], [layer.weight]], group(), keeps_earlier=True)
+    with gradients.last_backward(1):
+        layer(torch.ones(1, 4)).sum().backward()
+    assert sent == []
+    with gradients.last_backward(0):
+        layer(torch.ones(1, 4)).sum().backward()
+    gradients.finish()
+    assert sent == ["16"]
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_earlier_gradients_count_once(sent: Sent, *, keeps: bool) -> None:
+    """They stay in one replica, and only the last micro-batches of a mini-batch are sent."""
+    model = nn.Linear(4, 4)
+    gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=keeps)
+    model.weight.grad, model.bias.grad = torch.ones(4, 4), torch.ones(4)
+    gradients.begin()
+    for is_last in (False, True):
+        gradients.is_last_part = is_last
+        sent.append("part")
+        with gradients.last_backward(0):
+            model(torch.ones(1, 4)).sum().backward()
+    gradients.finish()
+    assert sent == ["part", "part", "4", "16"]
+    assert model.bias.grad is not None
+    assert torch.equal(model.bias.grad, torch.full((4,), 3.0 if keeps else 2.0))

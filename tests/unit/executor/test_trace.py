@@ -1,0 +1,49 @@
+"""The trace of made-up runs: what the file holds of every rank."""
+
+import json
+
+import pytest
+
+from planner.core.costs import costs_at
+from planner.core.evaluate import Partition
+from planner.core.planning import cluster_of
+from planner.executor.trace import trace_json
+from tests.support.runs import STEPS, runs_of
+from tests.unit.show.samples import interleaved, plan, profile
+
+
+def slices(runs):
+    return [event for event in json.loads(trace_json(runs, 'a "title"'))["traceEvents"] if event["ph"] == "X"]
+
+
+@pytest.mark.parametrize("planned", [plan(recompute="always"), interleaved()], ids=["gpipe", "interleaved"])
+def test_rows_and_names(planned):
+    """A row per rank; chunks are told apart in names, stages in arguments."""
+    costs = costs_at(profile(), planned.micro_batch_size, extrapolate=False)
+    runs = runs_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    events = slices(runs)
+    assert {event["pid"] for event in events} == set(range(planned.num_devices))
+    forwards = [event for event in events if event["cat"] == "forward"]
+    assert len(forwards) == STEPS * planned.micro_batches * len(planned.stages)
+    chunk = f".{planned.chunks - 1}" if planned.chunks > 1 else ""
+    assert any(event["name"] == f"F0{chunk}" and event["args"]["stage"] >= 0 for event in forwards)
+    assert min(event["ts"] for event in events) == 0
+
+
+def test_replicas_stand_below_each_other():
+    """Each receives from its own pipeline alone."""
+    planned = plan(recompute="always")
+    costs = costs_at(profile(), planned.micro_batch_size, extrapolate=False)
+    one = runs_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    other = [run._replace(rank=run.rank + len(one), replica=1) for run in one]
+    events = slices([*one, *other])
+    assert len(events) == 2 * len(slices(one))
+    assert {e["pid"] for e in events} == set(range(2 * len(one)))
+
+
+def test_a_run_without_steps():
+    """Has rows, and nothing in them."""
+    planned = plan()
+    costs = costs_at(profile(), planned.micro_batch_size, extrapolate=False)
+    runs = runs_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    assert slices([run._replace(steps=()) for run in runs]) == []

@@ -1,0 +1,131 @@
+"""Weights of the whole model from every kind of file, and what does not fit."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+
+from planner.core.errors import FileError, UsageError
+from planner.executor.weights import export_weights, first_names, load_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a buffer that counts and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A model with known values."""
+    torch.manual_seed(0)
+    return Tied()
+
+
+def other(model: nn.Module) -> tuple[dict[str, Tensor], nn.Module]:
+    """The last stage's tensors of another instance."""
+    torch.manual_seed(1)
+    fresh = Tied()
+    return {"head.weight": fresh.head.weight, "norm.running_mean": fresh.norm.running_mean.add_(7.0)}, fresh
+
+
+def test_names_of_the_state_dict(model: nn.Module) -> None:
+    """In its order, tied ones with the first of their names; also on the meta device."""
+    names = first_names(model)
+    assert list(names) == list(model.state_dict())
+    assert names["head.weight"] == "embedding.weight"
+    assert {name for name, first in names.items() if name != first} == {"head.weight"}
+    with torch.device("meta"):
+        assert first_names(Tied()) == names
+
+
+@pytest.mark.parametrize("kind", ["file", "nested", "safetensors", "folder", "ours"])
+def test_a_stage_takes_its_part_of_any_kind_of_file(model: nn.Module, kind: str, tmp_path: Path) -> None:
+    """torch.save, a training script's, safetensors with tied names left out, sharded checkpoints."""
+    state: dict[str, Any] = dict(model.state_dict())
+    path = str(tmp_path / "weights.pt")
+    if kind == "file":
+        torch.save(state, path)
+    elif kind == "nested":
+        torch.save({"step": 3, "model": state}, path)
+    elif kind == "safetensors":
+        safetensors = pytest.importorskip("safetensors.torch")
+        path = str(tmp_path / "weights.safetensors")
+        safetensors.save_file({name: t for name, t in state.items() if name != "embedding.weight"}, path)
+    else:
+        path = str(tmp_path / "folder")
+        del state["head.weight"]
+        dcp.save({"model": state} if kind == "ours" else state, checkpoint_id=path, no_dist=True)
+    tensors, fresh = other(model)
+    load_weights(path, tensors, first_names(fresh))
+    assert torch.equal(fresh.head.weight, model.head.weight)
+    assert torch.equal(fresh.norm.running_mean, model.norm.running_mean)
+
+
+def test_names_and_shapes_that_do_not_fit_are_named(model: nn.Module, tmp_path: Path) -> None:
+    """All that is missing and all that is too much, before anything is changed."""
+    path = str(tmp_path / "weights.pt")
+    state = dict(model.state_dict())
+    tensors, fresh = other(model)
+    names, before = first_names(fresh), tensors["head.weight"].clone()
+    torch.save({name: t for name, t in state.items() if "weight" not in name} | {"more": torch.ones(1)}, path)
+    with pytest.raises(UsageError) as raised:
+        load_weights(path, tensors, names)
+    assert raised.value.message == (
+        f'{path} does not fit the model: it lacks "embedding.weight", "norm.weight" and holds "more", '
+        "which the model has not"
+    )
+    torch.save(state | {"embedding.weight": torch.ones(6, 3), "head.weight": torch.ones(6, 3)}, path)
+    with pytest.raises(UsageError, match=r'"(head|embedding).weight" is \[6, 3\] there, \[5, 3\] here'):
+        load_weights(path, tensors, names)
+    assert torch.equal(tensors["head.weight"], before)
+
+
+@pytest.mark.parametrize("content", [b"", b"no weights", "a list", "nothing"])
+def test_files_that_are_no_weights(content: bytes | str, tmp_path: Path) -> None:
+    """One message with the file's name."""
+    path = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "a list":
+        torch.save([1], path)
+    with pytest.raises(FileError) as raised:
+        load_weights(str(path), {}, {})
+    assert str(path) in raised.value.message
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileError, match="is no checkpoint"):
+        load_weights(str(tmp_path / "empty"), {}, {})
+
+
+def test_an_export_appears_whole_or_not_at_all(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the file cannot be written."""
+    folder, path = str(tmp_path / "folder"), str(tmp_path / "model.pt")
+    dcp.save({"model": dict(model.state_dict())}, checkpoint_id=folder, no_dist=True)
+    assert export_weights(folder, path) == len(model.state_dict())
+    Tied().load_state_dict(torch.load(path, weights_only=True))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(FileError, match="No space left on device"):
+        export_weights(folder, str(tmp_path / "other.pt"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "model.pt"]
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    (tmp_path / "a.safetensors").touch()
+    with pytest.raises(FileError, match="safetensors is not installed"):
+        load_weights(str(tmp_path / "a.safetensors"), {}, {})

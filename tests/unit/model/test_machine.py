@@ -1,0 +1,33 @@
+"""How the C library hands out memory, in a process of its own: the settings last for good."""
+
+import subprocess
+import sys
+
+import pytest
+
+MEASURED = """
+import torch
+from planner.model.machine import give_freed_memory_back, keep_freed_memory
+
+def resident_bytes():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+keep_freed_memory(large={large})
+before = resident_bytes()
+tensor = torch.ones(2**25)
+del tensor
+kept = resident_bytes() - before
+give_freed_memory_back()
+print(kept, resident_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings, read from /proc")
+@pytest.mark.parametrize("large", [True, False])
+def test_large_blocks_are_kept_only_if_asked(*, large: bool) -> None:
+    """128 MiB that were freed; afterwards all of it is given back."""
+    code = MEASURED.format(large=large)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kept, left = map(int, done.stdout.split())
+    assert (kept > 100 << 20) is large
+    assert left < 32 << 20

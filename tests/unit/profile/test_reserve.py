@@ -1,0 +1,75 @@
+"""What of a GPU is not for tensors, on a device whose figures are made up: 80 GB, with a pool and other programs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from planner.core.partial import Partial
+from planner.core.plan import ProfileReference
+from planner.core.profile import Device, Environment, Generator, Model
+from planner.profile.reserve import cuda_reserve_bytes
+from planner.solve.asked import request_of
+from tests.support.chains import random_profile
+
+CPU = torch.device("cpu")
+
+
+class FakeCuda:
+    """Counts what is asked of it; the libraries take 700 of the device and 32 of the pool when they are first used."""
+
+    def __init__(self) -> None:
+        self.used = False
+        self.pool = 50
+
+    def memory_allocated(self, _device: Any) -> int:
+        """Tensors of the model, and what libraries keep in the pool."""
+        return 20 + 32 * self.used
+
+    def memory_reserved(self, _device: Any) -> int:
+        """The pool."""
+        return self.pool + 32 * self.used
+
+    def synchronize(self, _device: Any) -> None:
+        """By now the libraries have been used."""
+        self.used = True
+
+    def empty_cache(self) -> None:
+        """Only what holds tensors is left."""
+        self.pool = 20
+
+    def mem_get_info(self, _device: Any) -> tuple[int, int]:
+        """Free and all: beside the pool there are the context, 300, and the libraries."""
+        return 80_000 - 300 - 700 * self.used - self.memory_reserved(_device), 80_000
+
+
+def test_context_libraries_and_their_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the model nor what the pool has free for other tensors."""
+    fake = FakeCuda()
+    for name in ("memory_allocated", "memory_reserved", "synchronize", "empty_cache", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    assert cuda_reserve_bytes(CPU) == 300 + 700 + 32
+
+
+@pytest.mark.parametrize(("reserve", "expected"), [(None, 1000), ("0B", 0), ("2kB", 2000)])
+def test_it_is_the_default_of_solve(reserve: str | None, expected: int) -> None:
+    """And an option overrides it."""
+    profile = random_profile(1, 4)
+    profile = replace(profile, device=replace(profile.device, reserve_bytes=1000))
+    request = request_of(profile, ProfileReference(path="", digest=""), devices=2, mem="1GB", batch=1, reserve=reserve)
+    assert request.inputs.reserve_bytes == expected
+
+
+def test_it_does_not_make_an_interrupted_run_useless() -> None:
+    """Other programs come and go."""
+    one = Partial(
+        generator=Generator(name="gpipe-plan", version="0"),
+        model=Model(),
+        device=Device(kind="cuda", name="H100", reserve_bytes=5),
+        environment=Environment(),
+        optimizer="",
+        measurements=(),
+    )
+    assert one.differences(replace(one, device=replace(one.device, reserve_bytes=7))) == []
+    assert one.differences(replace(one, device=replace(one.device, name="A100"))) == ["device"]
