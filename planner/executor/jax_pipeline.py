@@ -281,7 +281,7 @@ class JaxPipeline:
 
     def __init__(self, loaded: LoadedModel, chain: Chain, balance: Balance, devices: Sequence[Any]) -> None:
         jax, _ = jax_modules()
-        _check(balance, chain)
+        _check(loaded, balance, chain)
         self._jax, self._loaded, self._chain, self._balance = jax, loaded, chain, balance
         self.micro_batches, self.num_stages = balance.micro_batches, len(balance.balance)
         self.mesh = jax.sharding.Mesh(list(devices), ("stage",))
@@ -481,7 +481,12 @@ class _OneDevice:
 # Private functions
 
 
-def _check(balance: Balance, chain: Chain) -> None:
+def _check(loaded: LoadedModel, balance: Balance, chain: Chain) -> None:
+    if loaded.loss_count is not None:
+        raise UsageError(
+            "the JAX program takes the mean of the micro-batches' losses, and the model's `loss_count` says otherwise",
+            hint="emit for the bundled executor: `--format native`",
+        )
     if balance.schedule != "gpipe":
         raise UsageError(
             f"the JAX program runs GPipe's schedule, the plan is for {balance.schedule}",

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
@@ -155,6 +156,15 @@ def test_tied_parameters_are_summed_within_a_stage_and_refused_over_two() -> Non
     agrees(loaded, balance_of(loaded, (4,), 2))
     with pytest.raises(UsageError, match=r'"d.weight" is the same parameter as "a.weight" in another stage'):
         JaxPipeline(loaded, loaded.chain(loaded.build()), balance_of(loaded, (2, 2), 2), [None, None])
+
+
+def test_losses_that_are_no_mean_over_samples_are_refused() -> None:
+    """Their mean over micro-batches would be another loss, silently."""
+    from planner.executor.jax_pipeline import JaxPipeline
+
+    loaded = replace(uneven(), loss_count=lambda target: target.numel())
+    with pytest.raises(UsageError, match="`loss_count` says otherwise"):
+        JaxPipeline(loaded, loaded.chain(loaded.build()), balance_of(loaded, (5,), 2), [None])
 
 
 def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
