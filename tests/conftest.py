@@ -4,6 +4,17 @@ import os
 
 from hypothesis import settings
 
+# JAX (the extra `tpu`), where it is installed: eight devices on this machine, and no search for a TPU.
+_JAX = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v2-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+os.environ |= {name: value for name, value in _JAX.items() if name not in os.environ}
+
 # The same examples in every run, so that a failure is the change's. `HYPOTHESIS_PROFILE=default` searches on.
 settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

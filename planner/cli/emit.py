@@ -14,7 +14,7 @@ from planner.core.errors import FileError, StaleError, UsageError
 from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.verdict import judge
-from planner.emit import ENGINES, emit_engine, emit_native, emit_standalone, is_edited
+from planner.emit import ENGINES, JAX_SCRIPT, emit_engine, emit_jax, emit_native, emit_standalone, is_edited
 
 __all__ = ["emit"]
 
@@ -27,8 +27,8 @@ def emit(
         str,
         typer.Option(
             "--format",
-            metavar="native|torchgpipe|torch|torchtitan|deepspeed|megatron|device-map",
-            help="For which engine; native is the bundled executor.",
+            metavar="native|jax|torchgpipe|torch|torchtitan|deepspeed|megatron|device-map",
+            help="For which engine; native is the bundled executor, jax one program for TPUs.",
         ),
     ] = "native",
     *,
@@ -42,8 +42,8 @@ def emit(
 ) -> None:
     """Write balance.yaml and train.py, the pipelined training script; or the plan in another engine's format."""
     console = Console(quiet=quiet)
-    if format_ != "native" and format_ not in ENGINES:
-        raise UsageError(f"unknown `--format {format_}`", hint=f"one of native, {', '.join(ENGINES)}")
+    if format_ not in ("native", "jax", *ENGINES):
+        raise UsageError(f"unknown `--format {format_}`", hint=f"one of native, jax, {', '.join(ENGINES)}")
     if standalone and format_ != "native":
         raise UsageError(f"`--standalone` goes with the native format, not with `--format {format_}`")
     read = files.read_plan(plan)
@@ -59,6 +59,8 @@ def emit(
         _standalone(console, now, measured, output, folder, force=force)
     elif format_ == "native":
         _native(console, now, measured, output, folder, force=force)
+    elif format_ == "jax":
+        _jax(console, now, measured, output, folder, force=force)
     else:
         _engine(console, format_, now, measured, output, force=force)
 
@@ -86,6 +88,16 @@ def _standalone(
     files.write_text(str(script), text)
     console.result(str(script))
     console.next(f"torchrun --nproc-per-node {len(plan.stages)} {script}")
+
+
+def _jax(console: Console, plan: Plan, profile: Profile, output: str, profile_folder: str, *, force: bool) -> None:
+    emitted = emit_jax(plan, profile, folder=output, profile_folder=profile_folder)
+    script = Path(output, JAX_SCRIPT)
+    _keep_edited(script, force=force)
+    files.write_text(str(Path(output, "balance.yaml")), emitted.balance)
+    files.write_text(str(script), emitted.script)
+    console.result(f"{Path(output, 'balance.yaml')}\n{script}")
+    console.next(f"python {script}")
 
 
 def _engine(console: Console, name: str, plan: Plan, profile: Profile, output: str, *, force: bool) -> None:

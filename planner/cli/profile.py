@@ -40,7 +40,11 @@ def profile(
         int | None, typer.Option(metavar="B", help="Samples per optimizer step, for `--batch-sizes auto`; default: 8.")
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="cpu|cuda|estimate:NAME", help="What to measure on; estimate:h100 without one.")
+        str,
+        typer.Option(
+            metavar="cpu|cuda|tpu|tpu:v2|estimate:h100",
+            help="What to measure on; tpu:v2 (…v6e) compiles for a TPU that is not here, estimate:h100 estimates.",
+        ),
     ] = "cpu",
     optimizer: Annotated[
         str | None,
@@ -135,7 +139,7 @@ def profile(
         executor = calibrated_executor(found, measured.device.kind)
     measured = replace(measured, device=replace(measured.device, executor=executor))
     measured = replace(measured, model=replace(measured.model, source=_relative(measured.model.source, output)))
-    header = _HEADER.format(model=model)
+    header = _HEADER.format(model=model, how=measured.device.how.capitalize())
     if output == "-":
         console.result(files.dump(measured, as_json=as_json, header=header))
         return
@@ -143,11 +147,12 @@ def profile(
     unfinished.unlink(missing_ok=True)
     console.result(files.dump(measured, as_json=True) if as_json else profile_text(measured, style_for_stdout()))
     console.note(f"wrote {output}")
-    console.next(f"gpipe-plan solve{'' if output == 'profile.yaml' else f' {output}'} --devices 2 --mem 8GB")
+    cap = device if device.startswith("tpu:") else "8GB"
+    console.next(f"gpipe-plan solve{'' if output == 'profile.yaml' else f' {output}'} --devices 2 --mem {cap}")
 
 
 _HEADER = (
-    "Measured by `gpipe-plan profile {model}`; times in microseconds, sizes in bytes, one value per micro-batch size."
+    "{how} by `gpipe-plan profile {model}`; times in microseconds, sizes in bytes, one value per micro-batch size."
 )
 _UNFINISHED = (
     "What `gpipe-plan profile {model}` had measured when it was interrupted; the same command goes on from here.\n"

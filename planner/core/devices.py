@@ -1,7 +1,8 @@
 """Accelerators that people ask about by name: `gpipe-plan check --device h100`.
 
 Memory is what the vendor's data sheet says, its "GB" read as 10^9 bytes. Boards often hold a little more (an H100 of
-"80 GB" reports 85.0 GB), so an answer for a name errs on the safe side; `--mem` takes exact sizes.
+"80 GB" reports 85.0 GB), so an answer for a name errs on the safe side; `--mem` takes exact sizes. Of a TPU's memory
+the compiler keeps some for itself: there it is what programs can use.
 """
 
 import re
@@ -56,14 +57,15 @@ ACCELERATORS: Final = (
     # AMD Instinct data sheets: MI250X 128 GB over two dies, which are two devices; MI300X 192 GB HBM3.
     Accelerator(name="mi250x", memory_bytes=64 * _GB, called=("mi250x",)),
     Accelerator(name="mi300x", memory_bytes=192 * _GB, called=("mi300x",)),
-    # Google Cloud, "TPU system architecture": GiB of HBM per chip, divided by the cores that are devices of their own.
-    # v2 and v3 chips have two such cores; from v4 on the two cores of a chip (v5e and v6e have one) are one device.
-    Accelerator(name="tpu:v2", memory_bytes=8 * _GIB, called=("tpu", "v2")),
-    Accelerator(name="tpu:v3", memory_bytes=16 * _GIB, called=("tpu", "v3")),
-    Accelerator(name="tpu:v4", memory_bytes=32 * _GIB, called=("tpu", "v4")),
-    Accelerator(name="tpu:v5e", memory_bytes=16 * _GIB, called=("tpu", "v5e")),
-    Accelerator(name="tpu:v5p", memory_bytes=95 * _GIB, called=("tpu", "v5p")),
-    Accelerator(name="tpu:v6e", memory_bytes=32 * _GIB, called=("tpu", "v6e")),
+    # What libtpu 0.0.52 says programs can use when one needs too much ("exceeds available HBM"): a little less than the
+    # GiB that Google Cloud, "TPU system architecture", gives. v2 and v3 chips have two cores that are devices of their
+    # own; from v4 on the two cores of a chip (v5e and v6e have one) are one device.
+    Accelerator(name="tpu:v2", memory_bytes=int(7.48 * _GIB), called=("tpu", "v2")),
+    Accelerator(name="tpu:v3", memory_bytes=int(15.48 * _GIB), called=("tpu", "v3")),
+    Accelerator(name="tpu:v4", memory_bytes=int(30.75 * _GIB), called=("tpu", "v4")),
+    Accelerator(name="tpu:v5e", memory_bytes=int(15.75 * _GIB), called=("tpu", "v5e")),
+    Accelerator(name="tpu:v5p", memory_bytes=int(95.73 * _GIB), called=("tpu", "v5p")),
+    Accelerator(name="tpu:v6e", memory_bytes=int(31.24 * _GIB), called=("tpu", "v6e")),
 )
 
 

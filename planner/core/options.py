@@ -9,6 +9,7 @@ from math import inf
 from typing import get_args
 
 from planner.core.cluster import Link
+from planner.core.devices import ACCELERATORS
 from planner.core.errors import UsageError
 from planner.core.precision import PRECISIONS, Precision, precision_of
 from planner.core.units import parse_bytes, parse_bytes_per_s, parse_share, parse_us
@@ -85,13 +86,14 @@ def count_or_auto(option: str, asked: str | int) -> int:
 
 
 def size(asked: str | int) -> int:
-    """`8GB` in bytes; from Python also a number of bytes.
+    """`8GB`, or an accelerator's name (`tpu:v2`), in bytes; from Python also a number of bytes.
 
     Raises:
         UsageError: Not a size, or negative.
     """
     if isinstance(asked, str):
-        return parse_bytes(asked)
+        named = next((known for known in ACCELERATORS if known.name == asked.strip().lower()), None)
+        return parse_bytes(asked) if named is None else named.memory_bytes
     if asked < 0:
         raise UsageError(f"a size is at least 0 bytes, got {asked}")
     return asked

@@ -4,9 +4,10 @@ By the names of `planner.core.devices`. Dense rates, without sparsity, per devic
 clocks of the data sheet named.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from planner.core.cluster import Link
 from planner.core.devices import accelerator
 from planner.core.errors import UsageError
 
@@ -25,6 +26,8 @@ class Rates:
     bytes_per_s: float
     """Between its memory and its cores."""
     source: str
+    link: Link = field(default_factory=Link)
+    """To a neighbour, in one direction, where all such devices have the same; else nothing is known."""
 
 
 RATES: Final = {
@@ -52,6 +55,26 @@ RATES: Final = {
                   half_flops_per_s=989.5e12, bytes_per_s=4800e9, source="NVIDIA H200 datasheet, SXM"),
     "mi300x": Rates(full_name="AMD Instinct MI300X", float32_flops_per_s=163.4e12,
                     half_flops_per_s=1307.4e12, bytes_per_s=5300e9, source="AMD Instinct MI300X data sheet"),
+    # TPUs multiply bfloat16 numbers, also those of float32 matrices unless the model asks for another precision. Rates
+    # are per device as in `planner.core.devices`: half a chip's for v2 and v3. Links: one of the chip's to a neighbour.
+    "tpu:v2": Rates(full_name="TPU v2 core", float32_flops_per_s=23e12, half_flops_per_s=23e12, bytes_per_s=350e9,
+                    link=Link(latency_us=1.0, bytes_per_s=62e9),
+                    source="Jouppi et al., CACM 63(7), 2020, table 3: 46 TFLOPS, 700 GB/s, 496 Gbit/s per link"),
+    "tpu:v3": Rates(full_name="TPU v3 core", float32_flops_per_s=61.5e12, half_flops_per_s=61.5e12, bytes_per_s=450e9,
+                    link=Link(latency_us=1.0, bytes_per_s=82e9),
+                    source="Jouppi et al., CACM 63(7), 2020, table 3: 123 TFLOPS, 900 GB/s, 656 Gbit/s per link"),
+    "tpu:v4": Rates(full_name="TPU v4", float32_flops_per_s=275e12, half_flops_per_s=275e12, bytes_per_s=1200e9,
+                    link=Link(latency_us=1.0, bytes_per_s=50e9),
+                    source="Jouppi et al., ISCA 2023, table 4: 275 TFLOPS, 1200 GB/s, 6 links of 50 GB/s"),
+    "tpu:v5e": Rates(full_name="TPU v5e", float32_flops_per_s=197e12, half_flops_per_s=197e12, bytes_per_s=819e9,
+                     link=Link(latency_us=1.0, bytes_per_s=50e9),
+                     source="Google Cloud, TPU v5e: 197 TFLOPS, 819 GB/s, 1600 Gbit/s over 4 links"),
+    "tpu:v5p": Rates(full_name="TPU v5p", float32_flops_per_s=459e12, half_flops_per_s=459e12, bytes_per_s=2765e9,
+                     link=Link(latency_us=1.0, bytes_per_s=100e9),
+                     source="Google Cloud, TPU v5p: 459 TFLOPS, 2765 GB/s, 4800 Gbit/s over 6 links"),
+    "tpu:v6e": Rates(full_name="TPU v6e", float32_flops_per_s=918e12, half_flops_per_s=918e12, bytes_per_s=1640e9,
+                     link=Link(latency_us=1.0, bytes_per_s=112e9),
+                     source="Google Cloud, TPU v6e: 918 TFLOPS, 1640 GB/s, 3584 Gbit/s over 4 links"),
 }  # fmt: skip
 
 

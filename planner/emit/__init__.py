@@ -1,6 +1,7 @@
 """The emitter: a plan to the files that run it, here or in another engine; and other engines' lists read back."""
 
 from planner.emit.engines import ENGINES, emit_engine
+from planner.emit.jax_program import JAX_SCRIPT, emit_jax
 from planner.emit.layout import EngineFile
 from planner.emit.native import Emitted, decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
@@ -9,11 +10,13 @@ from planner.emit.standalone import emit_standalone
 
 __all__ = [
     "ENGINES",
+    "JAX_SCRIPT",
     "SUFFIXES",
     "Emitted",
     "EngineFile",
     "decisions_digest",
     "emit_engine",
+    "emit_jax",
     "emit_native",
     "emit_standalone",
     "is_edited",

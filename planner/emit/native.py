@@ -1,10 +1,12 @@
 """`balance.yaml` and `train.py` for the bundled executor."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from planner import __version__
 from planner.core.balance import Balance, StageBalance, launch_line
@@ -18,7 +20,7 @@ from planner.core.units import format_bytes, format_speed, format_us
 from planner.emit.signature import signed
 from planner.files import digest_of, dump
 
-__all__ = ["Emitted", "decisions_digest", "emit_native", "in_docstring", "relocated", "stage_table"]
+__all__ = ["Emitted", "decisions_digest", "emit_native", "emit_with", "in_docstring", "relocated", "stage_table"]
 
 _HEADER = """\
 Which stage runs which layers: written by `gpipe-plan emit`.
@@ -45,12 +47,27 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
     Raises:
         UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
     """
+    return emit_with("train_template.py.txt", "train.py", plan, profile, folder=folder, profile_folder=profile_folder)
+
+
+def emit_with(
+    template: str,
+    name: str,
+    plan: Plan,
+    profile: Profile,
+    *,
+    folder: str,
+    profile_folder: str,
+    more: Mapping[str, Any] | None = None,
+) -> Emitted:
+    """As `emit_native`, with the script made from `template` and called `name`; `more`: values that it needs."""
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
     balance = _balance(plan, profile, relocated(profile.model.source, profile_folder, folder))
-    return Emitted(balance=dump(balance, header=_HEADER), script=signed(_script(plan, balance, folder)))
+    script = _script(template, Path(folder, name), plan, balance, more or {})
+    return Emitted(balance=dump(balance, header=_HEADER), script=signed(script))
 
 
 def decisions_digest(plan: Plan) -> str:
@@ -104,19 +121,21 @@ def relocated(source: str, profile_folder: str, folder: str) -> str:
     return f"{path}{colon}{entry}"
 
 
-def _script(plan: Plan, balance: Balance, folder: str) -> str:
-    template = resources.files(__package__).joinpath("train_template.py.txt").read_text(encoding="utf-8")
-    script = in_docstring(Path(folder, "train.py").as_posix())
+def _script(template: str, path: Path, plan: Plan, balance: Balance, more: Mapping[str, Any]) -> str:
+    text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
+    script = in_docstring(path.as_posix())
     prediction = (
         f"{format_us(plan.predicted.step_us)} per step, {format_speed(plan.predicted.samples_per_s)}, "
         f"bubble {plan.predicted.bubble:.0%}, on {plan.inputs.profile.path}'s device"
     )
-    return template.format(
+    return text.format(
         model=in_docstring(balance.model.source.rpartition(":")[0]),
         stages=_stages(plan),
         schedule={"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}[plan.schedule],
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
+        num_stages=len(plan.stages),
+        script=script,
         launch=launch_line(balance.num_processes, script),
         restarting=launch_line(balance.num_processes, script).replace("torchrun", "torchrun --max-restarts 3", 1),
         several=_several_machines(plan, balance, script),
@@ -124,6 +143,7 @@ def _script(plan: Plan, balance: Balance, folder: str) -> str:
         prediction=in_docstring(prediction),
         version=__version__,
         batch=plan.inputs.batch,
+        **more,
     )
 
 

@@ -126,6 +126,8 @@ class _Run:
             self._tensors.update(zip(stage.received, given, strict=True))
         self._size = stage.outline.size_of(stage.received, given) if stage.received else 0
         self._device = given[0].device if stage.received else torch.device("cpu")
+        if self._device.type == "jax":
+            self._device = torch.device("cpu")  # torchax's tensors lie nowhere that torch knows; it takes any other
         if not self._begun:
             self._inputs = self._rebuilt(stage.outline.recording.inputs, stage.outline.recording.input_nest, [])
 

@@ -1,6 +1,7 @@
 """Model to profile: traces the units, measures each distinct one, and writes down what every layer costs."""
 
 import gc
+import os
 import platform
 import re
 import time
@@ -8,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from planner.core.cluster import ExecutorCost
 from planner.core.costs import saved_bytes
-from planner.core.devices import Accelerator, accelerator
+from planner.core.devices import ACCELERATORS, Accelerator, accelerator
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.partial import Measurement, Partial
 from planner.core.planning import GENERATOR
@@ -26,6 +29,7 @@ from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, give_freed_memory_back, keep_freed_memory
 from planner.model.meter import Meter, meter_for
 from planner.model.precision import dtype_of
+from planner.model.torchax_adapter import attached_tpu, check_installed, expect_no_tpu
 from planner.profile.clocks import Clock, clock_for
 from planner.profile.estimate import GhostMeter, RooflineClock, ghostly
 from planner.profile.flops import forward_flops
@@ -36,6 +40,7 @@ from planner.profile.regret import regret
 from planner.profile.reserve import cuda_reserve_bytes
 from planner.profile.structure import find_chain
 from planner.profile.timing import Samples, Times, enough_to_leave_the_cache, measure_times, time_once, times_of
+from planner.profile.tpu import CompiledLayer, Compiler
 from planner.profile.units import Unit, UnitInput, trace_units, with_values
 
 __all__ = ["InterruptedProfileError", "ProfileOptions", "profile_model"]
@@ -46,7 +51,9 @@ Progress = Callable[[str, int, int], None]
 _REGRET = 0.01
 """Repeats suffice when others would lead to a plan that is slower by less than this."""
 
-_ESTIMATE = "estimate:"
+_ESTIMATE, _TPU = "estimate:", "tpu:"
+
+_TPU_PRECISIONS = ("", "fp32", "bf16")
 
 _MEMORY_PASSES = 6
 """How many timed passes a memory record takes, about."""
@@ -98,27 +105,28 @@ def profile_model(
         MeasurementError: Memory does not suffice.
         InterruptedProfileError: Ctrl-C.
     """
-    absent = accelerator(options.device.removeprefix(_ESTIMATE)) if options.device.startswith(_ESTIMATE) else None
-    rates = rates_of(absent.name) if absent is not None else None
-    device = torch.device("cpu") if rates is not None else device_of(options.device)
+    target = _target_of(options.device)
+    device = torch.device("cpu") if target is not None else device_of(options.device)
     torch.set_num_threads(options.threads)
     if device.type == "cpu":
         # A large model need not take the room of several before anything is timed.
         keep_freed_memory(large=False)
+    if target is not None:
+        target.check(loaded)
     chain, lean = find_chain(loaded, device)
-    if rates is not None and not lean:
+    if target is not None and not lean and not target.tpu:
         raise ModelError(
             "the model cannot be estimated: its layers ask for the values of tensors",
             hint="measure it: `--device cuda` on the machine that has one, or `--device cpu`",
         )
     model = chain.model
-    described = describe_device(device) if absent is None or rates is None else estimated_device(absent, rates)
+    described = describe_device(device) if target is None else target.described
     kept = _Kept(_header(loaded, model, chain, described, options.threads))
     if earlier is not None:
         kept.take_over(earlier, warn)
     try:
-        with untouched(model), nullcontext() if rates is None else ghostly(chain):
-            make = _Measured if rates is None else partial(_Estimated, rates=rates)
+        with untouched(model), ghostly(chain) if target is not None and lean else nullcontext():
+            make = _Measured if target is None else partial(target.layers, target=target)
             measured = make(loaded, chain, options, device, kept, lean=lean, progress=progress, warn=warn)
             layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
     except KeyboardInterrupt as error:
@@ -133,6 +141,61 @@ def profile_model(
         micro_batch_sizes=tuple(measured.sizes),
         layers=layers,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """A device that is not here, or that only JAX can use."""
+
+    described: Device
+    rates: Rates
+    tpu: bool = False
+    chip: str = ""
+    """Of a TPU that is not here; empty for one that is."""
+
+    @property
+    def layers(self) -> "type[_Estimated]":
+        """What finds the costs of layers on it."""
+        return _Compiled if self.tpu else _Estimated
+
+    def check(self, loaded: LoadedModel) -> None:
+        """Raises `UsageError` where the model cannot be profiled for it."""
+        if self.tpu and loaded.precision not in _TPU_PRECISIONS:
+            raise UsageError(
+                f"`--dtype {loaded.precision}`: autocast is torch's own, and a TPU's programs have none",
+                hint="use `--dtype bf16` or `--dtype fp32`",
+            )
+
+
+def _target_of(name: str) -> _Target | None:
+    """The device called `name`, if torch does not run on it.
+
+    Raises:
+        UsageError: It is unknown, or the packages that it needs are not installed.
+    """
+    if name.startswith(_ESTIMATE):
+        absent = accelerator(name.removeprefix(_ESTIMATE))
+        rates = rates_of(absent.name)
+        return _Target(described=estimated_device(absent, rates), rates=rates)
+    if name != "tpu" and not name.startswith(_TPU):
+        return None
+    check_installed()
+    if name == "tpu":
+        reported, memory_bytes = attached_tpu()
+        known = next(
+            (known for known in ACCELERATORS if known.name.startswith(_TPU) and known.is_called(reported)), None
+        )
+        rates = rates_of("tpu:v2" if known is None else known.name)
+        described = Device(kind="tpu", name=reported, memory_bytes=memory_bytes)
+        return _Target(described=described, rates=rates, tpu=True)
+    expect_no_tpu()
+    absent = accelerator(name)
+    rates = rates_of(absent.name)
+    executor = ExecutorCost(overhead_us=0.0, link=rates.link)
+    described = Device(
+        kind="tpu", name=rates.full_name, memory_bytes=absent.memory_bytes, how="compiled", executor=executor
+    )
+    return _Target(described=described, rates=rates, tpu=True, chip=absent.name.removeprefix(_TPU))
 
 
 def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, device: Device, threads: int) -> Partial:
@@ -165,7 +228,7 @@ def device_of(name: str) -> torch.device:
         UsageError: Unknown, or not on this machine.
     """
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        hint = "use `--device cpu`, `--device cuda`, or without the device itself `--device estimate:h100`"
+        hint = "use `--device cpu`, `cuda` or `tpu`, or without the device itself `estimate:h100` or `tpu:v2`"
         raise UsageError(f"unknown device `{name}`", hint=hint)
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"no CUDA device here for `--device {name}`", hint="profile on the machine that has it")
@@ -456,12 +519,12 @@ class _Measured:
 class _Estimated(_Measured):
     """The same of layers that only seem to run."""
 
-    def __init__(self, *args: Any, rates: Rates, **kwargs: Any) -> None:
-        self._rates = rates
+    def __init__(self, *args: Any, target: _Target, **kwargs: Any) -> None:
+        self._target = target
         super().__init__(*args, **kwargs)
 
     def _instruments(self) -> tuple[Meter, Clock]:
-        self._roofline = RooflineClock(self._rates)
+        self._roofline = RooflineClock(self._target.rates)
         return GhostMeter(), self._roofline
 
     def _fill(self) -> None:
@@ -490,6 +553,63 @@ class _Estimated(_Measured):
             given = self._inputs[digest, self.sizes[0]]
             self._roofline.time_us(partial(_run, unit, given))
             self.flops[digest] = self._roofline.flops
+
+
+class _Compiled(_Estimated):
+    """The same by what the TPU's compiler says of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._compiled: dict[tuple[str, int], CompiledLayer] = {}
+        super().__init__(*args, **kwargs)
+        # What a stage's forward passes over is not part of its program.
+        self.passing = dict.fromkeys(self.passing, 0.0)
+
+    def layer(self, n: int) -> LayerProfile:
+        """What layer `n` costs.
+
+        Without the exact record: a TPU's program is one, whose gradients and residuals are there from its begin to
+        its end, so that what is held and the largest transient add up.
+        """
+        layer = super().layer(n)
+        flops = tuple(round(self._compiled[self.units[n].digest, size].flops) for size in self.sizes)
+        return replace(layer, forward_flops=flops, detail=())
+
+    # Private methods
+
+    def _records_at(self, size: int) -> dict[tuple[str, int], UnitInput]:
+        units, traced = trace_units(self.chain, self._loaded, (size,), self._device, ghosts=self._lean)
+        if not self.units:
+            self._know(units)
+        inputs: dict[tuple[str, int], UnitInput] = {}
+        jobs: list[tuple[Unit, UnitInput, int]] = []
+        for known, now in zip(self.units, units, strict=True):
+            if (known.digest, size) not in inputs:
+                inputs[known.digest, size] = traced[now.digest, size]
+                jobs.append((now, traced[now.digest, size], size))
+        digests = list(inputs)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
+        compiler = Compiler(self._target.chip, self._target.rates, folder, self._options.repeats)
+        self._total += size * len(jobs)
+        self._progress(f"{len(jobs)} layers of {size} samples", self._done, self._total)
+        for n, layer in compiler.compile(jobs):
+            self._compiled[digests[n]] = layer
+            self.memory[digests[n]] = layer.detail()
+            self._done += size
+            self._progress(jobs[n][0].name, self._done, self._total)
+        return inputs
+
+    def _measure_times(self) -> None:
+        self.times = {
+            key: Times(forward_us=layer.forward_us, backward_us=layer.backward_us, spread=0.0)
+            for key, layer in self._compiled.items()
+            if key in self._inputs
+        }
+
+    def _measure_optimizer(self) -> None:
+        super()._measure_optimizer()
+        # The compiler fuses an optimizer's step into one pass over parameter, gradient and state.
+        self.optimizer_peaks_add = False
+        self.optimizer = {digest: replace(cost, peak_bytes=0) for digest, cost in self.optimizer.items()}
 
 
 def _run(unit: Unit, given: UnitInput) -> None:

@@ -93,7 +93,7 @@ def test_unknown_formats_are_named(here: Path, capsys: Capsys) -> None:
     refused = call(capsys, "emit", "--format", "alpa")
     assert refused.code == 2
     assert "unknown `--format alpa`" in refused.error
-    assert "native, torchgpipe, torch, torchtitan" in refused.err
+    assert "native, jax, torchgpipe, torch, torchtitan" in refused.err
 
 
 def test_a_plan_that_a_format_cannot_hold_writes_nothing(here: Path, capsys: Capsys) -> None:

@@ -1,0 +1,279 @@
+"""What every emitted `train_jax.py` shares: command line, state, optimizer, and the compiler's report on memory."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from planner.core.balance import Balance
+from planner.core.errors import ExitCode, ModelError, PlannerError, UsageError
+from planner.core.units import format_bytes
+from planner.executor.jax_pipeline import JaxPipeline
+from planner.files import read_balance
+from planner.model import Batch, LoadedModel, in_precision, load_model
+from planner.model.precision import converted
+from planner.model.torchax_adapter import CHIPS, check_installed, expect_no_tpu, jax_modules, named_chips
+
+__all__ = ["JaxArguments", "JaxTraining", "State", "jax_arguments", "jax_training"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxArguments:
+    """The command line of an emitted script."""
+
+    steps: int
+    seed: int
+    device: str | None
+    compile: str | None
+
+
+class State(NamedTuple):
+    """What a step changes, each array with the stage in front; and what it does not."""
+
+    trained: list[Any]
+    optimizer: list[list[Any]]
+    fixed: list[Any]
+
+
+def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArguments:
+    """Parses the command line; the defaults are the script's own knobs."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
+    parser.add_argument("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
+    parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), help="which of JAX's platforms; default: its choice")
+    parser.add_argument("--compile", metavar="v2", choices=CHIPS, help="only compile, for TPUs that are not here")
+    given = parser.parse_args()
+    if given.steps < 1:
+        parser.error(f"--steps must be at least 1, got {given.steps}")
+    return JaxArguments(**vars(given))
+
+
+@contextmanager
+def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[JaxTraining]":
+    """The training for the block; errors of ours end the process with one message and exit code 2."""
+    try:
+        yield JaxTraining(balance_path, given)
+    except PlannerError as error:
+        hint = f"\n\nhint: {error.hint}" if error.hint else ""
+        print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+        sys.exit(ExitCode.ERROR)
+
+
+class JaxTraining:
+    """A plan's program with the model file's optimizer.
+
+    Args:
+        balance_path: The balance configuration.
+        given: How to run it.
+
+    Raises:
+        PlannerError: The model or the plan cannot be run so.
+    """
+
+    def __init__(self, balance_path: str | Path, given: JaxArguments) -> None:
+        check_installed()
+        if given.compile:
+            expect_no_tpu()
+        self.balance = read_balance(str(balance_path))
+        self._seed = given.seed
+        torch.manual_seed(given.seed)  # a model that is made while its file is imported starts from it, too
+        self.model = _load(self.balance, Path(balance_path).parent)
+        torch.manual_seed(given.seed)
+        built = converted(self.model.build(), self.model.precision)
+        chain = self.model.chain(built)
+        jax, _ = jax_modules()
+        self._jax = jax
+        self._update, self._num_states = _optimizer(self.model, built)
+        devices = (
+            named_chips(given.compile, self.balance.num_stages)
+            if given.compile
+            else _devices(given.device, self.balance.num_stages)
+        )
+        self.pipeline = JaxPipeline(self.model, chain, self.balance, devices)
+        self._step = jax.jit(self._whole_step, donate_argnums=(0,))
+
+    def begin(self) -> State:
+        """The state in front of the first step."""
+        trained, fixed = self.pipeline.parameters()
+        numpy = self._jax.numpy
+        optimizer = [[numpy.zeros_like(array) for array in trained] for _ in range(self._num_states)]
+        return State(trained, optimizer, fixed)
+
+    def batches(self, steps: int) -> Iterator[Batch]:
+        """`steps` mini-batches: the model's `train_batches`, else its `example_batch`."""
+        own = self.model.train_batches
+        made = 0
+        while made < steps:
+            before = made
+            for pair in own(self.balance.batch) if own is not None else [self._example(made)]:
+                if made == steps:
+                    return
+                yield Batch(*pair)
+                made += 1
+            if made == before:
+                raise ModelError("`train_batches` is empty")
+
+    def step(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[float, State]:
+        """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
+        key = self._jax.random.key(self._seed)
+        loss, state = self._step(state, *self.pipeline.batch(inputs, targets), key, number)
+        return float(loss), state
+
+    def print_memory(self, predicted_bytes: Sequence[int]) -> None:
+        """Compiles the step for the chips asked for, and prints what it needs beside what was planned."""
+        jax = self._jax
+        trained, fixed, inputs, targets, key = self.pipeline.shapes()
+        state = State(trained, [list(trained) for _ in range(self._num_states)], fixed)
+        number = jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=key.sharding)
+        memory = self._step.lower(state, inputs, targets, key, number).compile().memory_analysis()
+        # State is both an argument and, in the same place, a result.
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        total = held + memory.temp_size_in_bytes
+        stages = ", ".join(map(format_bytes, predicted_bytes))
+        print(
+            f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(held)}, "
+            f"temporaries {format_bytes(memory.temp_size_in_bytes)})\npredicted, stage by stage: {stages}",
+            flush=True,
+        )
+
+    # Private methods
+
+    def _whole_step(self, state: State, inputs: Any, targets: Any, key: Any, number: Any) -> tuple[Any, State]:
+        own = self._jax.random.fold_in(key, number)
+        loss, gradients = self.pipeline.gradients(state.trained, state.fixed, inputs, targets, own)
+        columns = [
+            self._update(parameter, gradient, [column[n] for column in state.optimizer], number + 1)
+            for n, (parameter, gradient) in enumerate(zip(state.trained, gradients, strict=True))
+        ]
+        optimizer = [[states[s] for _, states in columns] for s in range(self._num_states)]
+        return loss, State([parameter for parameter, _ in columns], optimizer, state.fixed)
+
+    def _example(self, step: int) -> Batch:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed * 1_000_003 + step)
+            return self.model.example_batch(self.balance.batch)
+
+
+# Private functions
+
+_Update = Callable[[Any, Any, list[Any], Any], tuple[Any, list[Any]]]
+"""(parameter, gradient, states, number of the step from 1) -> (parameter, states)."""
+
+
+def _load(balance: Balance, folder: Path) -> LoadedModel:
+    path, colon, entry = balance.model.source.rpartition(":")
+    source = f"{path if Path(path).is_absolute() else folder / path}{colon}{entry}"
+    named = balance.optimizer if balance.optimizer not in ("", "build_optimizer") else None
+    loaded = load_model(
+        source,
+        settings={name: str(value) for name, value in balance.model.settings.items()},
+        inputs=balance.model.inputs,
+        optimizer=named,
+        granularity=balance.model.granularity,
+    )
+    return in_precision(replace(loaded, source=balance.model.source), balance.dtype)
+
+
+def _devices(platform: str | None, num: int) -> Sequence[Any]:
+    jax, _ = jax_modules()
+    if platform == "cpu" or (platform is None and not _accelerators(jax)):
+        # Before JAX has begun: as many devices as stages, on one machine.
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num)
+    devices = jax.devices(platform) if platform else jax.devices()
+    if len(devices) < num:
+        raise UsageError(f"the plan has {num} stages, JAX finds {len(devices)} devices ({devices[0].device_kind})")
+    return list(devices[:num])
+
+
+def _accelerators(jax: Any) -> bool:
+    """Whether there may be any; asking JAX itself would begin it."""
+    if jax._src.xla_bridge._backends:
+        return bool(jax.default_backend() != "cpu")
+    return (
+        any(Path("/dev").glob("accel*"))
+        or any(Path("/dev").glob("nvidia[0-9]*"))
+        or any(Path("/dev/vfio").glob("[0-9]*"))
+    )
+
+
+def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[_Update, int]:
+    """The model's optimizer, number by number, and how many numbers of state it has for each.
+
+    Raises:
+        UsageError: It is none of those known here, or has options that differ between parameters.
+    """
+    own = model.build_optimizer(p for p in built.parameters() if p.requires_grad)
+    name, options = type(own).__name__, own.defaults
+    if len(own.param_groups) > 1:
+        raise UsageError(f"the JAX program knows one group of parameters, the model's {name} has several")
+    odd = [option for option in ("amsgrad", "maximize", "centered", "nesterov") if options.get(option)]
+    if name not in _OPTIMIZERS or odd:
+        told = f"{name} with {odd[0]}" if odd else name
+        raise UsageError(
+            f"the JAX program does not know the optimizer {told}",
+            hint=f"one of {', '.join(_OPTIMIZERS)}: `--optimizer`",
+        )
+    make, num_states = _OPTIMIZERS[name]
+    momentum = bool(options.get("momentum"))
+    return make(options), num_states if name not in ("SGD", "RMSprop") else num_states + momentum
+
+
+def _sgd(options: dict[str, Any]) -> _Update:
+    def update(parameter: Any, gradient: Any, states: list[Any], number: Any) -> tuple[Any, list[Any]]:
+        gradient = gradient + options["weight_decay"] * parameter
+        if not options["momentum"]:
+            return parameter - options["lr"] * gradient, []
+        jax, _ = jax_modules()
+        # torch begins with the first gradient as it is.
+        damped = jax.numpy.where(number == 1, 1.0, 1.0 - options["dampening"]).astype(gradient.dtype)
+        moving = options["momentum"] * states[0] + damped * gradient
+        return parameter - options["lr"] * moving, [moving]
+
+    return update
+
+
+def _rmsprop(options: dict[str, Any]) -> _Update:
+    def update(parameter: Any, gradient: Any, states: list[Any], _number: Any) -> tuple[Any, list[Any]]:
+        gradient = gradient + options["weight_decay"] * parameter
+        square = options["alpha"] * states[0] + (1 - options["alpha"]) * gradient * gradient
+        step = gradient / (square**0.5 + options["eps"])
+        if not options["momentum"]:
+            return parameter - options["lr"] * step, [square]
+        moving = options["momentum"] * states[1] + step
+        return parameter - options["lr"] * moving, [square, moving]
+
+    return update
+
+
+def _adam(options: dict[str, Any], *, decoupled: bool) -> _Update:
+    beta1, beta2 = options["betas"]
+
+    def update(parameter: Any, gradient: Any, states: list[Any], number: Any) -> tuple[Any, list[Any]]:
+        if decoupled:
+            parameter = parameter * (1 - options["lr"] * options["weight_decay"])
+        else:
+            gradient = gradient + options["weight_decay"] * parameter
+        mean = beta1 * states[0] + (1 - beta1) * gradient
+        square = beta2 * states[1] + (1 - beta2) * gradient * gradient
+        scale = ((1 - beta2**number) ** 0.5).astype(parameter.dtype)
+        rate = (options["lr"] / (1 - beta1**number)).astype(parameter.dtype)
+        return parameter - rate * mean / (square**0.5 / scale + options["eps"]), [mean, square]
+
+    return update
+
+
+_OPTIMIZERS: dict[str, tuple[Callable[[dict[str, Any]], _Update], int]] = {
+    "SGD": (_sgd, 0),
+    "RMSprop": (_rmsprop, 1),
+    "Adam": (lambda options: _adam(options, decoupled=False), 2),
+    "AdamW": (lambda options: _adam(options, decoupled=True), 2),
+}

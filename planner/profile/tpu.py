@@ -1,0 +1,343 @@
+"""What layers cost on a TPU that need not be here, by what the TPU's own compiler says.
+
+Each distinct layer becomes three programs (`planner.model.torchax_adapter`): forward alone, forward that keeps what
+backward reads, and backward that adds to gradients. The compiler tells of each how many bytes it takes in, gives back
+and needs meanwhile, padding included, and how long it should take. So
+
+- saved bytes are what the second program returns beyond the outputs;
+- transients are the compiler's temporaries, and in backward the gradients of outputs and inputs;
+- times are the compiler's estimates; where it makes none, operations at the peak rate or bytes at the peak bandwidth,
+  whichever takes longer.
+
+With a TPU attached the same programs are run and timed instead. Compiled layers are remembered on disk, one file each,
+so that an interrupted profile goes on where it was.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from planner.core.errors import ModelError
+from planner.core.profile import BoundaryTensor, MemoryDetail
+from planner.core.rates import Rates
+from planner.model.torchax_adapter import (
+    LacksOperatorError,
+    LayerFunction,
+    OutOfMemoryError,
+    Program,
+    compile_program,
+    halves_of,
+    jax_modules,
+    layer_function,
+    named_chip,
+    random_key,
+    versions,
+)
+from planner.profile.units import Unit, UnitInput
+
+__all__ = ["CompiledLayer", "Compiler", "unit_function"]
+
+_REVISION = 1
+"""Of what is remembered of a layer, and of how it is compiled."""
+
+_WORKER_BYTES = 4 * 2**30
+"""A process that compiles needs about so much at most."""
+
+_LACKING, _TOO_LARGE = "lacking", "too large"
+"""What may be wrong with a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledLayer:
+    """One layer at one micro-batch size; bytes of the device's memory."""
+
+    inputs: tuple[int, ...]
+    """Per input tensor."""
+    kept_inputs: tuple[bool, ...]
+    """Whether backward reads it."""
+    outputs: tuple[int, ...]
+    kept_outputs: tuple[bool, ...]
+    aliases: tuple[int, ...]
+    """Per output: which input it is as it came, or -1."""
+    made_bytes: int
+    """Kept for backward, and neither input nor output nor parameter."""
+    forward_us: float
+    backward_us: float
+    plain_temporary_bytes: int
+    forward_temporary_bytes: int
+    backward_temporary_bytes: int
+    """With the gradients of outputs and inputs."""
+    flops: float
+    """Of the forward."""
+
+    def detail(self) -> MemoryDetail:
+        """As a memory record."""
+        tensors = zip(self.outputs, self.kept_outputs, self.aliases, strict=True)
+        outputs = tuple(BoundaryTensor(bytes=size, kept=kept, alias=alias) for size, kept, alias in tensors)
+        made = sum(size for size, alias in zip(self.outputs, self.aliases, strict=True) if alias < 0)
+        inputs = zip(self.inputs, self.kept_inputs, strict=True)
+        return MemoryDetail(
+            internal_bytes=self.made_bytes,
+            inputs=tuple(BoundaryTensor(bytes=size, kept=kept) for size, kept in inputs),
+            outputs=outputs,
+            forward_peak_bytes=self.forward_temporary_bytes + self.made_bytes + made,
+            no_grad_peak_bytes=self.plain_temporary_bytes + made,
+            first_backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
+            backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
+        )
+
+
+def unit_function(unit: Unit, given: UnitInput) -> LayerFunction:
+    """A unit, its loss included where it is the last, as a function of JAX arrays: inputs, then targets."""
+    targets, nest = tree_flatten(given.targets)
+    num = len(given.values)
+
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        return unit.run(values[:num], replace(given, targets=tree_unflatten(values[num:], nest)))
+
+    return layer_function(unit.module, run, [*given.values, *targets])
+
+
+class Compiler:
+    """Compiles layers for one kind of chip, or for the device that is attached, and remembers what came of it.
+
+    Args:
+        chip: `v2`, say; empty for an attached device.
+        rates: The chip's.
+        folder: Where it is remembered; None: nowhere.
+        repeats: Timed runs of each program on an attached device.
+    """
+
+    def __init__(self, chip: str, rates: Rates, folder: Path | None, repeats: int = 10) -> None:
+        self._chip, self._rates, self._folder, self._repeats = chip, rates, folder, repeats
+
+    def compile(self, jobs: Sequence[tuple[Unit, UnitInput, int]]) -> Iterator[tuple[int, CompiledLayer]]:
+        """Each job's place and outcome as they come, those that are remembered first.
+
+        Args:
+            jobs: Unit, its input, and how many samples that is.
+
+        Raises:
+            ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled; all such layers are named.
+            MemoryError: A layer alone needs more memory than the chip has.
+        """
+        missing = []
+        for n, (unit, given, _) in enumerate(jobs):
+            known = self._remembered(unit, given)
+            if known is None:
+                missing.append(n)
+            else:
+                yield n, known
+        problems: dict[str, dict[str, str]] = {}
+        for n, found in self._compiled([(n, jobs[n][0], jobs[n][1]) for n in missing]):
+            unit, given, _ = jobs[n]
+            if isinstance(found, CompiledLayer):
+                self._remember(unit, given, found)
+                yield n, found
+            else:
+                problems.setdefault(found[0], {})[unit.name] = found[1]
+        _raise(problems)
+
+    # Private methods
+
+    def _compiled(
+        self, jobs: Sequence[tuple[int, Unit, UnitInput]]
+    ) -> Iterator[tuple[int, CompiledLayer | tuple[str, str]]]:
+        global _job  # noqa: PLW0603 - what a forked process inherits
+        workers = _num_workers(len(jobs)) if self._chip else 1
+        if workers == 1:
+            for n, unit, given in jobs:
+                yield n, self._one(unit, given)
+            return
+        _job = [partial(self._one, unit, given) for _, unit, given in jobs]
+        # Forked before jax is imported, so that each has the model as it is here and a jax of its own.
+        with multiprocessing.get_context("fork").Pool(workers, initializer=_quiet) as pool:
+            for place, found in pool.imap_unordered(_run_job, range(len(jobs))):
+                yield jobs[place][0], found
+
+    def _one(self, unit: Unit, given: UnitInput) -> CompiledLayer | tuple[str, str]:
+        try:
+            return self._layer(unit_function(unit, given))
+        except LacksOperatorError as error:
+            return _LACKING, str(error)
+        except OutOfMemoryError as error:
+            return _TOO_LARGE, str(error)
+        except Exception as error:
+            first = str(error).splitlines()[0] if str(error) else ""
+            return "", f"{type(error).__name__}: {first}"
+
+    def _layer(self, function: LayerFunction) -> CompiledLayer:
+        jax, _ = jax_modules()
+        device = named_chip(self._chip) if self._chip else jax.devices()[0]
+        halves = halves_of(function)
+        state = (function.trained, function.fixed, list(function.inputs), random_key())
+        pulled = [halves.outputs[n] for n in halves.differentiable]
+
+        def plain(*given: Any) -> Any:
+            return halves.forward(*given)[0]
+
+        def backward(gradients: Any, pulled: Any, *given: Any) -> Any:
+            of_trained, of_inputs = halves.backward(given[:4], *given[4:], pulled)
+            return jax.tree.map(jax.numpy.add, gradients, of_trained), of_inputs
+
+        given = (*state, halves.outputs, halves.made)
+        programs = [
+            compile_program(plain, state, device),
+            compile_program(halves.forward, state, device),
+            compile_program(backward, (function.trained, pulled, *given), device, donated=(0, 1)),
+        ]
+        shapes = [state, state, (function.trained, pulled, *given)]
+        if not function.trained and not any(function.needed):
+            programs, shapes = programs[:2], shapes[:2]  # there is no backward
+        times_us = [
+            self._estimated_us(program) if self._chip else _measured_us(program, given, self._repeats)
+            for program, given in zip(programs, shapes, strict=True)
+        ]
+        return _layer_of(function, halves, programs, times_us)
+
+    def _estimated_us(self, program: Program) -> float:
+        if program.seconds > 0:
+            return 1e6 * program.seconds
+        # Products are of bfloat16 numbers unless the model asks for another precision.
+        return 1e6 * max(program.flops / self._rates.half_flops_per_s, program.accessed_bytes / self._rates.bytes_per_s)
+
+    def _path(self, unit: Unit, given: UnitInput) -> Path | None:
+        if self._folder is None or not self._chip:
+            return None
+        shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in given.values]
+        parameters = [
+            [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()
+        ]
+        known = [_REVISION, self._chip, unit.digest, shapes, str(given.spec), parameters, unit.precision, versions()]
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        return self._folder / f"{digest[:32]}.json"
+
+    def _remembered(self, unit: Unit, given: UnitInput) -> CompiledLayer | None:
+        path = self._path(unit, given)
+        if path is None:
+            return None
+        # Whatever is wrong with the file, the layer can be compiled again.
+        with suppress(OSError, ValueError, TypeError):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return CompiledLayer(**_with_tuples(values))
+        return None
+
+    def _remember(self, unit: Unit, given: UnitInput, layer: CompiledLayer) -> None:
+        path = self._path(unit, given)
+        if path is None:
+            return
+        with suppress(OSError):  # a full disk costs time, not the profile
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(asdict(layer)), encoding="utf-8")
+            unfinished.replace(path)
+
+
+# Private functions
+
+_job: list[Callable[[], Any]] = []
+
+
+def _run_job(place: int) -> tuple[int, Any]:
+    return place, _job[place]()
+
+
+def _quiet() -> None:
+    """Ctrl-C is the parent's business, and so are messages; libtpu's last words when it is ended are many."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _num_workers(num_jobs: int) -> int:
+    if num_jobs < 2 or "jax" in sys.modules or "fork" not in multiprocessing.get_all_start_methods():
+        return 1
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(num_jobs, len(os.sched_getaffinity(0)), memory_bytes // _WORKER_BYTES))
+
+
+def _raise(problems: dict[str, dict[str, str]]) -> None:
+    if _LACKING in problems:
+        told = "; ".join(f'"{layer}": {operator}' for layer, operator in problems[_LACKING].items())
+        raise ModelError(
+            f"torchax cannot translate operators of some layers for the TPU: {told}",
+            hint="write these layers with other operators, or profile on another device",
+        )
+    if "" in problems:
+        layer, what = next(iter(problems[""].items()))
+        others = f" (and {len(problems['']) - 1} more layers)" if len(problems[""]) > 1 else ""
+        raise ModelError(f'layer "{layer}" cannot be compiled for the TPU{others}: {what}')
+    if _TOO_LARGE in problems:
+        layer, what = next(iter(problems[_TOO_LARGE].items()))
+        raise MemoryError(f'layer "{layer}": {what}')
+
+
+def _layer_of(
+    function: LayerFunction, halves: Any, programs: Sequence[Program], times_us: Sequence[float]
+) -> CompiledLayer:
+    plain, forward = programs[:2]
+    read = {(residual.kind, residual.index) for residual in halves.residuals}
+    logical = [_bytes(shape) for shape in halves.outputs]
+    aliases = halves.passed
+    # Padding is told of all outputs together.
+    padded = plain.output_bytes / max(1, sum(logical))
+    backward_bytes = 0
+    if len(programs) > 2:
+        backward = programs[2]
+        pulled = sum(logical[n] for n in halves.differentiable)
+        backward_bytes = backward.temporary_bytes + pulled + backward.output_bytes - backward.alias_bytes
+    return CompiledLayer(
+        inputs=tuple(map(_bytes, function.inputs)),
+        kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
+        outputs=tuple(round(size * padded) for size in logical),
+        kept_outputs=tuple(("output", n) in read for n in range(len(logical))),
+        aliases=tuple(aliases),
+        made_bytes=max(0, forward.output_bytes - plain.output_bytes),
+        forward_us=times_us[1],
+        backward_us=times_us[2] if len(programs) > 2 else 0.0,
+        plain_temporary_bytes=plain.temporary_bytes,
+        forward_temporary_bytes=forward.temporary_bytes,
+        backward_temporary_bytes=backward_bytes,
+        flops=plain.flops,
+    )
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _bytes(shape: Any) -> int:
+    return int(shape.size * shape.dtype.itemsize)
+
+
+def _measured_us(program: Program, shapes: Any, repeats: int) -> float:
+    jax, _ = jax_modules()
+    formats = program.executable.input_formats[0]
+    times = []
+    for _ in range(repeats + 1):
+        # What is donated is gone after each run.
+        given = jax.tree.map(lambda shape, place: jax.device_put(_zeros(jax, shape), place), tuple(shapes), formats)
+        jax.block_until_ready(given)
+        begun = time.perf_counter()
+        jax.block_until_ready(program.executable(*given))
+        times.append(time.perf_counter() - begun)
+    return 1e6 * statistics.median(times[1:])
+
+
+def _zeros(jax: Any, shape: Any) -> Any:
+    if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
+    return jax.numpy.zeros(shape.shape, shape.dtype)

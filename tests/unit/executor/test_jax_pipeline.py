@@ -1,0 +1,188 @@
+"""A plan as one JAX program, on virtual devices of this machine: loss and gradients are torch's."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.balance import Balance, StageBalance
+from planner.core.errors import UsageError
+from planner.core.plan import Recompute
+from planner.core.profile import Model
+from planner.model import LoadedModel, model_of
+
+pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
+
+
+class Pair(nn.Module):
+    """Hands on a pair (output, skip), as AmoebaNet's cells do, of integers and floats, of any width."""
+
+    def __init__(self, width_in: int, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width_in, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, value: Any) -> Any:
+        hidden, skip = value if isinstance(value, tuple) else (value, value)
+        return self.inner(hidden) + skip.mean(dim=1, keepdim=True), hidden
+
+
+class Last(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.linear = nn.Linear(width, 3)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        out: Tensor = self.linear(self.norm(value[0])) + value[1].sum(dim=1, keepdim=True)
+        return out
+
+
+def uneven(widths: Sequence[int] = (8, 24, 8, 40, 8)) -> LoadedModel:
+    """Layers of different widths, a frozen one among them."""
+    torch.manual_seed(0)
+    layers = [Pair(a, b) for a, b in pairwise(widths)]
+    layers[1].requires_grad_(requires_grad=False)
+    named = [(f"layer_{n}", layer) for n, layer in enumerate(layers)]
+    model = nn.Sequential(OrderedDict([*named, ("last", Last(widths[-1]))]))
+    return model_of(
+        model,
+        example_batch=lambda size: (torch.randn(size, widths[0]), torch.randint(3, (size,))),
+        loss_fn=nn.functional.cross_entropy,
+        optimizer="sgd",
+    )
+
+
+def tied() -> LoadedModel:
+    """The same module twice in the chain."""
+    torch.manual_seed(0)
+    twice = nn.Linear(8, 8)
+    model = nn.Sequential(OrderedDict(a=twice, b=nn.Tanh(), c=nn.Linear(8, 8), d=twice))
+    model._modules["d"] = nn.Linear(8, 8)
+    model.d.weight = twice.weight
+    return model_of(
+        model,
+        example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer="sgd",
+    )
+
+
+def balance_of(
+    loaded: LoadedModel, cuts: Sequence[int], micro_batches: int, recompute: Sequence[Recompute] = ()
+) -> Balance:
+    names = list(loaded.build()._modules)
+    spans = pairwise(accumulate(cuts, initial=0))
+    choices = recompute or ["never"] * len(cuts)
+    return Balance(
+        plan_digest="",
+        model=Model(),
+        schedule="gpipe",
+        batch=8,
+        micro_batches=micro_batches,
+        balance=tuple(cuts),
+        stages=tuple(
+            StageBalance(
+                index=k,
+                recompute=choice,
+                layers=tuple(names[a:b]),
+                recomputed=tuple(names[a:b:2]) if choice == "layers" else (),
+            )
+            for k, ((a, b), choice) in enumerate(zip(spans, choices, strict=True))
+        ),
+    )
+
+
+def agrees(loaded: LoadedModel, balance: Balance) -> None:
+    """Runs both, and compares loss and every gradient."""
+    import jax
+
+    from planner.executor.jax_pipeline import JaxPipeline
+
+    model = loaded.build()
+    pipeline = JaxPipeline(loaded, loaded.chain(model), balance, jax.devices()[: len(balance.balance)])
+    inputs, targets = loaded.example_batch(8)
+    trained, fixed = pipeline.parameters()
+    loss, packed = jax.jit(pipeline.gradients)(trained, fixed, *pipeline.batch(inputs, targets), jax.random.key(0))
+    model.zero_grad()
+    expected = torch.zeros(())
+    for some, wanted in zip(inputs.chunk(balance.micro_batches), targets.chunk(balance.micro_batches), strict=True):
+        part = loaded.loss_fn(model(some), wanted) / balance.micro_batches
+        part.backward()
+        expected += part.detach()
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-4)
+    gradients = pipeline.gradients_by_name(packed)
+    wanted_names = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(gradients) == wanted_names
+    for name, parameter in model.named_parameters():
+        if name in wanted_names:
+            assert parameter.grad is not None
+            torch.testing.assert_close(torch.from_numpy(gradients[name].copy()), parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "micro_batches", "recompute"),
+    [
+        ((5,), 2, ()),
+        ((2, 3), 1, ()),
+        ((1, 4), 4, ("always", "never")),
+        ((1, 1, 1, 2), 2, ("layers", "never", "always", "layers")),
+    ],
+)
+def test_loss_and_gradients_are_torchs(
+    cuts: tuple[int, ...], micro_batches: int, recompute: tuple[Recompute, ...]
+) -> None:
+    """Unequal stages, pairs of tensors over their boundaries, frozen layers, batch norm, every choice to recompute."""
+    loaded = uneven()
+    agrees(loaded, balance_of(loaded, cuts, micro_batches, recompute))
+
+
+def test_eight_stages() -> None:
+    """More stages than micro-batches: devices wait, and what they hold meanwhile does not matter."""
+    loaded = uneven((8,) * 9)
+    agrees(loaded, balance_of(loaded, (1, 1, 1, 1, 1, 1, 1, 2), 4))
+
+
+def test_tied_parameters_are_summed_within_a_stage_and_refused_over_two() -> None:
+    """A silent copy of a weight would train as two."""
+    from planner.executor.jax_pipeline import JaxPipeline
+
+    loaded = tied()
+    agrees(loaded, balance_of(loaded, (4,), 2))
+    with pytest.raises(UsageError, match=r'"d.weight" is the same parameter as "a.weight" in another stage'):
+        JaxPipeline(loaded, loaded.chain(loaded.build()), balance_of(loaded, (2, 2), 2), [None, None])
+
+
+def test_losses_that_are_no_mean_over_samples_are_refused() -> None:
+    """Their mean over micro-batches would be another loss, silently."""
+    from planner.executor.jax_pipeline import JaxPipeline
+
+    loaded = replace(uneven(), loss_count=lambda target: target.numel())
+    with pytest.raises(UsageError, match="`loss_count` says otherwise"):
+        JaxPipeline(loaded, loaded.chain(loaded.build()), balance_of(loaded, (5,), 2), [None])
+
+
+def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
+    """Blocks that are alike take turns; stages with nothing in common share one vector, as long as the longest."""
+    import jax
+    import numpy as np
+
+    from planner.executor.jax_pipeline import Packing
+
+    def shapes(*sizes: tuple[int, ...]) -> list[Any]:
+        return [jax.ShapeDtypeStruct(size, np.float32) for size in sizes]
+
+    alike = Packing([shapes((4, 4), (4,), (4, 4)), shapes((4, 4), (4,))])
+    assert sorted(s.shape for s in alike.shapes) == [(4,), (4, 4), (4, 4)]
+    unlike = Packing([shapes((4, 4)), shapes((2, 5)), shapes((3, 3), (1,))])
+    assert [s.shape for s in unlike.shapes] == [(16,)]
+    for packing, stages in ((alike, 2), (unlike, 3)):
+        for k in range(stages):
+            own = [np.full(s.shape, n + 1, s.dtype) for n, s in enumerate(packing._stages[k])]
+            back = packing.unpack(k, packing.pack(k, own, np))
+            assert all((a == b).all() for a, b in zip(own, back, strict=True))

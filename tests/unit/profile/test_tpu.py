@@ -1,0 +1,162 @@
+"""Profiles of TPUs that are not here."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import MeasurementError, ModelError, UsageError
+from planner.core.rates import rates_of
+from planner.model import LoadedModel, in_precision, model_of
+from planner.profile import ProfileOptions, profile_model, tpu
+from planner.profile.structure import find_chain
+from planner.profile.tpu import Compiler
+from planner.profile.units import trace_units
+
+pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
+
+V2 = ProfileOptions(micro_batch_sizes=(8, 16), device="tpu:v2")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def perceptron(width: int = 128) -> LoadedModel:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+    class Layer(nn.Module):  # no Sequential, whose children would be the layers
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layer()
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + self.inner(hidden)
+
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    return model_of(
+        model,
+        example_batch=lambda size: (torch.randn(size, width), torch.randn(size, width)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer="adamw",
+    )
+
+
+def test_layers_are_what_the_compiler_says() -> None:
+    """Parameters and saved bytes are known beforehand: 128 columns and 8 rows need no padding on a TPU."""
+    profile = profile_model(perceptron(), V2)
+    assert (profile.device.kind, profile.device.how, profile.device.name) == ("tpu", "compiled", "TPU v2 core")
+    assert profile.device.memory_bytes == 748 * 2**30 // 100
+    assert profile.device.executor is not None
+    assert profile.device.executor.link.bytes_per_s == rates_of("tpu:v2").link.bytes_per_s
+    parameters = 4 * (2 * 128 * 512 + 512 + 128)
+    for layer in profile.layers:
+        assert (layer.parameter_bytes, layer.gradient_bytes) == (parameters, parameters)
+        assert layer.optimizer_bytes == pytest.approx(2 * parameters, rel=1e-4)
+        assert all(us > 0 for us in (*layer.forward_us, *layer.backward_us))
+        assert layer.forward_flops[0] == pytest.approx(2 * 8 * 2 * 128 * 512, rel=0.05)
+    _, first, second, last = profile.layers
+    assert first.digest == second.digest != last.digest
+    # What the ReLU reads, and the output, which the next layer reads.
+    # A result of several arrays has a table of its own, up to 1 KiB.
+    for size, saved in zip((8, 16), first.saved_bytes, strict=True):
+        assert 0 <= saved - 4 * size * (512 + 128) <= 1024
+    assert first.output_bytes == (4 * 8 * 128, 4 * 16 * 128)
+
+
+def test_half_the_precision_is_half_the_memory() -> None:
+    """`--dtype bf16`: parameters and what is saved; autocast is torch's own and refused."""
+    options = replace(V2, micro_batch_sizes=(16,))
+    whole = profile_model(perceptron(), options).layers[0]
+    half = profile_model(in_precision(perceptron(), "bf16"), options).layers[0]
+    assert 2 * half.parameter_bytes == whole.parameter_bytes
+    assert 2 * half.saved_bytes[0] == pytest.approx(whole.saved_bytes[0], rel=0.05)
+    with pytest.raises(UsageError, match="autocast is torch's own"):
+        profile_model(in_precision(perceptron(), "bf16-mixed"), options)
+
+
+def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer: what an interrupted profile had is not compiled again, and nothing is the second time."""
+    loaded = perceptron()
+    chain, lean = find_chain(loaded, torch.device("cpu"))
+    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
+    jobs = [(unit, inputs[unit.digest, 8], 8) for unit in (units[0], units[2])]
+    compiled: list[Any] = []
+    compile_program = tpu.compile_program
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        compiled.append(args)
+        return compile_program(*args, **kwargs)
+
+    monkeypatch.setattr(tpu, "compile_program", counted)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    remembering = Compiler("v2", rates_of("tpu:v2"), tmp_path)
+    interrupted = remembering.compile(jobs)
+    begun = dict([next(interrupted)])
+    interrupted.close()
+    assert len(compiled) == 3
+    finished = dict(remembering.compile(jobs))
+    assert len(compiled) == 6
+    assert dict(remembering.compile(jobs)) == finished
+    assert len(compiled) == 6
+    assert finished[0] == begun[0]
+    # Another chip is another matter.
+    dict(Compiler("v3", rates_of("tpu:v3"), tmp_path).compile(jobs[:1]))
+    assert len(compiled) == 9
+
+
+def test_an_attached_device_is_timed() -> None:
+    """The same programs, run: here on JAX's CPU."""
+    loaded = perceptron()
+    chain, lean = find_chain(loaded, torch.device("cpu"))
+    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
+    compiler = Compiler("", rates_of("tpu:v2"), None, repeats=3)
+    found = dict(compiler.compile([(unit, inputs[unit.digest, 8], 8) for unit in units]))
+    assert all(layer.forward_us > 0 and layer.backward_us > 0 for layer in found.values())
+    assert 0 <= found[0].made_bytes - 4 * 8 * 512 <= 16
+
+
+def test_without_a_tpu_the_device_is_refused() -> None:
+    """`--device tpu` measures; the hint names what needs none."""
+    with pytest.raises(UsageError, match="no TPU here") as refused:
+        profile_model(perceptron(), replace(V2, device="tpu"))
+    assert "--device tpu:v2" in refused.value.hint
+
+
+def test_operators_that_torchax_lacks_are_named() -> None:
+    """In one error, with their layers."""
+
+    def ctc(output: Tensor, target: Tensor) -> Tensor:
+        lengths = torch.full((output.shape[0],), 4)
+        return nn.functional.ctc_loss(output.log_softmax(2).transpose(0, 1), target, lengths, lengths // 2)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    loaded = model_of(
+        model, example_batch=lambda size: (torch.randn(size, 4, 8), torch.ones(size, 2, dtype=torch.int64)), loss_fn=ctc
+    )
+    with pytest.raises(ModelError, match=r'cannot translate operators of some layers for the TPU: "1": .*ctc'):
+        profile_model(loaded, replace(V2, micro_batch_sizes=(2,)))
+
+
+def test_sizes_that_need_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that is here: an error, or with `--batch-sizes auto` what fits."""
+    import jax
+
+    compile_program = tpu.compile_program
+
+    def small_only(function: Any, shapes: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(shape.shape[:1] == (16,) for shape in jax.tree.leaves(shapes)):
+            raise tpu.OutOfMemoryError("Ran out of memory on HBM")
+        return compile_program(function, shapes, *args, **kwargs)
+
+    monkeypatch.setattr(tpu, "compile_program", small_only)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    with pytest.raises(MeasurementError, match="out of memory at micro-batch size 16"):
+        profile_model(perceptron(), V2)
+    assert profile_model(perceptron(), replace(V2, until_memory_ends=True)).micro_batch_sizes == (8,)
