@@ -4,13 +4,14 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from planner.cli.main import app_for
-from tests.support.cli import environment
+from tests.support.cli import EXAMPLE, HEAD, LOSS, environment
 from tests.support.docs import ROOT, blocks, lines
 
 PAGES = {
@@ -18,9 +19,10 @@ PAGES = {
     "guide": "docs/guide.md",
     "engines": "docs/engines.md",
     "training": "docs/training.md",
+    "tpu": "docs/tpu.md",
 }
-NOT_RUN = re.compile(r"make ")
-"""What CI itself runs."""
+NOT_RUN = re.compile(r"make |pip install ")
+"""What CI itself runs, or ran before."""
 
 # The torchvision of the package index is built for CUDA: beside a CPU torch its operators do not load.
 SITE = """import sys
@@ -79,6 +81,11 @@ def prepare(page: str, folder: Path) -> None:
         for balance, output in (("2,3", "."), ("1,2,2", "three")):
             run(f"gpipe-plan solve --devices 3 --mem 8GB --batch 8 --balance {balance}", folder)
             run(f"gpipe-plan emit -o {output}", folder)
+    if page == "tpu":
+        layers = "*(nn.Linear(8, 8) for _ in range(8)), nn.Linear(8, 4)"  # one for each of eight cores
+        (folder / "model.py").write_text(
+            f"{HEAD}\n\ndef build_model():\n    return nn.Sequential({layers})\n{EXAMPLE}{LOSS}"
+        )
     if page == "engines":
         (folder / "model.py").write_text(BLOCKS)
         run("gpipe-plan profile model.py --batch-sizes 2,4", folder)
@@ -103,6 +110,8 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_ends_as_the_page_says(page: str, tmp_path: Path) -> None:
     """With exit code 0, or 1 where the page shows the error; and `console` blocks name what is written."""
+    if page == "tpu" and find_spec("torchax") is None:
+        pytest.skip("needs the extra: pip install 'gpipe-plan[tpu]'")
     folder = tmp_path / "here"
     folder.mkdir()
     prepare(page, folder)
