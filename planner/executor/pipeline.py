@@ -1,20 +1,16 @@
 """A model trained as a pipeline: this process runs a stage of it, or several under interleaved 1F1B."""
 
-import functools
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from functools import partial
-from itertools import accumulate, islice
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner import __version__
@@ -23,13 +19,12 @@ from planner.core.errors import ModelError, UsageError
 from planner.core.profile import Device, Environment, Generator
 from planner.core.run_report import RunReport, StageRun
 from planner.core.run_waits import ProcessRun, Waits
-from planner.executor.batch_norm import BatchStatistics
-from planner.executor.build import StageRange, build_stages, build_structure
+from planner.executor.assembly import Assembly
 from planner.executor.draws import drawn_alike
-from planner.executor.engine import Engine, EngineStage
 from planner.executor.evaluation import ForwardOnly
 from planner.executor.failure import Watch, check_gradients, check_losses
 from planner.executor.gradients import clip_gradients
+from planner.executor.job import join_job
 from planner.executor.loss_scale import LossScale
 from planner.executor.losses import UNCOUNTED, loss_counts, weights_of
 from planner.executor.parts import Part, micro_batches_of, parts_of, size_of
@@ -37,15 +32,10 @@ from planner.executor.placement import Groups, place_of
 from planner.executor.position import ANY, Position
 from planner.executor.random_state import StepSeeds, keeping_random_state, seed_process
 from planner.executor.recorder import WARM_UP_STEPS, Recorder
-from planner.executor.replicas import ReplicaGradients
-from planner.executor.stage_module import Boundary, Shapes, StageModule, evaluating, shapes_of
-from planner.executor.store import job_store
-from planner.executor.ties import TiedGradients
+from planner.executor.stage_module import StageModule
 from planner.executor.timeline import gather_runs
-from planner.executor.weights import first_names
 from planner.files import digest_of, read_balance
 from planner.model.autocast import autocast_dtype
-from planner.model.chain import Chain, Layer, chain_digest, shared_parameters
 from planner.model.load import Batch, LoadedModel, load_model, to_device
 from planner.model.machine import cpu_name, keep_freed_memory
 from planner.model.precision import dtype_of, in_precision, to_precision
@@ -81,7 +71,6 @@ class Pipeline:
     ) -> None:
         self.balance = read_balance(str(balance_path))
         self.seed = seed
-        self._timeout = timedelta(seconds=timeout_s)
         self._check_nan = check_nan
         rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.place = place_of(self.balance, rank, num_processes)
@@ -108,10 +97,24 @@ class Pipeline:
         try:
             seed_process(seed)  # a model that is made while its file is imported starts from it, too
             self.model = _load(self.balance, Path(balance_path).parent)
-            self._join()
+            self.position.at("joining the others", waits_for=ANY)
+            self._joined = join_job(self.device, timeout_s, self._told())
             self._groups = Groups.of(self.place)
-            self._statistics = BatchStatistics()
-            self._modules = self._build()
+            self.position.at("building the model")
+            self._assembly = Assembly(
+                self.balance,
+                self.model,
+                place=self.place,
+                groups=self._groups,
+                device=self.device,
+                seed=seed,
+                example_inputs=self.example_batch(0).inputs,
+                recorder=self._recorder,
+                position=self.position,
+                check_nan=check_nan,
+            )
+            # What the script draws from here on (the order of its data) is the same on every rank.
+            seed_process(seed * 1_000_003 + 7919)
             is_float16 = autocast_dtype(self.balance.dtype) == torch.float16
             own = [parameter for _, parameter in self.named_parameters()]
             self._loss_scale = LossScale(own, self.device) if is_float16 else None
@@ -134,10 +137,15 @@ class Pipeline:
         """Whether this rank runs the last stage, of whichever replica."""
         return self.place.is_last
 
+    @property
+    def modules(self) -> list[StageModule]:
+        """The stages that this rank runs, first to last."""
+        return self._assembly.modules
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the names they have in the whole model; each once."""
         named: dict[int, tuple[str, nn.Parameter]] = {}
-        for module in self._modules:
+        for module in self.modules:
             for name, parameter in module.named_parameters():
                 named.setdefault(id(parameter), (name, parameter))
         return iter(named.values())
@@ -151,10 +159,15 @@ class Pipeline:
     def named_tensors(self) -> dict[str, Tensor]:
         """This rank's part of the model's state dict: parameters and persistent buffers, under their names there."""
         held: dict[str, Tensor] = {}
-        for module in self._modules:
+        for module in self.modules:
             held |= dict(module.named_parameters(remove_duplicate=False))
             held |= dict(module.named_buffers(remove_duplicate=False))
         return {name: tensor for name, tensor in held.items() if name in self.first_names}
+
+    @property
+    def first_names(self) -> dict[str, str]:
+        """By name in the model's state dict, the first of the names that its tensor has there."""
+        return self._assembly.first_names
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of this rank beside tensors."""
@@ -254,7 +267,7 @@ class Pipeline:
             The norm of all gradients before.
         """
         own = [parameter for _, parameter in self.named_parameters()]
-        counted_elsewhere = self._tied.counted_elsewhere
+        counted_elsewhere = self._assembly.tied.counted_elsewhere
         group = self._groups.pipeline
         return clip_gradients(own, max_norm, self.device, counted_elsewhere=counted_elsewhere, group=group)
 
@@ -267,7 +280,7 @@ class Pipeline:
             The loss, on the ranks with the first and the last stage.
         """
         batch = Batch(inputs, targets)
-        parts = list(parts_of(batch, size_of(batch) or self.balance.replica_batch, self._micro_batch_size))
+        parts = list(parts_of(batch, size_of(batch) or self.balance.replica_batch, self._assembly.micro_batch_size))
         self.position.at("the evaluation")
         weights = self._weights(parts)
         losses: list[Tensor] = []
@@ -301,7 +314,7 @@ class Pipeline:
             environment=Environment(
                 torch=str(torch.__version__),
                 python=platform.python_version(),
-                dtype=self.balance.dtype or dtype_of(self._modules[0]),
+                dtype=self.balance.dtype or dtype_of(self.modules[0]),
                 threads=self.balance.threads,
             ),
             losses=tuple(self.losses),
@@ -328,6 +341,15 @@ class Pipeline:
 
     # Private methods
 
+    def _told(self) -> dict[str, Any]:
+        """What every rank must have been told alike."""
+        return {
+            "balance.yaml": digest_of(self.balance),
+            "--seed": self.seed,
+            "--device": self.device.type,
+            "torch": str(torch.__version__),
+        }
+
     def _epochs(self) -> Iterator[Any]:
         """All that `train_batches` gives, again and again."""
         assert self.model.train_batches is not None
@@ -338,10 +360,6 @@ class Pipeline:
                 yield pair
             if is_empty:
                 raise ModelError("`train_batches` is empty")
-
-    @property
-    def _micro_batch_size(self) -> int:
-        return self.balance.replica_batch // self.balance.micro_batches
 
     def _parts(self, batch: Batch) -> Iterator[Part]:
         planned = self.balance.replica_batch
@@ -357,12 +375,12 @@ class Pipeline:
                 hint="plan for this batch, or give it in pieces to `accumulate`",
             )
         rounds_of = self.place.num_devices if self.balance.schedule == "interleaved" else 1
-        yield from parts_of(batch, size, self._micro_batch_size, rounds_of=rounds_of)
+        yield from parts_of(batch, size, self._assembly.micro_batch_size, rounds_of=rounds_of)
 
     def _make_engine(self, part: Part) -> None:
         """Made on every rank before anything is sent: a micro-batch too small for a layer is found on all of them."""
         try:
-            self._engine(part.micro_batches, part.micro_batch_size)
+            self._assembly.engine(part.micro_batches, part.micro_batch_size)
         except ModelError as error:
             raise ModelError(
                 f"the last {part.micro_batch_size} samples of a mini-batch cannot be a micro-batch: {error}",
@@ -384,162 +402,33 @@ class Pipeline:
                 peak_bytes=self._recorder.peak_bytes,
                 outside_bytes=self._recorder.outside_bytes,
             )
-            for stage, module in zip(described, self._modules, strict=True)
+            for stage, module in zip(described, self.modules, strict=True)
         ]
-
-    def _join(self) -> None:
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        if dist.is_initialized():
-            return  # the caller's group, which the caller leaves
-        if "RANK" not in os.environ:
-            dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
-            self._joined = True
-            return
-        self.position.at("joining the others", waits_for=ANY)
-        # The watch, which knows more, is to find out first.
-        timeout = self._timeout + timedelta(seconds=30)
-        world = int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=self.rank, world_size=world)
-        self._joined = True
-        self._check_same_start()
-
-    def _check_same_start(self) -> None:
-        """Refuses, on every rank, to start with ranks that were told different things."""
-        mine = {
-            "balance.yaml": digest_of(self.balance),
-            "--seed": self.seed,
-            "--device": self.device.type,
-            "torch": str(torch.__version__),
-        }
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
-        for what, value in told[0].items():
-            others = [rank for rank, its in enumerate(told) if its[what] != value]
-            if others:
-                raise UsageError(
-                    f"rank {others[0]} has another {what} ({told[others[0]][what]}) than rank 0 ({value})",
-                    hint="give every process the same files and the same command line, also on other machines",
-                )
-
-    def _build(self) -> list[StageModule]:
-        balance, place = self.balance, self.place
-        self.position.at("building the model")
-        chain = build_structure(self.model)
-        _check_same_model(balance, chain.names, chain_digest(chain, self.model.settings, balance.dtype))
-        self.first_names = first_names(chain.model)
-        cuts = list(accumulate(balance.balance, initial=0))
-        ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
-
-        @functools.cache
-        def shapes_for(size: int, *, training: bool) -> Shapes:
-            inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self.example_batch(0).inputs)
-            with nullcontext() if training else evaluating(chain.model):
-                return shapes_of(chain, inputs, precision=balance.dtype, device=self.device)
-
-        shapes = shapes_for(self._micro_batch_size, training=True)
-        built = build_stages(self.model, chain, ranges, seed=self.seed, device=self.device)
-        modules = [self._module(chain, shapes, *stage) for stage in zip(place.stages, ranges, built, strict=True)]
-        for index, module in zip(place.stages, modules, strict=True):
-            module.timed_again = partial(self._recorder.timed_again, stage=index)
-        stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]
-        named = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
-        self._tied = TiedGradients(shared_parameters(chain.layers), named, place, stage_of)
-        self._replicas = self._replica_gradients(modules)
-        # What the script draws from here on (the order of its data) is the same on every rank.
-        seed_process(self.seed * 1_000_003 + 7919)
-
-        @functools.cache
-        def engine_for(micro_batches: int, size: int) -> Engine:
-            return self._engine_for(modules, shapes_for(size, training=True), ranges, micro_batches)
-
-        def received(size: int, *, training: bool) -> list[Boundary]:
-            boundaries = shapes_for(size, training=training).boundaries
-            return [boundaries[layers.first] for layers in ranges]
-
-        # What a last smaller mini-batch needs is made when it comes.
-        self._engine, self._received = engine_for, received
-        engine_for(balance.micro_batches, self._micro_batch_size)
-        return modules
-
-    def _module(
-        self, chain: Chain, shapes: Shapes, index: int, layers: StageRange, built: tuple[Layer, ...]
-    ) -> StageModule:
-        stage, end, is_last = self.balance.stages[index], layers.end, index == self.place.num_stages - 1
-        recomputed = {stage.layers.index(n): shapes.recomputed(chain.names.index(n), end) for n in stage.recomputed}
-        return StageModule(
-            built,
-            received=shapes.boundaries[layers.first],
-            recompute=stage.recompute,
-            micro_batches=self.balance.micro_batches,
-            loss_fn=self.model.loss_fn if is_last else None,
-            # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
-            copies_input=shapes.stage_writes_input(layers.first, end) and 0 not in recomputed,
-            carries=() if is_last else [t.requires_grad for t in shapes.boundaries[end].tensors],
-            recomputed=recomputed,
-            first_layer=layers.first,
-            statistics=self._statistics,
-        )
-
-    def _replica_gradients(self, modules: Sequence[StageModule]) -> ReplicaGradients | None:
-        if self._groups.replicas is None:
-            return None
-        tied = set(self._tied.parameters)  # summed over the replicas, too
-        own = [[p for p in module.parameters() if p.requires_grad and p not in tied] for module in modules]
-        return ReplicaGradients(own, self._groups.replicas, keeps_earlier=self.place.replica == 0)
-
-    def _engine_for(
-        self, modules: Sequence[StageModule], shapes: Shapes, ranges: Sequence[StageRange], micro_batches: int
-    ) -> Engine:
-        loss = torch.empty((), device="meta", requires_grad=True)
-        place, last = self.place, self.place.num_stages - 1
-        stages = [
-            EngineStage(
-                module=module,
-                index=index,
-                received=shapes.boundaries[layers.first].tensors,
-                sent=(loss,) if index == last else shapes.boundaries[layers.end].tensors,
-                timer=partial(self._recorder.timed, stage=index),
-                last_backward=partial(self._replicas.last_backward, n) if self._replicas else nullcontext,
-            )
-            for n, (index, module, layers) in enumerate(zip(place.stages, modules, ranges, strict=True))
-        ]
-        return Engine(
-            stages,
-            num_stages=place.num_stages,
-            ranks=[place.rank_of(position) for position in range(place.num_devices)],
-            device=self.device,
-            schedule=self.balance.schedule,
-            micro_batches=micro_batches,
-            group=self._groups.pipeline,
-            precision=self.balance.dtype,
-            position=self.position,
-            check_nan=self._check_nan,
-        )
 
     def _forward_backward(self, parts: Sequence[Part]) -> float | None:
         weights = self._weights(parts)
-        self._tied.begin()
+        self._assembly.tied.begin()
         if self._loss_scale is not None:
             self._loss_scale.begin()
-        if self._replicas is not None:
-            self._replicas.begin()
+        if self._assembly.replicas is not None:
+            self._assembly.replicas.begin()
         losses: list[Tensor] = []
         # The mini-batch of all replicas is numbered through.
         before, first = self.place.replica * sum(part.micro_batches for part in parts), 0
         with keeping_random_state():
             for part in parts:
-                for module in self._modules:
+                for module in self.modules:
                     module.seeds = StepSeeds(self.seed, self.step_index, before + first)
-                if self._replicas is not None:
-                    self._replicas.is_last_part = part is parts[-1]
+                if self._assembly.replicas is not None:
+                    self._assembly.replicas.is_last_part = part is parts[-1]
                 self._recorder.first_micro_batch = first
                 losses += self._run(part, weights[first : first + part.micro_batches])
                 first += part.micro_batches
         self.position.at("the gradients", waits_for=ANY)
-        self._statistics.commit(self._groups.replicas)
-        if self._replicas is not None:
-            self._replicas.finish()
-        self._tied.sum()
+        self._assembly.statistics.commit(self._groups.replicas)
+        if self._assembly.replicas is not None:
+            self._assembly.replicas.finish()
+        self._assembly.tied.sum()
         self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
         if self._loss_scale is None and self._check_nan:
             check_gradients(dict(self.named_parameters()), self.position)
@@ -567,33 +456,27 @@ class Pipeline:
 
     def _run(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
         """Forward and backward; on the last rank, what each loss adds to that of the mini-batch."""
-        engine = self._engine(part.micro_batches, part.micro_batch_size)
-        self._expect(part, training=True)
+        engine = self._assembly.engine(part.micro_batches, part.micro_batch_size)
+        self._assembly.expect(part, training=True)
         if self._loss_scale is not None:
             engine.loss_scale = self._loss_scale.value
         return engine.step(self._input_tensors(part), self._targets(part, weights), weights)
-
-    def _expect(self, part: Part, *, training: bool) -> None:
-        for module, boundary in zip(
-            self._modules, self._received(part.micro_batch_size, training=training), strict=True
-        ):
-            module.received = boundary
 
     def _evaluate(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
         """The same without gradients."""
         place = self.place
         forward = ForwardOnly(
-            modules=self._modules,
+            modules=self.modules,
             device=self.device,
             precision=self.balance.dtype,
             before=[None if stage == 0 else place.rank_of(stage - 1) for stage in place.stages],
             behind=[None if stage == place.num_stages - 1 else place.rank_of(stage + 1) for stage in place.stages],
             num_devices=place.num_devices,
         )
-        self._expect(part, training=False)
-        self._modules[-1].targets = self._targets(part, weights)
+        self._assembly.expect(part, training=False)
+        self.modules[-1].targets = self._targets(part, weights)
         losses = forward.run(micro_batches_of(self._input_tensors(part), part.micro_batches))
-        self._modules[-1].targets = []
+        self.modules[-1].targets = []
         return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
 
     def _input_tensors(self, part: Part) -> list[Tensor]:
@@ -661,19 +544,3 @@ def _device(name: str) -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
-
-
-def _check_same_model(balance: Balance, names: tuple[str, ...], digest: str) -> None:
-    planned = tuple(name for stage in balance.stages for name in stage.layers)
-    changed = [(a, b) for a, b in zip(planned, names, strict=False) if a != b]
-    if planned != names:
-        what = f'"{changed[0][1]}" stands where "{changed[0][0]}" was' if changed else f"{len(names)} layers"
-        raise ModelError(
-            f"the model is not the one that was planned: {what} (planned were {len(planned)} layers)",
-            hint="profile, solve and emit again",
-        )
-    if balance.model.digest and digest != balance.model.digest:
-        raise ModelError(
-            f"the model has changed since it was planned (digest {digest[:19]}…, planned {balance.model.digest[:19]}…)",
-            hint="profile, solve and emit again",
-        )

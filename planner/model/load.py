@@ -11,9 +11,10 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -201,14 +202,24 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
         raise FileError("is a directory, a model.py is needed", path=path)
     if not file.is_file():
         raise FileError("no such file", path=path, hint="give the path of a Python file that defines your model")
-    spec = importlib.util.spec_from_file_location(f"gpipe_plan_model_{file.stem}", file.resolve())
-    if spec is None or spec.loader is None:
+    if file.suffix != ".py":
         raise FileError("is not a Python file (its name must end in .py)", path=path)
+    name = f"gpipe_plan_model_{file.stem}"
+    loader = _FromSource(name, str(file.resolve()))
+    spec = importlib.util.spec_from_file_location(name, file.resolve(), loader=loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # pickling and dataclasses look it up
     with user_code(path, "importing it"):
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     return path, module, entry if colon else None
+
+
+class _FromSource(SourceFileLoader):
+    """Reads a model file as it is now: a cache of bytecode takes an edit within the same second for none."""
+
+    def path_stats(self, path: str) -> NoReturn:
+        raise OSError(f"{path} is not cached")
 
 
 def _builder(

@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -577,7 +577,20 @@ def _torchax() -> Any:
         import torchax.tensor  # noqa: PLC0415
     # torchax 0.0.13 has no state for a device, for which torch's `fork_rng` asks; JAX's keys are ours to hand on.
     torchax.device_module.get_rng_state = lambda *_: torch.empty(0)
+    # Nor has it streams, for which torch's checkpoints ask whatever device there is, also those of other models.
+    torchax.device_module.current_stream = lambda *_: _STREAM
+    torchax.device_module.stream = nullcontext
     return torchax
+
+
+class _Stream:
+    """Work is done when it has been asked for."""
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+
+_STREAM = _Stream()
 
 
 @contextmanager

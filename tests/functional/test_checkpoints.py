@@ -41,7 +41,8 @@ class Ran(NamedTuple):
     @property
     def ours(self) -> str:
         """All but what torchrun says itself."""
-        return self.err.partition('Traceback (most recent call last):\n  File "<frozen runpy>"')[0]
+        own = self.err.partition('Traceback (most recent call last):\n  File "<frozen runpy>"')[0]
+        return "\n".join(line for line in own.splitlines() if "/elastic/" not in line)
 
 
 @pytest.fixture(scope="module")

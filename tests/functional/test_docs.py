@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from planner.cli.main import app_for
 from tests.support.cli import EXAMPLE, HEAD, LOSS, environment
-from tests.support.docs import ROOT, blocks, lines
+from tests.support.docs import ROOT, blocks, lines, quick
 
 PAGES = {
     "README": "README.md",
@@ -100,7 +100,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
         PYTHONPATH=f"{folder}:{ROOT}",
         XDG_CACHE_HOME=str(folder / "cache"),
     )
-    line = re.sub(r"^gpipe-plan\b", "python -m planner", line)
+    line = quick(re.sub(r"^gpipe-plan\b", "python -m planner", line))
     return subprocess.run(
         ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
     )
@@ -129,7 +129,8 @@ def test_every_option_that_is_mentioned_exists() -> None:
     others |= {"--pipeline-model-parallel-layout"}
     group = get_command(app_for(["--help"]))
     options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
-    script = (ROOT / "planner" / "executor" / "script.py").read_text(encoding="utf-8")
+    scripts = ("script.py", "jax_training.py")
+    script = "".join((ROOT / "planner" / "executor" / name).read_text(encoding="utf-8") for name in scripts)
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
         unknown = {option for option in named - options - others if f'"{option}"' not in script}

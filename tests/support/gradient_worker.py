@@ -68,7 +68,7 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
             assert all(p.grad is None for _, p in pipeline.named_parameters())
         assert torch.equal(torch.get_rng_state(), state)
     parameters = {name: p.detach().clone() for name, p in _own(pipeline)}
-    buffers = {name: buffer for module in pipeline._modules for name, buffer in module.named_buffers()}
+    buffers = {name: buffer for module in pipeline.modules for name, buffer in module.named_buffers()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object((gradients, parameters, buffers), gathered if pipeline.rank == 0 else None)
     pipeline.close()
@@ -277,7 +277,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _own(pipeline: Pipeline) -> list[tuple[str, nn.Parameter]]:
-    return [named for module in pipeline._modules for named in _named(module)]
+    return [named for module in pipeline.modules for named in _named(module)]
 
 
 def _names(model: nn.Module, parameter: nn.Parameter) -> set[str]:

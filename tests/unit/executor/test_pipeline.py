@@ -250,7 +250,7 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
     loaded = pipeline.model
     torch.manual_seed(1)
     model = loaded.build()
-    before = {name: value.clone() for name, value in pipeline._modules[0].state_dict().items()}
+    before = {name: value.clone() for name, value in pipeline.modules[0].state_dict().items()}
     state = torch.get_rng_state()
     for size in (19, 8, 1):
         inputs, targets = torch.randn(size, 8), torch.randn(size, 4)
@@ -258,8 +258,8 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
         expected = float(loaded.loss_fn(model.eval()(inputs), targets).detach())
         assert pipeline.evaluate(inputs, targets) == pytest.approx(expected, rel=1e-6)
         assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in pipeline._modules[0].state_dict().items())
-    assert [m.training for m in pipeline._modules[0].modules() if isinstance(m, nn.BatchNorm1d)] == 2 * [True, False]
+    assert all(torch.equal(value, before[name]) for name, value in pipeline.modules[0].state_dict().items())
+    assert [m.training for m in pipeline.modules[0].modules() if isinstance(m, nn.BatchNorm1d)] == 2 * [True, False]
     assert all(p.grad is None for _, p in pipeline.named_parameters())
     assert (pipeline.losses, pipeline.step_index) == ([], 0)
     pipeline.close()
@@ -306,7 +306,7 @@ def test_no_graph_outlives_a_step(tmp_path: Path) -> None:
         alive.extend((weakref.ref(output), weakref.ref(loss)))
         return loss
 
-    pipeline._modules[0]._loss_fn = loss_fn
+    pipeline.modules[0]._loss_fn = loss_fn
     with pipeline.step(*pipeline.example_batch(0)):
         pass
     assert len(alive) == 8

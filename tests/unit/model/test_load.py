@@ -1,5 +1,6 @@
 """What a model.py offers is found by name, called with typed settings, and blamed with file and line."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -97,6 +98,16 @@ def test_without_an_entry_the_file_is_refused(tmp_path: Path, text: str, entry: 
         load(tmp_path, HEAD + text + EXAMPLE, entry).build()
     assert told in str(refused.value)
     assert "model.py" in str(refused.value)
+
+
+def test_a_file_is_read_as_it_is_now(tmp_path: Path) -> None:
+    """Edited within a second, and as long as before: Python's cache would not notice."""
+    for width in (16, 24):
+        path = write_model(tmp_path, MODEL.replace("width: int = 16", f"width: int = {width}"))
+        os.utime(path, (1e9, 1e9))
+        loaded = load_model(str(path), settings={}, inputs=(), optimizer=None)
+        assert next(iter(loaded.build().parameters())).shape[0] == width
+    assert not (tmp_path / "__pycache__").exists()
 
 
 def test_neighbours_are_importable(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_torchax_still_has_no_state_of_chance() -> None:
     exec(Path(folder, "device_module.py").read_text(encoding="utf-8"), scope)
     with pytest.raises(TypeError):
         scope["get_rng_state"](0)
+    assert "current_stream" not in scope, "torchax has streams: take the mends of them out"
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
