@@ -64,13 +64,12 @@ def test_models_that_are_no_sequential(tmp_path: Path) -> None:
         assert result["whole_parameter"] < 1e-4, case
 
 
-@pytest.mark.parametrize("balance", [(2, 2), (1, 2, 1)], ids=["two", "three"])
-def test_other_precisions(tmp_path: Path, balance: tuple[int, ...]) -> None:
+def test_other_precisions(tmp_path: Path) -> None:
     """Gradients are those of the unpipelined model in that precision: to the bit against the same micro-batches."""
     cases = [
         Case(
             model=TRANSFORMER,
-            balance=balance,
+            balance=(1, 2, 1),
             settings=SMALL,
             recompute=recompute,
             schedule=schedule,
@@ -81,7 +80,7 @@ def test_other_precisions(tmp_path: Path, balance: tuple[int, ...]) -> None:
         for recompute in ("never", "except-last", "always")
         for schedule in ("gpipe", "1f1b")
         for m in (1, 2, 4)
-        if schedule == "gpipe" or m >= len(balance)
+        if schedule == "gpipe" or m == 4
     ]
     for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
         assert result["split_loss"] < 1e-6, case
@@ -151,6 +150,7 @@ def test_interleaved(tmp_path: Path) -> None:
             (FROZEN, (2, 2, 2, 1), (("frozen", "012"),)),
         )
         for recompute, m in (("never", 4), ("except-last", 2), ("always", 4))
+        if recompute == "always" or model in {TRANSFORMER, AWKWARD}
     ]
     mixed = Case(
         model=AMOEBANET,
@@ -228,7 +228,7 @@ def test_replicas(tmp_path: Path) -> None:
         assert relative < (1e-5 if precise else 0.02), case
 
 
-@pytest.mark.parametrize("balance", [(5, 4), (2, 3, 4), (1, 3, 3, 2)], ids=["two", "three", "four"])
+@pytest.mark.parametrize("balance", [(5, 4), (1, 3, 3, 2)], ids=["two", "four"])
 def test_training_as_people_do_it(tmp_path: Path, balance: tuple[int, ...]) -> None:
     """Dropout, batch normalisation, masked targets; five steps, each recomputation and schedule, to the bit.
 
