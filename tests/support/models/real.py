@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.model.nests import tensors_in
 from tests.support.real_models import REAL_MODELS, loss_of
 
 
@@ -19,11 +20,11 @@ def example_batch(batch_size: int, name: str = "GPT-2") -> tuple[Any, Tensor]:
 
 
 def loss_fn(output: Any, _target: Any) -> Tensor:
-    """The model's own, where it has one; else a mean over the samples that every number has a part in."""
+    """The model's own, where it has one; else means over the samples that every number has a part in."""
     if getattr(output, "loss", None) is not None:
         return loss_of(output)
-    values = output.flatten(1)
-    return (values * torch.cos(torch.arange(values.shape[1]))).mean()
+    values = [tensor.flatten(1) for tensor in tensors_in(output) if tensor.is_floating_point()]
+    return torch.stack([(each * torch.cos(torch.arange(each.shape[1]))).mean() for each in values]).sum()
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
