@@ -264,35 +264,35 @@ def emit(
 ) -> tuple[Path, ...]:
     """Writes `balance.yaml` and `train.py`, the pipelined training script, and says where they stand.
 
+    A `train.py` that was edited stays as it is: it runs whatever `balance.yaml` says.
+
     Args:
         plan: A plan, or its file.
         output: Folder to write to.
         profile: The plan's profile, if it is a value or its file was moved.
         standalone: Whether to write a `train.py` alone, which needs torch alone: plain GPipe or 1F1B, `nn.Sequential`.
-        force: Whether to overwrite a train.py that was edited.
+        force: Whether to overwrite what was edited.
 
     Raises:
         StaleError: The plan was made from another profile.
         UsageError: The executor cannot run such a plan, or the profile names no model file.
-        FileError: A file cannot be read or written, or train.py was edited.
+        FileError: A file cannot be read or written; balance.yaml, or a standalone train.py, was edited.
     """
-    from planner.emit import emit_native, emit_standalone, is_edited  # noqa: PLC0415 - only here
+    from planner.emit import emit_native, emit_standalone, refuse_edited  # noqa: PLC0415 - only here
 
     read, place = _plan(plan)
     measured, profile_place = _profile_for(read, place, profile)
     folder = str(Path(profile_place).parent)
     now, where = _fresh(read, measured, place), {"folder": os.fspath(output), "profile_folder": folder}
-    if standalone:
-        texts = {"train.py": emit_standalone(now, measured, **where)}
-    else:
-        emitted = emit_native(now, measured, **where)
-        texts = {"balance.yaml": emitted.balance, "train.py": emitted.script}
     script = Path(output, "train.py")
-    if not force and is_edited(script):
-        raise FileError("was edited since it was emitted", path=str(script), hint="keep it, or pass `force=True`")
-    for name, text in texts.items():
-        files.write_text(str(Path(output, name)), text)
-    return tuple(Path(output, name) for name in texts)
+    if not standalone:
+        emit_native(now, measured, **where).write(os.fspath(output), force=force)
+        return Path(output, "balance.yaml"), script
+    text = emit_standalone(now, measured, **where)
+    if not force:
+        refuse_edited(script)
+    files.write_text(str(script), text)
+    return (script,)
 
 
 def check(

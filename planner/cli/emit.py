@@ -10,11 +10,11 @@ from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
 from planner.cli.plans import profile_for, profile_path
 from planner.core.balance import launch_line
-from planner.core.errors import FileError, StaleError, UsageError
+from planner.core.errors import StaleError, UsageError
 from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.verdict import judge
-from planner.emit import ENGINES, JAX_SCRIPT, emit_engine, emit_jax, emit_native, emit_standalone, is_edited
+from planner.emit import ENGINES, Emitted, emit_engine, emit_jax, emit_native, emit_standalone, refuse_edited
 
 __all__ = ["emit"]
 
@@ -67,11 +67,7 @@ def emit(
 
 def _native(console: Console, plan: Plan, profile: Profile, output: str, profile_folder: str, *, force: bool) -> None:
     emitted = emit_native(plan, profile, folder=output, profile_folder=profile_folder)
-    script = Path(output, "train.py")
-    _keep_edited(script, force=force)
-    files.write_text(str(Path(output, "balance.yaml")), emitted.balance)
-    files.write_text(str(script), emitted.script)
-    console.result(f"{Path(output, 'balance.yaml')}\n{script}")
+    script = _write(console, emitted, output, force=force)
     used = sorted({plan.device_of(stage) for stage in plan.stages})
     if used[-1] >= len(used):
         places = ",".join(map(str, used))
@@ -84,7 +80,8 @@ def _standalone(
 ) -> None:
     text = emit_standalone(plan, profile, folder=output, profile_folder=profile_folder)
     script = Path(output, "train.py")
-    _keep_edited(script, force=force)
+    if not force:
+        refuse_edited(script)
     files.write_text(str(script), text)
     console.result(str(script))
     console.next(f"torchrun --nproc-per-node {len(plan.stages)} {script}")
@@ -92,18 +89,15 @@ def _standalone(
 
 def _jax(console: Console, plan: Plan, profile: Profile, output: str, profile_folder: str, *, force: bool) -> None:
     emitted = emit_jax(plan, profile, folder=output, profile_folder=profile_folder)
-    script = Path(output, JAX_SCRIPT)
-    _keep_edited(script, force=force)
-    files.write_text(str(Path(output, "balance.yaml")), emitted.balance)
-    files.write_text(str(script), emitted.script)
-    console.result(f"{Path(output, 'balance.yaml')}\n{script}")
+    script = _write(console, emitted, output, force=force)
     console.next(f"python {script}")
 
 
 def _engine(console: Console, name: str, plan: Plan, profile: Profile, output: str, *, force: bool) -> None:
     emitted = emit_engine(name, plan, profile)
     path = Path(output, emitted.name)
-    _keep_edited(path, force=force)
+    if not force:
+        refuse_edited(path)
     files.write_text(str(path), emitted.text)
     console.result(str(path))
     for note in emitted.notes:
@@ -111,6 +105,12 @@ def _engine(console: Console, name: str, plan: Plan, profile: Profile, output: s
     console.next(emitted.use)
 
 
-def _keep_edited(path: Path, *, force: bool) -> None:
-    if not force and is_edited(path):
-        raise FileError("was edited since it was emitted", path=str(path), hint="keep it, or pass `--force`")
+def _write(console: Console, emitted: Emitted, output: str, *, force: bool) -> Path:
+    written = emitted.write(output, force=force)
+    script = Path(output, emitted.name)
+    console.result(str(Path(output, "balance.yaml")))
+    if written:
+        console.result(str(script))
+    else:
+        console.note(f"note: {script} was edited and stays; it runs the new balance.yaml (`--force` writes it anew)")
+    return script

@@ -5,7 +5,7 @@ from planner.emit.jax_program import JAX_SCRIPT, emit_jax
 from planner.emit.layout import EngineFile
 from planner.emit.native import Emitted, decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
-from planner.emit.signature import is_edited
+from planner.emit.signature import is_edited, refuse_edited
 from planner.emit.standalone import emit_standalone
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "emit_standalone",
     "is_edited",
     "read_balance_list",
+    "refuse_edited",
 ]

@@ -17,8 +17,8 @@ from planner.core.planning import GENERATOR
 from planner.core.precision import precision_of
 from planner.core.profile import Profile
 from planner.core.units import format_bytes, format_speed, format_us
-from planner.emit.signature import signed
-from planner.files import digest_of, dump
+from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
+from planner.files import digest_of, dump, write_text
 
 __all__ = ["Emitted", "decisions_digest", "emit_native", "emit_with", "in_docstring", "relocated", "stage_table"]
 
@@ -29,10 +29,35 @@ Edit the plan and emit again rather than editing here; train.py refuses a model 
 
 @dataclass(frozen=True, kw_only=True)
 class Emitted:
-    """Texts to be written."""
+    """Texts to be written: `balance.yaml`, and the script, called `name`, which reads it."""
 
     balance: str
     script: str
+    name: str
+
+    def write(self, folder: str, *, force: bool = False) -> bool:
+        """Writes both files, except a script that was edited after it was emitted: it runs the new `balance.yaml`.
+
+        Args:
+            folder: Where to, as was said when they were made.
+            force: Whether to overwrite whatever was edited.
+
+        Returns:
+            Whether the script was written.
+
+        Raises:
+            FileError: `balance.yaml` was edited, the script is somebody's own, or a file cannot be written.
+        """
+        balance, script = Path(folder, "balance.yaml"), Path(folder, self.name)
+        if not force:
+            refuse_edited(balance, hint="edit the plan instead; `--force` overwrites this file")
+        kept = not force and is_edited(script)
+        if kept and not runs_balance(script):
+            refuse_edited(script)
+        write_text(str(balance), self.balance)
+        if not kept:
+            write_text(str(script), self.script)
+        return not kept
 
 
 def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) -> Emitted:
@@ -67,7 +92,7 @@ def emit_with(
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
     balance = _balance(plan, profile, relocated(profile.model.source, profile_folder, folder))
     script = _script(template, Path(folder, name), plan, balance, more or {})
-    return Emitted(balance=dump(balance, header=_HEADER), script=signed(script))
+    return Emitted(balance=signed(dump(balance, header=_HEADER)), script=signed(script), name=name)
 
 
 def decisions_digest(plan: Plan) -> str:

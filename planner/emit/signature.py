@@ -3,28 +3,45 @@
 import hashlib
 from pathlib import Path
 
-__all__ = ["is_edited", "signed"]
+from planner.core.errors import FileError
+
+__all__ = ["is_edited", "refuse_edited", "runs_balance", "signed"]
 
 _SIGNATURE = "\n# As emitted: "
 """Begins the last line; what follows is the digest of all above."""
 
 
 def signed(body: str) -> str:
-    """`body` with its digest as a comment at the end, as Python, shell and TOML write comments."""
+    """`body` with its digest as a comment at the end, as Python, shell, TOML and YAML write comments."""
     return f"{body}{_SIGNATURE}{_digest(body)}\n"
 
 
 def is_edited(path: Path) -> bool:
     """Whether a file at this path is not, or no longer, as it was emitted."""
-    try:
-        if not path.is_file():
-            return False
-        body, _, signature = path.read_text(encoding="utf-8").rpartition(_SIGNATURE)
-    except UnicodeDecodeError:
-        return True
-    except OSError:
-        return False  # nothing that could be lost; writing will say what is wrong
+    text = _text(path)
+    if text is None:
+        return False
+    body, _, signature = text.rpartition(_SIGNATURE)
     return signature.strip() != _digest(body)
+
+
+def runs_balance(path: Path) -> bool:
+    """Whether a file at this path was once emitted and reads `balance.yaml`, edited or not."""
+    text = _text(path)
+    return text is not None and _SIGNATURE in text and "balance.yaml" in text
+
+
+def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> None:
+    """Raises `FileError` if the file was edited since it was emitted."""
+    if is_edited(path):
+        raise FileError("was edited since it was emitted", path=str(path), hint=hint)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    except OSError:
+        return None  # nothing that could be lost; writing will say what is wrong
 
 
 def _digest(body: str) -> str:

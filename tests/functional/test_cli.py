@@ -566,25 +566,38 @@ def test_a_moved_profile_is_named_with_an_option(here: Path, capsys: Capsys) -> 
 # emit
 
 
-def test_an_edited_script_is_not_overwritten(here: Path, capsys: Capsys) -> None:
-    """Emitting again is fine until a person changed train.py; then only `--force` replaces it."""
+def test_an_edited_script_stays_and_runs_the_new_balance(here: Path, capsys: Capsys) -> None:
+    """Emitting again renews balance.yaml alone once a person changed train.py; only `--force` replaces that."""
     assert call(capsys, "emit").code == 0
     assert call(capsys, "emit").code == 0
     emitted = (here / "train.py").read_text()
     replace_once(here / "train.py", "STEPS = 20", "STEPS = 30")
     edited = (here / "train.py").read_text()
-    balance = (here / "balance.yaml").read_text()
     call(capsys, *SOLVE[:5], "--balance", "3,2")
 
-    refused = call(capsys, "emit")
-    assert (refused.code, refused.out) == (2, "")
-    assert refused.error == "train.py: error: was edited since it was emitted"
-    assert "--force" in refused.err
+    again = call(capsys, "emit")
+    assert (again.code, again.out) == (0, "balance.yaml\n")
+    assert "train.py was edited and stays" in again.err
     assert (here / "train.py").read_text() == edited
-    assert (here / "balance.yaml").read_text() == balance
+    assert files.read_balance("balance.yaml").balance == (3, 2)
 
     assert call(capsys, "emit", "--force").code == 0
     assert "STEPS = 20" in (here / "train.py").read_text() != emitted
+
+
+def test_an_edited_balance_is_not_overwritten(here: Path, capsys: Capsys) -> None:
+    """The plan is the place to edit; what somebody wrote into balance.yaml all the same is not lost."""
+    assert call(capsys, "emit").code == 0
+    with (here / "balance.yaml").open("a") as file:
+        file.write("# mine\n")
+    edited, script = (here / "balance.yaml").read_text(), (here / "train.py").read_text()
+    call(capsys, *SOLVE[:5], "--balance", "3,2")
+    refused = call(capsys, "emit")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.error == "balance.yaml: error: was edited since it was emitted"
+    assert ((here / "balance.yaml").read_text(), (here / "train.py").read_text()) == (edited, script)
+    assert call(capsys, "emit", "--force").code == 0
+    assert files.read_balance("balance.yaml").balance == (3, 2)
 
 
 def test_somebody_elses_script_is_not_overwritten(here: Path, capsys: Capsys) -> None:

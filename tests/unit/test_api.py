@@ -233,7 +233,7 @@ def test_emitting_from_python(here: Path) -> None:
     balance, script = planner.emit(plan, profile=read, output="out")
     assert (balance, script) == (Path("out/balance.yaml"), Path("out/train.py"))
     assert files.read_balance(str(balance)).balance == plan.balance
-    script.write_text("mine")
+    script.write_text("mine")  # not one that was emitted
     with pytest.raises(FileError, match="was edited"):
         planner.emit(plan, profile=read, output="out")
     planner.emit(plan, profile=read, output="out", force=True)
