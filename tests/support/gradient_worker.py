@@ -63,6 +63,7 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         scheduler.step()
+        assert loss is None or pipeline.last_step_samples == sum(piece.num_samples for piece in calls[-1])
         if case["evaluate"]:
             evaluated = pipeline.evaluate(*pipeline.own_part(*_to_evaluate(case, pipeline)))
             assert all(p.grad is None for _, p in pipeline.named_parameters())
