@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -308,7 +309,7 @@ def _peer_steps_us(python: str, cases: Sequence[Case]) -> list[float | None]:
 
 def _print_head() -> None:
     print("# The executor's own cost\n")
-    print(f"`python benchmarks/executor.py` on {cpu_name()} ({os.cpu_count()} cores), ", end="")
+    print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()} ({os.cpu_count()} cores), ", end="")
     print(f"torch {torch.__version__}, Python {platform.python_version()}; load average {os.getloadavg()[0]:.1f}.")
     print(
         f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and twice as long backward, one per stage; uneven: ", end=""
