@@ -17,6 +17,7 @@ BRANCHING = ROOT / "tests/support/models/branching.py"
 FROZEN = ROOT / "tests/support/models/frozen.py"
 AWKWARD = ROOT / "tests/support/models/awkward.py"
 EVERYDAY = ROOT / "tests/support/models/everyday.py"
+OVERFLOWING = ROOT / "tests/support/models/overflowing.py"
 REAL = ROOT / "tests/support/models/real.py"
 SMALL = (("layers", 2), ("width", 32), ("feed_forward", 64), ("heads", 2), ("vocabulary", 64), ("tokens", 16))
 
@@ -90,15 +91,34 @@ def test_other_precisions(tmp_path: Path) -> None:
 
 
 def test_float16_with_scaled_loss(tmp_path: Path) -> None:
-    """The scale, a power of two, is gone from gradients and loss; several stages step alike."""
+    """The scale, a power of two, is gone from gradients and loss; several stages step alike.
+
+    Where the gradients of one stage overflow, all skip the step, as `torch.amp.GradScaler` does with one model:
+    accumulated from two pieces and clipped, too.
+    """
     cases = [
         Case(model=FROZEN, balance=(3, 2, 2), recompute=recompute, schedule=schedule, dtype="fp16-mixed", steps=3)
         for recompute, schedule in (("never", "gpipe"), ("except-last", "1f1b"), ("always", "gpipe"))
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    overflowing = Case(
+        model=OVERFLOWING,
+        balance=(1, 1, 1),
+        schedule="1f1b",
+        dtype="fp16-mixed",
+        steps=4,
+        seed=3,
+        pieces=2,
+        clip=0.01,
+    )
+    *results, overflowed = run_cases([*cases, overflowing], tmp_path)
+    for case, result in zip(cases, results, strict=True):
         assert result["split_loss"] < 1e-3, case
         assert result["split_relative"] < 0.02, case
         assert result["split_parameter"] < 1e-2, case
+    assert overflowed["split_overflowed"] == [[], ["2.weight"], [], []]
+    assert overflowed["skipped"] == [[False, True, False, False]] * 3
+    assert overflowed["split_parameter"] < 1e-6
+    assert overflowed["split_norm"] < 1e-5
 
 
 def test_frozen_parameters(tmp_path: Path) -> None:
