@@ -57,7 +57,7 @@ KEPT = 4 * 2**20
 
 MODEL = (
     f"KEPT = {KEPT}"
-    + """
+     """
 import time
 
 import torch
