@@ -5,8 +5,10 @@
 
 A stage is one layer that sleeps in forward and in backward, so that nothing but schedule, transfers and bookkeeping is
 measured. K processes over gloo run every case with the executor and with a bare `ScheduleGPipe` or `Schedule1F1B`, a
-step of the one after a step of the other. The constant per micro-batch, stage and direction is what the first case of
-each K takes beyond its simulated time; all other cases are predicted with it. `--peers` names a Python with `torch` and
+step of the one after a step of the other. The constant per micro-batch, stage and direction is what the even case with
+most micro-batches takes beyond its simulated time, for each K and schedule; the other cases are predicted with it. Each
+schedule has its own, because torch's loops wait differently: 1F1B's sends and receives in one call, where GPipe's does
+so in two, and its stages do not all wake up at once. The bare loops differ by as much. `--peers` names a Python with `torch` and
 `torchgpipe`, which then runs the same cases with its threads. A busy machine makes sleeps longer: use a quiet one.
 
 Peak memory is that of one more step, in which every layer keeps 4 MiB for its backward: how far the memory of all
@@ -57,7 +59,7 @@ KEPT = 4 * 2**20
 
 MODEL = (
     f"KEPT = {KEPT}"
-     """
+    """
 import time
 
 import torch
@@ -175,13 +177,14 @@ def main() -> None:
     for num_stages in (4,) if given.quick else (4, 8):
         cases = list(_cases(num_stages, (4, 8) if given.quick else (num_stages, 32)))
         found = _measure(cases)
-        constant_us = _constant_us(cases[0], found[0].ours_us)
+        constants_us = _constants_us(cases, found)
         peers = _peer_steps(given.peers, cases) if given.peers else [None] * len(cases)
         for case, measured, peer in zip(cases, found, peers, strict=True):
-            _print_row(case, measured, constant_us, peer)
+            _print_row(case, measured, constants_us[case.schedule], peer)
         ratio = statistics.median(one.ratio for one in found)
         notes.append(
-            f"K = {num_stages}: {constant_us:.0f} us per micro-batch, stage and direction beyond the sleep; "
+            f"K = {num_stages}: per micro-batch, stage and direction beyond the sleep "
+            f"{' and '.join(f'{time_us:.0f} us ({schedule})' for schedule, time_us in constants_us.items())}; "
             f"the executor takes {ratio:.3f} of the bare loop's step (median)."
         )
     print("\n" + "\n".join(notes))
@@ -192,10 +195,15 @@ def _cases(num_stages: int, counts: Sequence[int]) -> Iterator[Case]:
         yield Case(num_stages=num_stages, micro_batches=micro_batches, schedule=schedule, is_even=is_even)
 
 
-def _constant_us(case: Case, measured_us: float) -> float:
-    """What every forward and backward takes beyond its sleep."""
-    per_us = case.step_us(1.0) - case.step_us(0.0)
-    return max(0.0, (measured_us - case.step_us()) / per_us)
+def _constants_us(cases: Sequence[Case], found: Sequence[Measured]) -> dict[Schedule, float]:
+    """What every forward and backward takes beyond its sleep, by schedule."""
+    constants = {}
+    # The last even one has the most micro-batches.
+    for case, measured in zip(cases, found, strict=True):
+        if case.is_even:
+            per_us = case.step_us(1.0) - case.step_us()
+            constants[case.schedule] = max(0.0, (measured.ours_us - case.step_us()) / per_us)
+    return constants
 
 
 def _measure(cases: Sequence[Case]) -> list[Measured]:
