@@ -8,8 +8,8 @@ measured. K processes over gloo run every case with the executor and with a bare
 step of the one after a step of the other. The constant per micro-batch, stage and direction is what the even case with
 most micro-batches takes beyond its simulated time, for each K and schedule; the other cases are predicted with it. Each
 schedule has its own, because torch's loops wait differently (1F1B's sends and receives in one call, GPipe's does not),
-and the bare loops differ likewise. `--peers` names a Python with `torch` and `torchgpipe`, which then runs the same cases
-with its threads. A busy machine makes sleeps longer: use a quiet one.
+and the bare loops differ likewise. `--peers` names a Python with `torch` and `torchgpipe`, which then runs the same
+cases with its threads. A busy machine makes sleeps longer: use a quiet one.
 
 Peak memory is that of one more step, in which every layer keeps 4 MiB for its backward: how far the memory of all
 processes rises above what it was before the step (`VmHWM` of Linux, written anew by `/proc/self/clear_refs`).
