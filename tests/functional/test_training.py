@@ -41,7 +41,7 @@ def test_loss_and_gradients_equal_the_unpipelined_model(tmp_path: Path) -> None:
 
 
 def test_awkward_boundaries_tied_weights_and_three_stages(tmp_path: Path) -> None:
-    """In-place first layers, views, integers, constants, a dict with None, untouched and unread tensors, tied weights."""
+    """In-place first layers, views, integers, a dict with None, untouched and unread tensors, tied weights."""
     cases = [
         Case(model=AWKWARD, balance=balance, recompute=recompute, schedule=schedule, micro_batches=4, steps=3)
         for balance in ((1, 2, 5), (3, 2, 3), (5, 1, 2), (2, 4, 2))
@@ -118,7 +118,9 @@ def test_float16_with_scaled_loss(tmp_path: Path) -> None:
         assert result["split_loss"] < 1e-3, case
         assert result["split_relative"] < 0.02, case
         assert result["split_parameter"] < 1e-2, case
-    assert overflowed["split_overflowed"] == [[], ["2.weight"], [], []]
+    first, second, *others = overflowed["split_overflowed"]
+    assert (first, others) == ([], [[], []])
+    assert {name.partition(".")[0] for name in second} == {"2"}, "not in the last stage alone"
     assert overflowed["skipped"] == [[False, True, False, False]] * 3
     assert overflowed["split_parameter"] < 1e-6
     assert overflowed["split_norm"] < 1e-5

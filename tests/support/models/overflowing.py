@@ -1,7 +1,7 @@
 """A perceptron that now and then overflows in float16 under a loss scale of 2^16: in its last layer, and nowhere else.
 
-A gradient of weights is a sum over all positions. Where the targets are large, the last layer's is above 65,504; what
-goes back to the layers in front is smaller by the last layer's small weights.
+A gradient of a parameter is a sum over all positions. Where the targets are large, the last layer's is above 65,504;
+what goes back to the layers in front is smaller by the last layer's small weights.
 """
 
 from collections.abc import Iterable
