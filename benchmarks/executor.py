@@ -5,15 +5,21 @@
 
 A stage is one layer that sleeps in forward and in backward, so that nothing but schedule, transfers and bookkeeping is
 measured. K processes over gloo run every case with the executor and with a bare `ScheduleGPipe` or `Schedule1F1B`, a
-step of the one after a step of the other. The constant per micro-batch, stage and direction is what the first case of
-each K takes beyond its simulated time; all other cases are predicted with it. `--peers` names a Python with `torch` and
-`torchgpipe`, which then runs the same cases with its threads. A busy machine makes sleeps longer: use a quiet one.
+step of the one after a step of the other. The constant per micro-batch, stage and direction is what the even case with
+most micro-batches takes beyond its simulated time, for each K and schedule; the other cases are predicted with it. Each
+schedule has its own, because torch's loops wait differently (1F1B's sends and receives in one call, GPipe's does not),
+and the bare loops differ likewise. `--peers` names a Python with `torch` and `torchgpipe`, which then runs the same
+cases with its threads. A busy machine makes sleeps longer: use a quiet one.
+
+Peak memory is that of one more step, in which every layer keeps 4 MiB for its backward: how far the memory of all
+processes rises above what it was before the step (`VmHWM` of Linux, written anew by `/proc/self/clear_refs`).
 """
 
 import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -48,7 +54,12 @@ UNEVEN = (1.0, 2.0, 1.5, 0.5)
 STEPS, WARM_UPS = 8, 3
 WIDTH = 16
 
-MODEL = """
+KEPT = 4 * 2**20
+"""Bytes that every layer keeps per micro-batch where memory is measured."""
+
+MODEL = (
+    f"KEPT = {KEPT}"
+    """
 import time
 
 import torch
@@ -57,26 +68,44 @@ from torch import nn
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, value, weight, seconds):
+    def forward(ctx, value, weight, seconds, kept):
         ctx.seconds = seconds
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(weight, torch.ones(kept))
         time.sleep(seconds)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx, gradient):
         time.sleep(2 * ctx.seconds)
-        return gradient, torch.zeros_like(ctx.saved_tensors[0]), None
+        return gradient, torch.zeros_like(ctx.saved_tensors[0]), None, None
 
 
 class Sleeping(nn.Module):
     def __init__(self, seconds):
         super().__init__()
         self.seconds = seconds
+        self.kept = 0
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, value):
-        return _Sleep.apply(value, self.weight, 0.0 if value.is_meta else self.seconds)
+        return _Sleep.apply(value, self.weight, 0.0 if value.is_meta else self.seconds, self.kept)
+
+
+def peak_bytes(model, step):
+    # By how much the process's memory rises in a step in which layers keep something, and do not sleep.
+    for layer in model.modules():
+        if hasattr(layer, "kept"):
+            layer.kept, layer.seconds = KEPT // 4, 0.0
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = _status("VmRSS")
+    step()
+    return _status("VmHWM") - before
+
+
+def _status(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
 def build_model(seconds=""):
@@ -94,6 +123,7 @@ def loss_fn(output, target):
 def build_optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 """
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +162,8 @@ class Measured:
     ours_us: float
     bare_us: float
     ratio: float
+    peak_bytes: int
+    """Of ours, all processes together."""
 
 
 def main() -> None:
@@ -145,13 +177,14 @@ def main() -> None:
     for num_stages in (4,) if given.quick else (4, 8):
         cases = list(_cases(num_stages, (4, 8) if given.quick else (num_stages, 32)))
         found = _measure(cases)
-        constant_us = _constant_us(cases[0], found[0].ours_us)
-        peers = _peer_steps_us(given.peers, cases) if given.peers else [None] * len(cases)
+        constants_us = _constants_us(cases, found)
+        peers = _peer_steps(given.peers, cases) if given.peers else [None] * len(cases)
         for case, measured, peer in zip(cases, found, peers, strict=True):
-            _print_row(case, measured, constant_us, peer)
+            _print_row(case, measured, constants_us[case.schedule], peer)
         ratio = statistics.median(one.ratio for one in found)
         notes.append(
-            f"K = {num_stages}: {constant_us:.0f} us per micro-batch, stage and direction beyond the sleep; "
+            f"K = {num_stages}: per micro-batch, stage and direction beyond the sleep "
+            f"{' and '.join(f'{time_us:.0f} us ({schedule})' for schedule, time_us in constants_us.items())}; "
             f"the executor takes {ratio:.3f} of the bare loop's step (median)."
         )
     print("\n" + "\n".join(notes))
@@ -162,10 +195,15 @@ def _cases(num_stages: int, counts: Sequence[int]) -> Iterator[Case]:
         yield Case(num_stages=num_stages, micro_batches=micro_batches, schedule=schedule, is_even=is_even)
 
 
-def _constant_us(case: Case, measured_us: float) -> float:
-    """What every forward and backward takes beyond its sleep."""
-    per_us = case.step_us(1.0) - case.step_us(0.0)
-    return max(0.0, (measured_us - case.step_us()) / per_us)
+def _constants_us(cases: Sequence[Case], found: Sequence[Measured]) -> dict[Schedule, float]:
+    """What every forward and backward takes beyond its sleep, by schedule."""
+    constants = {}
+    # The last even one has the most micro-batches.
+    for case, measured in zip(cases, found, strict=True):
+        if case.is_even:
+            per_us = case.step_us(1.0) - case.step_us()
+            constants[case.schedule] = max(0.0, (measured.ours_us - case.step_us()) / per_us)
+    return constants
 
 
 def _measure(cases: Sequence[Case]) -> list[Measured]:
@@ -214,6 +252,9 @@ def _work() -> None:
 
 def _compare(balance: str, case: Case) -> Measured:
     """One step of each in turn; the first ones do not count."""
+    sys.path.insert(0, str(Path.cwd()))
+    from model import peak_bytes  # type: ignore[import-not-found] # noqa: PLC0415 - written just now
+
     pipeline = Pipeline(balance)
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     (batch,) = pipeline.batches(1)
@@ -225,12 +266,16 @@ def _compare(balance: str, case: Case) -> Measured:
 
     bare = _Bare(pipeline.model.build(), case)
     pairs = [(_timed_us(ours), _timed_us(bare.step)) for _ in range(WARM_UPS + STEPS)]
-    pipeline.close()
     counted = pairs[WARM_UPS:]
+    dist.barrier()
+    peaks: list[Any] = [0] * case.num_stages
+    dist.all_gather_object(peaks, peak_bytes(pipeline.modules[0], ours))
+    pipeline.close()
     return Measured(
         ours_us=statistics.median(a for a, _ in counted),
         bare_us=statistics.median(b for _, b in counted),
         ratio=statistics.median(a / b for a, b in counted),
+        peak_bytes=sum(peaks),
     )
 
 
@@ -273,24 +318,28 @@ import json, statistics, sys, time
 import torch
 from torchgpipe import GPipe
 sys.path.insert(0, sys.argv[1])
-from model import build_model
+from model import build_model, peak_bytes
 for case in json.loads(sys.argv[2]):
     k, m = case["num_stages"], case["micro_batches"]
     piped = GPipe(build_model(case["seconds"]), balance=[1] * k, devices=["cpu"] * k, chunks=m, checkpoint="never")
     optimizer = torch.optim.SGD(piped.parameters(), lr=0.1)
     times = []
-    for _ in range(case["steps"]):
+
+    def step():
         begin = time.perf_counter()
         piped(torch.zeros(m, 16, requires_grad=True)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         times.append((time.perf_counter() - begin) * 1e6)
-    print(statistics.median(times[1:]), flush=True)
+
+    for _ in range(case["steps"]):
+        step()
+    print(statistics.median(times[1:]), peak_bytes(piped, step), flush=True)
 """
 
 
-def _peer_steps_us(python: str, cases: Sequence[Case]) -> list[float | None]:
-    """Of torchgpipe, which knows GPipe alone; its "devices" are threads."""
+def _peer_steps(python: str, cases: Sequence[Case]) -> list[tuple[float, int] | None]:
+    """Time and memory of torchgpipe's, which knows GPipe alone; its "devices" are threads."""
     mine = [case for case in cases if case.schedule == "gpipe"]
     described = [
         asdict(case) | {"seconds": _balance(case).model.settings["seconds"], "steps": 1 + STEPS // 2} for case in mine
@@ -302,25 +351,30 @@ def _peer_steps_us(python: str, cases: Sequence[Case]) -> list[float | None]:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         print(done.stderr, file=sys.stderr)
-    times = iter(map(float, done.stdout.split()))
-    return [next(times, None) if case.schedule == "gpipe" else None for case in cases]
+    lines = iter(done.stdout.splitlines())
+    found = [next(lines, None) if case.schedule == "gpipe" else None for case in cases]
+    return [None if line is None else (float(line.split()[0]), int(line.split()[1])) for line in found]
 
 
 def _print_head() -> None:
     print("# The executor's own cost\n")
-    print(f"`python benchmarks/executor.py` on {cpu_name()} ({os.cpu_count()} cores), ", end="")
+    print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()} ({os.cpu_count()} cores), ", end="")
     print(f"torch {torch.__version__}, Python {platform.python_version()}; load average {os.getloadavg()[0]:.1f}.")
     print(
         f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and twice as long backward, one per stage; uneven: ", end=""
     )
-    print(f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps.\n")
+    print(f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps.")
+    print(
+        f"Peak memory: of all processes, in a step in which every layer keeps {KEPT >> 20} MiB per micro-batch, beyond "
+        "what they held before.\n"
+    )
     columns = ["K", "stages", "M", "schedule", "simulated", "with constant", "measured", "difference"]
-    columns += ["bare torch", "ours / bare", "torchgpipe"]
+    columns += ["bare torch", "ours / bare", "torchgpipe", "peak memory", "of torchgpipe"]
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
 
 
-def _print_row(case: Case, measured: Measured, constant_us: float, peer_us: float | None) -> None:
+def _print_row(case: Case, measured: Measured, constant_us: float, peer: tuple[float, int] | None) -> None:
     predicted_us = case.step_us(constant_us)
     cells = (
         case.num_stages,
@@ -333,7 +387,9 @@ def _print_row(case: Case, measured: Measured, constant_us: float, peer_us: floa
         f"{measured.ours_us / predicted_us - 1:+.1%}",
         f"{measured.bare_us / 1e3:.1f} ms",
         f"{measured.ratio:.3f}",
-        "" if peer_us is None else f"{peer_us / 1e3:.1f} ms",
+        "" if peer is None else f"{peer[0] / 1e3:.1f} ms",
+        f"{measured.peak_bytes / 2**20:.0f} MiB",
+        "" if peer is None else f"{peer[1] / 2**20:.0f} MiB",
     )
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -194,7 +195,7 @@ def _quietly(*arguments: str) -> None:
 
 def _print_head() -> None:
     print("# Predicted peak memory beside the allocator's\n")
-    print(f"`python benchmarks/memory.py` on {cpu_name()}, torch {torch.__version__}, ", end="")
+    print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}.")
     print(
         f"Every stage of {NUM_STAGES} (GPipe, as many layers each), micro-batches of {MICRO_BATCH_SIZE} samples, ",

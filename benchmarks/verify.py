@@ -9,6 +9,7 @@ one that does, the times mean little.
 import contextlib
 import os
 import platform
+import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -51,7 +52,10 @@ def main() -> None:
     """Runs every case and prints its row; with names as arguments only those."""
     names = sys.argv[1:] or list(CASES)
     print("# Predicted and measured: `gpipe-plan verify` of two processes on the CPU\n")
-    print(f"`python benchmarks/verify.py` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
+    print(
+        f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, ",
+        end="",
+    )
     print(f"Python {platform.python_version()}, one thread per process.")
     print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.")
     print(

@@ -6,7 +6,7 @@ in the micro-batch size, and errs on the safe side for peaks, which are maxima o
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,15 +16,18 @@ from numpy.typing import NDArray
 from planner.core.errors import UsageError
 from planner.core.profile import BoundaryTensor, LayerProfile, MemoryDetail, Profile
 
-__all__ = ["ChainCosts", "CostTable", "Tie", "costs_at", "covers", "saved_bytes"]
+__all__ = ["BUCKET_BYTES", "ChainCosts", "CostTable", "Tie", "costs_at", "covers", "saved_bytes"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+BUCKET_BYTES = 4 * 2**20
+"""Small gradients that replicas sum share a message of about this size; larger ones need no copy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie:
-    """Layers `first` < `second` share parameters: a stage that holds both holds these bytes once."""
+    """Layers `first` < `second` share parameters: a stage that holds both, and all between, holds these bytes once."""
 
     first: int
     second: int
@@ -32,6 +35,8 @@ class Tie:
     gradient_bytes: float
     optimizer_bytes: float
     cast_bytes: float = 0.0
+    these_alone: bool = True
+    """Whether these two layers are known to share so much, whatever lies between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,12 @@ class ChainCosts:
     """Bytes of that gradient."""
     exact: bool
     """Whether the levels come from exact records; else they are the additive bound of the two transient peaks."""
+    bucket_bytes: float = 0.0
+    """Most that gradients take in a message to other replicas, a copy of them; 0 where there are none."""
+
+    def of_replicas(self, replicas: int) -> "ChainCosts":
+        """These costs in one of so many pipelines side by side."""
+        return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
 
     @property
     def num_layers(self) -> int:
@@ -496,7 +507,7 @@ def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
             for first, other in enumerate(layers[:second])
             if any(name == other.name or name.startswith(other.name + ".") for name in layer.tied)
         ]
-        for first, size in _shared(layers, owners, layer.tied_bytes):
+        for first, size, these_alone in _shared(layers, owners, layer.tied_bytes):
             share = size / layer.parameter_bytes
             ties.append(
                 Tie(
@@ -506,6 +517,7 @@ def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
                     gradient_bytes=_gradient_bytes(layer) * share,
                     optimizer_bytes=layer.optimizer_bytes * share,
                     cast_bytes=min(_casts_surely(layers[first], size), _casts_surely(layer, size)),
+                    these_alone=these_alone,
                 )
             )
     return tuple(ties)
@@ -516,13 +528,13 @@ def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
     return max(0.0, layer.cast_bytes - (layer.parameter_bytes - tied_bytes) / 2)
 
 
-def _shared(layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int) -> list[tuple[int, int]]:
-    """Which earlier layer a stage must hold too, to hold how many of `tied_bytes` once."""
+def _shared(layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int) -> list[tuple[int, int, bool]]:
+    """Which earlier layer a stage must hold too, to hold how many of `tied_bytes` once; whether that one is enough."""
     if not owners or not tied_bytes:
         return []
     theirs = [layers[first].tied_bytes for first in owners]
     if min(theirs) >= tied_bytes:
-        return [(owners[-1], tied_bytes)]  # all share one and the same: the nearest will do
+        return [(owners[-1], tied_bytes, True)]  # all share one and the same: the nearest will do
     if sum(theirs) <= tied_bytes:
-        return list(zip(owners, theirs, strict=True))  # with each something else
-    return [(owners[0], tied_bytes)]  # not told apart: only a stage that holds them all is sure
+        return [(first, size, True) for first, size in zip(owners, theirs, strict=True)]  # with each something else
+    return [(owners[0], tied_bytes, False)]  # not told apart: only a stage that holds them all is sure

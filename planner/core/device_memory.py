@@ -21,7 +21,18 @@ from planner.core.memory import CHUNK_PARTS, chunk_parts, stage_memory
 from planner.core.plan import Recompute, StageMemory
 from planner.core.schedule import Action, Instruction, with_transfers
 
-__all__ = ["ChunkMemory", "Counts", "chunk_memory", "counts_of", "device_memory", "device_peaks", "moments_of"]
+__all__ = [
+    "ChunkMemory",
+    "Counts",
+    "SharedBytes",
+    "chunk_memory",
+    "counts_of",
+    "device_memory",
+    "device_peaks",
+    "held_once",
+    "moments_of",
+    "shared_bytes",
+]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -41,6 +52,23 @@ class ChunkMemory(NamedTuple):
     def part(self, name: str) -> float:
         """One of them."""
         return float(self.parts[_PLACE[name]])
+
+    def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
+        """What is left of it; `shared` is of this stage alone, shape (1, 1). See `held_once`."""
+        _, parts = held_once(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
+        left = dict(self.always.items())
+        for name in ("parameters", "optimizer") if exact else ("parameters", "optimizer", "gradients"):
+            left[name] -= round(getattr(shared, name).item())
+        return ChunkMemory(StageMemory.of(**left), parts[0, 0])
+
+
+class SharedBytes(NamedTuple):
+    """Of parameters that chunks of one device share, what counts in a later one of them: arrays of shape (N, S)."""
+
+    parameters: FloatArray
+    gradients: FloatArray
+    optimizer: FloatArray
+    casts: FloatArray
 
 
 class Counts(NamedTuple):
@@ -163,6 +191,40 @@ def chunk_memory(
     gradients = round(always) - static.total - data
     items = dict(static.items()) | {"gradients": gradients, "in_flight": data}
     return ChunkMemory(StageMemory.of(**items), np.array(parts))
+
+
+def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int) -> SharedBytes:
+    """Whole bytes to take off each of S stages, in N ways to cut the chain.
+
+    Gradients are made by the later chunk, whose backward is the first.
+
+    Args:
+        costs: The chain.
+        cuts: First layer of every stage, and the number of layers; shape (N, S+1).
+        num_devices: K: stage s is on device s % K.
+    """
+    found = np.zeros((len(SharedBytes._fields), len(cuts), cuts.shape[1] - 1))
+    rows = np.arange(len(cuts))
+    for tie in costs.ties:
+        first, second = ((cuts[:, 1:-1] <= layer).sum(axis=1) for layer in (tie.first, tie.second))
+        shares = (first != second) & ((second - first) % num_devices == 0) & tie.these_alone
+        sizes = np.rint([tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes, tie.cast_bytes])
+        found[:, rows[shares], first[shares]] += sizes[:, None]
+    return SharedBytes(*found)
+
+
+def held_once(
+    always: FloatArray, parts: FloatArray, shared: SharedBytes, *, exact: bool
+) -> tuple[FloatArray, FloatArray]:
+    """What stages need (shape (N, S), and of each of `CHUNK_PARTS`: (N, S, parts)), `shared` taken off.
+
+    Without exact records gradients are always there.
+    """
+    parts = parts.copy()
+    parts[..., _PLACE["casts"]] -= shared.casts
+    if exact:
+        parts[..., _PLACE["gradients"]] -= shared.gradients
+    return always - shared.parameters - shared.optimizer - (0.0 if exact else shared.gradients), parts
 
 
 def _targets(costs: ChainCosts, end: int) -> float:

@@ -7,9 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from planner.core.cluster import Cluster
 from planner.core.costs import ChainCosts
-from planner.core.device_memory import chunk_memory, device_memory, moments_of
+from planner.core.device_memory import (
+    ChunkMemory,
+    SharedBytes,
+    chunk_memory,
+    device_memory,
+    moments_of,
+    shared_bytes,
+)
 from planner.core.errors import UsageError
 from planner.core.memory import stage_memory
 from planner.core.plan import Plan, Predicted, Recompute, Schedule, Stage, StageMemory
@@ -20,6 +29,7 @@ from planner.core.step_time import gpipe_step, optimizer_tail_us
 __all__ = [
     "Partition",
     "check_partition",
+    "chunks_on",
     "optimizer_us",
     "own_step_us",
     "predict",
@@ -264,12 +274,29 @@ def stages_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tupl
     return tuple(stages)
 
 
+def chunks_on(device: int, costs: ChainCosts, partition: Partition) -> dict[int, ChunkMemory]:
+    """What every stage needs that a device of an interleaved pipeline runs; parameters that they share count once."""
+    intervals = partition.intervals()
+    cuts = np.array([[0, *(end for _, end in intervals)]])
+    shared = shared_bytes(costs, cuts, partition.num_devices)
+    return {
+        k: chunk_memory(
+            costs.of_replicas(partition.replicas),
+            *intervals[k],
+            micro_batches=partition.micro_batches,
+            recompute=partition.recompute[k],
+            recomputed=partition.recomputed_in(k),
+        ).without(SharedBytes(*(item[:, k : k + 1] for item in shared)), exact=costs.exact)
+        for k in range(device, len(intervals), partition.num_devices)
+    }
+
+
 def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
     if partition.schedule == "interleaved":
         return _chunk_memories(costs, partition, cluster)
     return [
         stage_memory(
-            costs,
+            costs.of_replicas(partition.replicas),
             first,
             end,
             micro_batches=partition.micro_batches,
@@ -283,20 +310,9 @@ def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list
 
 
 def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
-    intervals, num_devices = partition.intervals(), partition.num_devices
-    memories = [StageMemory()] * len(intervals)
+    memories = [StageMemory()] * len(partition.balance)
     for device, moments in enumerate(moments_of(partition.actions())):
-        mine = range(device, len(intervals), num_devices)
-        chunks = [
-            chunk_memory(
-                costs,
-                *intervals[k],
-                micro_batches=partition.micro_batches,
-                recompute=partition.recompute[k],
-                recomputed=partition.recomputed_in(k),
-            )
-            for k in mine
-        ]
-        for k, memory in zip(mine, device_memory(chunks, moments, cluster.reserve_bytes), strict=True):
+        chunks = chunks_on(device, costs, partition)
+        for k, memory in zip(chunks, device_memory(list(chunks.values()), moments, cluster.reserve_bytes), strict=True):
             memories[k] = memory
     return memories

@@ -7,6 +7,7 @@ recomputes. The peak is the largest of a few moments, each written down in `_mom
     the last forward before the first backward      gradients do not exist yet
     the first micro-batch's backward                gradients appear layer by layer, from the last layer to the first
     the second micro-batch's backward               one micro-batch less in flight, all gradients there
+    the last micro-batch's backward                 with replicas: the gradients that go out in a message are copied
     the optimizer's step
 
 Copies of weights that autocast makes are there in all of them but the optimizer's step.
@@ -114,6 +115,8 @@ class StageMoments(NamedTuple):
     backward: int
     """During a later backward, with `left` in flight."""
     left: int
+    last_backward: int
+    """During the last backward, if that is more than its share of `backward`, as with replicas; else 0."""
     optimizer_step: int
     held: int
     """Per micro-batch in flight."""
@@ -140,8 +143,7 @@ def stage_moments(
     elif stages.forward_only[0, -1]:
         recompute = "never"  # nothing in front is trained: there is no backward, and nothing to compute again for it
     held = stages.input + (stages.saved if recompute == "never" else stages.own_output)
-    totals = [_whole(stages, moment) for moment in _all_moments(stages, in_flight, recompute)]
-    optimizer_step = totals.pop()
+    totals = [_whole(stages, moment) for moment in _engine_moments(stages, in_flight, recompute)]
     # Without exact records one moment stands for all; with them the first backward stands apart in GPipe alone, and
     # the later ones, if there are any, have one micro-batch less.
     later = len(totals) > 2
@@ -150,7 +152,8 @@ def stage_moments(
         first_backward=totals[min(1, len(totals) - 1)],
         backward=max(totals[2:], default=totals[-1]),
         left=in_flight - later,
-        optimizer_step=optimizer_step,
+        last_backward=max((_whole(stages, m) for m in _bucket_moments(stages, in_flight, recompute)), default=0),
+        optimizer_step=_whole(stages, stages.optimizer_moment()),
         held=round(held[0, -1].item()),
         always=round((stages.parameters + stages.optimizer + stages.buffers + stages.data)[0, -1].item()),
         gradients=round(stages.gradients[0, -1].item()),
@@ -216,7 +219,7 @@ def linear_moments(
 
     def totals(*levels: float) -> list[FloatArray]:
         stages.recompute_layers(StageLevels(*levels))
-        moments = _moments(stages, in_flight, "never") if stages.exact else _additive(stages, in_flight, "never")
+        moments = _all_moments(stages, in_flight, "never")
         always = stages.parameters + stages.optimizer + stages.buffers + stages.data
         return [always + moment.alive() for moment in moments]
 
@@ -329,6 +332,13 @@ def _highest(stages: "_Stages", in_flight: int, recompute: Recompute) -> Interva
 
 
 def _all_moments(stages: "_Stages", in_flight: int, recompute: Recompute) -> Iterator["_Moment"]:
+    yield from _engine_moments(stages, in_flight, recompute)
+    yield from _bucket_moments(stages, in_flight, recompute)
+    yield stages.optimizer_moment()
+
+
+def _engine_moments(stages: "_Stages", in_flight: int, recompute: Recompute) -> Iterator["_Moment"]:
+    """Those while the schedule runs."""
     if stages.micro_batches == 1 and recompute == "except-last":
         recompute = "never"
     return _moments(stages, in_flight, recompute) if stages.exact else _additive(stages, in_flight, recompute)
@@ -421,9 +431,8 @@ class _Stages:
         self.backward = backward - casts_behind + self.output
         gradients_behind = costs.gradients.sum() - np.cumsum(costs.gradients)[None, columns]
         first_backward = highest_backward(costs.first_backward_level, costs.end_twice_first) - saved_before
-        self.first_backward = first_backward - gradients_behind + self.output
-        # Of a micro-batch that is recomputed; what differs are gradients of autocast's copies.
-        self.first_again = self.first_backward
+        # "again": of a micro-batch that is recomputed; what differs are gradients of autocast's copies.
+        self.first_backward = self.first_again = first_backward - gradients_behind + self.output
         if costs.exact and costs.casts.any():
             self._count_gradients_of_casts(
                 costs,
@@ -434,6 +443,28 @@ class _Stages:
                 sums=sums,
             )
         self.transient = highest(np.maximum(costs.forward_level, costs.backward_level)[columns])
+        self._count_buckets(costs, firsts, saved_before, gradients_behind)
+
+    def _count_buckets(
+        self, costs: ChainCosts, firsts: NDArray[np.int64], saved_before: FloatArray, gradients_behind: FloatArray
+    ) -> None:
+        """Of gradients on their way to other replicas: how many bytes, and the levels of the backwards they go out in.
+
+        All gradients of a small stage go out together: not before the backward of its first layer that has any. Of a
+        larger one, or under autocast, whose copies have gradients of their own, the highest level is a bound.
+        """
+        self.has_replicas = costs.bucket_bytes > 0
+        self.bucket = np.minimum(costs.bucket_bytes, self.gradients)
+        self.bucket_first, self.bucket_backward = self.first_backward, self.backward
+        if not self.has_replicas or costs.casts.any():
+            return
+        trained = np.flatnonzero(costs.gradients > 0)
+        at = np.append(trained, costs.num_layers - 1)[np.searchsorted(trained, firsts)]
+        is_one = self.gradients <= costs.bucket_bytes
+        level = costs.first_backward_level[at][:, None] - saved_before - gradients_behind + self.output
+        self.bucket_first = np.where(is_one, np.minimum(self.bucket_first, level), self.bucket_first)
+        level = costs.backward_level[at][:, None] - saved_before + self.output
+        self.bucket_backward = np.where(is_one, np.minimum(self.bucket_backward, level), self.bucket_backward)
 
     def _count_gradients_of_casts(
         self,
@@ -470,8 +501,8 @@ class _Stages:
         self.copied_input = np.zeros_like(self.copied_input)
         shape = self.buffers.shape
         self.saved, self.forward = np.full(shape, levels.saved), np.full(shape, levels.forward)
-        self.first_backward = np.full(shape, levels.first_backward)
-        self.backward = self.transient = np.full(shape, levels.backward)
+        self.first_backward = self.bucket_first = np.full(shape, levels.first_backward)
+        self.backward = self.bucket_backward = self.transient = np.full(shape, levels.backward)
 
     def forward_moment(self, gradients: FloatArray, in_flight: FloatArray, working: FloatArray) -> _Moment:
         return _Moment(gradients, self.casts, in_flight, np.zeros_like(working), working)
@@ -534,7 +565,27 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
                 yield s.backward_moment(last_waits + edges, again, (waiting - 1) * sent)
         else:
             yield s.backward_moment(waiting * edges + kept + edges, again, sent)
-    yield s.optimizer_moment()
+
+
+def _bucket_moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:
+    """The last backward, in which gradients go out to other replicas: those of one message are there twice."""
+    if not s.has_replicas:
+        return
+    if not s.exact:
+        for moment in _additive(s, in_flight, recompute):
+            yield moment._replace(transfer=moment.transfer + s.bucket)
+        return
+    held, first, later = s.input + s.copied_input, s.bucket_first, s.bucket_backward
+    if recompute == "always":
+        # Gradients go out when the forward again is over: it does not count here.
+        held = s.input + s.own_output + s.copied_input
+    if s.micro_batches == 1:
+        moment = s.first_backward_moment(held, first)
+    else:
+        sends = (s.micro_batches - 1) * s.output_gradient if in_flight == s.micro_batches else np.zeros_like(held)
+        inputs = (s.micro_batches - 1 if in_flight == s.micro_batches else 1) * s.input_gradient
+        moment = s.backward_moment(held, later, sends + inputs)
+    yield moment._replace(transfer=moment.transfer + s.bucket)
 
 
 def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
@@ -550,6 +601,12 @@ def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
         first = edges + np.maximum(s.forward, s.first_again) + s.copied_input + gradient
         backward = edges + np.maximum(s.forward, s.backward) + s.copied_input + gradient
     last_keeps = recompute == "except-last"
+    last_backward = keeping[1] if last_keeps else backward
+    if s.has_replicas:
+        last = (own if recompute != "always" else edges + s.copied_input) + gradient + s.bucket
+        last_backward = np.maximum(last_backward, last + s.bucket_backward)
+        if s.micro_batches == 1:
+            first = np.maximum(first, last + s.bucket_first)
     return ChunkParts(
         always=_whole_bytes(s.parameters, s.optimizer, s.buffers, s.data),
         gradients=s.gradients,
@@ -563,7 +620,7 @@ def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
         last_forward=keeping[0] if last_keeps else forward,
         first_backward=first,
         backward=backward,
-        last_backward=keeping[1] if last_keeps else backward,
+        last_backward=last_backward,
         optimizer_step=s.optimizer_peak,
     )
 
@@ -586,9 +643,9 @@ def _additive_chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
         input_gradient=s.input_gradient,
         forward=running,
         last_forward=running + kept,
-        first_backward=running,
+        first_backward=running + (s.bucket if s.has_replicas and s.micro_batches == 1 else 0.0),
         backward=running,
-        last_backward=running + kept,
+        last_backward=running + kept + (s.bucket if s.has_replicas else 0.0),
         optimizer_step=s.optimizer_peak,
     )
 
@@ -610,4 +667,3 @@ def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mom
     else:
         kept = np.maximum(full - edges, 0.0) if recompute == "except-last" and in_flight > 1 else np.zeros_like(full)
         yield s.backward_moment(in_flight * edges + kept, s.saved + transient, s.input_gradient)
-    yield s.optimizer_moment()

@@ -70,9 +70,9 @@ class RunReport:
     step_us: tuple[float, ...]
     """One per step, first stage's clock."""
     batch: int = 0
-    """Samples per step, over all replicas; 0: not known."""
+    """Samples per step as planned, over all replicas; 0: not known."""
     samples_per_s: tuple[float, ...] = ()
-    """One per step."""
+    """One per step, of the samples that it had."""
     bubble: float | None = None
     """Share of device time spent waiting between first forward and last backward; median over the last steps."""
     overhead_us: float | None = None

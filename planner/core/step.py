@@ -13,8 +13,8 @@ import numpy as np
 
 from planner.core.cluster import Cluster
 from planner.core.costs import ChainCosts
-from planner.core.device_memory import chunk_memory, counts_of, moments_of
-from planner.core.evaluate import Partition, own_step_us, stage_times, stages_of, timeline
+from planner.core.device_memory import counts_of, moments_of
+from planner.core.evaluate import Partition, chunks_on, own_step_us, stage_times, stages_of, timeline
 from planner.core.memory import StageMoments, stage_moments
 from planner.core.schedule import num_in_flight
 from planner.core.simulate import Event, StageTimes
@@ -188,8 +188,9 @@ class _StageLaw:
         first, end = partition.intervals()[stage]
         count = len(partition.balance)
         self._most = num_in_flight(partition.schedule, stage, count, partition.micro_batches)
+        self._last = partition.micro_batches - 1
         self._at: StageMoments = stage_moments(
-            costs,
+            costs.of_replicas(partition.replicas),
             first,
             end,
             micro_batches=partition.micro_batches,
@@ -212,6 +213,8 @@ class _StageLaw:
             later = self._in_flight <= self._at.left
             reference, count = (self._at.backward, self._at.left) if later else (self._at.first_backward, self._most)
             during = reference - (count - self._in_flight) * self._at.held
+            if span.micro_batch == self._last:
+                during = max(during, self._at.last_backward)
             self._in_flight -= 1
             self._gradients = self._at.gradients
         after = self._at.always + self._gradients + self._in_flight * self._at.held
@@ -222,17 +225,7 @@ class _ChunkLaw:
     """Memory of a device whose chunks take turns, action by action."""
 
     def __init__(self, costs: ChainCosts, partition: Partition, device: int, reserve: int) -> None:
-        intervals = partition.intervals()
-        chunks = [
-            chunk_memory(
-                costs,
-                *intervals[k],
-                micro_batches=partition.micro_batches,
-                recompute=partition.recompute[k],
-                recomputed=partition.recomputed_in(k),
-            )
-            for k in range(device, len(intervals), partition.num_devices)
-        ]
+        chunks = list(chunks_on(device, costs, partition).values())
         parts = np.stack([chunk.parts for chunk in chunks])
         self.idle = reserve + sum(chunk.always.total for chunk in chunks)
         counts = counts_of(partition.actions())[device]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from planner.core.errors import UsageError
 from planner.model.load import Batch
@@ -62,8 +62,14 @@ def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int =
 
 def micro_batches_of(value: Any, count: int) -> list[Any]:
     """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
-    size = next((leaf.shape[0] for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), 0) // count
-    return [_between(value, i * size, (i + 1) * size) for i in range(count)]
+    leaves, spec = tree_flatten(value)
+    size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor)), 0) // count
+
+    def piece(number: int) -> Any:
+        own = [leaf.narrow(0, number * size, size) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tree_unflatten(own, spec)
+
+    return [piece(number) for number in range(count)]
 
 
 # Private functions

@@ -86,6 +86,8 @@ class Pipeline:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.losses: list[float] = []
+        self._samples: list[int] = []
+        """Of every step, over all replicas: a mini-batch may be smaller than planned. Known where the loss is."""
         self.runs: list[ProcessRun] = []
         """What every process did in the last steps; on rank 0, once there is a report."""
         self.step_index = 0
@@ -289,7 +291,7 @@ class Pipeline:
             for part in parts:
                 losses += self._evaluate(part, weights[first : first + part.micro_batches])
                 first += part.micro_batches
-        loss = self._share_loss(torch.stack(losses).sum() if losses else None)
+        loss, _ = self._share_loss(torch.stack(losses).sum() if losses else None)
         self.position.at("between steps")
         return loss
 
@@ -320,7 +322,10 @@ class Pipeline:
             losses=tuple(self.losses),
             step_us=tuple(round(time, 1) for time in self._recorder.step_us),
             batch=self.balance.batch,
-            samples_per_s=tuple(round(self.balance.batch / time * 1e6, 1) for time in self._recorder.step_us),
+            samples_per_s=tuple(
+                round(samples / time_us * 1e6, 1)
+                for samples, time_us in zip(self._samples, self._recorder.step_us, strict=False)
+            ),
             bubble=waits.bubble,
             overhead_us=waits.overhead_us,
             warmup_steps=WARM_UP_STEPS,
@@ -332,6 +337,11 @@ class Pipeline:
     def last_step_us(self) -> float:
         """Time of the last step on this rank."""
         return self._recorder.step_us[-1]
+
+    @property
+    def last_step_samples(self) -> int:
+        """Samples of the last step, over all replicas; on the ranks with the first and the last stage."""
+        return self._samples[-1]
 
     def close(self) -> None:
         """Leaves the job."""
@@ -433,11 +443,13 @@ class Pipeline:
         if self._loss_scale is None and self._check_nan:
             check_gradients(dict(self.named_parameters()), self.position)
         self.position.at("the loss", waits_for=self.place.num_stages - 1 if self.is_first else None)
-        loss = self._share_loss(torch.stack(losses).sum() if losses else None)
+        own_samples = sum(part.micro_batches * part.micro_batch_size for part in parts)
+        loss, samples = self._share_loss(torch.stack(losses).sum() if losses else None, own_samples)
         if loss is not None:
             if self.is_last and self._loss_scale is None:
                 check_losses(losses, loss, self.position)
             self.losses.append(loss)
+            self._samples.append(samples)
         self.position.at("between steps")
         return loss
 
@@ -493,21 +505,21 @@ class Pipeline:
         targets = micro_batches_of(to_device(part.batch.targets, self.device), part.micro_batches)
         return [target if weight else UNCOUNTED for target, weight in zip(targets, weights, strict=True)]
 
-    def _share_loss(self, loss: Tensor | None) -> float | None:
-        """The sum over all replicas, on the ranks with the first and the last stage; no other rank waits for it."""
+    def _share_loss(self, loss: Tensor | None, samples: int = 0) -> tuple[float | None, int]:
+        """Both summed over all replicas, on the ranks with the first and the last stage; no other rank waits for it."""
         place, group = self.place, self._groups.pipeline
         if loss is not None:
-            loss = loss.float().reshape(1)
+            sums = torch.stack([loss.double(), torch.full_like(loss, samples, dtype=torch.float64)])
             if self._groups.replicas is not None:
-                dist.all_reduce(loss, group=self._groups.replicas)
+                dist.all_reduce(sums, group=self._groups.replicas)
             if not place.is_first:
-                self._loss_sent = dist.isend(loss, place.rank_of(0), group=group)
-            return float(loss)
-        if place.is_first:
-            loss = torch.empty(1, device=self.device)
-            dist.recv(loss, place.rank_of(place.num_stages - 1), group=group)
-            return float(loss)
-        return None
+                self._loss_sent = dist.isend(sums, place.rank_of(0), group=group)
+        elif place.is_first:
+            sums = torch.empty(2, dtype=torch.float64, device=self.device)
+            dist.recv(sums, place.rank_of(place.num_stages - 1), group=group)
+        else:
+            return None, samples
+        return float(sums[0]), int(sums[1])
 
 
 # Private functions

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -43,10 +44,7 @@ def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
         layer: Its place in the whole model's chain.
         micro_batch: Its place in the step's mini-batch.
     """
-    mixed = 0
-    for part in (seed, step, layer, micro_batch):
-        mixed = _mixed(mixed + part + 0x9E3779B97F4A7C15)
-    return mixed
+    return _next(_of_layer(seed, step, layer), micro_batch)
 
 
 def seed_process(seed: int) -> None:
@@ -66,6 +64,15 @@ def keeping_random_state() -> Iterator[None]:
 
 
 # Private functions
+
+
+@lru_cache(maxsize=256)  # asked for every micro-batch again
+def _of_layer(seed: int, step: int, layer: int) -> int:
+    return _next(_next(_next(0, seed), step), layer)
+
+
+def _next(mixed: int, part: int) -> int:
+    return _mixed(mixed + part + 0x9E3779B97F4A7C15)
 
 
 def _mixed(number: int) -> int:

@@ -14,12 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from planner.core.costs import BUCKET_BYTES
 from planner.core.errors import ModelError
 
 __all__ = ["ReplicaGradients"]
-
-_BUCKET_BYTES = 4 * 2**20
-"""Small gradients share a message of about this size; larger ones are summed where they lie, without a copy."""
 
 
 class ReplicaGradients:
@@ -155,7 +153,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
     some: list[nn.Parameter] = []
     for parameter in parameters:
         size = sum(p.nbytes for p in some) + parameter.nbytes
-        if some and (size > _BUCKET_BYTES or parameter.dtype != some[0].dtype):
+        if some and (size > BUCKET_BYTES or parameter.dtype != some[0].dtype):
             yield some
             some = []
         some.append(parameter)

@@ -124,7 +124,7 @@ def progress(pipeline: Pipeline, step: int, loss: float | None) -> None:
     """One line per step, on the first rank."""
     if pipeline.rank == 0:
         took_us = pipeline.last_step_us
-        speed = format_speed(pipeline.balance.batch / took_us * 1e6)
+        speed = format_speed(pipeline.last_step_samples / took_us * 1e6)
         print(f"step {step}: loss {loss:.4f}, {format_us(took_us)}, {speed}", flush=True)
 
 

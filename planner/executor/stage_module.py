@@ -63,6 +63,8 @@ class Boundary:
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """The value whose tensors are `tensors`."""
+        if self.spec.is_leaf():
+            return tensors[0] if tensors else self.leaves[0]
         given = iter(tensors)
         return tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
@@ -285,10 +287,11 @@ class StageModule(nn.Module):
                 return loss
         if self._loss_fn is not None:
             return self._loss(value, targets)
-        return tuple(leaf.contiguous() for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+        leaves = [value] if isinstance(value, Tensor) else tree_flatten(value)[0]
+        return tuple(leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor))
 
     def _run_layer(self, index: int, micro_batch: int, value: Any) -> Any:
-        self._running = micro_batch
+        vars(self)["_running"] = micro_batch  # a module's own `__setattr__` takes 5 us
         self._seed(index)
         return self._layers[index](value)
 

@@ -72,8 +72,9 @@ def _steps(report: RunReport, style: Style) -> Text:
     spread = f"fastest {scale.text(min(steps))}, slowest {scale.text(max(steps))}"
     warm_up = f"after {report.warmup_steps} to warm up" if len(report.step_us) > len(steps) else "warm-up included"
     said = [f"step {scale.text(median(steps))} {scale.unit}, median of {len(steps)} {warm_up};", spread]
-    if report.batch:
-        said.append(f"({rate(report.batch / median(steps) * 1e6)} samples/s)")
+    speeds = report.samples_per_s[-len(steps) :]
+    if speeds:
+        said.append(f"({rate(median(speeds))} samples/s)")
     return flow(said, style, gap=" ")
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.device_memory import device_peaks, moments_of
+from planner.core.device_memory import device_peaks, held_once, moments_of, shared_bytes
 from planner.core.makespan import makespans
 from planner.core.memory import CHUNK_PARTS, chunk_parts
 from planner.core.schedule import Action, actions_of
@@ -95,7 +95,8 @@ class Many:
         inside = (column >= 0) & (choices >= 0)
         place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
         always, *parts = (np.where(inside, part[place], np.inf) for part in self._parts)
-        every = np.stack(parts, axis=2)
+        shared = shared_bytes(self.case.costs, cuts, self.num_devices)
+        always, every = held_once(always, np.stack(parts, axis=2), shared, exact=self.case.costs.exact)
         over = np.zeros(len(cuts))
         for device, moments in enumerate(moments_of(self.actions)):
             mine = slice(device, None, self.num_devices)

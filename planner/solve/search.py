@@ -142,17 +142,18 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
         balance=request.balance,
     )
     table = table or CostTable(profile)
-    costs: dict[int, ChainCosts] = {}
+    costs: dict[tuple[int, bool], ChainCosts] = {}
     cases = []
     for replicas in _replica_counts(inputs):
         for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
-            if size not in costs:
-                costs[size] = table.at(size, extrapolate=inputs.extrapolate)
+            key = size, replicas > 1
+            if key not in costs:
+                costs[key] = table.at(size, extrapolate=inputs.extrapolate).of_replicas(replicas)
             for schedule, chunks, num_devices in _schedules(inputs, m, len(names), replicas):
                 cases.append(
                     Case(
-                        costs=costs[size],
+                        costs=costs[key],
                         cluster=cluster_of(inputs),
                         schedule=schedule,
                         micro_batches=m,

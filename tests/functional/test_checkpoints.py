@@ -163,17 +163,19 @@ def test_a_full_disk_leaves_the_last_checkpoint(here: Path, undisturbed: list[fl
 
 
 def test_another_number_of_stages_and_none(here: Path, undisturbed: list[float]) -> None:
-    """Two stages wrote; three go on, then one; each next loss is that of the exported weights in the plain model."""
+    """Two stages wrote; one goes on, then two, three and one; each next loss is that of the plain model."""
     del undisturbed
-    for source, name in (("plain/step-00000008", "three"), ("as_three", "one")):
-        arguments = ("--resume", source, "--checkpoint", f"as_{name}", "--report", f"{name}.json", "--steps", "9")
+    source = "plain/step-00000008"
+    for step, name in enumerate(("one", "two", "three", "one"), 8):
+        folder = f"as_{name}_{step}"
+        arguments = ("--resume", source, "--checkpoint", folder, "--report", "as.json", "--steps", str(step + 1))
         done = train(here, name, *arguments, dropout=0.0)
         assert done.code == 0, done.err
         assert f"resumed {source}" in done.out
-        if name == "three":
-            losses = json.loads((here / "three.json").read_text())["losses"]
-            assert losses[0] == pytest.approx(_plain_loss(weights(here, source), step=8), rel=1e-6)
-    assert len(weights(here, "as_three/step-00000009")) == len(weights(here, "plain/step-00000008"))
+        (loss,) = json.loads((here / "as.json").read_text())["losses"]
+        assert loss == pytest.approx(_plain_loss(weights(here, source), step=step), rel=1e-6)
+        source = f"{folder}/step-{step + 1:08}"
+    assert len(weights(here, source)) == len(weights(here, "plain/step-00000008"))
 
 
 def test_a_hanging_stage_is_told_after_the_timeout(here: Path) -> None:

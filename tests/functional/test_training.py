@@ -17,17 +17,21 @@ BRANCHING = ROOT / "tests/support/models/branching.py"
 FROZEN = ROOT / "tests/support/models/frozen.py"
 AWKWARD = ROOT / "tests/support/models/awkward.py"
 EVERYDAY = ROOT / "tests/support/models/everyday.py"
+OVERFLOWING = ROOT / "tests/support/models/overflowing.py"
 REAL = ROOT / "tests/support/models/real.py"
 SMALL = (("layers", 2), ("width", 32), ("feed_forward", 64), ("heads", 2), ("vocabulary", 64), ("tokens", 16))
 
 
 def test_loss_and_gradients_equal_the_unpipelined_model(tmp_path: Path) -> None:
-    """Both models of the GPipe paper, each recomputation, M = 1, 2, 4, 8; exact against the same micro-batches."""
+    """Both models of the GPipe paper, each recomputation; M = 1, 2, 4, 8; exact against the same micro-batches."""
     cases = [
         Case(model=model, balance=balance, settings=settings, recompute=recompute, micro_batches=m)
-        for model, balance, settings in ((TRANSFORMER, (2, 2), SMALL), (AMOEBANET, (5, 7), ()))
+        for model, balance, settings, counts in (
+            (TRANSFORMER, (2, 2), SMALL, (1, 2, 4, 8)),
+            (AMOEBANET, (5, 7), (), (4,)),
+        )
         for recompute in ("never", "except-last", "always")
-        for m in (1, 2, 4, 8)
+        for m in counts
     ]
     for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
         assert result["whole_loss"] < 1e-5, case
@@ -37,7 +41,7 @@ def test_loss_and_gradients_equal_the_unpipelined_model(tmp_path: Path) -> None:
 
 
 def test_awkward_boundaries_tied_weights_and_three_stages(tmp_path: Path) -> None:
-    """In-place first layers, views, integers, constants, untouched and unread tensors, tied weights; both schedules."""
+    """In-place first layers, views, integers, a dict with None, untouched and unread tensors, tied weights."""
     cases = [
         Case(model=AWKWARD, balance=balance, recompute=recompute, schedule=schedule, micro_batches=4, steps=3)
         for balance in ((1, 2, 5), (3, 2, 3), (5, 1, 2), (2, 4, 2))
@@ -90,15 +94,36 @@ def test_other_precisions(tmp_path: Path) -> None:
 
 
 def test_float16_with_scaled_loss(tmp_path: Path) -> None:
-    """The scale, a power of two, is gone from gradients and loss; several stages step alike."""
+    """The scale, a power of two, is gone from gradients and loss; several stages step alike.
+
+    Where the gradients of one stage overflow, all skip the step, as `torch.amp.GradScaler` does with one model:
+    accumulated from two pieces and clipped, too.
+    """
     cases = [
         Case(model=FROZEN, balance=(3, 2, 2), recompute=recompute, schedule=schedule, dtype="fp16-mixed", steps=3)
         for recompute, schedule in (("never", "gpipe"), ("except-last", "1f1b"), ("always", "gpipe"))
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    overflowing = Case(
+        model=OVERFLOWING,
+        balance=(1, 1, 1),
+        schedule="1f1b",
+        dtype="fp16-mixed",
+        steps=4,
+        seed=3,
+        pieces=2,
+        clip=0.01,
+    )
+    *results, overflowed = run_cases([*cases, overflowing], tmp_path)
+    for case, result in zip(cases, results, strict=True):
         assert result["split_loss"] < 1e-3, case
         assert result["split_relative"] < 0.02, case
         assert result["split_parameter"] < 1e-2, case
+    first, second, *others = overflowed["split_overflowed"]
+    assert (first, others) == ([], [[], []])
+    assert {name.partition(".")[0] for name in second} == {"2"}, "not in the last stage alone"
+    assert overflowed["skipped"] == [[False, True, False, False]] * 3
+    assert overflowed["split_parameter"] < 1e-6
+    assert overflowed["split_norm"] < 1e-5
 
 
 def test_frozen_parameters(tmp_path: Path) -> None:
@@ -187,7 +212,7 @@ def test_interleaved(tmp_path: Path) -> None:
 def test_replicas(tmp_path: Path) -> None:
     """Gradients of the whole mini-batch, tied weights and overflows included; parameters stay equal to the bit."""
     pytest.importorskip("transformers")
-    common = {"replicas": 2, "micro_batches": 2, "steps": 5}
+    common = {"replicas": 2, "micro_batches": 2, "steps": 3}
     cases = [
         *(
             Case(model=TRANSFORMER, balance=(2, 2), settings=SMALL, recompute=recompute, schedule=schedule, **common)
@@ -199,7 +224,7 @@ def test_replicas(tmp_path: Path) -> None:
         Case(model=GPT2, balance=(2, 3), schedule="1f1b", **common),
         Case(model=FROZEN, balance=(3, 4), settings=(("frozen", "012"),), **common),
         Case(model=FROZEN, balance=(3, 4), dtype="fp16-mixed", **common),
-        Case(model=TRANSFORMER, balance=(4,), settings=SMALL, replicas=4, micro_batches=2, steps=5),
+        Case(model=TRANSFORMER, balance=(4,), settings=SMALL, replicas=4, micro_batches=2, steps=3),
         Case(model=TRANSFORMER, balance=(2, 2), settings=SMALL, devices=(1, 0), schedule="1f1b", **common),
     ]
     people = {"settings": (("dropout", 0.3),), "sizes": (24, 20, 13), "clip": 0.3, "evaluate": 7, "replicas": 2}

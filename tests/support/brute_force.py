@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts, costs_at, covers
-from planner.core.device_memory import chunk_memory, device_peaks, moments_of
+from planner.core.device_memory import chunk_memory, device_peaks, held_once, moments_of, shared_bytes
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, own_step_us, stages_of, step_us
 from planner.core.makespan import makespans
@@ -183,7 +183,9 @@ class Block:
             stages = range(self.num_devices)
             in_flight = [num_in_flight(self.schedule, k, len(stages), self.micro_batches) for k in stages]
             return np.stack([self._at(self.tables.bytes(n))[:, k] for k, n in enumerate(in_flight)], axis=1) + reserve
-        always, parts = (self._at(table) for table in self.tables.chunks)
+        costs = self.tables.costs
+        shared = shared_bytes(costs, self.cuts, self.num_devices)
+        always, parts = held_once(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
         devices = []
         for d, moments in enumerate(moments_of(self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))
@@ -311,7 +313,8 @@ class Space:
         size = inputs.batch // (replicas * micro_batches)
         if not covers(self.profile, size, extrapolate=inputs.extrapolate):
             return
-        tables = Tables(costs_at(self.profile, size, extrapolate=inputs.extrapolate), inputs, micro_batches)
+        costs = costs_at(self.profile, size, extrapolate=inputs.extrapolate).of_replicas(replicas)
+        tables = Tables(costs, inputs, micro_batches)
         num_layers, most = len(self.profile.layers), inputs.devices // replicas
         for schedule, chunks in _schedules(inputs):
             if schedule == "interleaved" and (most < 2 or num_layers < 2 * chunks):

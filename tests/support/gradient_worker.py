@@ -6,7 +6,8 @@ A case is a `tests.support.training.Case`. The result holds the largest differen
 of gradients (absolute and relative), of parameters, of buffers (batch normalisation), of the norm of all gradients and
 of the loss of an evaluation. "whole" is against each mini-batch at once, "split" against accumulating the same
 micro-batches, where not even the order of a sum differs (but over replicas), and dropout draws from the same seeds.
-"replicas_differ" names the parameters that are not the same to the bit in all of them.
+"replicas_differ" names the parameters that are not the same to the bit in all of them, "skipped" tells which steps each
+rank skipped for an overflow, and "overflowed" by step whose gradients overflow in the unpipelined model.
 """
 
 import itertools
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -50,6 +52,7 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
     evaluated: float | None = None
     norm = 0.0
     gradients: dict[str, Tensor] = {}
+    skipped: list[bool] = []
     for calls in _calls(case, pipeline):
         state = torch.get_rng_state()
         own = [[tuple(pipeline.own_part(*piece)) for piece in pieces] for pieces in calls]
@@ -62,7 +65,9 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
             gradients = {n: p.grad.clone() for n, p in _own(pipeline) if p.grad is not None}
             optimizer.step()
             optimizer.zero_grad()
+        skipped.append(pipeline.skipped)
         scheduler.step()
+        assert loss is None or pipeline.last_step_samples == sum(piece.num_samples for piece in calls[-1])
         if case["evaluate"]:
             evaluated = pipeline.evaluate(*pipeline.own_part(*_to_evaluate(case, pipeline)))
             assert all(p.grad is None for _, p in pipeline.named_parameters())
@@ -70,7 +75,7 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
     parameters = {name: p.detach().clone() for name, p in _own(pipeline)}
     buffers = {name: buffer for module in pipeline.modules for name, buffer in module.named_buffers()}
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object((gradients, parameters, buffers), gathered if pipeline.rank == 0 else None)
+    dist.gather_object((gradients, parameters, buffers, skipped), gathered if pipeline.rank == 0 else None)
     pipeline.close()
     if pipeline.rank > 0:
         return {}
@@ -78,9 +83,10 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
     got = tuple({name: t for own in gathered for name, t in own[kind].items()} for kind in range(3))
     return {
         "replicas_differ": sorted(
-            {name for _, own, _ in gathered for name, p in own.items() if not torch.equal(p, got[1][name])}
+            {name for _, own, *_ in gathered for name, p in own.items() if not torch.equal(p, got[1][name])}
         ),
-        "own_bytes": [sum(p.nbytes for p in params.values()) for _, params, _ in gathered],
+        "own_bytes": [sum(p.nbytes for p in params.values()) for _, params, *_ in gathered],
+        "skipped": [steps for *_, steps in gathered],
         **_compare("whole", pipeline, case, loss, norm, evaluated, got),
         **_compare("split", pipeline, case, loss, norm, evaluated, got),
     }
@@ -111,12 +117,14 @@ def _compare(  # noqa: PLR0917 - one row of the report
     norm: float,
     evaluated: float | None,
     got: tuple[dict[str, Tensor], ...],
-) -> dict[str, float]:
+) -> dict[str, Any]:
     torch.manual_seed(case["seed"])
     loaded = pipeline.model
     model = convert(loaded.build(), loaded.precision)
     optimizer = loaded.build_optimizer(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case["decay"])
+    scaler = GradScaler("cpu", enabled=loaded.precision == "fp16-mixed")
+    overflowed: list[list[str]] = []
     drawing = _Drawing(loaded, model, case["seed"]) if name == "split" else None
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training] if name == "split" else []
     expected, expected_norm, step = 0.0, 0.0, 0
@@ -125,19 +133,23 @@ def _compare(  # noqa: PLR0917 - one row of the report
         for pieces in calls:
             cut = [_whole(pieces)] if name == "whole" else list(_micro_batches(pieces, pipeline))
             with _Once(norms):
-                expected = _backward(loaded, model, cut, partial(drawing.at, step) if drawing else _anywhere)
+                expected = _backward(loaded, model, cut, partial(drawing.at, step) if drawing else _anywhere, scaler)
             step += 1
+        scaler.unscale_(optimizer)
+        bad = {n for n, p in _named(model) if p.grad is not None and not bool(p.grad.isfinite().all())}
+        overflowed.append(sorted(bad))
         if case["clip"]:
             expected_norm = float(nn.utils.clip_grad_norm_(model.parameters(), case["clip"]))
         gradients = {n: p.grad.clone() for n, p in _named(model) if p.grad is not None}
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         scheduler.step()
     missing = {n for n, p in model.named_parameters() if p.requires_grad and not _names(model, p) & set(got[0])}
     assert not missing & set(gradients), missing
     gradients = {name: gradient for name, gradient in gradients.items() if name in got[0]}
     buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() or "num_batches" in n}
-    result = {
+    result: dict[str, Any] = {
         "loss": abs(loss - expected),
         "loss_relative": abs(loss - expected) / max(1e-12, abs(expected)),
         "gradient": max(float((got[0][n] - g).abs().max()) for n, g in gradients.items()),
@@ -146,6 +158,7 @@ def _compare(  # noqa: PLR0917 - one row of the report
         "parameter": max(float((got[1][n] - p.detach()).abs().max()) for n, p in _named(model) if n in got[1]),
         "buffer": max((_relative(got[2][n], b) for n, b in buffers.items() if n in got[2]), default=0.0),
         "norm": abs(norm / expected_norm - 1) if expected_norm else 0.0,
+        "overflowed": overflowed,
     }
     first = next((n for n, m in model.named_modules() if isinstance(m, _BatchNorm)), None)
     if first is not None:
@@ -156,21 +169,18 @@ def _compare(  # noqa: PLR0917 - one row of the report
     return {f"{name}_{key}": value for key, value in result.items()}
 
 
-def _backward(loaded: LoadedModel, model: nn.Module, pieces: Sequence[Batch], prepare: Callable[[int], None]) -> float:
+def _backward(
+    loaded: LoadedModel, model: nn.Module, pieces: Sequence[Batch], prepare: Callable[[int], None], scaler: GradScaler
+) -> float:
     count = loaded.loss_count or len
     counts = [float(count(piece.targets)) if piece.targets is not None else piece.num_samples for piece in pieces]
-    # As small gradients are not to vanish in float16: a power of two, which changes nothing else.
-    scale = 2.0**16 if loaded.precision == "fp16-mixed" else 1.0
     losses = []
     for number, (piece, part) in enumerate(zip(pieces, counts, strict=True)):
         prepare(number)
-        loss = _loss(loaded, model, piece) * (part / sum(counts) * scale)
+        loss = _loss(loaded, model, piece) * (part / sum(counts))
         if part:  # else all is masked, and the mean is 0 / 0
-            loss.backward()
-            losses.append(loss.detach() / scale)
-    for parameter in model.parameters():
-        if parameter.grad is not None and scale > 1.0:
-            parameter.grad.div_(scale)
+            scaler.scale(loss).backward()
+            losses.append(loss.detach())
     return float(torch.stack(losses).sum())
 
 

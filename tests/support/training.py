@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from planner.core.balance import Balance, StageBalance
+from planner.core.cluster import Cluster
+from planner.core.costs import ChainCosts
+from planner.core.evaluate import Partition, stages_of
 from planner.core.plan import Recompute, Schedule
 from planner.core.precision import Precision
 from planner.core.profile import Model, Setting
@@ -85,6 +88,21 @@ def write_balance(case: Case, path: Path) -> None:
         ),
     )
     write(str(path), balance)
+
+
+def predicted_peaks(case: Case, costs: ChainCosts) -> list[int]:
+    """What the cost model predicts for every device of one pipeline; `costs` are of its micro-batch size."""
+    partition = Partition(
+        schedule=case.schedule,
+        micro_batches=case.micro_batches,
+        balance=case.balance,
+        recompute=case.recomputes or (case.recompute,) * len(case.balance),
+        chunks=case.chunks,
+        replicas=case.replicas,
+    )
+    count = partition.num_devices
+    stages = stages_of(costs, partition, Cluster(memory_bytes=(0,) * count))
+    return [sum(stage.memory.total for stage in stages[device::count]) for device in range(count)]
 
 
 def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """A chain with everything that is awkward at a boundary.
 
-In-place first layers, views, a pair with an integer tensor and a constant, a tensor that is passed on untouched, one
-that nobody reads, tied weights, dropout, a layer without parameters.
+In-place first layers, views, a pair with an integer tensor and a constant, a dict with a tensor that is passed on
+untouched, one that nobody reads and None, tied weights, dropout, a layer without parameters.
 """
 
 from typing import Any
@@ -47,23 +47,24 @@ class Unpair(nn.Module):
 
 
 class PassOn(nn.Module):
-    """A pair: the input itself, and something nobody will read."""
+    """Something new, the input itself, something nobody will read, and nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden: Tensor) -> dict[str, Tensor | None]:
         """Three tensors of shape (b, 8, 16)."""
-        return torch.tanh(self.linear(hidden)), hidden, hidden * 2
+        return {"new": torch.tanh(self.linear(hidden)), "same": hidden, "unread": hidden * 2, "nothing": None}
 
 
 class Join(nn.Module):
     """Adds the first two of three."""
 
-    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def forward(self, value: dict[str, Tensor]) -> Tensor:
         """(b, 8, 16)."""
-        return value[0] + value[1]
+        assert value["nothing"] is None
+        return value["new"] + value["same"]
 
 
 class Head(nn.Module):

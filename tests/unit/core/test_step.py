@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.cluster import Link
 from planner.core.costs import costs_at
-from planner.core.evaluate import Partition
+from planner.core.evaluate import Partition, stages_of
 from planner.core.planning import cluster_of
 from planner.core.step import step_of
 from tests.support.chains import random_profile
@@ -54,8 +54,13 @@ def test_memory_from_exact_records_peaks_as_well(seed, recompute, schedule):
     assert costs.exact
     for micro_batches in (3, 5):
         planned = plan(schedule=schedule, recompute=recompute, micro_batches=micro_batches, of=measured)
-        step = step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+        partition, cluster = Partition.of(planned, costs.names), cluster_of(planned.inputs)
+        step = step_of(costs, partition, cluster)
         assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.device_bytes()
+        # Replicas' gradients in a message are there in the last backward, and may be more than was there before.
+        partition = replace(partition, replicas=2)
+        stages, step = stages_of(costs, partition, cluster), step_of(costs, partition, cluster)
+        assert [max(level.bytes for level in levels) for levels in step.memory] == [s.memory.total for s in stages]
 
 
 def test_recomputation_is_told_of_backwards_alone():

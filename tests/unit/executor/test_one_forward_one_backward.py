@@ -1,20 +1,17 @@
 """1F1B in processes of its own: nothing sent or received is held longer than the cost model says."""
 
 import json
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final, get_args
 
 import pytest
 
 from planner.core.costs import costs_at
-from planner.core.memory import stage_memory
 from planner.core.plan import Recompute
-from planner.core.schedule import num_in_flight
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model
-from tests.support.training import Case, torchrun, write_balance
+from tests.support.training import Case, predicted_peaks, torchrun, write_balance
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +24,12 @@ MODEL: Final = """
 import torch
 from torch import nn
 
-def build_model():
+def build_model(tied=False):
     widths = (64, 256, 256, 256, 256, 256, 256, 16)
-    return nn.Sequential(*(layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.Tanh())))
+    model = nn.Sequential(*(layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.Tanh())))
+    if tied:
+        model[10].weight = model[2].weight
+    return model
 
 def example_batch(batch_size):
     return torch.randn(batch_size, 64), torch.randn(batch_size, 16)
@@ -88,15 +88,7 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path, monkeypatch: pytest.
     torchrun(len(BALANCE), ["worker.py", *paths], tmp_path)
     errors = {}
     for case, peaks in zip(cases, json.loads((tmp_path / "peaks.json").read_text()), strict=True):
-        for k, (first, end) in enumerate(pairwise(accumulate(BALANCE, initial=0))):
-            predicted = stage_memory(
-                costs,
-                first,
-                end,
-                micro_batches=case.micro_batches,
-                in_flight=num_in_flight("1f1b", k, len(BALANCE), case.micro_batches),
-                recompute=case.recompute,
-            )
-            errors[case.micro_batches, case.recompute, k] = predicted.total / peaks[k] - 1
+        for k, predicted in enumerate(predicted_peaks(case, costs)):
+            errors[case.micro_batches, case.recompute, k] = predicted / peaks[k] - 1
     assert len(errors) == 3 * 3 * 3
     assert {key: error for key, error in errors.items() if not LOWEST <= error <= HIGHEST} == {}

@@ -405,6 +405,20 @@ def test_a_script_says_how_it_goes_and_reports(tmp_path: Path, capsys: pytest.Ca
     assert len(read_run(str(report)).losses) == 3
 
 
+def test_speed_is_that_of_the_samples_there_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last mini-batch of an epoch is smaller: in the report, and on the progress line."""
+    report = tmp_path / "run.json"
+    epoch = "\ndef train_batches(size):\n    yield example_batch(size)\n    yield example_batch(3)\n"
+    run_script(balance_of(tmp_path, MODEL + OPTIMIZER + epoch), given(steps=4, report=str(report)))
+    run = read_run(str(report))
+    for size, line, took_us, per_s in zip(
+        (8, 3, 8, 3), capsys.readouterr().out.splitlines(), run.step_us, run.samples_per_s, strict=False
+    ):
+        assert per_s == pytest.approx(size / took_us * 1e6, rel=1e-3)
+        told = line.split()[-2].replace(",", "")
+        assert float(told) == pytest.approx(size / took_us * 1e6, rel=1e-2)
+
+
 def test_errors_of_ours_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, no traceback, with the hint; the group is left."""
     with pytest.raises(SystemExit) as left:

@@ -16,7 +16,7 @@ from planner.executor.replicas import ReplicaGradients
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One replica: sums are what was there. Buckets of a few numbers."""
-    monkeypatch.setattr(replicas_module, "_BUCKET_BYTES", 64)
+    monkeypatch.setattr(replicas_module, "BUCKET_BYTES", 64)
     dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     yield
     dist.destroy_process_group()

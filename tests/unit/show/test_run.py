@@ -71,6 +71,12 @@ def test_run_without_a_plan():
     assert "loss 8.5 → 8.1" in text
 
 
+def test_speed_is_the_median_of_the_steps_that_count():
+    """By what each step trained: mini-batches may be of different sizes, and the warm-up does not count."""
+    speeds = (1.0, 1.0, 200.0, 100.0, 300.0)
+    assert "(200.0 samples/s)" in run_text(replace(report(plan()), samples_per_s=speeds), None, WIDE)
+
+
 def test_run_with_a_plan_holds_the_comparison():
     """With its plan the run is shown as the comparison is."""
     assert comparison_text(plan(), report(plan()), WIDE) in run_text(report(plan()), plan(), WIDE)

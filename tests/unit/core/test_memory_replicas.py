@@ -1,0 +1,139 @@
+"""Gradients on their way to other replicas, and parameters that two chunks of a device share: worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core import costs as costs_module
+from planner.core.cluster import Cluster
+from planner.core.costs import ChainCosts, costs_at
+from planner.core.evaluate import Partition, stages_of
+from planner.core.plan import Recompute, Schedule, StageMemory
+from tests.support.chains import chain, layer, record, tensor
+
+MANY = 10**9
+
+
+def costs_of(*, parameters: tuple[int, ...] = (100, 0, 1000), **more: object) -> ChainCosts:
+    """Three layers; 8 bytes cross each boundary, kept by the next layer. The last one's backward is the highest."""
+    layers = [
+        layer(
+            f"layers.{n}",
+            parameter_bytes=parameters[n],
+            detail=record(
+                internal=20,
+                given=[tensor(8, kept=True)],
+                made=[tensor(8)],
+                forward=40,
+                no_grad=30,
+                first_backward=60 + parameters[n],
+                backward=70,
+            ),
+            **more,
+        )
+        for n in range(3)
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+def memory_of(
+    costs: ChainCosts, *, m: int, replicas: int = 2, recompute: Recompute = "never", schedule: Schedule = "gpipe"
+) -> StageMemory:
+    """Of one stage with all layers."""
+    partition = Partition(schedule=schedule, micro_batches=m, balance=(3,), recompute=(recompute,), replicas=replicas)
+    (stage,) = stages_of(costs, partition, Cluster(memory_bytes=(MANY,)))
+    return stage.memory
+
+
+def test_a_small_stage_sends_all_gradients_behind_its_first_layer() -> None:
+    """1,100 bytes of them, and as many in the message; of the backward only the first layer's level is left then."""
+    memory = memory_of(costs_of(), m=3)
+    assert memory.transfer == 1100
+    # 70 above what is held in front of that layer, which is nothing, and the loss of 8 that the engine holds.
+    assert (memory.gradients, memory.working) == (1100, 70 + 8)
+    assert memory.total == 1100 + 1100 + 1100 + 3 * 8 + 78
+
+
+def test_with_one_micro_batch_gradients_appear_in_the_same_backward() -> None:
+    """All are there when the first layer's are."""
+    memory = memory_of(costs_of(), m=1)
+    assert memory.transfer == 1100
+    assert memory.gradients + memory.working == 60 + 1100 + 8
+
+
+def test_a_large_stage_sends_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any time in its last backward: the highest level counts."""
+    monkeypatch.setattr(costs_module, "BUCKET_BYTES", 400)
+    memory = memory_of(costs_of(), m=3)
+    assert memory.transfer == 400
+    # In front of the last layer 2 * (20 + 8) bytes are saved.
+    assert memory.working == 56 + 70 + 8
+
+
+@pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
+def test_what_waits_is_over_by_then(recompute: Recompute) -> None:
+    """With many micro-batches in flight the peak is before, and replicas change nothing."""
+    costs = costs_of(parameters=(4, 0, 4))
+    assert memory_of(costs, m=9, recompute=recompute) == memory_of(costs, m=9, recompute=recompute, replicas=1)
+
+
+def shared(*, schedule: Schedule = "interleaved", optimizer: int = 0) -> tuple[list[StageMemory], list[StageMemory]]:
+    """Of four stages on two devices, the first and the third tied, and not."""
+    found = []
+    for tied in (200, 0):
+        layers = [
+            replace(
+                one,
+                parameter_bytes=size,
+                gradient_bytes=size,
+                optimizer_bytes=2 * size,
+                tied=(f"{other}.weight",) if tied and other else (),
+                tied_bytes=tied if other else 0,
+            )
+            for one, size, other in zip(
+                [
+                    layer(
+                        name,
+                        optimizer_peak_bytes=optimizer,
+                        detail=record(
+                            internal=20,
+                            given=[tensor(8, kept=True)],
+                            made=[tensor(8)],
+                            forward=40,
+                            no_grad=30,
+                            first_backward=60,
+                            backward=70,
+                        ),
+                    )
+                    for name in "abcd"
+                ],
+                (200, 500, 300, 500),
+                ("c", "", "a", ""),
+                strict=True,
+            )
+        ]
+        partition = Partition(
+            schedule=schedule,
+            micro_batches=4,
+            balance=(1,) * 4,
+            recompute=("never",) * 4,
+            chunks=2 if schedule == "interleaved" else 1,
+        )
+        cluster = Cluster(memory_bytes=(MANY,) * partition.num_devices)
+        found.append([stage.memory for stage in stages_of(costs_at(chain(*layers), 1), partition, cluster)])
+    return found[0], found[1]
+
+
+def test_chunks_of_a_device_hold_a_shared_parameter_once() -> None:
+    """Its gradient and its state, too; both count in the later chunk, whose backward is the first."""
+    tied, untied = shared(optimizer=5000)
+    assert [a.parameters - b.parameters for a, b in zip(untied, tied, strict=True)] == [200, 0, 0, 0]
+    assert [a.optimizer - b.optimizer for a, b in zip(untied, tied, strict=True)] == [400, 0, 0, 0]
+    assert [a.gradients - b.gradients for a, b in zip(untied, tied, strict=True)] == [200, 0, 0, 0]
+    assert [a.total - b.total for a, b in zip(untied, tied, strict=True)] == [800, 0, 0, 0]
+
+
+def test_stages_of_their_own_devices_hold_a_copy_each() -> None:
+    """As before."""
+    tied, untied = shared(schedule="gpipe")
+    assert tied == untied
