@@ -6,9 +6,12 @@ the cut is done again behind it, on what was received.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import networkx as nx
 from torch import nn
 
 from planner.core.profile import Granularity
@@ -53,6 +56,7 @@ class Cuts:
         self._creator: dict[int, int] = {}
         for data in flow.values():
             self._creator.setdefault(data["storage"], data["operator"])
+        self._num_versions = Counter(data["storage"] for data in flow.values())
 
     def crossing(self, cut: int, *, used_before: int = END + 1) -> Crossing:
         """What crosses `cut` for the sake of what happens between it and `used_before`."""
@@ -91,6 +95,32 @@ class Cuts:
         inside = (o.holds for o in self.recording.operators if first <= o.time < end)
         return frozenset(name for names in inside for name in names) | self.crossing(first, used_before=end).holds
 
+    def missing_outputs(self, cut: int, holds: frozenset[str]) -> frozenset[int]:
+        """Leaves of the model's output that the loss does not read and that cannot be had behind `cut`.
+
+        Args:
+            cut: The cut.
+            holds: Parameters and buffers that are there behind it.
+        """
+        unread = self.recording.unread
+        if not unread:
+            return frozenset()
+        received = {self.recording.values[value][0] for value in self.crossing(cut).values}
+        missing: set[int] = set()
+        for version in self._behind_unread:
+            data = self.recording.flow.nodes[version]
+            number = data["operator"]
+            if number >= 0 and (data["made"] >= cut or self.repeated(number, cut)):
+                operator = self.recording.operators[number]
+                is_there = holds.issuperset(operator.holds) and missing.isdisjoint(self.recording.reads[number])
+            elif number < 0 and data["storage"] not in self.recording.exposures:
+                is_there = version not in unread  # a parameter; what reads it says whether it must be there
+            else:
+                is_there = data["storage"] in received and self._num_versions[data["storage"]] == 1
+            if not is_there:
+                missing.add(version)
+        return frozenset(leaf for leaf, version in enumerate(self.recording.outputs) if version in missing & unread)
+
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
         """The cuts worth having, in order; and why others are impossible."""
         calls = self.recording.calls
@@ -113,6 +143,12 @@ class Cuts:
         return chosen, problems
 
     # Private methods
+
+    @cached_property
+    def _behind_unread(self) -> list[int]:
+        """The outputs that the loss does not read and all that they were made of, in the order in which it was made."""
+        unread = self.recording.unread
+        return sorted(unread.union(*(nx.ancestors(self.recording.flow, version) for version in unread)))
 
     def _runner(self, call: Call) -> int:
         """The call whose end decides whether what `call` does is done again: a constant one always is, with it."""

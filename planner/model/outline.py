@@ -49,6 +49,8 @@ class Outline:
     """By layer: whether it writes into a tensor that it receives."""
     aliases: tuple[bool, ...]
     """By layer: whether what it passes on shares memory with what it received."""
+    missing: tuple[frozenset[int], ...]
+    """By cut: leaves of the model's output that the loss does not read and that cannot be had behind it."""
 
     def times(self, first: int, end: int) -> tuple[int, int]:
         """Between which times layers `first`..`end - 1` run."""
@@ -85,18 +87,26 @@ class Outline:
         return torch.empty(self.shape(value, size), dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad)
 
 
-def outline_of(model: nn.Module, example_inputs: Callable[[int], Any], granularity: Granularity) -> Outline:
+def outline_of(
+    model: nn.Module,
+    example_inputs: Callable[[int], Any],
+    granularity: Granularity,
+    loss_of: Callable[[int], Callable[[Any], object]] | None,
+) -> Outline:
     """The outline of `model`.
 
     Args:
         model: Any module.
         example_inputs: A batch of so many samples.
         granularity: How finely it is cut.
+        loss_of: For so many samples, the loss of what the model returns for them; without it, all of that counts as
+            read.
 
     Raises:
         ModelError: It cannot be cut anywhere, or does something else for other batch sizes.
     """
-    recording, other = (_recorded(model, example_inputs, size) for size in SIZES)
+    recording = _recorded(model, example_inputs, SIZES[0], loss_of)
+    other = _recorded(model, example_inputs, SIZES[1])
     cuts = Cuts(recording, model)
     chosen, problems = cuts.choose(granularity)
     if not chosen:
@@ -129,20 +139,29 @@ def outline_of(model: nn.Module, example_inputs: Callable[[int], Any], granulari
             )
             for first, end in spans
         ),
+        missing=tuple(
+            cuts.missing_outputs(cut, frozenset[str]().union(*holds[n:])) for n, cut in enumerate(chosen, start=1)
+        ),
     )
 
 
 # Private functions
 
 
-def _recorded(model: nn.Module, example_inputs: Callable[[int], Any], size: int) -> Recording:
+def _recorded(
+    model: nn.Module,
+    example_inputs: Callable[[int], Any],
+    size: int,
+    loss_of: Callable[[int], Callable[[Any], object]] | None = None,
+) -> Recording:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same data every time, and so the same digest
         inputs = example_inputs(size)
+        loss = None if loss_of is None else loss_of(size)
     try:
         with contextlib.suppress(Exception):  # whatever it is, on real values it may be none, or comes again
-            return record(model, inputs, ghosts=True)
-        return record(model, _beside(model, inputs), ghosts=False)
+            return record(model, inputs, loss_of=loss, ghosts=True)
+        return record(model, _beside(model, inputs), loss_of=loss, ghosts=False)
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"the model ({type(model).__name__}) raised {type(error).__name__} on an example batch of {size}: "

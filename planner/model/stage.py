@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.core.errors import ModelError
-from planner.model.nests import put_together, take_apart
+from planner.model.nests import leaf_names, put_together, take_apart
 from planner.model.outline import Outline
 from planner.model.recording import END, Call, Constant, Held, Leaf, Passed, Value, arguments_of, wrapped
+from planner.model.unread import unread_like
 
 __all__ = ["ModelStage", "weightless"]
 
@@ -24,7 +25,8 @@ class ModelStage(nn.Module):
     """Layers `first`..`end - 1` of `model`; parameters and buffers have the names they have in the model.
 
     The first stage takes the model's inputs; the others, a tuple of the tensors of `Outline.received`. The last
-    returns the model's output; the others, the tuple that the next one takes.
+    returns the model's output, with stand-ins for what only the loss could want and does not read; the others, the tuple
+    that the next one takes.
     """
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
@@ -83,6 +85,7 @@ class _Part:
         self._watch([self.begin, self.stop])
         self.absent = sorted(outline.repeated_holds[first - 1].difference(self.held)) if first else []
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
+        self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
 
     def listen(self, listener: Callable[[int], None]) -> None:
         """Watches the cuts within the stage, too."""
@@ -147,7 +150,7 @@ class _Run:
                 return tuple(self._tensors[value] for value in self._stage.sent)
         if self._stage.stop != END:
             raise _another_path("it ended early")
-        return output
+        return self._without_missing(output) if self._stage.missing else output
 
     # Private methods
 
@@ -181,6 +184,17 @@ class _Run:
         if call.exit + 1 == self._stage.stop:
             raise _Finished
         return result
+
+    def _without_missing(self, output: Any) -> Any:
+        recording = self._stage.outline.recording
+        leaves, nest = take_apart(output)
+        if nest != recording.output_nest:
+            raise _another_path("it returned something else")
+        names = leaf_names(nest)
+        for leaf in self._stage.missing:
+            if isinstance(leaves[leaf], Tensor):
+                leaves[leaf] = unread_like(leaves[leaf], names[leaf])
+        return put_together(leaves, nest)
 
     def _begin_layer(self, time: int) -> None:
         layer = self._stage.layer_at.get(time)
