@@ -52,19 +52,23 @@ class Cuts:
         self._running = [self._runner(call) for call in recording.calls]
         flow = recording.flow.nodes
         self._lives = [(v, data["made"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]]
-        self._num_bytes: dict[int, int] = {}
+        self._num_bytes: dict[tuple[int, bool], int] = {}
         self._creator: dict[int, int] = {}
         for data in flow.values():
             self._creator.setdefault(data["storage"], data["operator"])
         self._num_versions = Counter(data["storage"] for data in flow.values())
+        trained = (o.time for o in recording.operators if any(map(self._is_parameter, o.holds)))
+        self._last_trained = max(trained, default=0)
 
-    def crossing(self, cut: int, *, used_before: int = END + 1) -> Crossing:
-        """What crosses `cut` for the sake of what happens between it and `used_before`."""
+    def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> Crossing:
+        """What crosses `cut` for the sake of what happens between it and `used_before`, unread outputs left out."""
         live = [
             version
             for version, made, last, uses in self._lives
             if made < cut <= last and uses[bisect_left(uses, cut)] < used_before
         ]
+        if with_unread:
+            live += [version for version in self.recording.unread if self.recording.flow.nodes[version]["made"] < cut]
         needs = _Needs(self, cut)
         needs.follow(live, strict=True)
         for number in self.recording.decisions:
@@ -72,11 +76,13 @@ class Cuts:
                 needs.follow(self.recording.reads[number], strict=False)
         return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), needs.problem)
 
-    def num_bytes(self, cut: int) -> int:
+    def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
         """Bytes that cross a cut."""
-        if cut not in self._num_bytes:
-            self._num_bytes[cut] = sum(self.recording.values[n][1].nbytes for n in self.crossing(cut).values)
-        return self._num_bytes[cut]
+        key = cut, with_unread and bool(self.recording.unread)
+        if key not in self._num_bytes:
+            crossing = self.crossing(cut, with_unread=with_unread)
+            self._num_bytes[key] = sum(self.recording.values[n][1].nbytes for n in crossing.values)
+        return self._num_bytes[key]
 
     def repeated(self, operator: int, cut: int) -> bool:
         """Whether an operator in front of a cut is run again behind it."""
@@ -170,10 +176,10 @@ class Cuts:
             yield from self._below(self.recording.calls[child])
 
     def _possible(self, calls: Sequence[Call], problems: list[str]) -> list[int]:
-        """Cuts behind calls."""
+        """Cuts behind calls, as far as there are parameters behind them."""
         possible = []
         for call in calls:
-            if call.constant:
+            if call.constant or call.exit > self._last_trained:
                 continue
             problem = self.crossing(call.exit + 1).problem
             if problem is None:
@@ -183,11 +189,18 @@ class Cuts:
         return sorted(set(possible))
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
-        """The cuts that are hardly wider than those around each of `calls` that they cut in two."""
+        """The cuts that are hardly wider than those around each of `calls` that they cut in two.
+
+        What a module is worth to the loss says nothing of how wide it is: that a model with its loss inside also
+        returns its logits counts.
+        """
         kept = []
         for cut in cuts:
             around = (call for call in calls if call.enter < cut <= call.exit)
-            widest = (_NEAR * max(self.num_bytes(c.enter), self.num_bytes(c.exit + 1)) for c in around)
+            widest = (
+                _NEAR * max(self.num_bytes(edge, with_unread=True) for edge in (call.enter, call.exit + 1))
+                for call in around
+            )
             if self.num_bytes(cut) <= min(widest, default=float("inf")):
                 kept.append(cut)
         return kept
