@@ -181,9 +181,7 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
-def record(
-    model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool
-) -> Recording:
+def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
     """Runs `model` on `inputs` once; buffers, gradients and the random state stay as they were.
 
     Args:

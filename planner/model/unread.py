@@ -4,15 +4,17 @@ Such outputs (hidden states, attentions, encoder states) are not handed from sta
 In their place it returns tensors that have a shape and no numbers; whatever reads one after all is told so.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from planner.core.errors import ModelError
+from planner.model.nests import tensors_in
 from planner.model.recording import SHAPE_ONLY
 
-__all__ = ["Unread", "unread_like"]
+__all__ = ["Unread", "stand_in"]
 
 
 class Unread(Tensor):
@@ -25,10 +27,9 @@ class Unread(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Serves those who ask for the shape alone."""
-        unread = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Unread)]
-        if func._schema.name in SHAPE_ONLY and unread == list(args[:1]):
-            return func(_zeros_like(unread[0]), *args[1:], **(kwargs or {}))
-        name = unread[0]._name if unread else "of several"
+        if func._schema.name in SHAPE_ONLY:
+            return func(_zeros_like(args[0]), *args[1:], **(kwargs or {}))
+        name = next(tensor._name for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Unread))
         raise ModelError(
             f'the loss reads the model\'s output "{name}" ({func._schema.name}), which it did not read when the '
             "model's layers were found: the stages in front do not send it",
@@ -40,11 +41,9 @@ class Unread(Tensor):
         return f"Unread({list(self.shape)}, {self.dtype}, {self.device})"
 
 
-def unread_like(tensor: Tensor, name: str) -> Unread:
-    """Stands in for `tensor`, the model's output called `name`."""
-    unread: Unread = Tensor._make_wrapper_subclass(
-        Unread, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+def stand_in(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Unread:
+    """Stands in for the model's output called `name`."""
+    unread: Unread = Tensor._make_wrapper_subclass(Unread, shape, dtype=dtype, device=device)
     unread._name = name
     return unread
 
