@@ -96,6 +96,13 @@ class Cuts:
         made = self.recording.calls[call]
         return made.exit < cut and self._running[call] == call and cut <= self._exit_of(self._running[made.parent])
 
+    def parts(self, cut: int) -> tuple[int, int]:
+        """How many tensors cross a cut only for code in front of it, which is run again, and how many that makes."""
+        read = {self.recording.flow.nodes[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
+        crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
+        made = (self.recording.flow.nodes[v]["operator"] for v, made, last, _ in self._lives if made < cut <= last)
+        return len(crossing - read), sum(number >= 0 and self.repeated(number, cut) for number in made)
+
     def holds(self, first: int, end: int) -> frozenset[str]:
         """Parameters and buffers that must be there to run what lies between two cuts."""
         inside = (o.holds for o in self.recording.operators if first <= o.time < end)

@@ -21,6 +21,9 @@ from planner.model.recording import END, Call, Leaf, Recording, Value, record
 
 __all__ = ["SIZES", "Outline", "outline_of"]
 
+_MANY_PARTS = 2
+"""So many tensors more than there need be are worth a word."""
+
 SIZES = (2, 4)
 """Samples in the two batches that are run. Not 1, which batch normalization and broadcasting treat in their own way."""
 
@@ -49,8 +52,24 @@ class Outline:
     """By layer: whether it writes into a tensor that it receives."""
     aliases: tuple[bool, ...]
     """By layer: whether what it passes on shares memory with what it received."""
+    parts: tuple[tuple[int, int], ...]
+    """By cut: of how many tensors it is that nothing behind it reads them, but only what is computed from them in front
+    and again behind; and how many results that has."""
     missing: tuple[frozenset[int], ...]
     """By cut: leaves of the model's output that the loss does not read and that cannot be had behind it."""
+
+    @property
+    def widened(self) -> str:
+        """Where most tensors cross for the sake of code between modules that is run again; empty if few do."""
+        layer = max(range(len(self.parts)), key=lambda n: self.parts[n][0] - self.parts[n][1])
+        parts, results = self.parts[layer]
+        if parts - results < _MANY_PARTS:
+            return ""
+        return (
+            f'{parts} tensors cross the boundary behind "{self.names[layer]}" only for the model\'s own code between '
+            f"its modules, which makes {results} of them and does so again in the next stage (as `x = x + block(x)` "
+            "does); do that at the end of a module's forward (`x = block(x)`), and its result crosses instead"
+        )
 
     def times(self, first: int, end: int) -> tuple[int, int]:
         """Between which times layers `first`..`end - 1` run."""
@@ -139,6 +158,7 @@ def outline_of(
             )
             for first, end in spans
         ),
+        parts=tuple(map(cuts.parts, chosen)),
         missing=tuple(
             cuts.missing_outputs(cut, frozenset[str]().union(*holds[n:])) for n, cut in enumerate(chosen, start=1)
         ),

@@ -438,6 +438,31 @@ def test_what_is_collected_from_within_blocks_may_be_left_out() -> None:
         chain_of(Probing(), values, loss_of=lambda _size: read(0))
 
 
+class Added(Blocks):
+    """Residuals outside of the blocks."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Each block's input is a sum of what all before it returned."""
+        value = self.blocks[0](value)
+        for block in list(self.blocks)[1:]:
+            value = value + block(value)
+        return value
+
+
+def test_sums_between_modules_are_told_of() -> None:
+    """All that they are made of crosses; a skip connection, which is read as it is, is none."""
+    outline = compared(Added()).chain.outline
+    assert outline is not None
+    assert [len(values) for values in outline.crossings] == [1, 2, 3]
+    assert outline.parts == ((0, 0), (0, 0), (2, 1))
+    outline = compared(Added(number=5)).chain.outline
+    assert outline is not None
+    assert '3 tensors cross the boundary behind "blocks.3" only for' in outline.widened
+    skips = compared(Skips()).chain.outline
+    assert skips is not None
+    assert not skips.widened
+
+
 class Stopped(Blocks):
     """A tensor without a gradient, made of one with."""
 
