@@ -1,4 +1,4 @@
-"""GPT-2 as `transformers` builds it, small; it computes its own loss, and returns more that nobody reads."""
+"""GPT-2 as `transformers` builds it, small; it computes its own loss."""
 
 import sys
 from types import ModuleType
@@ -18,7 +18,7 @@ def build_model(layers: int = 3, width: int = 16) -> nn.Module:
     """Without dropout, so that there is something to compare with."""
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0.0, attn_pdrop=0.0,
-        embd_pdrop=0.0, bos_token_id=1, eos_token_id=2, use_cache=True, output_hidden_states=True,
+        embd_pdrop=0.0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return GPT2LMHeadModel(config)  # type: ignore[no-any-return]
 
