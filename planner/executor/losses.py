@@ -14,6 +14,7 @@ from torch import Tensor
 from planner.core.errors import ModelError
 from planner.model.load import user_code
 from planner.model.nests import tensors_in
+from planner.model.unread import Unread
 
 __all__ = ["UNCOUNTED", "loss_counts", "nothing_of", "weights_of"]
 
@@ -52,5 +53,6 @@ def weights_of(counts: Sequence[float], total: float) -> list[float]:
 
 def nothing_of(output: Any) -> Tensor:
     """A loss of zero whose gradient is zero, whatever the output."""
-    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    found = (tensor for tensor in tensors_in(output) if not isinstance(tensor, Unread))
+    tensors = [tensor for tensor in found if tensor.is_floating_point()]
     return torch.stack([tensor.flatten()[:0].float().sum() for tensor in tensors]).sum()

@@ -83,7 +83,11 @@ class _Layers(nn.Module):
 
 
 def chain_of(
-    model: nn.Module, example_inputs: Callable[[int], Any] | None = None, granularity: Granularity = "coarse"
+    model: nn.Module,
+    example_inputs: Callable[[int], Any] | None = None,
+    granularity: Granularity = "coarse",
+    *,
+    loss_of: Callable[[int], Callable[[Any], object]] | None = None,
 ) -> Chain:
     """The chain of a model.
 
@@ -91,6 +95,8 @@ def chain_of(
         model: The model.
         example_inputs: Inputs for so many samples; only an `nn.Sequential` can do without.
         granularity: About one layer per block, or also parts of blocks; a Sequential is always cut into its children.
+        loss_of: For so many samples, the loss of what the model returns for them. What it does not read is not handed
+            on to the last layer (of a Sequential, everything is); without it, all that the model returns is.
 
     Raises:
         ModelError: It is empty, has parameters without a shape, cannot be run, or cannot be cut anywhere.
@@ -111,7 +117,7 @@ def chain_of(
             f"the model is a {type(model).__name__}; to cut anything but an nn.Sequential its inputs must be known",
             hint="define `example_batch(batch_size)`",
         )
-    return outlined(outline_of(model, example_inputs, granularity), model)
+    return outlined(outline_of(model, example_inputs, granularity, loss_of), model)
 
 
 def outlined(outline: Outline, model: nn.Module) -> Chain:

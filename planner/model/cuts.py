@@ -6,9 +6,12 @@ the cut is done again behind it, on what was received.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import networkx as nx
 from torch import nn
 
 from planner.core.profile import Granularity
@@ -49,18 +52,23 @@ class Cuts:
         self._running = [self._runner(call) for call in recording.calls]
         flow = recording.flow.nodes
         self._lives = [(v, data["made"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]]
-        self._num_bytes: dict[int, int] = {}
+        self._num_bytes: dict[tuple[int, bool], int] = {}
         self._creator: dict[int, int] = {}
         for data in flow.values():
             self._creator.setdefault(data["storage"], data["operator"])
+        self._num_versions = Counter(data["storage"] for data in flow.values())
+        trained = (o.time for o in recording.operators if any(map(self._is_parameter, o.holds)))
+        self._last_trained = max(trained, default=0)
 
-    def crossing(self, cut: int, *, used_before: int = END + 1) -> Crossing:
-        """What crosses `cut` for the sake of what happens between it and `used_before`."""
+    def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> Crossing:
+        """What crosses `cut` for the sake of what happens between it and `used_before`, unread outputs left out."""
         live = [
             version
             for version, made, last, uses in self._lives
             if made < cut <= last and uses[bisect_left(uses, cut)] < used_before
         ]
+        if with_unread:
+            live += [version for version in self.recording.unread if self.recording.flow.nodes[version]["made"] < cut]
         needs = _Needs(self, cut)
         needs.follow(live, strict=True)
         for number in self.recording.decisions:
@@ -68,11 +76,13 @@ class Cuts:
                 needs.follow(self.recording.reads[number], strict=False)
         return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), needs.problem)
 
-    def num_bytes(self, cut: int) -> int:
+    def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
         """Bytes that cross a cut."""
-        if cut not in self._num_bytes:
-            self._num_bytes[cut] = sum(self.recording.values[n][1].nbytes for n in self.crossing(cut).values)
-        return self._num_bytes[cut]
+        key = cut, with_unread and bool(self.recording.unread)
+        if key not in self._num_bytes:
+            crossing = self.crossing(cut, with_unread=with_unread)
+            self._num_bytes[key] = sum(self.recording.values[n][1].nbytes for n in crossing.values)
+        return self._num_bytes[key]
 
     def repeated(self, operator: int, cut: int) -> bool:
         """Whether an operator in front of a cut is run again behind it."""
@@ -86,10 +96,43 @@ class Cuts:
         made = self.recording.calls[call]
         return made.exit < cut and self._running[call] == call and cut <= self._exit_of(self._running[made.parent])
 
+    def parts(self, cut: int) -> tuple[int, int]:
+        """How many tensors cross a cut only for code in front of it, which is run again, and how many that makes."""
+        read = {self.recording.flow.nodes[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
+        crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
+        made = (self.recording.flow.nodes[v]["operator"] for v, made, last, _ in self._lives if made < cut <= last)
+        return len(crossing - read), sum(number >= 0 and self.repeated(number, cut) for number in made)
+
     def holds(self, first: int, end: int) -> frozenset[str]:
         """Parameters and buffers that must be there to run what lies between two cuts."""
         inside = (o.holds for o in self.recording.operators if first <= o.time < end)
         return frozenset(name for names in inside for name in names) | self.crossing(first, used_before=end).holds
+
+    def missing_outputs(self, cut: int, holds: frozenset[str]) -> frozenset[int]:
+        """Leaves of the model's output that the loss does not read and that cannot be had behind `cut`.
+
+        Args:
+            cut: The cut.
+            holds: Parameters and buffers that are there behind it.
+        """
+        unread = self.recording.unread
+        if not unread:
+            return frozenset()
+        received = {self.recording.values[value][0] for value in self.crossing(cut).values}
+        missing: set[int] = set()
+        for version in self._behind_unread:
+            data = self.recording.flow.nodes[version]
+            number = data["operator"]
+            if number >= 0 and (data["made"] >= cut or self.repeated(number, cut)):
+                operator = self.recording.operators[number]
+                is_there = holds.issuperset(operator.holds) and missing.isdisjoint(self.recording.reads[number])
+            elif number < 0 and data["storage"] not in self.recording.exposures:
+                is_there = version not in unread  # a parameter; what reads it says whether it must be there
+            else:
+                is_there = data["storage"] in received and self._num_versions[data["storage"]] == 1
+            if not is_there:
+                missing.add(version)
+        return frozenset(leaf for leaf, version in enumerate(self.recording.outputs) if version in missing & unread)
 
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
         """The cuts worth having, in order; and why others are impossible."""
@@ -114,6 +157,12 @@ class Cuts:
 
     # Private methods
 
+    @cached_property
+    def _behind_unread(self) -> list[int]:
+        """The outputs that the loss does not read and all that they were made of, in the order in which it was made."""
+        unread = self.recording.unread
+        return sorted(unread.union(*(nx.ancestors(self.recording.flow, version) for version in unread)))
+
     def _runner(self, call: Call) -> int:
         """The call whose end decides whether what `call` does is done again: a constant one always is, with it."""
         while call.constant and call.parent >= 0:
@@ -134,10 +183,10 @@ class Cuts:
             yield from self._below(self.recording.calls[child])
 
     def _possible(self, calls: Sequence[Call], problems: list[str]) -> list[int]:
-        """Cuts behind calls."""
+        """Cuts behind calls, as far as there are parameters behind them."""
         possible = []
         for call in calls:
-            if call.constant:
+            if call.constant or call.exit > self._last_trained:
                 continue
             problem = self.crossing(call.exit + 1).problem
             if problem is None:
@@ -147,11 +196,18 @@ class Cuts:
         return sorted(set(possible))
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
-        """The cuts that are hardly wider than those around each of `calls` that they cut in two."""
+        """The cuts that are hardly wider than those around each of `calls` that they cut in two.
+
+        What a module is worth to the loss says nothing of how wide it is: that a model with its loss inside also
+        returns its logits counts.
+        """
         kept = []
         for cut in cuts:
             around = (call for call in calls if call.enter < cut <= call.exit)
-            widest = (_NEAR * max(self.num_bytes(c.enter), self.num_bytes(c.exit + 1)) for c in around)
+            widest = (
+                _NEAR * max(self.num_bytes(edge, with_unread=True) for edge in (call.enter, call.exit + 1))
+                for call in around
+            )
             if self.num_bytes(cut) <= min(widest, default=float("inf")):
                 kept.append(cut)
         return kept

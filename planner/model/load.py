@@ -73,7 +73,18 @@ class LoadedModel:
         """
         # A copy of a weight that two modules share would be a tensor that crosses the cuts between them.
         with layers_in(self.precision, torch.device("cpu"), keep=False):
-            return chain_of(model, lambda size: self.example_batch(size).inputs, self.granularity)
+            return chain_of(
+                model, lambda size: self.example_batch(size).inputs, self.granularity, loss_of=self._loss_of
+            )
+
+    def _loss_of(self, size: int) -> Callable[[Any], object]:
+        targets = self.example_batch(size).targets
+
+        def loss(output: Any) -> object:
+            given = tensors_in(output)
+            return self.loss_fn(output, to_device(targets, given[0].device) if given else targets)
+
+        return loss
 
 
 def load_model(

@@ -8,12 +8,15 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-__all__ = ["Nest", "leaf_names", "put_together", "take_apart", "tensors_in"]
+__all__ = ["ABSENT", "Nest", "aligned", "leaf_names", "put_together", "take_apart", "tensors_in"]
+
+ABSENT: Final = object()
+"""Takes the place of a leaf that is not there."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,22 @@ def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
         return [prefix]
     below = zip(nest.keys, nest.children, strict=True)
     return [name for key, child in below for name in leaf_names(child, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def aligned(value: Any, nest: Nest) -> list[Any]:
+    """The leaves of `value` where `nest` has them; those of a part that has another structure are absent."""
+    leaves, its = take_apart(value)
+    return _aligned(iter(leaves), its, nest)
+
+
+def _aligned(leaves: Iterator[Any], nest: Nest, wanted: Nest) -> list[Any]:
+    if nest.kind is not wanted.kind or nest.keys != wanted.keys:
+        for _ in leaf_names(nest):
+            next(leaves)
+        return [ABSENT] * len(leaf_names(wanted))
+    if nest.kind is None:
+        return [next(leaves)]
+    return [leaf for a, b in zip(nest.children, wanted.children, strict=True) for leaf in _aligned(leaves, a, b)]
 
 
 def _nest(value: Any, leaves: list[Any]) -> Nest:

@@ -21,6 +21,9 @@ from planner.model.recording import END, Call, Leaf, Recording, Value, record
 
 __all__ = ["SIZES", "Outline", "outline_of"]
 
+_MANY_PARTS = 2
+"""So many tensors more than there need be are worth a word."""
+
 SIZES = (2, 4)
 """Samples in the two batches that are run. Not 1, which batch normalization and broadcasting treat in their own way."""
 
@@ -49,6 +52,24 @@ class Outline:
     """By layer: whether it writes into a tensor that it receives."""
     aliases: tuple[bool, ...]
     """By layer: whether what it passes on shares memory with what it received."""
+    parts: tuple[tuple[int, int], ...]
+    """By cut: of how many tensors it is that nothing behind it reads them, but only what is computed from them in front
+    and again behind; and how many results that has."""
+    missing: tuple[frozenset[int], ...]
+    """By cut: leaves of the model's output that the loss does not read and that cannot be had behind it."""
+
+    @property
+    def widened(self) -> str:
+        """Where most tensors cross for the sake of code between modules that is run again; empty if few do."""
+        layer = max(range(len(self.parts)), key=lambda n: self.parts[n][0] - self.parts[n][1])
+        parts, results = self.parts[layer]
+        if parts - results < _MANY_PARTS:
+            return ""
+        return (
+            f'{parts} tensors cross the boundary behind "{self.names[layer]}" only for the model\'s own code between '
+            f"its modules, which makes {results} of them and does so again in the next stage (as `x = x + block(x)` "
+            "does); do that at the end of a module's forward (`x = block(x)`), and its result crosses instead"
+        )
 
     def times(self, first: int, end: int) -> tuple[int, int]:
         """Between which times layers `first`..`end - 1` run."""
@@ -85,18 +106,26 @@ class Outline:
         return torch.empty(self.shape(value, size), dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad)
 
 
-def outline_of(model: nn.Module, example_inputs: Callable[[int], Any], granularity: Granularity) -> Outline:
+def outline_of(
+    model: nn.Module,
+    example_inputs: Callable[[int], Any],
+    granularity: Granularity,
+    loss_of: Callable[[int], Callable[[Any], object]] | None,
+) -> Outline:
     """The outline of `model`.
 
     Args:
         model: Any module.
         example_inputs: A batch of so many samples.
         granularity: How finely it is cut.
+        loss_of: For so many samples, the loss of what the model returns for them; without it, all of that counts as
+            read.
 
     Raises:
         ModelError: It cannot be cut anywhere, or does something else for other batch sizes.
     """
-    recording, other = (_recorded(model, example_inputs, size) for size in SIZES)
+    recording = _recorded(model, example_inputs, SIZES[0], loss_of)
+    other = _recorded(model, example_inputs, SIZES[1])
     cuts = Cuts(recording, model)
     chosen, problems = cuts.choose(granularity)
     if not chosen:
@@ -129,20 +158,30 @@ def outline_of(model: nn.Module, example_inputs: Callable[[int], Any], granulari
             )
             for first, end in spans
         ),
+        parts=tuple(map(cuts.parts, chosen)),
+        missing=tuple(
+            cuts.missing_outputs(cut, frozenset[str]().union(*holds[n:])) for n, cut in enumerate(chosen, start=1)
+        ),
     )
 
 
 # Private functions
 
 
-def _recorded(model: nn.Module, example_inputs: Callable[[int], Any], size: int) -> Recording:
+def _recorded(
+    model: nn.Module,
+    example_inputs: Callable[[int], Any],
+    size: int,
+    loss_of: Callable[[int], Callable[[Any], object]] | None = None,
+) -> Recording:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same data every time, and so the same digest
         inputs = example_inputs(size)
+        loss = None if loss_of is None else loss_of(size)
     try:
         with contextlib.suppress(Exception):  # whatever it is, on real values it may be none, or comes again
-            return record(model, inputs, ghosts=True)
-        return record(model, _beside(model, inputs), ghosts=False)
+            return record(model, inputs, loss_of=loss, ghosts=True)
+        return record(model, _beside(model, inputs), loss_of=loss, ghosts=False)
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"the model ({type(model).__name__}) raised {type(error).__name__} on an example batch of {size}: "
@@ -176,6 +215,9 @@ def _shapes(
             shapes = _paired(call.path, call.leaves, other.calls[its].leaves) | shapes
             if any(call.enter < cut <= call.exit for cut in cuts):
                 todo.append(child)
+    if recording.unread:
+        with contextlib.suppress(ModelError):  # it may return what it likes, but then nothing stands in for that
+            shapes = _paired("the model", recording.calls[0].leaves, other.calls[0].leaves) | shapes
     return shapes
 
 

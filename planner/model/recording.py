@@ -27,6 +27,7 @@ from planner.model.nests import Nest, take_apart, tensors_in
 
 __all__ = [
     "END",
+    "SHAPE_ONLY",
     "Call",
     "Constant",
     "Held",
@@ -43,7 +44,7 @@ __all__ = [
 END = 1 << 60
 """The time at which the model's outputs are used."""
 
-_SHAPE_ONLY = frozenset(
+SHAPE_ONLY = frozenset(
     f"aten::{name}"
     for name in (
         *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
@@ -166,6 +167,11 @@ class Recording:
     """Numbers of the operators that decide."""
     reads: list[tuple[int, ...]] = field(default_factory=list)
     """By operator: the versions it reads."""
+    outputs: tuple[int, ...] = ()
+    """By leaf of what the model returned: the version that it is, or -1 where it is no tensor."""
+    output_nest: Nest = field(default_factory=Nest)
+    unread: frozenset[int] = frozenset()
+    """Of these versions, those that the loss does not read."""
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -175,12 +181,13 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
-def record(model: nn.Module, inputs: Any, *, ghosts: bool) -> Recording:
+def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
     """Runs `model` on `inputs` once; buffers, gradients and the random state stay as they were.
 
     Args:
         model: The model.
         inputs: Its inputs.
+        loss_of: The loss of what it returns; without it, all of that counts as read.
         ghosts: Runs it without the values of its parameters and buffers, which takes neither time nor memory. Raises
             `NeedsValuesError` if the model asks for a value.
     """
@@ -192,12 +199,12 @@ def record(model: nn.Module, inputs: Any, *, ghosts: bool) -> Recording:
         stack.enter_context(as_ghosts(model) if ghosts else _replaced(model, _own_buffer))
         recorder.know_model(model)
         recorder.know_inputs(inputs)
-        stack.enter_context(wrapped(model.modules(), recorder.run))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(_forget, _forget))  # there will be no backward
-        stack.enter_context(recorder)
         args, kwargs = arguments_of(inputs)
-        recorder.outputs(model(*args, **kwargs))
+        with wrapped(model.modules(), recorder.run), recorder:
+            output = model(*args, **kwargs)
+        recorder.outputs(output, None if loss_of is None else _read_by(loss_of, output))
     return recorder.recording
 
 
@@ -250,10 +257,18 @@ class _Recorder(TorchDispatchMode):
                 kept.append(Constant(leaf))
         self.recording.inputs, self.recording.input_nest = tuple(kept), nest
 
-    def outputs(self, output: Any) -> None:
-        """Every tensor of the model's output is used."""
-        for tensor in tensors_in(output):
-            self._use(self._versions[self._storage(tensor)], END)
+    def outputs(self, output: Any, read: set[int] | None) -> None:
+        """Tensors of the model's output are used, whose storages lie at addresses in `read`; without it, all are."""
+        leaves, nest = take_apart(output)
+        versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
+        used = {version for version in versions if version >= 0}
+        if read is not None:
+            # Others than the leaves, too: what is kept in an object of some class.
+            used = {self._versions[self._storages[address][1]] for address in read if address in self._storages}
+        for version in sorted(used):
+            self._use(version, END)
+        self.recording.outputs, self.recording.output_nest = tuple(versions), nest
+        self.recording.unread = frozenset(versions).difference(used, (-1,))
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a module's forward."""
@@ -282,7 +297,7 @@ class _Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         recording, time = self.recording, self._tick()
         name = func._schema.name
-        given = [] if name in _SHAPE_ONLY else tensors_in((args, kwargs))
+        given = [] if name in SHAPE_ONLY else tensors_in((args, kwargs))
         storages = list(dict.fromkeys(self._storage(tensor) for tensor in given))
         reads = tuple(self._versions[storage] for storage in storages)
         random = torch.Tag.nondeterministic_seeded in func.tags
@@ -378,6 +393,38 @@ class _Recorder(TorchDispatchMode):
     def _tick(self) -> int:
         self._time += 1
         return self._time
+
+
+class _Reader(TorchDispatchMode):
+    """Notes the addresses of all storages that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.addresses: set[int] = set()
+        self.decides = False
+
+    def read(self, tensors: Iterable[Tensor]) -> None:
+        """They are."""
+        self.addresses.update(storage_of(tensor)._cdata for tensor in tensors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tensors_in((args, kwargs or {}))
+        if func._schema.name not in SHAPE_ONLY:
+            self.read(given)
+        self.decides = self.decides or _decides(func, given)
+        return func(*args, **(kwargs or {}))
+
+
+def _read_by(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
+    """Addresses of the storages that the loss reads; None if it may read others for other values, or fails here."""
+    reader = _Reader()
+    try:
+        with reader:
+            loss = loss_of(output)
+    except Exception:  # it is told where the loss is needed
+        return None
+    reader.read(tensors_in(loss))  # the output's own loss, say, of which nothing is computed
+    return None if reader.decides else reader.addresses
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:

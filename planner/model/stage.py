@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.core.errors import ModelError
-from planner.model.nests import put_together, take_apart
+from planner.model.nests import ABSENT, aligned, leaf_names, put_together, take_apart
 from planner.model.outline import Outline
 from planner.model.recording import END, Call, Constant, Held, Leaf, Passed, Value, arguments_of, wrapped
+from planner.model.unread import stand_in
 
 __all__ = ["ModelStage", "weightless"]
 
@@ -24,7 +25,8 @@ class ModelStage(nn.Module):
     """Layers `first`..`end - 1` of `model`; parameters and buffers have the names they have in the model.
 
     The first stage takes the model's inputs; the others, a tuple of the tensors of `Outline.received`. The last
-    returns the model's output; the others, the tuple that the next one takes.
+    returns the model's output, with stand-ins for what the loss does not read and is not at hand; the others, the
+    tuple that the next one takes.
     """
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
@@ -83,6 +85,7 @@ class _Part:
         self._watch([self.begin, self.stop])
         self.absent = sorted(outline.repeated_holds[first - 1].difference(self.held)) if first else []
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
+        self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
 
     def listen(self, listener: Callable[[int], None]) -> None:
         """Watches the cuts within the stage, too."""
@@ -144,10 +147,13 @@ class _Run:
             except _Finished:
                 if not self._own:
                     return None
+                if not self._tensors.keys() >= set(self._stage.sent):
+                    raise _another_path("it did not return what the next stage needs") from None
                 return tuple(self._tensors[value] for value in self._stage.sent)
         if self._stage.stop != END:
             raise _another_path("it ended early")
-        return output
+        unread = self._stage.outline.recording.unread
+        return self._without_missing(output) if self._stage.begin and unread else output
 
     # Private methods
 
@@ -171,7 +177,10 @@ class _Run:
         if call.exit >= self._stage.begin:
             leaves = take_apart(result)[0]
             if len(leaves) != len(call.leaves):
-                raise _another_path(f'"{call.path}" returned something else')
+                if not (self._stage.begin and call.number in self._stage.open):
+                    raise _another_path(f'"{call.path}" returned something else')
+                # What it collects from within modules that are passed over is not all there.
+                leaves = aligned(result, call.nest)
             self._keep(leaves, call.leaves)
         if call.exit + 1 == self._stage.begin:
             self._stage.when_begun()
@@ -181,6 +190,35 @@ class _Run:
         if call.exit + 1 == self._stage.stop:
             raise _Finished
         return result
+
+    def _without_missing(self, output: Any) -> Any:
+        """The model's output with stand-ins for what is not to be had in this stage, and is not read."""
+        recording = self._stage.outline.recording
+        leaves = aligned(output, recording.output_nest)
+        missing = self._stage.missing | {n for n, leaf in enumerate(leaves) if leaf is ABSENT}
+        if not missing:
+            return output
+        names = leaf_names(recording.output_nest)
+        for n in missing:
+            if isinstance(leaves[n], Tensor):
+                leaves[n] = stand_in(names[n], leaves[n].shape, leaves[n].dtype, leaves[n].device)
+            elif leaves[n] is ABSENT:
+                leaves[n] = self._absent_output(n, names[n])
+        return put_together(leaves, recording.output_nest)
+
+    def _absent_output(self, number: int, name: str) -> Any:
+        outline = self._stage.outline
+        recording = outline.recording
+        known = self._calls[0].leaves[number] if self._calls[0].nest == recording.output_nest else None
+        if isinstance(known, Constant):
+            return known.value
+        if (
+            isinstance(known, Value)
+            and recording.outputs[number] in recording.unread
+            and known.number in outline.shapes
+        ):
+            return stand_in(name, outline.shape(known.number, self._size), known.meta.dtype, self._device)
+        raise _another_path(f'it did not return "{name}"')
 
     def _begin_layer(self, time: int) -> None:
         layer = self._stage.layer_at.get(time)
@@ -200,7 +238,7 @@ class _Run:
 
     def _keep(self, leaves: Sequence[Any], recorded: Sequence[Leaf]) -> None:
         for leaf, known in zip(leaves, recorded, strict=True):
-            if isinstance(known, Value) and known.number in self._stage.sent:
+            if isinstance(known, Value) and known.number in self._stage.sent and leaf is not ABSENT:
                 self._tensors[known.number] = leaf
 
     def _rebuilt(self, recorded: Sequence[Leaf], nest: Any, given: Sequence[Any]) -> Any:

@@ -119,6 +119,8 @@ def profile_model(
             "the model cannot be estimated: its layers ask for the values of tensors",
             hint="measure it: `--device cuda` on the machine that has one, or `--device cpu`",
         )
+    if chain.outline is not None and chain.outline.widened:
+        warn(chain.outline.widened)
     model = chain.model
     described = describe_device(device) if target is None else target.described
     kept = _Kept(_header(loaded, model, chain, described, options.threads))

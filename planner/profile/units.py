@@ -110,7 +110,8 @@ def trace_units(
                 if n == 0:
                     digests.append(_digest([loaded.precision, *tracer.trace], given, last=last))
                 inputs.setdefault((digests[index], size), given)
-                value = _detached(value)
+                if not last:
+                    value = _detached(value)
     units = tuple(
         Unit(
             layer.name,

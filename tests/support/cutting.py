@@ -58,7 +58,7 @@ def compare(
         recompute: Whether the stages are computed again in backward.
     """
     begin = time.process_time()
-    chain = chain_of(model, example_inputs, granularity)
+    chain = chain_of(model, example_inputs, granularity, loss_of=lambda _size: loss_fn)
     seconds = time.process_time() - begin
     num_layers = len(chain.layers)
     cuts = sorted({round(num_layers * k / num_stages) for k in range(num_stages + 1)})

@@ -30,6 +30,22 @@ def test_loss_and_gradients_are_those_of_the_model(name: str, granularity: str) 
     assert len(compared.chain.layers) >= 6
 
 
+@pytest.mark.parametrize("setting", ["use_cache", "output_hidden_states", "output_attentions"])
+def test_what_a_model_returns_beside_its_loss_costs_nothing(setting: str) -> None:
+    """As many bytes cross as where it returns no more, and loss and gradients stay what they are."""
+    plain, more = (REAL_MODELS["GPT-2"].build() for _ in range(2))
+    more.set_attn_implementation("eager")  # type: ignore[operator]
+    setattr(more.config, setting, True)
+    inputs = REAL_MODELS["GPT-2"].inputs
+    usual, compared = (compare(model, inputs, loss_of, sizes=(3, 2)) for model in (plain, more))
+    assert compared.loss_error < 1e-6
+    assert compared.gradient_error < 1e-6
+    assert max(compared.crossing) <= max(usual.crossing)
+    everything = chain_of(more, inputs).outline
+    assert everything is not None
+    assert setting == "use_cache" or max(map(len, everything.crossings)) > max(compared.crossing)
+
+
 @pytest.mark.parametrize("name", ["GPT-2", "T5", "ResNet-26 (timm)"])
 def test_finding_the_layers_leaves_no_trace(name: str) -> None:
     """Weights, buffers and the random state stay; the digest is the same the next time, whatever the weights."""

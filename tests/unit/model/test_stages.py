@@ -351,6 +351,118 @@ def test_buffers_are_the_models_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
 
 
+class Reporting(Blocks):
+    """Also returns what every block did."""
+
+    def forward(self, value: Tensor) -> dict[str, Any]:
+        """One after the other."""
+        all_of_them = []
+        for block in self.blocks:
+            value = block(value)
+            all_of_them.append(value)
+        return {"value": value, "blocks": tuple(all_of_them)}
+
+
+def read(*numbers: int) -> Callable[[Any], Tensor]:
+    """A loss of the last value, and of what some blocks did."""
+    return lambda output: loss_of([output["value"], *(output["blocks"][n] for n in numbers)])
+
+
+@pytest.mark.parametrize(
+    ("loss", "crossing"),
+    [
+        (read(), [1, 1, 1]),
+        (read(1), [1, 1, 2]),
+        (read(0, 1, 2, 3), [1, 2, 3]),
+        (lambda output: loss_of(output["value"]) * len(output["blocks"][0]), [1, 1, 1]),
+        (lambda output: loss_of(output["value"] + torch.zeros_like(output["blocks"][0])), [1, 1, 1]),
+        (lambda output: loss_of(output["value"][output["value"] > 0]), [1, 2, 3]),
+        (lambda output: loss_of(output["value"]) * (2 if output["value"].sum() > 0 else 1), [1, 2, 3]),
+    ],
+    ids=["the last", "and one", "all", "a length", "a shape", "a mask", "a choice"],
+)
+def test_what_the_loss_does_not_read_is_not_handed_on(loss: Callable[[Any], Tensor], crossing: list[int]) -> None:
+    """Where what it reads depends on values, everything is."""
+    for recompute in (True, False):
+        result = compare(Reporting(), values, loss, num_stages=4, recompute=recompute)
+        assert result.crossing == crossing
+        assert result.loss_error < 1e-6
+        assert result.gradient_error < 1e-5
+
+
+def test_a_loss_that_fails_is_no_reason_not_to_find_layers() -> None:
+    """It is told of where it is needed; everything is handed on."""
+    chain = chain_of(Reporting(), values, loss_of=lambda _size: lambda output: output["nothing"])
+    assert [len(shapes) for shapes in sent(chain)] == [1, 2, 3]
+
+
+def test_an_output_that_was_not_handed_on_cannot_be_read() -> None:
+    """It has a shape and no numbers; those that are at hand are what they are."""
+    model = Reporting()
+    chain = chain_of(model, values, loss_of=lambda _size: read())
+    inputs = values(3)
+    output = chain.stage(2, 4)(chain.stage(0, 2)(inputs))
+    whole = model(inputs)
+    assert [t.shape for t in output["blocks"]] == [t.shape for t in whole["blocks"]]
+    assert all(torch.equal(output["blocks"][n], whole["blocks"][n]) for n in (1, 2, 3))
+    assert torch.equal(chain.stage(0, 4)(inputs)["blocks"][0], whole["blocks"][0])
+    for work in (torch.sum, torch.clone, lambda t: t + 1, lambda t: torch.stack([t, t]), lambda t: float(t[0, 0, 0])):
+        with pytest.raises(ModelError, match=r'reads the model\'s output "blocks.0"'):
+            work(output["blocks"][0])
+
+
+class Probing(Blocks):
+    """Collects from within its blocks, past what they return."""
+
+    def forward(self, value: Tensor) -> dict[str, Any]:
+        """As libraries do it with hooks."""
+        found: list[Tensor] = []
+        hooks = [block.one.register_forward_hook(lambda _m, _i, made: found.append(made)) for block in self.blocks]  # type: ignore[union-attr]
+        for block in self.blocks:
+            value = block(value)
+        for hook in hooks:
+            hook.remove()
+        return {"value": value, "blocks": tuple(found)}
+
+
+def test_what_is_collected_from_within_blocks_may_be_left_out() -> None:
+    """A stage has none of it from the blocks in front; where the loss reads it, there are no cuts."""
+    result = compare(Probing(), values, read(), num_stages=4)
+    assert result.crossing == [1, 1, 1]
+    assert (result.loss_error, result.gradient_error) < (1e-6, 1e-5)
+    output = result.chain.stage(2, 4)(result.chain.stage(0, 2)(values(3)))
+    assert [t.shape for t in output["blocks"]] == [(3, 5, 2 * WIDTH)] * 4
+    with pytest.raises(ModelError, match=r'output "blocks.3"'):
+        output["blocks"][3].sum()
+    with pytest.raises(ModelError, match="nobody returned it"):
+        chain_of(Probing(), values, loss_of=lambda _size: read(0))
+
+
+class Added(Blocks):
+    """Residuals outside of the blocks."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Each block's input is a sum of what all before it returned."""
+        value = self.blocks[0](value)
+        for block in list(self.blocks)[1:]:
+            value = value + block(value)
+        return value
+
+
+def test_sums_between_modules_are_told_of() -> None:
+    """All that they are made of crosses; a skip connection, which is read as it is, is none."""
+    outline = compared(Added()).chain.outline
+    assert outline is not None
+    assert [len(values) for values in outline.crossings] == [1, 2, 3]
+    assert outline.parts == ((0, 0), (0, 0), (2, 1))
+    outline = compared(Added(number=5)).chain.outline
+    assert outline is not None
+    assert '3 tensors cross the boundary behind "blocks.3" only for' in outline.widened
+    skips = compared(Skips()).chain.outline
+    assert skips is not None
+    assert not skips.widened
+
+
 class Stopped(Blocks):
     """A tensor without a gradient, made of one with."""
 

@@ -12,8 +12,10 @@ from planner.core.errors import MeasurementError, ModelError
 from planner.core.partial import Partial
 from planner.core.profile import Profile
 from planner.model.load import LoadedModel
-from planner.profile import InterruptedProfileError, ProfileOptions, profile_model, profiler
+from planner.profile import InterruptedProfileError, ProfileOptions, profile_model, profiler, timing
 from planner.profile.clocks import CpuClock
+from planner.profile.timing import measure_times
+from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
 
 OPTIONS = ProfileOptions(micro_batch_sizes=(1, 2), repeats=3, time_budget_s=0.0)
@@ -37,6 +39,25 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
 
     monkeypatch.setattr(profiler._Measured, "_regret", looked)
     return seen
+
+
+def test_a_model_that_sends_more_than_it_need_is_told_so() -> None:
+    """Once, when it is profiled."""
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+        def forward(self, value: Tensor) -> Tensor:
+            for block in self.blocks:
+                value = value + block(value)
+            return value
+
+    said: list[str] = []
+    profile_model(loaded_model(Added()), OPTIONS, warn=said.append)
+    assert len(said) == 1
+    assert 'cross the boundary behind "blocks.4"' in said[0]
 
 
 # How often
@@ -68,6 +89,27 @@ def test_without_a_time_budget_nothing_is_judged(repeats: dict[int, list[int]]) 
     said: list[str] = []
     profile_model(small(), OPTIONS, warn=said.append)
     assert (repeats, said) == ({}, [])
+
+
+def test_large_layers_have_gradients_only_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others keep them; and both accumulate into what is there."""
+    had: list[list[bool]] = []
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4))
+    run = Unit.run
+
+    def noted(self: Unit, values: Sequence[Any], given: UnitInput) -> list[Any]:
+        had.append([model[n].weight.grad is not None for n in range(2)])
+        return run(self, values, given)
+
+    def times(*arguments: Any, **options: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Unit, "run", noted)
+            measure_times(*arguments, **options)
+
+    monkeypatch.setattr(profiler, "measure_times", times)
+    monkeypatch.setattr(timing, "CACHE_BYTES", 1500)
+    profile_model(loaded_model(model), replace(OPTIONS, micro_batch_sizes=(2,)))
+    assert had == [[True, True], [False, True]] * 5
 
 
 def test_equal_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
