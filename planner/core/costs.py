@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.errors import UsageError
-from planner.core.profile import BoundaryTensor, LayerProfile, MemoryDetail, Profile
+from planner.core.profile import BoundaryTensor, LayerProfile, MemoryDetail, Profile, ProgramMemory
 
 __all__ = ["BUCKET_BYTES", "ChainCosts", "CostTable", "Tie", "costs_at", "covers", "saved_bytes"]
 
@@ -111,6 +111,18 @@ class ChainCosts:
     """Bytes of that gradient."""
     exact: bool
     """Whether the levels come from exact records; else they are the additive bound of the two transient peaks."""
+    compiled: bool
+    """Whether layers have a record of what they need within one program; if not, the next five are zeros."""
+    carried: FloatArray
+    """Held there from a layer's forward to its backward."""
+    program_level: FloatArray
+    """Highest there, in a forward and backward of one micro-batch."""
+    narrowed: FloatArray
+    """Weights as products take them, held by a loop over micro-batches."""
+    narrowed_input: FloatArray
+    """Of one micro-batch, where the first layer's input is copied likewise."""
+    padding: FloatArray
+    """Of parameters and gradients; on the first layer its input, once more as it wants it to lie."""
     bucket_bytes: float = 0.0
     """Most that gradients take in a message to other replicas, a copy of them; 0 where there are none."""
 
@@ -152,6 +164,8 @@ class CostTable:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._exact = _has_detail(profile)
+        sizes = len(profile.micro_batch_sizes)
+        self._compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
         self._records: dict[int, _Record] = {}
 
     def at(self, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
@@ -202,6 +216,7 @@ class CostTable:
             relayed_last=np.array([relay.last for relay in relays], dtype=np.int64),
             relayed=np.maximum(np.array(relayed, dtype=float), 0.0),
             exact=self._exact,
+            compiled=self._compiled,
             **self._constants,
             **dict(zip(_RECORD, memory, strict=True)),
         )
@@ -233,13 +248,19 @@ class CostTable:
                 relays = storages.relays()
             else:
                 memory, crossing, relays = _additive_memory(layers, n), _additive_crossing(layers, n), {}
+            target = layers[-1].detail[n].target_bytes if self._exact else 0
+            within_program = [[0.0] * len(layers)] * 5
+            if self._compiled:
+                programs = [layer.program[n] for layer in layers]
+                within_program, target = _within_program(programs), programs[-1].target_bytes
+                memory[0][0] = float(programs[0].input_bytes)
             self._records[n] = _Record(
                 forward_us=np.array([layer.forward_us[n] for layer in layers], dtype=float),
                 backward_us=np.array([layer.backward_us[n] for layer in layers], dtype=float),
-                memory=np.array(memory, dtype=float),
+                memory=np.array([*memory, *within_program], dtype=float),
                 crossing=crossing,
                 relays=relays,
-                target=np.array(layers[-1].detail[n].target_bytes if self._exact else 0.0),
+                target=np.array(float(target)),
             )
         return self._records[n]
 
@@ -272,6 +293,11 @@ _RECORD = (
     "end_twice_first",
     "end_twice",
     "internal",
+    "carried",
+    "program_level",
+    "narrowed",
+    "narrowed_input",
+    "padding",
 )
 
 
@@ -298,6 +324,19 @@ def _gradient_bytes(layer: LayerProfile) -> int:
 
 def _has_detail(profile: Profile) -> bool:
     return all(len(layer.detail) == len(profile.micro_batch_sizes) for layer in profile.layers)
+
+
+def _within_program(programs: Sequence[ProgramMemory]) -> list[list[float]]:
+    """The last rows of `_RECORD`."""
+    carried = [float(program.carried_bytes) for program in programs]
+    held = np.concatenate([[0.0], np.cumsum(carried)])
+    return [
+        carried,
+        [held[n] + program.peak_bytes for n, program in enumerate(programs)],
+        [float(program.narrowed_bytes) for program in programs],
+        [float(program.narrowed_input_bytes) for program in programs],
+        [float(2 * program.padding_bytes + program.laid_out_bytes) for program in programs],
+    ]
 
 
 def _additive_memory(layers: Sequence[LayerProfile], n: int) -> list[list[float]]:

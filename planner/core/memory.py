@@ -341,7 +341,9 @@ def _engine_moments(stages: "_Stages", in_flight: int, recompute: Recompute) -> 
     """Those while the schedule runs."""
     if stages.micro_batches == 1 and recompute == "except-last":
         recompute = "never"
-    return _moments(stages, in_flight, recompute) if stages.exact else _additive(stages, in_flight, recompute)
+    if stages.exact:
+        return _moments(stages, in_flight, recompute)
+    return (_one_program if stages.compiled else _additive)(stages, in_flight, recompute)
 
 
 def _whole(stages: "_Stages", moment: "_Moment") -> int:
@@ -396,15 +398,16 @@ class _Stages:
             return total
 
         saved_before = np.concatenate([[0.0], np.cumsum(costs.saved)])[firsts][:, None]
-        self.micro_batches = micro_batches
-        self.exact = costs.exact
+        self.micro_batches, self.layers_again = micro_batches, False
+        self.exact, self.compiled = costs.exact, costs.compiled
         self.parameters = tied(costs.parameters, "parameter_bytes")
         self.gradients = tied(costs.gradients, "gradient_bytes")
         self.optimizer = tied(costs.optimizer, "optimizer_bytes")
         self.buffers = sums(costs.buffers)
         self.casts = tied(costs.casts, "cast_bytes")
-        add = costs.optimizer_peaks_add
-        self.optimizer_peak = sums(costs.optimizer_peak) if add else highest(costs.optimizer_peak[columns])
+        self.optimizer_peak = (
+            sums(costs.optimizer_peak) if costs.optimizer_peaks_add else highest(costs.optimizer_peak[columns])
+        )
         self.output = np.broadcast_to(costs.output[None, columns], self.buffers.shape)
         self.copied_input = costs.copied_input[firsts][:, None]
         self.saved = sums(costs.saved) + costs.unsaved_output[None, columns] - passing.unkept + self.copied_input
@@ -444,6 +447,7 @@ class _Stages:
             )
         self.transient = highest(np.maximum(costs.forward_level, costs.backward_level)[columns])
         self._count_buckets(costs, firsts, saved_before, gradients_behind)
+        self._count_programs(costs, columns, firsts, highest=highest, sums=sums)
 
     def _count_buckets(
         self, costs: ChainCosts, firsts: NDArray[np.int64], saved_before: FloatArray, gradients_behind: FloatArray
@@ -465,6 +469,24 @@ class _Stages:
         self.bucket_first = np.where(is_one, np.minimum(self.bucket_first, level), self.bucket_first)
         level = costs.backward_level[at][:, None] - saved_before + self.output
         self.bucket_backward = np.where(is_one, np.minimum(self.bucket_backward, level), self.bucket_backward)
+
+    def _count_programs(
+        self,
+        costs: ChainCosts,
+        columns: slice,
+        firsts: NDArray[np.int64],
+        *,
+        highest: Callable[[FloatArray], FloatArray],
+        sums: Callable[[FloatArray], FloatArray],
+    ) -> None:
+        """Levels within one program; those of a loop lie above all that it keeps, whatever is in front of a layer."""
+        if not costs.compiled:
+            return
+        self.narrowed = sums(costs.narrowed) + self.micro_batches * sums(costs.narrowed_input)
+        self.padding = sums(costs.padding)
+        self.forward, self.backward = highest(costs.forward_level[columns]), highest(costs.backward_level[columns])
+        carried_before = np.concatenate([[0.0], np.cumsum(costs.carried)])[firsts][:, None]
+        self.program = highest(costs.program_level[columns]) - carried_before
 
     def _count_gradients_of_casts(
         self,
@@ -503,6 +525,7 @@ class _Stages:
         self.saved, self.forward = np.full(shape, levels.saved), np.full(shape, levels.forward)
         self.first_backward = self.bucket_first = np.full(shape, levels.first_backward)
         self.backward = self.bucket_backward = self.transient = np.full(shape, levels.backward)
+        self.layers_again = True
 
     def forward_moment(self, gradients: FloatArray, in_flight: FloatArray, working: FloatArray) -> _Moment:
         return _Moment(gradients, self.casts, in_flight, np.zeros_like(working), working)
@@ -572,7 +595,7 @@ def _bucket_moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterato
     if not s.has_replicas:
         return
     if not s.exact:
-        for moment in _additive(s, in_flight, recompute):
+        for moment in (_one_program if s.compiled else _additive)(s, in_flight, recompute):
             yield moment._replace(transfer=moment.transfer + s.bucket)
         return
     held, first, later = s.input + s.copied_input, s.bucket_first, s.bucket_backward
@@ -667,3 +690,25 @@ def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mom
     else:
         kept = np.maximum(full - edges, 0.0) if recompute == "except-last" and in_flight > 1 else np.zeros_like(full)
         yield s.backward_moment(in_flight * edges + kept, s.saved + transient, s.input_gradient)
+
+
+def _one_program(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:
+    """What a stage takes that is compiled as one program, gradients and copies of weights there from begin to end.
+
+    A loop over micro-batches has an array with a place for each of them for everything that is kept. Its forward makes
+    what one of them keeps before it puts that into its place, so there is one more of it. A micro-batch that is alone,
+    or is computed again, is no loop's business: forward and backward are one piece, in which the compiler keeps what it
+    likes and lets go of it as the backward goes.
+    """
+    full, edges = s.input + s.saved, s.input + s.output
+    looped = s.padding + (s.narrowed if in_flight > 1 else 0.0)
+    if recompute != "never":
+        kept = np.maximum(full - edges, 0.0) if recompute == "except-last" and in_flight > 1 else np.zeros_like(full)
+        yield s.backward_moment(in_flight * edges + kept, s.program + looped, s.input_gradient)
+    elif in_flight == 1 and not s.layers_again:
+        yield s.backward_moment(s.input, s.program + looped, s.input_gradient)
+    else:
+        copied = s.saved if in_flight > 1 else np.zeros_like(full)
+        # Not all of it waits to be put away, so that copies of weights find room.
+        yield s.forward_moment(s.gradients, in_flight * full, copied + s.forward + s.padding)
+        yield s.backward_moment(in_flight * full, s.backward + looped, s.input_gradient)

@@ -20,6 +20,7 @@ __all__ = [
     "MemoryDetail",
     "Model",
     "Profile",
+    "ProgramMemory",
     "Setting",
 ]
 
@@ -137,11 +138,39 @@ class MemoryDetail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramMemory:
+    """What a layer of a compiled profile needs within one program, at one micro-batch size; padding included.
+
+    A compiler that sees forward and backward of a micro-batch at once keeps less than a loop over micro-batches can,
+    whose arrays say what is kept; and it lets go of a layer's part when its backward is done.
+    """
+
+    __pydantic_config__ = _FORBID
+    __compact__ = True
+    carried_bytes: int
+    """Held from the layer's forward to its backward, its output included if a layer behind reads that."""
+    peak_bytes: int
+    """Highest of forward and backward above what layers in front hold, gradients of input and output included."""
+    narrowed_bytes: int = 0
+    """Copies of its weights as products take them, which a loop over micro-batches holds from begin to end."""
+    padding_bytes: int = 0
+    """Of its trained parameters, and once more of their gradients."""
+    input_bytes: int = 0
+    """First layer only: of the mini-batch's part."""
+    narrowed_input_bytes: int = 0
+    """First layer only: likewise, a copy as products take it, which a loop holds of the whole mini-batch."""
+    laid_out_bytes: int = 0
+    """First layer only: the same as the layer wants it to lie, of the micro-batch that runs."""
+    target_bytes: int = 0
+    """Last layer only: likewise, the targets its loss reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """Costs of one layer. Times in microseconds and bytes are for one micro-batch, one per micro-batch size."""
 
     __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"cast_bytes"})
+    __quiet__ = frozenset({"cast_bytes", "program"})
     name: str
     modules: tuple[str, ...] = ()
     """Paths of its modules in execution order, where it is more than the one that it is named after."""
@@ -175,6 +204,8 @@ class LayerProfile:
     backward_peak_bytes: tuple[int, ...] = ()
     forward_flops: tuple[int, ...] = ()
     detail: tuple[MemoryDetail, ...] = ()
+    program: tuple[ProgramMemory, ...] = ()
+    """Of a compiled profile, in place of `detail`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -393,7 +393,7 @@ class _OneDevice:
         """Sum of the losses that are computed here, and of the gradients of this device's parameters."""
         pipeline, scan = self._all, self._jax.lax.scan
         ticks = self._numpy.arange(self._micro + self._num - 1)
-        edge, zero = pipeline.edges.zeros(), self._numpy.zeros(())
+        edge, zero = pipeline.edges.zeros(), self._numpy.zeros((), self._numpy.float32)
         begin = (edge, pipeline.edges.zeros(self._micro), pipeline.kept.zeros(self._micro), zero)
         (_, edges, kept, loss), _ = scan(self._forward_tick, begin, ticks)
         tick = partial(self._backward_tick, edges, kept)
@@ -405,7 +405,7 @@ class _OneDevice:
     def _forward_tick(self, carry: Any, tick: Any) -> tuple[Any, None]:
         edge, edges, store, loss = carry
         m = tick - self._place
-        nothing = (self._all.edges.zeros(), self._all.kept.zeros(), self._numpy.zeros(()))
+        nothing = (self._all.edges.zeros(), self._all.kept.zeros(), self._numpy.zeros((), self._numpy.float32))
         sent, kept, more = self._chosen(self._forward, lambda _given, _m: nothing, m, edge)
         return (self._moved(sent, 1), self._kept_at(edges, edge, m), self._kept_at(store, kept, m), loss + more), None
 
@@ -425,7 +425,7 @@ class _OneDevice:
         kept = pipeline.kept.pack(k, kept)
         if k == self._num - 1:
             return pipeline.edges.zeros(), kept, outputs[0].astype(numpy.float32).reshape(())
-        return pipeline.edges.pack(k + 1, outputs), kept, numpy.zeros(())
+        return pipeline.edges.pack(k + 1, outputs), kept, numpy.zeros((), numpy.float32)
 
     def _backward(self, k: int, given: Any, m: Any) -> tuple[Any, Any]:
         pipeline, stage = self._all, self._all.stages[k]

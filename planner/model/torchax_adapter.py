@@ -9,6 +9,7 @@ operators into whatever reads their results.
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 import warnings
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 from typing import Any, Final
 
 import torch
@@ -39,11 +41,13 @@ __all__ = [
     "check_installed",
     "compile_program",
     "expect_no_tpu",
+    "filled_between",
     "halves_of",
     "jax_modules",
     "layer_function",
     "named_chip",
     "named_chips",
+    "padded_bytes",
     "random_key",
     "shape_of",
     "torch_like",
@@ -394,7 +398,11 @@ class Program:
     """What the compiler says of a program, in bytes of the device's memory, padding of its layouts included."""
 
     argument_bytes: int
+    arguments: tuple[int, ...]
+    """Bytes of each."""
     output_bytes: int
+    outputs: tuple[int, ...]
+    """Bytes of each."""
     alias_bytes: int
     """Of outputs that lie where arguments were."""
     temporary_bytes: int
@@ -403,6 +411,23 @@ class Program:
     seconds: float
     """The compiler's own estimate; 0 where it makes none."""
     executable: Any = None
+
+
+def padded_bytes(shape: Any) -> int:
+    """Of an array on a TPU that lies as tightly as it can, as the arguments of a program do by default."""
+    axes = range(len(shape.shape))
+    orders = [[axis for axis in axes if axis not in pair] + list(pair) for pair in permutations(axes, 2)]
+    return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
+
+
+def filled_between(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
+    """The gradients, known only after something of `num_bytes` was made from the outputs and read again."""
+    jax, _ = jax_modules()
+    numpy = jax.numpy
+    seed = sum((numpy.sum(output.astype(numpy.float32)) for output in outputs), numpy.zeros(()))
+    rows = num_bytes // (4 * _ROW)
+    filling = jax.lax.optimization_barrier(numpy.broadcast_to(seed, (rows, _ROW)))
+    return [gradient + numpy.sum(filling).astype(gradient.dtype) for gradient in gradients]
 
 
 def named_chip(name: str) -> Any:
@@ -466,7 +491,9 @@ def compile_program(
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
     return Program(
         argument_bytes=memory.argument_size_in_bytes,
+        arguments=_sizes(shapes, executable.input_formats[0]),
         output_bytes=memory.output_size_in_bytes,
+        outputs=_sizes(executable.out_info, executable.output_formats),
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         flops=cost.get("flops", 0.0),
@@ -477,6 +504,36 @@ def compile_program(
 
 
 # Private functions and classes
+
+_TILE = (8, 128)
+"""Rows and columns that a TPU's memory comes in."""
+
+_ROW = 1024
+"""Columns of what fills memory."""
+
+
+def _sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
+    """Bytes of arrays that lie as the compiler wants them."""
+    jax, _ = jax_modules()
+    sizes = []
+    for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
+        tiling = place.layout.tiling if place.layout is not None else None
+        sizes.append(_padded_bytes(shape, place.layout.major_to_minor, tiling[0]) if tiling else _bytes(shape))
+    return tuple(sizes)
+
+
+def _padded_bytes(shape: Any, major_to_minor: Sequence[int], tile: Sequence[int]) -> int:
+    lengths = [shape.shape[axis] for axis in major_to_minor]
+    for place, length in zip(range(len(lengths) - 1, -1, -1), reversed(tile), strict=False):
+        # Few rows have tiles of fewer.
+        own = length if place == len(lengths) - 1 else min(length, 1 << (lengths[place] - 1).bit_length())
+        lengths[place] = -(-lengths[place] // own) * own
+    size: int = math.prod(lengths) * shape.dtype.itemsize
+    return size
+
+
+def _bytes(shape: Any) -> int:
+    return int(shape.size * shape.dtype.itemsize)
 
 
 class _Plan:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from planner.core.cluster import ExecutorCost
 from planner.core.costs import saved_bytes
@@ -569,12 +570,26 @@ class _Compiled(_Estimated):
     def layer(self, n: int) -> LayerProfile:
         """What layer `n` costs.
 
-        Without the exact record: a TPU's program is one, whose gradients and residuals are there from its begin to
-        its end, so that what is held and the largest transient add up.
+        With a record of programs in place of that of an allocator: gradients are there from begin to end, and so is
+        what a loop over micro-batches keeps.
         """
         layer = super().layer(n)
-        flops = tuple(round(self._compiled[self.units[n].digest, size].flops) for size in self.sizes)
-        return replace(layer, forward_flops=flops, detail=())
+        compiled = [self._compiled[self.units[n].digest, size] for size in self.sizes]
+        programs = []
+        for one, kept_bytes in zip(compiled, layer.saved_bytes, strict=True):
+            program = one.program(kept_bytes - one.made_bytes)
+            targets = one.inputs[len(one.inputs) - self._num_targets :] if n == len(self.units) - 1 else ()
+            inputs = one.inputs[: len(one.inputs) - len(targets)] if n == 0 else ()
+            if n == 0:
+                program = replace(
+                    program,
+                    input_bytes=sum(inputs),
+                    narrowed_input_bytes=one.narrowed_inputs_bytes,
+                    laid_out_bytes=one.laid_out_bytes,
+                )
+            programs.append(replace(program, target_bytes=sum(targets)))
+        flops = tuple(round(one.flops) for one in compiled)
+        return replace(layer, forward_flops=flops, detail=(), program=tuple(programs))
 
     # Private methods
 
@@ -588,6 +603,8 @@ class _Compiled(_Estimated):
             if (known.digest, size) not in inputs:
                 inputs[known.digest, size] = traced[now.digest, size]
                 jobs.append((now, traced[now.digest, size], size))
+        targets = tree_leaves(traced[units[-1].digest, size].targets)
+        self._num_targets = sum(isinstance(target, Tensor) for target in targets)
         digests = list(inputs)
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._target.chip, self._target.rates, folder, self._options.repeats)

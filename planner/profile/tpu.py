@@ -1,13 +1,18 @@
 """What layers cost on a TPU that need not be here, by what the TPU's own compiler says.
 
-Each distinct layer becomes three programs (`planner.model.torchax_adapter`): forward alone, forward that keeps what
-backward reads, and backward that adds to gradients. The compiler tells of each how many bytes it takes in, gives back
-and needs meanwhile, padding included, and how long it should take. So
+Each distinct layer becomes four programs (`planner.model.torchax_adapter`). The compiler tells of each how many bytes
+it takes in, gives back and needs meanwhile, padding included, and how long it should take.
 
-- saved bytes are what the second program returns beyond the outputs;
-- transients are the compiler's temporaries, and in backward the gradients of outputs and inputs;
-- times are the compiler's estimates; where it makes none, operations at the peak rate or bytes at the peak bandwidth,
-  whichever takes longer.
+    forward     returns outputs and what backward will read     saved bytes: results beyond the outputs
+    backward    reads that, adds to gradients                   transient: temporaries, gradients of outputs and inputs
+    both        one after the other                             `peak_bytes` of `ProgramMemory`, likewise
+    apart       both, and in between something so large that    `carried_bytes`: temporaries beyond that
+                the program is at its fullest there
+
+The first two are what a loop over micro-batches does, which puts into arrays what is kept. The last two are one
+micro-batch from begin to end, of which the compiler keeps what it likes, in whatever precision the products take.
+Times are the compiler's estimates; where it makes none, operations at the peak rate or bytes at the peak bandwidth,
+whichever takes longer.
 
 With a TPU attached the same programs are run and timed instead. Compiled layers are remembered on disk, one file each,
 so that an interrupted profile goes on where it was.
@@ -32,18 +37,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
-from planner.core.profile import BoundaryTensor, MemoryDetail
+from planner.core.profile import BoundaryTensor, MemoryDetail, ProgramMemory
 from planner.core.rates import Rates
 from planner.model.torchax_adapter import (
+    Halves,
     LacksOperatorError,
     LayerFunction,
     OutOfMemoryError,
     Program,
     compile_program,
+    filled_between,
     halves_of,
     jax_modules,
     layer_function,
     named_chip,
+    padded_bytes,
     random_key,
     versions,
 )
@@ -51,11 +59,14 @@ from planner.profile.units import Unit, UnitInput
 
 __all__ = ["CompiledLayer", "Compiler", "unit_function"]
 
-_REVISION = 1
+_REVISION = 2
 """Of what is remembered of a layer, and of how it is compiled."""
 
 _WORKER_BYTES = 4 * 2**30
 """A process that compiles needs about so much at most."""
+
+_LEAST_FILLING_BYTES = 2**24
+"""The compiler would not put this into the core's own memory."""
 
 _LACKING, _TOO_LARGE = "lacking", "too large"
 """What may be wrong with a layer."""
@@ -67,6 +78,8 @@ class CompiledLayer:
 
     inputs: tuple[int, ...]
     """Per input tensor."""
+    laid_out_bytes: int
+    """Of all of them, as the layer wants them to lie."""
     kept_inputs: tuple[bool, ...]
     """Whether backward reads it."""
     outputs: tuple[int, ...]
@@ -77,12 +90,21 @@ class CompiledLayer:
     """Kept for backward, and neither input nor output nor parameter."""
     forward_us: float
     backward_us: float
-    plain_temporary_bytes: int
     forward_temporary_bytes: int
     backward_temporary_bytes: int
     """With the gradients of outputs and inputs."""
+    peak_bytes: int
+    """Likewise, of both in one program."""
+    carried_bytes: int
+    """From one to the other there, inputs, outputs and parameters not counted."""
+    narrowed_bytes: int
+    """Of weights as products take them."""
+    padding_bytes: int
+    """Of the parameters that are trained."""
     flops: float
     """Of the forward."""
+    narrowed_inputs_bytes: int = 0
+    """Of inputs as products take them."""
 
     def detail(self) -> MemoryDetail:
         """As a memory record."""
@@ -95,9 +117,22 @@ class CompiledLayer:
             inputs=tuple(BoundaryTensor(bytes=size, kept=kept) for size, kept in inputs),
             outputs=outputs,
             forward_peak_bytes=self.forward_temporary_bytes + self.made_bytes + made,
-            no_grad_peak_bytes=self.plain_temporary_bytes + made,
+            no_grad_peak_bytes=self.forward_temporary_bytes + self.made_bytes + made,
             first_backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
             backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
+        )
+
+    def program(self, kept_bytes: int) -> ProgramMemory:
+        """As a record of a layer within one program.
+
+        Args:
+            kept_bytes: Of its outputs, what is kept for some backward.
+        """
+        return ProgramMemory(
+            carried_bytes=self.carried_bytes + kept_bytes,
+            peak_bytes=self.peak_bytes,
+            narrowed_bytes=self.narrowed_bytes,
+            padding_bytes=self.padding_bytes,
         )
 
 
@@ -187,27 +222,36 @@ class Compiler:
         state = (function.trained, function.fixed, list(function.inputs), random_key())
         pulled = [halves.outputs[n] for n in halves.differentiable]
 
-        def plain(*given: Any) -> Any:
-            return halves.forward(*given)[0]
-
         def backward(gradients: Any, pulled: Any, *given: Any) -> Any:
             of_trained, of_inputs = halves.backward(given[:4], *given[4:], pulled)
             return jax.tree.map(jax.numpy.add, gradients, of_trained), of_inputs
 
-        given = (*state, halves.outputs, halves.made)
-        programs = [
-            compile_program(plain, state, device),
-            compile_program(halves.forward, state, device),
-            compile_program(backward, (function.trained, pulled, *given), device, donated=(0, 1)),
-        ]
-        shapes = [state, state, (function.trained, pulled, *given)]
-        if not function.trained and not any(function.needed):
-            programs, shapes = programs[:2], shapes[:2]  # there is no backward
-        times_us = [
-            self._estimated_us(program) if self._chip else _measured_us(program, given, self._repeats)
-            for program, given in zip(programs, shapes, strict=True)
-        ]
+        def both(gradients: Any, pulled: Any, *given: Any) -> Any:
+            outputs, made = halves.forward(*given)
+            # Whatever reads the outputs does so before their gradients are there.
+            outputs, pulled = jax.lax.optimization_barrier((outputs, pulled))
+            return backward(gradients, pulled, *given, outputs, made)
+
+        def apart(gradients: Any, pulled: Any, *given: Any) -> Any:
+            outputs, made = halves.forward(*given)
+            return backward(gradients, filled_between(outputs, pulled, filling), *given, outputs, made)
+
+        forward = compile_program(halves.forward, state, device)
+        given = (function.trained, pulled, *state, halves.outputs, halves.made)
+        if not function.trained and not any(function.needed):  # there is no backward
+            return _layer_of(function, halves, [forward], [self._time_us(forward, state)])
+        programs = [forward, compile_program(backward, given, device, donated=(0, 1))]
+        times_us = [self._time_us(program, shapes) for program, shapes in zip(programs, (state, given), strict=True)]
+        programs.append(compile_program(both, given[:-2], device, donated=(0, 1)))
+        # More than the program could hold at any other time.
+        filling = programs[2].temporary_bytes + _LEAST_FILLING_BYTES
+        with suppress(OutOfMemoryError):  # near the end of the chip's memory only what a loop keeps is known
+            full = compile_program(apart, given[:-2], device, donated=(0, 1))
+            programs.append(replace(full, temporary_bytes=max(0, full.temporary_bytes - filling)))
         return _layer_of(function, halves, programs, times_us)
+
+    def _time_us(self, program: Program, shapes: Any) -> float:
+        return self._estimated_us(program) if self._chip else _measured_us(program, shapes, self._repeats)
 
     def _estimated_us(self, program: Program) -> float:
         if program.seconds > 0:
@@ -286,37 +330,48 @@ def _raise(problems: dict[str, dict[str, str]]) -> None:
 
 
 def _layer_of(
-    function: LayerFunction, halves: Any, programs: Sequence[Program], times_us: Sequence[float]
+    function: LayerFunction, halves: Halves, programs: Sequence[Program], times_us: Sequence[float]
 ) -> CompiledLayer:
-    plain, forward = programs[:2]
+    forward = programs[0]
     read = {(residual.kind, residual.index) for residual in halves.residuals}
-    logical = [_bytes(shape) for shape in halves.outputs]
-    aliases = halves.passed
-    # Padding is told of all outputs together.
-    padded = plain.output_bytes / max(1, sum(logical))
-    backward_bytes = 0
-    if len(programs) > 2:
-        backward = programs[2]
-        pulled = sum(logical[n] for n in halves.differentiable)
-        backward_bytes = backward.temporary_bytes + pulled + backward.output_bytes - backward.alias_bytes
+    outputs, made = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
+    # Gradients lie like what they belong to.
+    pulled = sum(outputs[n] for n in halves.differentiable)
+    backward_bytes, peak_bytes = (
+        (program.temporary_bytes + pulled + program.output_bytes - program.alias_bytes for program in programs[1:3])
+        if len(programs) > 1
+        else (0, forward.temporary_bytes)
+    )
+    carried = programs[3].temporary_bytes if len(programs) > 3 else sum(made)
     return CompiledLayer(
-        inputs=tuple(map(_bytes, function.inputs)),
+        inputs=tuple(map(padded_bytes, function.inputs)),
+        laid_out_bytes=sum(forward.arguments[-1 - len(function.inputs) : -1]),
         kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
-        outputs=tuple(round(size * padded) for size in logical),
-        kept_outputs=tuple(("output", n) in read for n in range(len(logical))),
-        aliases=tuple(aliases),
-        made_bytes=max(0, forward.output_bytes - plain.output_bytes),
-        forward_us=times_us[1],
-        backward_us=times_us[2] if len(programs) > 2 else 0.0,
-        plain_temporary_bytes=plain.temporary_bytes,
+        outputs=outputs,
+        kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),
+        aliases=tuple(halves.passed),
+        made_bytes=sum(made),
+        forward_us=times_us[0],
+        backward_us=times_us[1] if len(times_us) > 1 else 0.0,
         forward_temporary_bytes=forward.temporary_bytes,
         backward_temporary_bytes=backward_bytes,
-        flops=plain.flops,
+        peak_bytes=peak_bytes,
+        # Outputs that backward reads are counted as such.
+        carried_bytes=max(0, carried - sum(size for n, size in enumerate(outputs) if ("output", n) in read)),
+        narrowed_bytes=sum(map(_narrowed_bytes, function.trained.values())),
+        padding_bytes=sum(padded_bytes(shape) - _bytes(shape) for shape in function.trained.values()),
+        flops=forward.flops,
+        narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
     )
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _narrowed_bytes(shape: Any) -> int:
+    """Of a weight as products take it, which is in 16 bits unless the model asks for more; vectors are no factors."""
+    return int(2 * shape.size) if len(shape.shape) > 1 and shape.dtype == "float32" else 0
 
 
 def _bytes(shape: Any) -> int:

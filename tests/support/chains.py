@@ -2,9 +2,10 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from planner.core.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile
+from planner.core.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, ProgramMemory
 
 # AmoebaNet-D (18, 512) on a V100, batch 8, from DAPPLE's profile: forward and backward of 24 layers, in ms.
 AMOEBANET_FORWARD_MS = (
@@ -83,6 +84,24 @@ def random_profile(seed: int, num_layers: int, *, exact: bool = False, sizes: Se
     """A chain with every cost that a profile knows, affine in the micro-batch size."""
     rng = random.Random(seed)
     return chain(*_random_layers(rng, num_layers, sizes, exact=exact), sizes=sizes)
+
+
+def with_programs(profile: Profile, seed: int) -> Profile:
+    """A profile without exact records as one of a compiler."""
+    rng = random.Random(seed)
+
+    def programs() -> tuple[ProgramMemory, ...]:
+        return tuple(
+            ProgramMemory(
+                carried_bytes=rng.randrange(100 * size),
+                peak_bytes=rng.randrange(200 * size),
+                narrowed_bytes=rng.randrange(50),
+                padding_bytes=rng.randrange(10),
+            )
+            for size in profile.micro_batch_sizes
+        )
+
+    return replace(profile, layers=tuple(replace(layer, program=programs()) for layer in profile.layers))
 
 
 def _random_layers(rng: random.Random, num_layers: int, sizes: Sequence[int], *, exact: bool) -> Iterator[LayerProfile]:

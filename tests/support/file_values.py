@@ -8,7 +8,7 @@ from planner.core.cluster import ExecutorCost, Link
 from planner.core.links import Links, MeasuredLink
 from planner.core.partial import Measurement, Partial
 from planner.core.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
-from planner.core.profile import Device, Environment, Generator, LayerProfile, Model, Profile
+from planner.core.profile import Device, Environment, Generator, LayerProfile, Model, Profile, ProgramMemory
 from planner.core.run_report import BoundaryRun, RunReport, StageRun
 from planner.solve import Request, solve
 from tests.support.chains import record, tensor
@@ -56,6 +56,19 @@ def full_layer(n: int) -> LayerProfile:
         backward_peak_bytes=(90, 360),
         forward_flops=(10**12, 4 * 10**12),
         detail=details,
+        program=tuple(
+            ProgramMemory(
+                carried_bytes=8 * s,
+                peak_bytes=70 * s,
+                narrowed_bytes=500,
+                padding_bytes=24,
+                input_bytes=20 * s,
+                narrowed_input_bytes=10 * s,
+                laid_out_bytes=32 * s,
+                target_bytes=s,
+            )
+            for s in (1, 4)
+        ),
     )
 
 

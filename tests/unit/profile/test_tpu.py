@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.tpu_composition import RUNS, compiled_bytes, predicted_bytes
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.rates import rates_of
 from planner.model import LoadedModel, in_precision, model_of
@@ -70,6 +71,16 @@ def test_layers_are_what_the_compiler_says() -> None:
     assert first.output_bytes == (4 * 8 * 128, 4 * 16 * 128)
 
 
+def test_composed_memory_is_that_of_the_whole_program() -> None:
+    """Within 10 %; larger models, one by one: docs/measurements/tpu-composition.md."""
+    loaded, size = perceptron(256), 256
+    profile = profile_model(loaded, replace(V2, micro_batch_sizes=(size,)))
+    for recompute, micro_batches in RUNS:
+        predicted = predicted_bytes(profile, recompute, micro_batches)
+        compiled = compiled_bytes(loaded, size, recompute, micro_batches)
+        assert predicted == pytest.approx(compiled, rel=0.1), (recompute, micro_batches)
+
+
 def test_half_the_precision_is_half_the_memory() -> None:
     """`--dtype bf16`: parameters and what is saved; autocast is torch's own and refused."""
     options = replace(V2, micro_batch_sizes=(16,))
@@ -100,15 +111,15 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     interrupted = remembering.compile(jobs)
     begun = dict([next(interrupted)])
     interrupted.close()
-    assert len(compiled) == 3
+    assert len(compiled) == 4
     finished = dict(remembering.compile(jobs))
-    assert len(compiled) == 6
+    assert len(compiled) == 8
     assert dict(remembering.compile(jobs)) == finished
-    assert len(compiled) == 6
+    assert len(compiled) == 8
     assert finished[0] == begun[0]
     # Another chip is another matter.
     dict(Compiler("v3", rates_of("tpu:v3"), tmp_path).compile(jobs[:1]))
-    assert len(compiled) == 9
+    assert len(compiled) == 12
 
 
 def test_an_attached_device_is_timed() -> None:

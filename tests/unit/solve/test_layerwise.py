@@ -10,7 +10,7 @@ import pytest
 from planner.core.costs import ChainCosts, costs_at
 from planner.core.memory import stage_memory
 from planner.solve.layerwise import LayerChoice, cheapest_layers, least_again_us
-from tests.support.chains import chain, layer, random_profile, record, tensor
+from tests.support.chains import chain, layer, random_profile, record, tensor, with_programs
 
 COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
 """M and micro-batches in flight."""
@@ -54,12 +54,13 @@ def caps(least: int, most: int, rng: random.Random) -> list[int]:
     return [least - 1, least, least + 1, most - 1, most, *(rng.randint(least, most) for _ in range(6))]
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kind", ["additive", "exact", "compiled"])
 @pytest.mark.parametrize("seed", range(20))
-def test_as_cheap_as_the_best_of_all_subsets(seed: int, *, exact: bool) -> None:
+def test_as_cheap_as_the_best_of_all_subsets(seed: int, kind: str) -> None:
     """And within the cap; None only where nothing fits. The bound is never above it, few labels never below."""
     rng = random.Random(seed)
-    costs = costs_at(random_profile(seed, 7, exact=exact, sizes=(1, 4)), rng.choice([1, 3, 4]))
+    profile = random_profile(seed, 7, exact=kind == "exact", sizes=(1, 4))
+    costs = costs_at(with_programs(profile, seed) if kind == "compiled" else profile, rng.choice([1, 3, 4]))
     counts = rng.choice(COUNTS)
     first = rng.randrange(3)
     end = rng.randrange(first + 2, 8)

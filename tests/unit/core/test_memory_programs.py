@@ -1,0 +1,76 @@
+"""Peak memory of stages that are compiled as one program, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core.costs import ChainCosts, costs_at
+from planner.core.memory import stage_memory
+from planner.core.plan import Recompute, StageMemory
+from planner.core.profile import ProgramMemory
+from tests.support.chains import chain, layer
+
+FIRST = replace(
+    layer("a", parameter_bytes=100, output_bytes=10, saved_bytes=50, forward_peak_bytes=7, backward_peak_bytes=20),
+    program=(
+        ProgramMemory(
+            carried_bytes=30,
+            peak_bytes=45,
+            narrowed_bytes=50,
+            padding_bytes=3,
+            input_bytes=4,
+            narrowed_input_bytes=2,
+            laid_out_bytes=6,
+        ),
+    ),
+)
+SECOND = replace(
+    layer("b", parameter_bytes=200, output_bytes=1, saved_bytes=80, forward_peak_bytes=9, backward_peak_bytes=25),
+    program=(ProgramMemory(carried_bytes=60, peak_bytes=75, narrowed_bytes=100, padding_bytes=5, target_bytes=2),),
+)
+STRAIGHT = 30 + 75  # of both layers
+PADDING = 2 * (3 + 5) + 6
+SAVED = 50 + 80
+
+
+def costs(forward_peak_bytes: int = 9) -> ChainCosts:
+    """Of a chain of two layers."""
+    return costs_at(chain(FIRST, replace(SECOND, forward_peak_bytes=(forward_peak_bytes,))), 1)
+
+
+def memory_of(
+    costs: ChainCosts, first: int, m: int, recompute: Recompute, recomputed: tuple[int, ...] = ()
+) -> StageMemory:
+    """Of the layers from `first` on, under GPipe."""
+    return stage_memory(costs, first, 2, micro_batches=m, in_flight=m, recompute=recompute, recomputed=recomputed)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "m", "forward", "in_flight", "working"),
+    [
+        ("never", 1, 9, 6, STRAIGHT + PADDING),
+        ("always", 1, 9, 1 + 6, STRAIGHT + PADDING),
+        ("never", 4, 9, 4 * SAVED + 4 * 6, 25 + PADDING + 150 + 4 * 2),
+        ("never", 4, 100, 4 * SAVED + 4 * 6, SAVED + 100 + PADDING),
+        ("always", 4, 100, 4 * 1 + 4 * 6, STRAIGHT + PADDING + 150 + 4 * 2),
+        ("layers", 4, 9, 4 * SAVED + 4 * 6, 25 + PADDING + 150 + 4 * 2),
+    ],
+)
+def test_one_stage_by_hand(recompute: Recompute, m: int, forward: int, in_flight: int, working: int) -> None:
+    """A micro-batch alone is a straight piece; a loop holds arrays for all, in its forward one micro-batch twice."""
+    memory = memory_of(costs(forward), 0, m, recompute)
+    assert (memory.parameters, memory.gradients, memory.transfer) == (300, 300, 0)
+    assert (memory.in_flight, memory.working) == (in_flight, working)
+
+
+def test_a_later_stage_by_hand() -> None:
+    """What layers in front carry is another stage's; what is received counts, and its gradient."""
+    memory = memory_of(costs(), 1, 1, "never")
+    assert (memory.in_flight, memory.transfer, memory.working) == (10 + 2, 10, 75 + 2 * 5)
+
+
+def test_recomputing_a_layer_holds_less_and_works_more() -> None:
+    """Of each micro-batch one layer's saved bytes less, its output kept by its reader."""
+    kept, again = memory_of(costs(), 0, 4, "layers"), memory_of(costs(), 0, 4, "layers", (1,))
+    assert kept.in_flight - again.in_flight == 4 * (80 - 1)
+    assert again.working - kept.working == 80
