@@ -5,6 +5,7 @@ began is counted by torch's profiler until then (see `planner.model.meter`), whi
 warm-up. Of a long run the last steps are kept, so that recording takes no more memory the longer it runs.
 """
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ class Recorder:
         self._live_bytes = 0
         self._recording: AbstractContextManager[list[int]] | None = None
         self._sizes: list[int] = []
+        gc.collect()  # what is garbage by now is not this rank's, and must not be taken off its memory later
         self._start_recording()
 
     @property
