@@ -203,27 +203,30 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
         return saved, LayerPeaks(transient, transient, transient)
     received = passing.in_front(passing.unkept, into[layers])
     forward = np.minimum(forward, no_grad)[layer] + into[layer] - received
-    output, through = np.rint(costs.output)[layer], np.cumsum(np.rint(costs.gradients))[layer]
+    output, through = np.rint(costs.output)[layer], np.cumsum(np.rint(costs.gradients))
     casts = _before(np.rint(costs.casts))
     casts_through = casts[layer + 1]
     at_end = copied[first] + highest(np.rint(cast_gradient_peaks(costs))[layer]) + casts_through - casts[first]
     at_end = np.where(casts_through > casts[first], at_end, 0.0)
 
     def highest_backward(peaks: FloatArray, behind: FloatArray, end_twice: FloatArray) -> FloatArray:
-        return passing.highest_backward(in_front + peaks[layer] - behind, np.rint(end_twice)[layers]) + behind
+        tops = before[layers] + (peaks - behind)[layers]
+        return (
+            passing.highest_backward(tops, np.rint(end_twice)[layers]) + behind[layer] + copied[first] - before[first]
+        )
 
     return saved, LayerPeaks(
         highest(in_front + forward),
         highest_backward(first_backward, through, costs.end_twice_first) + output,
-        np.maximum(highest_backward(backward, casts_through, costs.end_twice), at_end - passing.all) + output,
+        np.maximum(highest_backward(backward, casts[1:], costs.end_twice), at_end - passing.all) + output,
     )
 
 
 def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy: FloatArray) -> LayerPeaks:
     stage, passing = slice(first, end), Passing(costs, np.array([first]), np.arange(first, end))
     # The gradient of what passes by is the engine's own; of the last layer's output, it is not among its peaks.
-    gone_by, relayed = float(passing.all[0, -1]), float(passing.gradients[0, -1])
-    counted_twice = np.full((2, end - first), relayed)
+    gone_by = float(passing.all[0, -1])
+    counted_twice = np.zeros((2, end - first)) + passing.gradients(np.array([end - 1]))[:, 0]
     counted_twice[:, -1] = float(passing.kept[0, -1]), 0.0
     all_kept, all_no_grad = _layer_peaks(costs)
     forward, first_backward, backward = (peak[stage] for peak in all_kept)

@@ -389,7 +389,7 @@ class _Stages:
             return running
 
         def highest_backward(level: FloatArray, end_twice: FloatArray) -> FloatArray:
-            return passing.highest_backward(level[None, columns], end_twice[columns])
+            return passing.highest_backward(level[columns], end_twice[columns])
 
         def tied(per_layer: FloatArray, name: str) -> FloatArray:
             total = sums(per_layer)

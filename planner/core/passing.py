@@ -12,6 +12,9 @@ from planner.core.costs import ChainCosts
 
 __all__ = ["Passing"]
 
+_BLOCK = 512
+"""Stages with so many different last layers are looked at together."""
+
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
@@ -42,8 +45,8 @@ class Passing:
         """What is received and sent on, and no layer of the chain keeps."""
         self.all = self.unkept + (by_readers + spans(costs.kept_by_maker)) * received
         """All that is received and sent on."""
-        self.gradients = _spanning(costs.relayed_first, costs.relayed_last, np.rint(costs.relayed), firsts, layers)
-        """Gradients that all layers of the stage hand on as they are."""
+        self._relays = costs.relayed_first - 1, costs.relayed_last, np.rint(costs.relayed)
+        self._firsts, self._layers = firsts, layers
         self.kept = _passed_by(costs)[layers] - by_readers
         """What layers of the stage make, the last one left out, and some layer keeps that gets it, and is sent."""
 
@@ -56,18 +59,39 @@ class Passing:
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
+    def gradients(self, ends: IntArray) -> FloatArray:
+        """Gradients that the stage receives and its layers hand on as they are, down to each of `layers`, in bytes.
+
+        The layer that they are handed to, which made the tensor or adds to its gradient, is the last to hold them.
+
+        Args:
+            ends: Last layers of stages, one after the other.
+
+        Returns:
+            Of shape (layers, ends), or broadcast to it.
+        """
+        return _spanning(*self._relays, self._layers, ends)
+
     def highest_backward(self, tops: FloatArray, end_twice: FloatArray) -> FloatArray:
         """The highest of the layers' backwards, beside the stage's output and its gradient, each held once.
 
         Args:
-            tops: Of every layer, as a row for each of the stages or one for all.
+            tops: Of each of `layers`.
             end_twice: What of the last layer's counts twice then (`ChainCosts.end_twice`), for each of `layers`.
         """
         inside = self._is_first | self._behind_first
-        running = np.maximum.accumulate(np.where(inside, tops, -np.inf), axis=1)
-        in_front = np.where(self._behind_first, _one_layer_later(running), -np.inf)
-        highest = np.maximum(in_front - self.gradients, tops - end_twice - self.kept) - self.all
+        blocks = range(0, len(self._layers), _BLOCK)
+        in_front = np.concatenate([self._highest_in_front(tops, slice(n, n + _BLOCK)) for n in blocks], axis=1)
+        highest = np.maximum(in_front, tops - end_twice - self.kept) - self.all
         return np.where(inside, highest, 0.0)
+
+    def _highest_in_front(self, tops: FloatArray, block: slice) -> FloatArray:
+        """Of the layers in front of the last one, for the last layers in `block`; those that are none are -inf."""
+        ends = self._layers[block]
+        levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
+        from_here = np.maximum.accumulate(levels[::-1], axis=0)[::-1]
+        rows: FloatArray = from_here[self._firsts - self._layers[0]]
+        return rows
 
 
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:

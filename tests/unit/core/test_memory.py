@@ -334,11 +334,11 @@ def test_a_stage_that_writes_what_it_receives_works_on_a_copy(m: int) -> None:
     assert more == [0, 100 * m, 100 * m, 0]
 
 
-def skip_chain(*, known: bool) -> ChainCosts:
+def skip_chain(*, known: bool, front: int = 300) -> ChainCosts:
     """Four layers with 10 bytes internal to each; 8 | 16 + 100 | 16 + 100 | 16 | 4 cross, 100 of them past layer 1.
 
     Peaks in backward: 300, and where a stage ends 316 (of the output and its gradient, 16 each, 16 are in the 300),
-    unless it is not known.
+    unless it is not known. `front`: the peak of the first layer.
     """
 
     def made(n: int) -> list[BoundaryTensor]:
@@ -354,8 +354,8 @@ def skip_chain(*, known: bool) -> ChainCosts:
                 made=made(n),
                 forward=50,
                 no_grad=40,
-                first_backward=300,
-                backward=300,
+                first_backward=front if n == 0 else 300,
+                backward=front if n == 0 else 300,
                 end_first=300 + 16 + 100 * (n == 0) if known else None,
                 end_backward=300 + 16 + 100 * (n == 0) if known else None,
             ),
@@ -378,6 +378,18 @@ def test_what_passes_by_is_held_once(recompute: Recompute, more: int) -> None:
     # In GPipe what was sent is held twice, the input's gradient with it: the last backward is the highest.
     sent = 116 + 116
     assert memory_of(costs, 1, 2, m=9).total == 8 * sent + 116 + 316
+
+
+def test_a_gradient_handed_on_within_a_stage_is_held_once() -> None:
+    """Layer 1 hands the 100 bytes that the stage received on to layer 0, among whose peak they are, too."""
+    costs = skip_chain(known=True, front=900)
+    apart = dataclasses.replace(costs, relayed=np.zeros_like(costs.relayed))
+    for recompute in CHOICES:
+        for end in (2, 3):  # behind layer 2, which reads the tensor, none is received
+            held, twice = (memory_of(each, 0, end, m=1, recompute=recompute).total for each in (costs, apart))
+            assert twice - held == (100 if end == 2 else 0)
+    # The mini-batch, layer 0's backward, the output that was sent, its gradient.
+    assert memory_of(costs, 0, 2, m=1).total == 8 + (900 - 100) + 116 + 116
 
 
 def test_what_is_not_known_of_a_stages_end_comes_on_top() -> None:
