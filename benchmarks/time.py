@@ -1,8 +1,9 @@
 """Times of layers: do they add up to the model's step, and do two profiles lead to plans as good as each other?
 
-    python benchmarks/time.py > docs/measurements/time.md
+    python benchmarks/time.py layers > docs/measurements/time.md
+    python benchmarks/time.py plans > docs/measurements/plans.md
 
-Prints two Markdown tables with their environment. A step is two micro-batches forward and backward, then the optimizer,
+Prints a Markdown table with its environment. A step is two micro-batches forward and backward, then the optimizer,
 in process time of one thread. Profile and whole step are measured in turn, and of each the smallest of all rounds is
 taken, so that a machine that is busy for a while disturbs neither side more than the other. Takes about ten minutes.
 """
@@ -65,10 +66,11 @@ BATCH = 8
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Prints the table that the command line names."""
     torch.set_num_threads(1)
-    print("# Times of layers, of whole steps, and of plans\n")
-    print(f"`python benchmarks/time.py` on {cpu_name()}, {os.cpu_count()} cores, ", end="")
+    (asked,) = sys.argv[1:]
+    print("# Times of layers and of whole steps\n" if asked == "layers" else "# Two profiles, two plans\n")
+    print(f"`python benchmarks/time.py {asked}` on {cpu_name()}, {os.cpu_count()} cores, ", end="")
     print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread, process time.")
     print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.\n")
     with tempfile.TemporaryDirectory() as folder:
@@ -78,12 +80,14 @@ def main() -> None:
         models = {name: load_model(str(path), settings={}, inputs=[], optimizer=None) for name, path in paths.items()}
         real = Path(__file__).with_name("real_models.py")
         reals = {n: load_model(str(real), settings={"name": n}, inputs=[], optimizer=None) for n in REAL_CASES}
-        _sums(models | reals)
-        _plans(models)
+        if asked == "layers":
+            _sums(models | reals)
+        else:
+            _plans(models)
 
 
 def _sums(models: dict[str, LoadedModel]) -> None:
-    print(f"## Sum of the layers against the whole step\n\nA step: {MICRO_BATCHES} micro-batches, then the optimizer.")
+    print(f"A step: {MICRO_BATCHES} micro-batches, then the optimizer.")
     print(f"The smallest of {ROUNDS} rounds on either side.\n")
     print("| model | micro-batch | whole step | layers | forward | backward | optimizer | layers against step |")
     print("|---|---|---|---|---|---|---|---|")
@@ -159,7 +163,6 @@ def _call(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def _plans(models: dict[str, LoadedModel]) -> None:
-    print("\n## Two profiles, two plans\n")
     print(f"Each model profiled twice as `gpipe-plan profile` does it, and planned from either profile, batch {BATCH}.")
     print("Regret: by how much the plan from one profile is slower, under the other, than the best plan there.\n")
     print("| model | devices | first plan | second plan | regret of the first | regret of the second |")

@@ -1,7 +1,8 @@
 """Whether the repeats taken so far tell which plan is best, or more of them might change it.
 
-Bootstrap (Efron and Tibshirani, "An introduction to the bootstrap", 1993): drawing as many repeats as there are, with
-replacement, gives a profile as another run might have given. The regret of the plan that the real profile suggests is
+Subsampling (Politis and Romano, "Large sample confidence regions based on subsamples under minimal assumptions", Annals of
+Statistics 22, 1994): half of the repeats, drawn without replacement, give a profile as another run might have given; for
+the smallest of all repeats, which is kept on a CPU, the bootstrap with as many as there are tells too little. The regret of the plan that the real profile suggests is
 by how much it is slower, under a drawn profile, than that profile's own best plan. What counts is the regret that nine of
 ten draws stay below: a mean near zero may hide one run in five that leads to another plan.
 
@@ -51,7 +52,7 @@ def regret(chain: Sequence[str], samples: Samples, typical: Callable[[list[float
     ours = {question: plan for question, (_, plan) in _best(measured, questions).items()}
     regrets: dict[tuple[int, int], list[float]] = {question: [] for question in questions}
     for _ in range(_DRAWS):
-        drawn = _times(chain, {key: rng.choices(list(s), k=len(s)) for key, s in samples.items()}, typical)
+        drawn = _times(chain, {key: rng.sample(list(s), k=(len(s) + 1) // 2) for key, s in samples.items()}, typical)
         for (stages, batch), (best_us, _) in _best(drawn, questions).items():
             size, cuts = ours[stages, batch]
             regrets[stages, batch].append(max(0.0, _step_us(drawn[size], cuts, batch / size) / best_us - 1))
