@@ -1,10 +1,11 @@
 """Whether the repeats taken so far tell which plan is best, or more of them might change it.
 
-Subsampling (Politis and Romano, "Large sample confidence regions based on subsamples under minimal assumptions", Annals of
-Statistics 22, 1994): half of the repeats, drawn without replacement, give a profile as another run might have given; for
-the smallest of all repeats, which is kept on a CPU, the bootstrap with as many as there are tells too little. The regret of the plan that the real profile suggests is
-by how much it is slower, under a drawn profile, than that profile's own best plan. What counts is the regret that nine of
-ten draws stay below: a mean near zero may hide one run in five that leads to another plan.
+Subsampling (Politis and Romano, "Large sample confidence regions based on subsamples under minimal assumptions",
+Annals of Statistics 22, 1994): half of the repeats, drawn without replacement, give a profile as another run might have
+given. (A bootstrap tells too little of the smallest of all repeats, which is kept on a CPU.) The regret of the plan
+that the real profile suggests is by how much it is slower, under a drawn profile, than that profile's own best plan.
+What counts is the regret that nine of ten draws stay below: a mean near zero may hide one run in five that leads to
+another plan.
 
 A plan is here a micro-batch size and the evenest cut in forward + backward, for two to four stages and two batches:
 what the solver would choose under GPipe without caps, links and recomputation, none of which the profiler knows.
