@@ -181,6 +181,7 @@ class LayerProfile:
     """Defaults to `parameter_bytes`."""
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
+    """Buffers, and what running statistics of whole mini-batches are collected in."""
     cast_bytes: int = 0
     """Low-precision copies of parameters that autocast makes once and keeps until it is left."""
     tied: tuple[str, ...] = ()

@@ -30,6 +30,7 @@ from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, give_freed_memory_back, keep_freed_memory
 from planner.model.meter import Meter, meter_for
 from planner.model.precision import dtype_of
+from planner.model.statistics import collecting_bytes
 from planner.model.torchax_adapter import attached_tpu, check_installed, expect_no_tpu
 from planner.profile.clocks import Clock, clock_for
 from planner.profile.estimate import GhostMeter, RooflineClock, ghostly
@@ -490,7 +491,7 @@ class _Measured:
             parameter_bytes=sum(p.nbytes for p in layer.module.parameters()),
             gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad),
             optimizer_bytes=optimizer.state_bytes,
-            buffer_bytes=sum(b.nbytes for b in layer.module.buffers()),
+            buffer_bytes=sum(b.nbytes for b in layer.module.buffers()) + collecting_bytes(layer.module),
             cast_bytes=self.casts[unit.digest],
             tied=tied,
             tied_bytes=tied_bytes,
@@ -589,7 +590,9 @@ class _Compiled(_Estimated):
                 )
             programs.append(replace(program, target_bytes=sum(targets)))
         flops = tuple(round(one.flops) for one in compiled)
-        return replace(layer, forward_flops=flops, detail=(), program=tuple(programs))
+        # The program leaves running statistics alone.
+        buffer_bytes = layer.buffer_bytes - collecting_bytes(self.chain.layers[n].module)
+        return replace(layer, buffer_bytes=buffer_bytes, forward_flops=flops, detail=(), program=tuple(programs))
 
     # Private methods
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.executor.batch_norm import BatchStatistics
+from planner.model.meter import CpuMeter
+from planner.model.statistics import collecting_bytes
 
 
 def unsplit(module: nn.Module, steps: list[Tensor]) -> dict[str, Tensor]:
@@ -118,3 +120,21 @@ def test_what_it_costs() -> None:
         norm(torch.randn(2, 64, 8, 8))
     held = [statistics._sums, *(t for c in statistics._calls.values() for t in (c.mean, c.variance))]
     assert sum(t.nbytes for t in held) == 24 * 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_it_holds_is_counted(dtype: torch.dtype) -> None:
+    """Nothing of layers whose statistics stay as they are; with two sums and a count per channel for all others."""
+    frozen, plain = nn.BatchNorm1d(64).eval(), nn.BatchNorm1d(64, track_running_stats=False)
+    model = nn.Sequential(nn.BatchNorm1d(64), frozen, plain, nn.BatchNorm1d(64)).to(dtype)
+    statistics = BatchStatistics(model.named_modules())
+    value = torch.randn(8, 64, dtype=dtype)
+
+    def work() -> None:
+        with statistics.collecting(), torch.no_grad():
+            model(value)
+
+    expected = 2 * 64 * (2 * dtype.itemsize + 24)
+    assert collecting_bytes(model) == expected
+    assert 0 <= CpuMeter().measure(work).end_bytes - expected < 64
+    assert CpuMeter().measure(work).end_bytes == 0

@@ -1,0 +1,26 @@
+"""What running statistics of batch normalisations take beside themselves, where they are those of whole mini-batches.
+
+The executor collects them over the micro-batches (`planner.executor.batch_norm`), and the profile counts what it
+collects in.
+"""
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["collecting_bytes"]
+
+_SUM_BYTES = 24
+"""Per channel, in float64: sums of values and of their squares, and how many values there were."""
+
+
+def collecting_bytes(module: nn.Module) -> int:
+    """Bytes held all through training to collect the running statistics of the batch normalisations in `module`.
+
+    For every channel a mean and a variance of the micro-batch that runs, in the precision of the running statistics,
+    and the sums. A layer that is called several times in a forward takes them as often; once is counted.
+    """
+    return sum(
+        2 * part.running_mean.nbytes + _SUM_BYTES * part.running_mean.numel()
+        for part in module.modules()
+        if isinstance(part, _BatchNorm) and part.training and part.running_mean is not None
+    )
