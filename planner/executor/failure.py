@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -121,7 +122,8 @@ class Watch:
         if self._store is not None:
             self._wake[1].send(b"\0")
             self._thread.join()
-            self._store.set(f"left/{self._rank}", "1")
+            with suppress(dist.DistError):  # without torchrun the first rank held the store, and may have left before
+                self._store.set(f"left/{self._rank}", "1")
         if hasattr(self, "_handled_before"):
             for number, handler in self._handled_before.items():
                 signal.signal(number, handler)

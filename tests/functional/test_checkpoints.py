@@ -16,6 +16,7 @@ from torch import Tensor
 from planner.cli.main import run
 from planner.executor.draws import drawn_alike
 from planner.model.load import load_model
+from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance
 
 pytestmark = pytest.mark.slow
@@ -70,14 +71,17 @@ def undisturbed(here: Path) -> list[float]:
 
 
 def train(here: Path, name: str, *arguments: str, mischief: str = "", restarts: int = 0, dropout: float = 0.1) -> Ran:
-    """Ten steps of folder `name`, a checkpoint every four; `mischief` is done once if the file behind it is new."""
-    processes, again = str(len(CUTS[name])), str(restarts)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, "--max-restarts", again]
-    command = [sys.executable, *(launcher if name != "one" else ()), f"{name}/train.py"]
+    """Ten steps of folder `name`, a checkpoint every four; `mischief` is done once, and then torchrun is part of it."""
+    arguments = (f"{name}/train.py", "--steps", "10", "--checkpoint-every", "4", *arguments)
+    count = len(CUTS[name])
+    if count > 1 and not mischief:
+        return Ran(0, run_ranks(count, arguments, here, DROPOUT=str(dropout)), "", 0.0)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command = [sys.executable, *([*launcher, "--max-restarts", str(restarts)] if count > 1 else ())]
     words = mischief.split()
     env = {"MISCHIEF": f"{mischief} {'-'.join(words)}"} if mischief else {}
     done = subprocess.run(
-        [*command, "--steps", "10", "--checkpoint-every", "4", *arguments],
+        [*command, *arguments],
         cwd=here,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DROPOUT": str(dropout), **env},
         capture_output=True,
@@ -86,8 +90,7 @@ def train(here: Path, name: str, *arguments: str, mischief: str = "", restarts: 
         check=False,
     )
     mark = here / "-".join(words)
-    since = time.time() - mark.stat().st_mtime if words else 0.0
-    return Ran(done.returncode, done.stdout, done.stderr, since)
+    return Ran(done.returncode, done.stdout, done.stderr, time.time() - mark.stat().st_mtime if words else 0.0)
 
 
 def weights(here: Path, checkpoint: str) -> dict[str, Tensor]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from planner.files import read_run
-from tests.support.training import ROOT, Case, torchrun, write_balance
+from tests.support.ranks import run_ranks
+from tests.support.training import ROOT, Case, write_balance
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         micro_batches=MICRO_BATCHES,
     )
     write_balance(case, folder / "balance.yaml")
-    said = torchrun(STAGES, [str(ROOT / "tests/support/timeline_worker.py"), "balance.yaml"], folder)
+    said = run_ranks(STAGES, [str(ROOT / "tests/support/timeline_worker.py"), "balance.yaml"], folder)
     assert " samples/s\n" in said
     return folder
 

@@ -1,4 +1,4 @@
-"""Starts the gradient worker under torchrun for a list of cases."""
+"""Runs the gradient worker for a list of cases."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from planner.core.profile import Model, Setting
 from planner.executor.build import build_structure
 from planner.files import write
 from planner.model.load import load_model
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,9 +115,8 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
         asked = ("seed", "steps", "sizes", "pieces", "calls", "clip", "decay", "evaluate")
         described.append({"balance": str(path), **{name: getattr(case, name) for name in asked}})
     (folder / "cases.json").write_text(json.dumps(described))
-    torchrun(
-        cases[0].num_processes, [str(ROOT / "tests/support/gradient_worker.py"), "cases.json", "results.json"], folder
-    )
+    worker = str(ROOT / "tests/support/gradient_worker.py")
+    run_ranks(cases[0].num_processes, [worker, "cases.json", "results.json"], folder)
     results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return results
 

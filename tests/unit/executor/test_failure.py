@@ -11,6 +11,7 @@ from planner.core.errors import TrainingError
 from planner.executor import failure
 from planner.executor.failure import Watch, check_gradients, check_losses, check_output
 from planner.executor.position import ANY, Position
+from tests.support.ranks import run_ranks
 
 
 def position(doing: str = "forward of micro-batch 1") -> Position:
@@ -106,3 +107,19 @@ def test_a_signal_ends_a_process_alone_at_once_or_after_its_step() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert watch.stops_after(2) == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+LEAVES_LATER = """
+import time
+from planner.executor.failure import Watch
+
+with Watch(60.0) as watch:
+    watch._store.wait(["at/0", "at/1"])
+    time.sleep(2.0 * watch._rank)
+"""
+
+
+def test_a_rank_may_leave_after_the_one_that_held_the_store(tmp_path: Path) -> None:
+    """As under a launcher that has none: the first rank holds it."""
+    (tmp_path / "worker.py").write_text(LEAVES_LATER)
+    assert "Traceback" not in run_ranks(2, ["worker.py"], tmp_path)

@@ -11,7 +11,8 @@ from planner.core.plan import Recompute
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model
-from tests.support.training import Case, predicted_peaks, torchrun, write_balance
+from tests.support.ranks import run_ranks
+from tests.support.training import Case, predicted_peaks, write_balance
 from tests.unit.executor.test_one_forward_one_backward import HIGHEST, LOWEST, MODEL, SIZE, WORKER
 
 pytestmark = pytest.mark.slow
@@ -19,13 +20,11 @@ pytestmark = pytest.mark.slow
 DEVICES: Final = 2
 
 
-def test_predicted_peaks_are_the_allocators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
     """Within -1 % / +5 % on both devices: a boundary tensor is 3 % of a peak, so one too many is seen at once.
 
     Two chunks of one device may share a parameter, which is there once, and so are its gradient and its state.
     """
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     model = write_model(tmp_path, MODEL)
     write_model(tmp_path, WORKER, "worker.py")
     tied = {False: {}, True: {"tied": "True"}}
@@ -56,7 +55,7 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path, monkeypatch: pytest.
     paths = [f"balance_{n}.yaml" for n in range(len(cases))]
     for case, path in zip(cases, paths, strict=True):
         write_balance(case, tmp_path / path)
-    torchrun(DEVICES, ["worker.py", *paths], tmp_path)
+    run_ranks(DEVICES, ["worker.py", *paths], tmp_path)
     errors = {}
     for case, peaks in zip(cases, json.loads((tmp_path / "peaks.json").read_text()), strict=True):
         for device, predicted in enumerate(predicted_peaks(case, costs[bool(case.settings)])):

@@ -11,7 +11,8 @@ from planner.core.plan import Recompute
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model
-from tests.support.training import Case, predicted_peaks, torchrun, write_balance
+from tests.support.ranks import run_ranks
+from tests.support.training import Case, predicted_peaks, write_balance
 
 pytestmark = pytest.mark.slow
 
@@ -67,10 +68,8 @@ dist.destroy_process_group()
 """
 
 
-def test_predicted_peaks_are_the_allocators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
     """Within -1 % / +5 % on every stage: the first ones, which send, and the middle one, which does all."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     model = write_model(tmp_path, MODEL)
     write_model(tmp_path, WORKER, "worker.py")
     costs = costs_at(profile_of_model(load_model(str(model)), sizes=(SIZE,)), SIZE)
@@ -85,7 +84,7 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path, monkeypatch: pytest.
     paths = [f"balance_{n}.yaml" for n in range(len(cases))]
     for case, path in zip(cases, paths, strict=True):
         write_balance(case, tmp_path / path)
-    torchrun(len(BALANCE), ["worker.py", *paths], tmp_path)
+    run_ranks(len(BALANCE), ["worker.py", *paths], tmp_path)
     errors = {}
     for case, peaks in zip(cases, json.loads((tmp_path / "peaks.json").read_text()), strict=True):
         for k, predicted in enumerate(predicted_peaks(case, costs)):

@@ -1,0 +1,121 @@
+"""Starts the ranks of a job as torchrun does, in a tenth of a second.
+
+Importing torch, its pipelining and transformers takes every process of every job seconds. Here one process imports
+them once, computes nothing, and forks for each rank. What concerns the launcher itself is tested with torchrun.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = ["run_ranks"]
+
+ROOT = Path(__file__).parents[2]
+_LOG = "ranks.log"
+_USED = (
+    "torch.distributed.pipelining",
+    "planner.executor",
+    "planner.files",
+    "tests.support.real_models",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def run_ranks(count: int, arguments: Sequence[str], folder: Path, **environment: str) -> str:
+    """Runs a script in `count` processes in `folder`; what they said. `AssertionError` if one of them failed."""
+    origin = _origin()
+    assert origin.stdin is not None
+    assert origin.stdout is not None
+    words = {"count": count, "arguments": list(arguments), "folder": str(folder), "environment": environment}
+    origin.stdin.write(json.dumps(words) + "\n")
+    origin.stdin.flush()
+    failed = json.loads(origin.stdout.readline())
+    output = (folder / _LOG).read_text()
+    assert not failed, f"ranks {failed}\n{output}"
+    return output
+
+
+@cache
+def _origin() -> "subprocess.Popen[str]":
+    """The process that all ranks of this process's tests are forks of; it ends with its standard input."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.support.ranks"]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+# The process that is forked
+
+
+def _serve() -> None:
+    for name in _USED:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:  # transformers may be missing
+            continue
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(_run(**json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+def _run(count: int, arguments: list[str], folder: str, environment: dict[str, str]) -> list[int]:
+    """The ranks that failed by themselves; the others are ended with them."""
+    os.chdir(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**environment, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
+    log = os.open(_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    ranks = {}
+    for rank in range(count):
+        process = os.fork()
+        if process == 0:
+            _be({**common, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}, arguments, log)
+        ranks[process] = rank
+    os.close(log)
+    failed = []
+    while ranks:
+        process, status = os.wait()
+        rank = ranks.pop(process)
+        if status and not failed:
+            failed.append(rank)
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    return failed
+
+
+def _be(environment: dict[str, str | int], arguments: list[str], log: int) -> NoReturn:
+    code = 1
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ |= {name: str(value) for name, value in environment.items()}
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # whatever it is, no rank may return to the loop that forks
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
