@@ -25,6 +25,7 @@ from tests.support.cli import (
     no_calibration,
     write_model,
 )
+from tests.support.ranks import run_ranks
 
 SAMPLE_MODELS = Path(__file__).parents[2] / "sample_models"
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB")
@@ -544,6 +545,23 @@ def test_the_script_refuses_a_wrong_number_of_processes(here: Path) -> None:
     three = _train(here, *launcher, "train.py", "--steps", "1", "--report", "run.json")
     assert three.code != 0
     assert three.err.count("error: the plan needs 2 processes (2 stages), but 3 processes were started") == 1
+    assert not (here / "run.json").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_with_another_balance_is_refused(here: Path, capsys: Capsys) -> None:
+    """As on a machine that has the files of the plan before: told once, before any step."""
+    assert call(capsys, "emit", "-o", "other").code == 0
+    balance = here / "other/balance.yaml"
+    balance.write_text(balance.read_text().replace("micro_batches: 4", "micro_batches: 2"))
+    choose = "import os, runpy; runpy.run_path('other/' * int(os.environ['RANK']) + 'train.py', run_name='__main__')"
+    (here / "both.py").write_text(choose)
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(2, ["both.py", "--steps", "1", "--report", "run.json"], here)
+    said = str(failed.value)
+    assert said.count("error: rank 1 has another balance.yaml (sha256:") == 1
+    assert "Traceback" not in said
+    assert "step 0" not in said
     assert not (here / "run.json").exists()
 
 
