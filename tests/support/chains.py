@@ -80,6 +80,36 @@ def tensor(size: int, *, kept: bool = False, alias: int = -1, relayed: bool = Fa
     return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed)
 
 
+def even_chain(parameters: Sequence[int], gradients: Sequence[int] | None = None, **more: Any) -> Profile:
+    """Layers `layers.0`, …; 8 bytes cross each boundary and are kept by the next one; each keeps 20 more.
+
+    Args:
+        parameters: Bytes, by layer.
+        gradients: By default as many.
+        more: By name, a value for all layers, or a tuple of theirs.
+    """
+    by_layer = [{name: v[n] if isinstance(v, tuple) else v for name, v in more.items()} for n in range(len(parameters))]
+    layers = [
+        layer(
+            f"layers.{n}",
+            parameter_bytes=parameters[n],
+            gradient_bytes=(gradients or parameters)[n],
+            detail=record(
+                internal=20,
+                given=[tensor(8, kept=True)],
+                made=[tensor(8)],
+                forward=40,
+                no_grad=30,
+                first_backward=60 + (gradients or parameters)[n],
+                backward=70,
+            ),
+            **by_layer[n],
+        )
+        for n in range(len(parameters))
+    ]
+    return chain(*layers)
+
+
 def random_profile(seed: int, num_layers: int, *, exact: bool = False, sizes: Sequence[int] = (1,)) -> Profile:
     """A chain with every cost that a profile knows, affine in the micro-batch size."""
     rng = random.Random(seed)

@@ -8,33 +8,13 @@ from planner.core.costs import ChainCosts, costs_at
 from planner.core.device_memory import chunk_memory
 from planner.core.memory import stage_memory
 from planner.core.plan import Recompute, StageMemory
-from tests.support.chains import chain, layer, record, tensor
+from tests.support.chains import chain, even_chain, layer
 
 
-def costs_of(
-    *, casts: tuple[int, ...] = (5, 7, 11), gradients: tuple[int, ...] = (10, 14, 22), step: int = 0
-) -> ChainCosts:
-    """Three layers of 10, 14, 22 bytes of parameters; 8 bytes cross each boundary and are kept by the next layer."""
-    layers = [
-        layer(
-            f"layers.{n}",
-            parameter_bytes=(10, 14, 22)[n],
-            gradient_bytes=gradients[n],
-            cast_bytes=casts[n],
-            optimizer_peak_bytes=step,
-            detail=record(
-                internal=20,
-                given=[tensor(8, kept=True)],
-                made=[tensor(8)],
-                forward=40,
-                no_grad=30,
-                first_backward=60 + gradients[n],
-                backward=70,
-            ),
-        )
-        for n in range(3)
-    ]
-    return costs_at(chain(*layers), 1)
+def costs_of(*, gradients: tuple[int, ...] = (10, 14, 22), step: int = 0) -> ChainCosts:
+    """10, 14, 22 bytes of parameters, half of them as copies."""
+    casts = (5, 7, 11)
+    return costs_at(even_chain((10, 14, 22), gradients, cast_bytes=casts, optimizer_peak_bytes=step), 1)
 
 
 def memory_of(

@@ -9,31 +9,14 @@ from planner.core.cluster import Cluster
 from planner.core.costs import ChainCosts, costs_at
 from planner.core.evaluate import Partition, stages_of
 from planner.core.plan import Recompute, Schedule, StageMemory
-from tests.support.chains import chain, layer, record, tensor
+from tests.support.chains import even_chain
 
 MANY = 10**9
 
 
-def costs_of(*, parameters: tuple[int, ...] = (100, 0, 1000), **more: object) -> ChainCosts:
-    """Three layers; 8 bytes cross each boundary, kept by the next layer. The last one's backward is the highest."""
-    layers = [
-        layer(
-            f"layers.{n}",
-            parameter_bytes=parameters[n],
-            detail=record(
-                internal=20,
-                given=[tensor(8, kept=True)],
-                made=[tensor(8)],
-                forward=40,
-                no_grad=30,
-                first_backward=60 + parameters[n],
-                backward=70,
-            ),
-            **more,
-        )
-        for n in range(3)
-    ]
-    return costs_at(chain(*layers), 1)
+def costs_of(*, parameters: tuple[int, ...] = (100, 0, 1000)) -> ChainCosts:
+    """The last layer's backward is the highest."""
+    return costs_at(even_chain(parameters), 1)
 
 
 def memory_of(
@@ -80,6 +63,7 @@ def test_what_waits_is_over_by_then(recompute: Recompute) -> None:
 def shared(*, schedule: Schedule = "interleaved", optimizer: int = 0) -> tuple[list[StageMemory], list[StageMemory]]:
     """Of four stages on two devices, the first and the third tied, and not."""
     found = []
+    even = even_chain((0,) * 4, optimizer_peak_bytes=optimizer)
     for tied in (200, 0):
         layers = [
             replace(
@@ -91,25 +75,7 @@ def shared(*, schedule: Schedule = "interleaved", optimizer: int = 0) -> tuple[l
                 tied_bytes=tied if other else 0,
             )
             for one, size, other in zip(
-                [
-                    layer(
-                        name,
-                        optimizer_peak_bytes=optimizer,
-                        detail=record(
-                            internal=20,
-                            given=[tensor(8, kept=True)],
-                            made=[tensor(8)],
-                            forward=40,
-                            no_grad=30,
-                            first_backward=60,
-                            backward=70,
-                        ),
-                    )
-                    for name in "abcd"
-                ],
-                (200, 500, 300, 500),
-                ("c", "", "a", ""),
-                strict=True,
+                even.layers, (200, 500, 300, 500), ("layers.2", "", "layers.0", ""), strict=True
             )
         ]
         partition = Partition(
@@ -120,7 +86,9 @@ def shared(*, schedule: Schedule = "interleaved", optimizer: int = 0) -> tuple[l
             chunks=2 if schedule == "interleaved" else 1,
         )
         cluster = Cluster(memory_bytes=(MANY,) * partition.num_devices)
-        found.append([stage.memory for stage in stages_of(costs_at(chain(*layers), 1), partition, cluster)])
+        found.append(
+            [stage.memory for stage in stages_of(costs_at(replace(even, layers=tuple(layers)), 1), partition, cluster)]
+        )
     return found[0], found[1]
 
 
