@@ -6,6 +6,7 @@ import pytest
 
 from planner.cli.main import run
 from planner.files import read_plan, read_run
+from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,8 @@ def test_the_prediction_of_memory_comes_true_and_the_loss_falls(
     assert run(["solve", "--devices", "2", "--mem", "2GB", "--balance", "3,3", "--recompute", recompute]) == 0
     assert run(["emit"]) == 0
     assert run(["check"]) == 0
-    torchrun(2, ["train.py", "--steps", "30", "--report", "run.json"], tmp_path)
+    launch = torchrun if recompute == "never" else run_ranks
+    launch(2, ["train.py", "--steps", "30", "--report", "run.json"], tmp_path)
     plan, report = read_plan("plan.yaml"), read_run("run.json")
     for predicted, measured in zip(plan.stages, report.stages, strict=True):
         assert 0.99 <= predicted.memory.total / measured.peak_bytes <= 1.05
@@ -42,7 +44,7 @@ def test_a_model_of_transformers_goes_the_same_road(tmp_path: Path, monkeypatch:
     assert run(["profile", model, "--repeat", "2", "--granularity", "fine", *sizes]) == 0
     assert run(["solve", "--devices", "2", "--mem", "2GB", "--batch", "8", "--recompute", "always"]) == 0
     assert run(["emit"]) == 0
-    torchrun(2, ["train.py", "--steps", "4", "--report", "run.json"], tmp_path)
+    run_ranks(2, ["train.py", "--steps", "4", "--report", "run.json"], tmp_path)
     plan, report = read_plan("plan.yaml"), read_run("run.json")
     assert len(report.losses) == 4
     for predicted, measured in zip(plan.stages, report.stages, strict=True):

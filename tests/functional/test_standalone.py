@@ -10,6 +10,7 @@ from planner.cli.main import run
 from planner.files import read_run
 from planner.model.load import load_model
 from tests.support.cli import FAST, no_calibration
+from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,7 @@ def test_losses_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+),", part, re.MULTILINE)]
         assert losses == pytest.approx(expected[name], abs=2e-6), name
     own = tmp_path / "own_mlp"
-    torchrun(2, [str(own / "train.py"), "--steps", str(STEPS), "--seed", "3", "--report", "run.json"], own)
+    run_ranks(2, [str(own / "train.py"), "--steps", str(STEPS), "--seed", "3", "--report", "run.json"], own)
     assert read_run(str(own / "run.json")).losses == pytest.approx(expected["mlp"], abs=2e-6)
 
 

@@ -13,7 +13,8 @@ from planner.core.costs import costs_at
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model
-from tests.support.training import ROOT, Case, predicted_peaks, torchrun, write_balance
+from tests.support.ranks import run_ranks
+from tests.support.training import ROOT, Case, predicted_peaks, write_balance
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ def test_two_nodes_train_what_one_trains(tmp_path: Path) -> None:
     )
     write_balance(case, tmp_path / "balance.yaml")
     write_model(tmp_path, SCRIPT, "train.py")
-    torchrun(4, ["train.py", "--report", "one.json"], tmp_path)
+    run_ranks(4, ["train.py", "--report", "one.json"], tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
