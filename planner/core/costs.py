@@ -37,6 +37,8 @@ class Tie:
     cast_bytes: float = 0.0
     these_alone: bool = True
     """Whether these two layers are known to share so much, whatever lies between them."""
+    earlier: tuple[int, ...] = ()
+    """Layers in front of `first` that share the same bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -546,7 +548,7 @@ def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
             for first, other in enumerate(layers[:second])
             if any(name == other.name or name.startswith(other.name + ".") for name in layer.tied)
         ]
-        for first, size, these_alone in _shared(layers, owners, layer.tied_bytes):
+        for first, size, these_alone, earlier in _shared(layers, owners, layer.tied_bytes):
             share = size / layer.parameter_bytes
             ties.append(
                 Tie(
@@ -557,6 +559,7 @@ def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
                     optimizer_bytes=layer.optimizer_bytes * share,
                     cast_bytes=min(_casts_surely(layers[first], size), _casts_surely(layer, size)),
                     these_alone=these_alone,
+                    earlier=earlier,
                 )
             )
     return tuple(ties)
@@ -567,13 +570,15 @@ def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
     return max(0.0, layer.cast_bytes - (layer.parameter_bytes - tied_bytes) / 2)
 
 
-def _shared(layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int) -> list[tuple[int, int, bool]]:
-    """Which earlier layer a stage must hold too, to hold how many of `tied_bytes` once; whether that one is enough."""
+def _shared(
+    layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int
+) -> list[tuple[int, int, bool, tuple[int, ...]]]:
+    """By earlier layer that a stage must hold too, to hold some of `tied_bytes` once: the rest of `Tie`."""
     if not owners or not tied_bytes:
         return []
     theirs = [layers[first].tied_bytes for first in owners]
     if min(theirs) >= tied_bytes:
-        return [(owners[-1], tied_bytes, True)]  # all share one and the same: the nearest will do
+        return [(owners[-1], tied_bytes, True, tuple(owners[:-1]))]  # all share one and the same: the nearest will do
     if sum(theirs) <= tied_bytes:
-        return [(first, size, True) for first, size in zip(owners, theirs, strict=True)]  # with each something else
-    return [(owners[0], tied_bytes, False)]  # not told apart: only a stage that holds them all is sure
+        return [(first, size, True, ()) for first, size in zip(owners, theirs, strict=True)]  # each shares another
+    return [(owners[0], tied_bytes, False, ())]  # not told apart: only a stage that holds them all is sure

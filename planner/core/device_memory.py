@@ -206,10 +206,17 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int) -> SharedB
     found = np.zeros((len(SharedBytes._fields), len(cuts), cuts.shape[1] - 1))
     rows = np.arange(len(cuts))
     for tie in costs.ties:
-        first, second = ((cuts[:, 1:-1] <= layer).sum(axis=1) for layer in (tie.first, tie.second))
-        shares = (first != second) & ((second - first) % num_devices == 0) & tie.these_alone
+        if not tie.these_alone:
+            continue
         sizes = np.rint([tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes, tie.cast_bytes])
-        found[:, rows[shares], first[shares]] += sizes[:, None]
+        second = (cuts[:, 1:-1] <= tie.second).sum(axis=1)
+        alone = np.ones(len(cuts), bool)
+        for layer in (tie.first, *reversed(tie.earlier)):  # the nearest on the same device; in one stage it is counted
+            first = (cuts[:, 1:-1] <= layer).sum(axis=1)
+            same_device = alone & ((second - first) % num_devices == 0)
+            shares = same_device & (first != second)
+            found[:, rows[shares], first[shares]] += sizes[:, None]
+            alone &= ~same_device
     return SharedBytes(*found)
 
 

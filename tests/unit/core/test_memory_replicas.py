@@ -1,5 +1,6 @@
 """Gradients on their way to other replicas, and parameters that two chunks of a device share: worked out by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -60,8 +61,10 @@ def test_what_waits_is_over_by_then(recompute: Recompute) -> None:
     assert memory_of(costs, m=9, recompute=recompute) == memory_of(costs, m=9, recompute=recompute, replicas=1)
 
 
-def shared(*, schedule: Schedule = "interleaved", optimizer: int = 0) -> tuple[list[StageMemory], list[StageMemory]]:
-    """Of four stages on two devices, the first and the third tied, and not."""
+def shared(
+    *, schedule: Schedule = "interleaved", optimizer: int = 0, others: Sequence[Sequence[int]] = ((2,), (), (0,), ())
+) -> tuple[list[StageMemory], list[StageMemory]]:
+    """Of four stages on two devices, tied to each other as told (the first and the third), and not."""
     found = []
     even = even_chain((0,) * 4, optimizer_peak_bytes=optimizer)
     for tied in (200, 0):
@@ -71,12 +74,10 @@ def shared(*, schedule: Schedule = "interleaved", optimizer: int = 0) -> tuple[l
                 parameter_bytes=size,
                 gradient_bytes=size,
                 optimizer_bytes=2 * size,
-                tied=(f"{other}.weight",) if tied and other else (),
+                tied=tuple(f"layers.{n}.weight" for n in other) if tied else (),
                 tied_bytes=tied if other else 0,
             )
-            for one, size, other in zip(
-                even.layers, (200, 500, 300, 500), ("layers.2", "", "layers.0", ""), strict=True
-            )
+            for one, size, other in zip(even.layers, (200, 500, 300, 500), others, strict=True)
         ]
         partition = Partition(
             schedule=schedule,
@@ -99,6 +100,13 @@ def test_chunks_of_a_device_hold_a_shared_parameter_once() -> None:
     assert [a.optimizer - b.optimizer for a, b in zip(untied, tied, strict=True)] == [400, 0, 0, 0]
     assert [a.gradients - b.gradients for a, b in zip(untied, tied, strict=True)] == [200, 0, 0, 0]
     assert [a.total - b.total for a, b in zip(untied, tied, strict=True)] == [800, 0, 0, 0]
+
+
+def test_chunks_of_a_device_share_whatever_lies_between_them() -> None:
+    """The second stage, on the other device, has the parameter, too."""
+    tied, untied = shared(others=((1, 2), (0, 2), (0, 1), ()))
+    assert [a.parameters - b.parameters for a, b in zip(untied, tied, strict=True)] == [200, 0, 0, 0]
+    assert [a.gradients - b.gradients for a, b in zip(untied, tied, strict=True)] == [200, 0, 0, 0]
 
 
 def test_stages_of_their_own_devices_hold_a_copy_each() -> None:
