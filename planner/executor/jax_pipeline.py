@@ -336,8 +336,8 @@ class JaxPipeline:
         )
         return mapped(trained, fixed, inputs, targets, key)  # type: ignore[no-any-return]
 
-    def gradients_by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
-        """Gradients of all parameters by the names that they have in the model, as numpy arrays."""
+    def by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
+        """Trained parameters, or their gradients, by the names that they have in the model, as numpy arrays."""
         found: dict[str, Any] = {}
         for k, stage in enumerate(self.stages):
             own = self.trained.unpack(k, [self._jax.device_get(array)[k] for array in packed])

@@ -1,26 +1,39 @@
-"""What every emitted `train_jax.py` shares: command line, state, optimizer, and the compiler's report on memory."""
+"""What every emitted `train_jax.py` shares: command line, state, optimizer, weights, the compiler's report on memory.
+
+The program leaves running statistics of batch normalisations alone. Those of weights that are saved are taken anew from
+micro-batches that run through the finished model (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
+arXiv:2105.07576, section 3), which fvcore does.
+"""
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from fvcore.nn.precise_bn import get_bn_modules, update_bn_stats
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from planner.core.balance import Balance
 from planner.core.errors import ExitCode, ModelError, PlannerError, UsageError
 from planner.core.units import format_bytes
 from planner.executor.jax_pipeline import JaxPipeline
-from planner.files import read_balance
+from planner.executor.weights import first_names, load_weights, whole_state, write_weights
+from planner.files import check_writable, read_balance
 from planner.model import Batch, LoadedModel, in_precision, load_model
 from planner.model.precision import converted
+from planner.model.recording import arguments_of
 from planner.model.torchax_adapter import CHIPS, check_installed, expect_no_tpu, jax_modules, named_chips
 
 __all__ = ["JaxArguments", "JaxTraining", "State", "jax_arguments", "jax_training"]
+
+_ESTIMATED = 32
+"""Micro-batches that running statistics are taken from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +44,8 @@ class JaxArguments:
     seed: int
     device: str | None
     compile: str | None
+    weights: str | None = None
+    save: str | None = None
 
 
 class State(NamedTuple):
@@ -50,6 +65,8 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
     parser.add_argument("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
     parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), help="which of JAX's platforms; default: its choice")
     parser.add_argument("--compile", metavar="v2", choices=CHIPS, help="only compile, for TPUs that are not here")
+    parser.add_argument("--weights", metavar="FILE", help="begin with a state dict of the whole model")
+    parser.add_argument("--save", metavar="FILE", help="write one in the end; .pt or .safetensors")
     given = parser.parse_args()
     if given.steps < 1:
         parser.error(f"--steps must be at least 1, got {given.steps}")
@@ -83,12 +100,16 @@ class JaxTraining:
         if given.compile:
             expect_no_tpu()
         self.balance = read_balance(str(balance_path))
+        if given.save:
+            check_writable(given.save)
         self._seed = given.seed
         torch.manual_seed(given.seed)  # a model that is made while its file is imported starts from it, too
         self.model = _load(self.balance, Path(balance_path).parent)
         torch.manual_seed(given.seed)
-        built = converted(self.model.build(), self.model.precision)
+        self._built = built = converted(self.model.build(), self.model.precision)
         chain = self.model.chain(built)
+        if given.weights:
+            load_weights(given.weights, built.state_dict(), first_names(built))
         jax, _ = jax_modules()
         self._jax = jax
         self._update, self._num_states = _optimizer(self.model, built)
@@ -127,6 +148,25 @@ class JaxTraining:
         loss, state = self._step(state, *self.pipeline.batch(inputs, targets), key, number)
         return float(loss), state
 
+    def save(self, state: State, path: str) -> None:
+        """Writes trained parameters and buffers as one state dict, which the model in one piece takes.
+
+        Args:
+            state: After the last step.
+            path: Safetensors by its suffix, else `torch.save`.
+
+        Raises:
+            FileError: It cannot be written.
+        """
+        parameters = dict(self._built.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, array in self.pipeline.by_name(state.trained).items():
+                parameters[name].copy_(torch.from_numpy(array.astype("float32")))
+        estimated = self._estimate_statistics()
+        write_weights(whole_state(self._built), path)
+        told = f" (running statistics of {estimated} layers: over {_ESTIMATED} micro-batches)" if estimated else ""
+        print(f"wrote {path}{told}", flush=True)
+
     def print_memory(self, predicted_bytes: Sequence[int]) -> None:
         """Compiles the step for the chips asked for, and prints what it needs beside what was planned."""
         jax = self._jax
@@ -156,10 +196,37 @@ class JaxTraining:
         optimizer = [[states[s] for _, states in columns] for s in range(self._num_states)]
         return loss, State([parameter for parameter, _ in columns], optimizer, state.fixed)
 
+    def _estimate_statistics(self) -> int:
+        """Of how many batch normalisations."""
+        count = len(get_bn_modules(self._built))
+        if count:
+            size = self.balance.batch // self.balance.micro_batches
+            steps = -(-_ESTIMATED // self.balance.micro_batches)
+            inputs = (
+                tree_map_only(Tensor, itemgetter(slice(first, first + size)), batch.inputs)
+                for batch in self.batches(steps)
+                for first in range(0, self.balance.batch, size)
+            )
+            with torch.random.fork_rng(devices=[]):
+                update_bn_stats(_Called(self._built), inputs, _ESTIMATED)
+        return count
+
     def _example(self, step: int) -> Batch:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed * 1_000_003 + step)
             return self.model.example_batch(self.balance.batch)
+
+
+class _Called(nn.Module):
+    """A model that takes its inputs as batches hold them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Any) -> Any:
+        args, named = arguments_of(inputs)
+        return self.model(*args, **named)
 
 
 # Private functions

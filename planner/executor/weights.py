@@ -19,7 +19,16 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from planner.core.errors import FileError, UsageError
 from planner.model.ghosts import storage_of
 
-__all__ = ["TIED", "export_weights", "first_names", "load_weights", "read_into", "read_metadata"]
+__all__ = [
+    "TIED",
+    "export_weights",
+    "first_names",
+    "load_weights",
+    "read_into",
+    "read_metadata",
+    "whole_state",
+    "write_weights",
+]
 
 TIED = "tied"
 """Where a checkpoint keeps `first_names`: what a name left out is the same as."""
@@ -90,6 +99,26 @@ def export_weights(folder: str, path: str) -> int:
         read_into(folder, held)
         # In the model's own order, and what is tied is one tensor under all its names.
         state = {name: state[first] for name, first in pickle.loads(held[TIED]).items()}  # noqa: S301 - our own
+    write_weights(state, path)
+    return len(state)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a whole model; what is tied is one tensor under all its names."""
+    state = model.state_dict()
+    return {name: state[first].contiguous() for name, first in first_names(model).items()}
+
+
+def write_weights(state: dict[str, Tensor], path: str) -> None:
+    """Writes a state dict to a file that appears only when it is whole.
+
+    Args:
+        state: By name; of tensors that share memory, safetensors takes the first alone.
+        path: Safetensors by its suffix, else `torch.save`.
+
+    Raises:
+        FileError: It cannot be written.
+    """
     partial = f"{path}.partial"
     try:
         _write(state, partial, as_safetensors=path.endswith(".safetensors"))
@@ -97,7 +126,6 @@ def export_weights(folder: str, path: str) -> int:
     except (OSError, RuntimeError) as error:
         Path(partial).unlink(missing_ok=True)
         raise FileError(f"cannot be written: {error}", path=path) from error
-    return len(state)
 
 
 def read_metadata(folder: str) -> Metadata:

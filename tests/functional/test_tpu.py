@@ -6,10 +6,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
 
+from planner.executor.jax_training import JaxArguments, jax_training
 from planner.files import read_plan, read_profile
 from planner.model import torchax_adapter
 from tests.support.cli import EXAMPLE, HEAD, LOSS, call, environment, write_model
+from tests.support.training import Case, write_balance
 
 installed = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
@@ -25,6 +30,24 @@ def build_optimizer(parameters):
     + EXAMPLE
     + LOSS
 )
+
+NORMALISED = """
+import torch
+from torch import nn
+
+def build_model():
+    layers = [nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
+    layers[3].bias = layers[1].bias
+    return nn.Sequential(*layers)
+
+def build_optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def example_batch(size):
+    return 3.0 + 2.0 * torch.randn(size, 8), torch.randn(size, 8)
+
+loss_fn = nn.functional.mse_loss
+"""
 
 
 @pytest.fixture
@@ -65,16 +88,57 @@ def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture
     assert emitted.code == 0, emitted.err
     assert emitted.out.splitlines() == ["balance.yaml", "train_jax.py"]
 
-    losses = [float(line.split()[-1]) for line in train(here, "--steps", "4", "--seed", "3").splitlines()]
-    assert losses == pytest.approx(_torch_losses(here, steps=4, seed=3), abs=2e-4)
+    *lines, wrote = train(here, "--steps", "4", "--seed", "3", "--save", "model.pt").splitlines()
+    losses = [float(line.split()[-1]) for line in lines]
+    expected, model = _torch_losses(here, steps=4, seed=3)
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert wrote == "wrote model.pt"
+    saved = torch.load("model.pt", weights_only=True)
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.allclose(saved[name], value, atol=1e-3) for name, value in model.state_dict().items())
     told = train(here, "--compile", "v2")
     assert told.startswith("every device: ")
     assert "predicted, stage by stage: " in told
 
 
-def _torch_losses(folder: Path, *, steps: int, seed: int) -> list[float]:
-    import torch
+@installed
+def test_weights_go_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the model's names, tied ones once; running statistics are those of the data."""
+    write_model(tmp_path, NORMALISED)
+    write_balance(Case(model=tmp_path / "model.py", balance=(1, 3), micro_batches=2), tmp_path / "balance.yaml")
+    first = _one_step(tmp_path, seed=1, save="first.safetensors")
+    assert "wrote " in capsys.readouterr().out
+    with safe_open(tmp_path / "first.safetensors", "pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    assert "3.bias" not in state  # it is that of layer 1
+    assert state["0.running_mean"] == pytest.approx(torch.full((8,), 3.0), abs=0.5)
+    assert state["0.running_var"] == pytest.approx(torch.full((8,), 4.0), rel=0.4)
 
+    again = _one_step(tmp_path, seed=1, weights="first.safetensors", save="again.pt")
+    assert again < first - 1e-3
+    saved = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert torch.equal(saved["1.bias"], saved["3.bias"])
+    assert not torch.allclose(saved["1.weight"], state["1.weight"])
+
+
+def _one_step(folder: Path, *, seed: int, save: str, weights: str | None = None) -> float:
+    """The loss before it."""
+    given = JaxArguments(
+        steps=1,
+        seed=seed,
+        device="cpu",
+        compile=None,
+        weights=weights and str(folder / weights),
+        save=str(folder / save),
+    )
+    with jax_training(folder / "balance.yaml", given) as training:
+        ((inputs, targets),) = training.batches(1)
+        loss, state = training.step(training.begin(), inputs, targets, 0)
+        training.save(state, str(folder / save))
+    return loss
+
+
+def _torch_losses(folder: Path, *, steps: int, seed: int) -> tuple[list[float], nn.Module]:
     scope: dict[str, object] = {}
     exec((folder / "model.py").read_text(), scope)
     torch.manual_seed(seed)
@@ -89,7 +153,7 @@ def _torch_losses(folder: Path, *, steps: int, seed: int) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, model
 
 
 def test_without_the_extra_profile_says_what_to_install(

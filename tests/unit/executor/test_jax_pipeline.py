@@ -133,7 +133,7 @@ def agrees(
         part.backward()
         expected += part.detach()
     assert float(loss) == pytest.approx(expected.item(), rel=1e-4)
-    gradients = pipeline.gradients_by_name(packed)
+    gradients = pipeline.by_name(packed)
     wanted_names = {name for name, p in model.named_parameters() if p.requires_grad}
     assert set(gradients) == wanted_names
     for name, parameter in model.named_parameters():
