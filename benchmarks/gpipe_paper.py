@@ -7,6 +7,7 @@ that is interrupted goes on where it was. AmoebaNet's cells take minutes each. F
 "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", arXiv:1811.06965v5, table 1.
 """
 
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,9 +90,9 @@ ROWS = {
     "amoebanet": (
         _amoebanet(18, 208, 1, "1.05 GB", "6.26 GB", naive=True),
         _amoebanet(18, 416, 1, "3.8 GB", "3.46 GB"),
-        _amoebanet(18, 544, 2, "", ""),
-        _amoebanet(36, 544, 4, "", ""),
-        _amoebanet(72, 512, 8, "", ""),
+        _amoebanet(18, 544, 2, "6.45 GB", "8.11 GB"),
+        _amoebanet(36, 544, 4, "12.53 GB", "15.21 GB"),
+        _amoebanet(72, 512, 8, "24.62 GB", "26.24 GB"),
     ),
 }
 
@@ -131,7 +132,7 @@ def _line(row: Row, cap: str, recompute: str, parameters: int, plan: Plan | None
 def main() -> None:
     """Prints the table of the models named on the command line."""
     told = ", ".join(f"{name} {version}" for name, version in versions().items())
-    print("# The GPipe paper's table 1, planned\n\nMade by `benchmarks/gpipe_paper.py`: " + told + ".\n")
+    print(f"# The GPipe paper's table 1, planned\n\nMade by `{shlex.join(['python', *sys.argv])}`: {told}.\n")
     print(
         "| model | dtype | cores | batch | cap | recompute | M | answer | parameters, 12 B each | paper | "
         "activations, all cores | paper | fullest core, all in all |"
