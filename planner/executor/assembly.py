@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from planner.core.balance import Balance
-from planner.core.errors import ModelError
 from planner.executor.batch_norm import BatchStatistics
-from planner.executor.build import StageRange, build_stages, build_structure
+from planner.executor.build import StageRange, build_stages, build_structure, check_same_model
 from planner.executor.engine import Engine, EngineStage
 from planner.executor.parts import Part
 from planner.executor.placement import Groups, Place
@@ -23,7 +22,7 @@ from planner.executor.replicas import ReplicaGradients
 from planner.executor.stage_module import Shapes, StageModule, evaluating, shapes_of
 from planner.executor.ties import TiedGradients
 from planner.executor.weights import first_names
-from planner.model.chain import Layer, chain_digest, shared_parameters
+from planner.model.chain import Layer, shared_parameters
 from planner.model.load import LoadedModel
 
 __all__ = ["Assembly"]
@@ -68,7 +67,7 @@ class Assembly:
         # Shapes alone: a mini-batch that stays would be memory that no plan counts on.
         self._example_inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example_inputs)
         self._chain = build_structure(model)
-        _check_same_model(balance, self._chain.names, chain_digest(self._chain, model.settings, balance.dtype))
+        check_same_model(balance, model, self._chain)
         self.first_names = first_names(self._chain.model)
         """Name in the model's state dict: the first of the names that its tensor has there."""
         cuts = list(accumulate(balance.balance, initial=0))
@@ -159,23 +158,4 @@ class Assembly:
             precision=self._balance.dtype,
             position=self._position,
             check_nan=self._check_nan,
-        )
-
-
-# Private functions
-
-
-def _check_same_model(balance: Balance, names: tuple[str, ...], digest: str) -> None:
-    planned = tuple(name for stage in balance.stages for name in stage.layers)
-    changed = [(a, b) for a, b in zip(planned, names, strict=False) if a != b]
-    if planned != names:
-        what = f'"{changed[0][1]}" stands where "{changed[0][0]}" was' if changed else f"{len(names)} layers"
-        raise ModelError(
-            f"the model is not the one that was planned: {what} (planned were {len(planned)} layers)",
-            hint="profile, solve and emit again",
-        )
-    if balance.model.digest and digest != balance.model.digest:
-        raise ModelError(
-            f"the model has changed since it was planned (digest {digest[:19]}…, planned {balance.model.digest[:19]}…)",
-            hint="profile, solve and emit again",
         )

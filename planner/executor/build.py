@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from planner.core.balance import Balance
 from planner.core.errors import ModelError
 from planner.executor.own_stage import BuildError, build_only, emptied
-from planner.model.chain import Chain, Layer, outlined
+from planner.model.chain import Chain, Layer, chain_digest, outlined
 from planner.model.load import LoadedModel
 from planner.model.outline import Outline
 from planner.model.precision import convert
 from planner.model.stage import weightless
 
-__all__ = ["StageRange", "build_layers", "build_stages", "build_structure"]
+__all__ = ["StageRange", "build_layers", "build_stages", "build_structure", "check_same_model"]
 
 
 def build_structure(loaded: LoadedModel) -> Chain:
@@ -43,6 +44,33 @@ def build_structure(loaded: LoadedModel) -> Chain:
         if outline is None:
             raise
         return outlined(outline, model)
+
+
+def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> None:
+    """Refuses to run another model than the one that was planned.
+
+    Args:
+        balance: The balance configuration.
+        loaded: The model, with the settings that it is built with.
+        chain: Its layers.
+
+    Raises:
+        ModelError: Names of layers, or the digest, are not those of the plan.
+    """
+    names, planned = chain.names, tuple(name for stage in balance.stages for name in stage.layers)
+    changed = [(a, b) for a, b in zip(planned, names, strict=False) if a != b]
+    if planned != names:
+        what = f'"{changed[0][1]}" stands where "{changed[0][0]}" was' if changed else f"{len(names)} layers"
+        raise ModelError(
+            f"the model is not the one that was planned: {what} (planned were {len(planned)} layers)",
+            hint="profile, solve and emit again",
+        )
+    digest = chain_digest(chain, loaded.settings, balance.dtype)
+    if balance.model.digest and digest != balance.model.digest:
+        raise ModelError(
+            f"the model has changed since it was planned (digest {digest[:19]}…, planned {balance.model.digest[:19]}…)",
+            hint="profile, solve and emit again",
+        )
 
 
 def build_layers(

@@ -281,7 +281,7 @@ class JaxPipeline:
 
     def __init__(self, loaded: LoadedModel, chain: Chain, balance: Balance, devices: Sequence[Any]) -> None:
         jax, _ = jax_modules()
-        _check(loaded, balance, chain)
+        _check(loaded, balance)
         self._jax, self._loaded, self._chain, self._balance = jax, loaded, chain, balance
         self.micro_batches, self.num_stages = balance.micro_batches, len(balance.balance)
         self.mesh = jax.sharding.Mesh(list(devices), ("stage",))
@@ -481,7 +481,7 @@ class _OneDevice:
 # Private functions
 
 
-def _check(loaded: LoadedModel, balance: Balance, chain: Chain) -> None:
+def _check(loaded: LoadedModel, balance: Balance) -> None:
     if loaded.loss_count is not None:
         raise UsageError(
             "the JAX program takes the mean of the micro-batches' losses, and the model's `loss_count` says otherwise",
@@ -492,8 +492,6 @@ def _check(loaded: LoadedModel, balance: Balance, chain: Chain) -> None:
             f"the JAX program runs GPipe's schedule, the plan is for {balance.schedule}",
             hint="solve with `--schedule gpipe`",
         )
-    if sum(balance.balance) != len(chain.layers):
-        raise UsageError(f"the model has {len(chain.layers)} layers, the plan cuts {sum(balance.balance)}")
 
 
 def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> list[Stage]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from planner.core.balance import Balance
 from planner.core.errors import ExitCode, ModelError, PlannerError, UsageError
 from planner.core.units import format_bytes
+from planner.executor.build import check_same_model
 from planner.executor.jax_pipeline import JaxPipeline
 from planner.executor.weights import first_names, load_weights, whole_state, write_weights
 from planner.files import check_writable, read_balance
@@ -108,6 +109,7 @@ class JaxTraining:
         torch.manual_seed(given.seed)
         self._built = built = converted(self.model.build(), self.model.precision)
         chain = self.model.chain(built)
+        check_same_model(self.balance, self.model, chain)
         if given.weights:
             load_weights(given.weights, built.state_dict(), first_names(built))
         jax, _ = jax_modules()

@@ -120,6 +120,13 @@ def test_weights_go_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert torch.equal(saved["1.bias"], saved["3.bias"])
     assert not torch.allclose(saved["1.weight"], state["1.weight"])
 
+    write_model(tmp_path, NORMALISED.replace("nn.Tanh()", "nn.ReLU(), nn.Tanh()").replace("layers[3]", "layers[4]"))
+    with pytest.raises(SystemExit) as refused:
+        _one_step(tmp_path, seed=1, save="never.pt")
+    assert refused.value.code == 2
+    assert "the model is not the one that was planned" in capsys.readouterr().err
+    assert not (tmp_path / "never.pt").exists()
+
 
 def _one_step(folder: Path, *, seed: int, save: str, weights: str | None = None) -> float:
     """The loss before it."""

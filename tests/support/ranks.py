@@ -22,6 +22,8 @@ __all__ = ["run_ranks"]
 
 ROOT = Path(__file__).parents[2]
 _LOG = "ranks.log"
+_LONGEST_S = 300
+"""A rank that hangs is ended, and fails."""
 _USED = (
     "torch.distributed.pipelining",
     "planner.executor",
@@ -98,6 +100,7 @@ def _run(count: int, arguments: list[str], folder: str, environment: dict[str, s
 
 def _be(environment: dict[str, str | int], arguments: list[str], log: int) -> NoReturn:
     code = 1
+    signal.alarm(_LONGEST_S)
     try:
         os.dup2(log, 1)
         os.dup2(log, 2)
