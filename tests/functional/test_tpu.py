@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from planner.executor.jax_training import JaxArguments, jax_training
+from planner.executor import jax_training as training
+from planner.executor.jax_training import JaxArguments
 from planner.files import read_plan, read_profile
 from planner.model import torchax_adapter
 from tests.support.cli import EXAMPLE, HEAD, LOSS, call, environment, write_model
@@ -102,8 +103,12 @@ def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture
 
 
 @installed
-def test_weights_go_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_go_in_and_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under the model's names, tied ones once; running statistics are those of the data."""
+    # A script decides how many devices its process has; other tests in this one want the eight that there are.
+    monkeypatch.setattr(training, "_devices", lambda _, num: torchax_adapter.jax_modules()[0].devices()[:num])
     write_model(tmp_path, NORMALISED)
     write_balance(Case(model=tmp_path / "model.py", balance=(1, 3), micro_batches=2), tmp_path / "balance.yaml")
     first = _one_step(tmp_path, seed=1, save="first.safetensors")
@@ -138,10 +143,10 @@ def _one_step(folder: Path, *, seed: int, save: str, weights: str | None = None)
         weights=weights and str(folder / weights),
         save=str(folder / save),
     )
-    with jax_training(folder / "balance.yaml", given) as training:
-        ((inputs, targets),) = training.batches(1)
-        loss, state = training.step(training.begin(), inputs, targets, 0)
-        training.save(state, str(folder / save))
+    with training.jax_training(folder / "balance.yaml", given) as begun:
+        ((inputs, targets),) = begun.batches(1)
+        loss, state = begun.step(begun.begin(), inputs, targets, 0)
+        begun.save(state, str(folder / save))
     return loss
 
 
