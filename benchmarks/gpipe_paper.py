@@ -50,7 +50,7 @@ class Row:
     activations: str = ""
 
 
-def _amoebanet(layers: int, filters: int, cores: int, parameters: str, activations: str, *, naive: bool = False) -> Row:
+def _amoebanet(layers: int, filters: int, cores: int, parameters: str, activations: str, *, samples: int = 8) -> Row:
     return Row(
         model="amoebanet_d",
         name=f"AmoebaNet-D ({layers}, {filters})",
@@ -58,8 +58,8 @@ def _amoebanet(layers: int, filters: int, cores: int, parameters: str, activatio
         chip="v2",
         cores=cores,
         batch=128,
-        sizes=(128,) if naive else (8,),
-        naive=naive,
+        sizes=(samples,),
+        naive=samples == 128,
         dtype="bf16",
         parameters=parameters,
         activations=activations,
@@ -88,8 +88,9 @@ ROWS = {
         _transformer(103, 8, "59.5 GiB", "50.9 GiB"),
     ),
     "amoebanet": (
-        _amoebanet(18, 208, 1, "1.05 GB", "6.26 GB", naive=True),
+        _amoebanet(18, 208, 1, "1.05 GB", "6.26 GB", samples=128),
         _amoebanet(18, 416, 1, "3.8 GB", "3.46 GB"),
+        _amoebanet(18, 416, 1, "3.8 GB", "3.46 GB", samples=16),
         _amoebanet(18, 544, 2, "6.45 GB", "8.11 GB"),
         _amoebanet(36, 544, 4, "12.53 GB", "15.21 GB"),
         _amoebanet(72, 512, 8, "24.62 GB", "26.24 GB"),

@@ -210,13 +210,13 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int) -> SharedB
             continue
         sizes = np.rint([tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes, tie.cast_bytes])
         second = (cuts[:, 1:-1] <= tie.second).sum(axis=1)
-        alone = np.ones(len(cuts), bool)
+        unfound = np.ones(len(cuts), bool)
         for layer in (tie.first, *reversed(tie.earlier)):  # the nearest on the same device; in one stage it is counted
             first = (cuts[:, 1:-1] <= layer).sum(axis=1)
-            same_device = alone & ((second - first) % num_devices == 0)
+            same_device = unfound & ((second - first) % num_devices == 0)
             shares = same_device & (first != second)
             found[:, rows[shares], first[shares]] += sizes[:, None]
-            alone &= ~same_device
+            unfound &= ~same_device
     return SharedBytes(*found)
 
 

@@ -2,7 +2,7 @@
 
 The program leaves running statistics of batch normalisations alone. Those of weights that are saved are taken anew from
 micro-batches that run through the finished model (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
-arXiv:2105.07576, section 3), which fvcore does.
+arXiv:2105.07576, section 3), by what collects them in the bundled executor.
 """
 
 import argparse
@@ -10,25 +10,26 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fvcore.nn.precise_bn import get_bn_modules, update_bn_stats
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from planner.core.balance import Balance
 from planner.core.errors import ExitCode, ModelError, PlannerError, UsageError
 from planner.core.units import format_bytes
+from planner.executor.batch_norm import BatchStatistics
 from planner.executor.build import check_same_model
 from planner.executor.jax_pipeline import JaxPipeline
+from planner.executor.parts import micro_batches_of
 from planner.executor.weights import first_names, load_weights, whole_state, write_weights
 from planner.files import check_writable, read_balance
 from planner.model import Batch, LoadedModel, in_precision, load_model
 from planner.model.precision import converted
 from planner.model.recording import arguments_of
+from planner.model.statistics import collecting_layers
 from planner.model.torchax_adapter import CHIPS, check_installed, expect_no_tpu, jax_modules, named_chips
 
 __all__ = ["JaxArguments", "JaxTraining", "State", "jax_arguments", "jax_training"]
@@ -108,8 +109,8 @@ class JaxTraining:
         self.model = _load(self.balance, Path(balance_path).parent)
         torch.manual_seed(given.seed)
         self._built = built = converted(self.model.build(), self.model.precision)
-        chain = self.model.chain(built)
-        check_same_model(self.balance, self.model, chain)
+        layers = self.model.chain(built)
+        check_same_model(self.balance, self.model, layers)
         if given.weights:
             load_weights(given.weights, built.state_dict(), first_names(built))
         jax, _ = jax_modules()
@@ -120,7 +121,7 @@ class JaxTraining:
             if given.compile
             else _devices(given.device, self.balance.num_stages)
         )
-        self.pipeline = JaxPipeline(self.model, chain, self.balance, devices)
+        self.pipeline = JaxPipeline(self.model, layers, self.balance, devices)
         self._step = jax.jit(self._whole_step, donate_argnums=(0,))
 
     def begin(self) -> State:
@@ -164,8 +165,10 @@ class JaxTraining:
         with torch.no_grad():
             for name, array in self.pipeline.by_name(state.trained).items():
                 parameters[name].copy_(torch.from_numpy(array.astype("float32")))
+        write_weights(whole_state(self._built), path)  # first: the host may have no room for what follows
         estimated = self._estimate_statistics()
-        write_weights(whole_state(self._built), path)
+        if estimated:
+            write_weights(whole_state(self._built), path)
         told = f" (running statistics of {estimated} layers: over {_ESTIMATED} micro-batches)" if estimated else ""
         print(f"wrote {path}{told}", flush=True)
 
@@ -200,35 +203,29 @@ class JaxTraining:
 
     def _estimate_statistics(self) -> int:
         """Of how many batch normalisations."""
-        count = len(get_bn_modules(self._built))
-        if count:
-            size = self.balance.batch // self.balance.micro_batches
-            steps = -(-_ESTIMATED // self.balance.micro_batches)
-            inputs = (
-                tree_map_only(Tensor, itemgetter(slice(first, first + size)), batch.inputs)
-                for batch in self.batches(steps)
-                for first in range(0, self.balance.batch, size)
-            )
-            with torch.random.fork_rng(devices=[]):
-                update_bn_stats(_Called(self._built), inputs, _ESTIMATED)
-        return count
+        layers = collecting_layers(self._built)
+        if not layers:
+            return 0
+        steps = -(-_ESTIMATED // self.balance.micro_batches)
+        pieces = (micro_batches_of(batch.inputs, self.balance.micro_batches) for batch in self.batches(steps))
+        statistics = BatchStatistics(self._built.named_modules())
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for inputs in islice(chain.from_iterable(pieces), _ESTIMATED):
+                args, named = arguments_of(inputs)
+                with statistics.collecting():
+                    self._built(*args, **named)
+        momentums = [layer.momentum for layer in layers]
+        for layer in layers:
+            layer.momentum = 1.0  # nothing of what was there before
+        statistics.commit()
+        for layer, momentum in zip(layers, momentums, strict=True):
+            layer.momentum = momentum
+        return len(layers)
 
     def _example(self, step: int) -> Batch:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed * 1_000_003 + step)
             return self.model.example_batch(self.balance.batch)
-
-
-class _Called(nn.Module):
-    """A model that takes its inputs as batches hold them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Any) -> Any:
-        args, named = arguments_of(inputs)
-        return self.model(*args, **named)
 
 
 # Private functions

@@ -7,10 +7,16 @@ collects in.
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["collecting_bytes"]
+__all__ = ["collecting_bytes", "collecting_layers"]
 
 _SUM_BYTES = 24
 """Per channel, in float64: sums of values and of their squares, and how many values there were."""
+
+
+def collecting_layers(module: nn.Module) -> list[_BatchNorm]:
+    """The batch normalisations in `module` whose running statistics training changes."""
+    parts = (part for part in module.modules() if isinstance(part, _BatchNorm))
+    return [part for part in parts if part.training and part.running_mean is not None]
 
 
 def collecting_bytes(module: nn.Module) -> int:
@@ -19,8 +25,5 @@ def collecting_bytes(module: nn.Module) -> int:
     For every channel a mean and a variance of the micro-batch that runs, in the precision of the running statistics,
     and the sums. A layer that is called several times in a forward takes them as often; once is counted.
     """
-    return sum(
-        2 * part.running_mean.nbytes + _SUM_BYTES * part.running_mean.numel()
-        for part in module.modules()
-        if isinstance(part, _BatchNorm) and part.training and part.running_mean is not None
-    )
+    means = [layer.running_mean for layer in collecting_layers(module) if layer.running_mean is not None]
+    return sum(2 * mean.nbytes + _SUM_BYTES * mean.numel() for mean in means)

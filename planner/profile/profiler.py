@@ -491,7 +491,7 @@ class _Measured:
             parameter_bytes=sum(p.nbytes for p in layer.module.parameters()),
             gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad),
             optimizer_bytes=optimizer.state_bytes,
-            buffer_bytes=sum(b.nbytes for b in layer.module.buffers()) + collecting_bytes(layer.module),
+            buffer_bytes=self._buffer_bytes(layer.module),
             cast_bytes=self.casts[unit.digest],
             tied=tied,
             tied_bytes=tied_bytes,
@@ -510,6 +510,9 @@ class _Measured:
             forward_flops=tuple(self.flops[unit.digest] * size // self.sizes[0] for size in self.sizes),
             detail=details,
         )
+
+    def _buffer_bytes(self, module: nn.Module) -> int:
+        return sum(buffer.nbytes for buffer in module.buffers()) + collecting_bytes(module)
 
     def _details(self, n: int) -> tuple[MemoryDetail, ...]:
         return tuple(self.memory[self.units[n].digest, size] for size in self.sizes)
@@ -590,11 +593,13 @@ class _Compiled(_Estimated):
                 )
             programs.append(replace(program, target_bytes=sum(targets)))
         flops = tuple(round(one.flops) for one in compiled)
-        # The program leaves running statistics alone.
-        buffer_bytes = layer.buffer_bytes - collecting_bytes(self.chain.layers[n].module)
-        return replace(layer, buffer_bytes=buffer_bytes, forward_flops=flops, detail=(), program=tuple(programs))
+        return replace(layer, forward_flops=flops, detail=(), program=tuple(programs))
 
     # Private methods
+
+    def _buffer_bytes(self, module: nn.Module) -> int:
+        """The program leaves running statistics alone."""
+        return sum(buffer.nbytes for buffer in module.buffers())
 
     def _records_at(self, size: int) -> dict[tuple[str, int], UnitInput]:
         units, traced = trace_units(self.chain, self._loaded, (size,), self._device, ghosts=self._lean)
