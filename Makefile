@@ -5,6 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+define UNFIT
+note: this torchvision does not load beside this torch (the package index has CUDA builds, say), so neither models of \
+transformers nor of timm import, but in the tests. For those of transformers: \
+$(BIN)/python -m pip uninstall torchvision. For both, beside a CPU torch: \
+$(BIN)/python -m pip install --no-deps --force-reinstall --constraint constraints.txt \
+--index-url https://download.pytorch.org/whl/cpu torchvision
+endef
+
 .PHONY: demo test lint types contracts check clean
 
 demo: $(READY)
@@ -29,6 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint constraints.txt --editable ".[dev]"
 	-$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt timm torchvision
+	@$(BIN)/python -c "import torchvision" 2>/dev/null || echo "$(UNFIT)"
 	touch $@
 
 clean:

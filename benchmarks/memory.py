@@ -1,13 +1,18 @@
 """Predicted peak memory beside the allocator's own: three stages, M = 1, 2, 4, each recomputation and precision.
 
     python benchmarks/memory.py > docs/measurements/memory.md
+    python benchmarks/memory.py --kinds >> docs/measurements/memory.md
+    python benchmarks/memory.py --kinds --model lstm
     python benchmarks/memory.py path/to/model.py …
+
+`--kinds` measures other models, of kinds whose memory is hard to predict, in micro-batches of 8.
 
 Each model is profiled, planned and emitted as a user would do it; then three processes run two steps of every plan,
 one after the other, and report the peak of the second step (the optimizer's state exists by then). Memory does not
-depend on how busy the machine is. To measure other models, give their files, or add them to `MODELS`.
+depend on how busy the machine is. To measure other models, give their files, or add them to `MODELS` or `KINDS`.
 """
 
+import argparse
 import contextlib
 import gc
 import io
@@ -28,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from planner.cli.main import run
+from planner.core.verification import Tolerance
 from planner.executor import Pipeline
 from planner.files import read_plan, read_profile
 from planner.model.machine import cpu_name
@@ -41,10 +47,25 @@ class Subject:
     path: Path
     settings: tuple[str, ...] = ()
     """As after `--set`."""
+    optimizer: str = ""
+    """Another than the file's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What is measured of each of some models."""
+
+    title: str
+    subjects: tuple[Subject, ...]
+    micro_batch_size: int
+    micro_batches: tuple[int, ...]
+    recompute: tuple[str, ...]
+    schedules: tuple[str, ...]
+    dtypes: tuple[str, ...]
 
 
 SAMPLES = Path(__file__).resolve().parents[1] / "sample_models"
-MODELS = [
+MODELS = (
     Subject("transformer_lm", SAMPLES / "transformer_lm.py"),
     Subject("amoebanet_d", SAMPLES / "amoebanet_d.py"),
     Subject("resnet", SAMPLES / "resnet.py"),
@@ -59,14 +80,39 @@ MODELS = [
         Path(__file__).resolve().parent / "real_models.py",
         ("name=vit", "frozen=3"),
     ),
-]
+)
+KINDS = (
+    *(
+        Subject(name, Path(__file__).resolve().parent / "memory_kinds.py", (f"name={name}",))
+        for name in (
+            *("lstm", "gru", "gpt2-lora", "densenet121", "efficientnet_b0", "mixtral", "moe-aux-loss", "moe-routed"),
+            *("fcos", "detr", "two-towers", "siamese", "top-residual", "spectral-norm", "tiny-mlp", "mamba"),
+        )
+    ),
+    # AdamW takes no sparse gradients.
+    Subject("dlrm-sparse", Path(__file__).resolve().parent / "memory_kinds.py", ("name=dlrm-sparse",), "sgd"),
+)
+USUAL = Table(
+    title="# Predicted peak memory beside the allocator's",
+    subjects=MODELS,
+    micro_batch_size=2,
+    micro_batches=(1, 2, 4),
+    recompute=("never", "except-last", "always"),
+    schedules=("gpipe",),
+    dtypes=("fp32", "bf16-mixed"),
+)
+HARD = Table(
+    title="\n## Kinds of models whose memory is hard to predict",
+    subjects=KINDS,
+    micro_batch_size=8,
+    micro_batches=(2, 4),
+    recompute=("never", "always"),
+    schedules=("gpipe", "1f1b"),
+    dtypes=("fp32",),
+)
 NUM_STAGES = 3
-MICRO_BATCH_SIZE = 2
-MICRO_BATCHES = (1, 2, 4)
-RECOMPUTE = ("never", "except-last", "always")
-DTYPES = ("fp32", "bf16-mixed")
-LOW, HIGH = -0.01, 0.05
-"""What is promised, relative to the truth."""
+"""Fewer where there are fewer layers."""
+PROMISED = Tolerance(step=1.0, memory_below=0.01, memory_above=0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +121,7 @@ class Row:
 
     model: str
     dtype: str
+    schedule: str
     recompute: str
     micro_batches: int
     stage: int
@@ -86,23 +133,42 @@ class Row:
         """Of the prediction, relative to the truth."""
         return self.predicted_bytes / self.measured_bytes - 1
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is as promised."""
+        return PROMISED.allows_peak(predicted=self.predicted_bytes, measured=self.measured_bytes)
+
 
 def main() -> None:
     """Measures all models, and prints the tables."""
-    subjects = [Subject(Path(name).stem, Path(name).resolve()) for name in sys.argv[1:]] or MODELS
-    _print_head()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", metavar="MODEL.py", help="measure these instead")
+    parser.add_argument("--kinds", action="store_true", help="kinds whose memory is hard to predict")
+    parser.add_argument("--model", action="append", metavar="NAME", help="only this one of the table")
+    options = parser.parse_args()
+    table = HARD if options.kinds else USUAL
+    subjects = tuple(Subject(Path(name).stem, Path(name).resolve()) for name in options.files) or table.subjects
+    unknown = set(options.model or ()).difference(subject.name for subject in subjects)
+    if unknown:
+        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in subjects)}")
+    _measure(table, [subject for subject in subjects if not options.model or subject.name in options.model])
+
+
+def _measure(table: Table, subjects: Sequence[Subject]) -> None:
+    _print_head(table)
     rows: list[Row] = []
     missing: list[str] = []
-    for subject, dtype in product(subjects, DTYPES):
-        print(f"{subject.name} {dtype}", file=sys.stderr, flush=True)
+    for number, (subject, dtype) in enumerate(product(subjects, table.dtypes), 1):
+        count = len(subjects) * len(table.dtypes)
+        print(f"{number} of {count}: {subject.name} {dtype}", file=sys.stderr, flush=True)
         try:
             with tempfile.TemporaryDirectory() as folder:
-                found = list(_measured(subject, dtype, Path(folder)))
+                measured = list(_measured(table, subject, dtype, Path(folder)))
         except _NotMeasuredError:
             missing.append(f"{subject.name} {dtype}")
             continue
-        rows += found
-        _print_summaries(found)
+        rows += measured
+        _print_summaries(measured)
     print()
     if missing:
         print(f"Not measured, because they could not be profiled or run: {', '.join(missing)}.\n")
@@ -114,29 +180,34 @@ class _NotMeasuredError(Exception):
     """The reason has been told on stderr."""
 
 
-def _measured(subject: Subject, dtype: str, folder: Path) -> Iterator[Row]:
+def _measured(table: Table, subject: Subject, dtype: str, folder: Path) -> Iterator[Row]:
     profile = str(folder / "profile.yaml")
-    settings = [word for setting in subject.settings for word in ("--set", setting)]
-    sizes = ("--batch-sizes", str(MICRO_BATCH_SIZE), "--repeat", "2")
-    _quietly("profile", str(subject.path), "-o", profile, "--dtype", dtype, *sizes, *settings)
+    options = [word for setting in subject.settings for word in ("--set", setting)]
+    options += ["--optimizer", subject.optimizer] if subject.optimizer else []
+    sizes = ("--batch-sizes", str(table.micro_batch_size), "--repeat", "2", "--time-budget", "0s")
+    _quietly("profile", str(subject.path), "-o", profile, "--dtype", dtype, *sizes, *options)
     num_layers = len(read_profile(profile).layers)
-    cuts = [k * num_layers // NUM_STAGES for k in range(NUM_STAGES + 1)]
+    num_stages = min(NUM_STAGES, num_layers)
+    cuts = [k * num_layers // num_stages for k in range(num_stages + 1)]
     balance = ",".join(str(end - first) for first, end in pairwise(cuts))
     plans = []
-    for n, (recompute, micro_batches) in enumerate(product(RECOMPUTE, MICRO_BATCHES)):
-        place = folder / str(n)
+    for schedule, recompute, count in product(table.schedules, table.recompute, table.micro_batches):
+        if schedule == "1f1b" and count < num_stages:
+            continue  # it needs as many
+        place = folder / str(len(plans))
         plan = str(place / "plan.yaml")
-        _quietly("solve", profile, "-o", plan, "--devices", str(NUM_STAGES), "--mem", "1TB", "--balance", balance,
-                 "--micro-batches", str(micro_batches), "--batch", str(MICRO_BATCH_SIZE * micro_batches),
-                 "--recompute", recompute)  # fmt: skip
+        _quietly("solve", profile, "-o", plan, "--devices", str(num_stages), "--mem", "1TB", "--balance", balance,
+                 "--micro-batches", str(count), "--batch", str(table.micro_batch_size * count),
+                 "--schedule", schedule, "--recompute", recompute)  # fmt: skip
         _quietly("emit", plan, "-o", str(place))
-        plans.append((recompute, read_plan(plan)))
-    for n, peaks in enumerate(_run_all(folder, len(plans))):
-        recompute, made = plans[n]
+        plans.append((schedule, recompute, read_plan(plan)))
+    for n, peaks in enumerate(_run_all(folder, len(plans), num_stages)):
+        schedule, recompute, made = plans[n]
         for stage, peak in zip(made.stages, peaks, strict=True):
             yield Row(
                 model=subject.name,
                 dtype=dtype,
+                schedule=schedule,
                 recompute=recompute,
                 micro_batches=made.micro_batches,
                 stage=stage.index,
@@ -145,9 +216,9 @@ def _measured(subject: Subject, dtype: str, folder: Path) -> Iterator[Row]:
             )
 
 
-def _run_all(folder: Path, count: int) -> list[list[int]]:
+def _run_all(folder: Path, count: int, num_stages: int) -> list[list[int]]:
     """Peaks of every stage, for each of the plans in the folders 0..count - 1."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_STAGES)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_stages)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", _WORKER: str(count)}
     done = subprocess.run(
         [*command, __file__], cwd=folder, env=environment, check=False, capture_output=True, text=True
@@ -193,42 +264,50 @@ def _quietly(*arguments: str) -> None:
         raise _NotMeasuredError
 
 
-def _print_head() -> None:
-    print("# Predicted peak memory beside the allocator's\n")
+def _print_head(table: Table) -> None:
+    print(f"{table.title}\n")
     print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}.")
     print(
-        f"Every stage of {NUM_STAGES} (GPipe, as many layers each), micro-batches of {MICRO_BATCH_SIZE} samples, ",
-        end="",
+        f"Every stage of {NUM_STAGES} ({' and '.join(table.schedules)}, as many layers each; fewer stages where there\n"
+        f"are fewer layers), micro-batches of {table.micro_batch_size} samples, "
+        f"M = {', '.join(map(str, table.micro_batches))}, where the schedule runs so few:\n"
+        "as many processes run the emitted pipeline. Errors of the prediction are relative to what the allocator\n"
+        f"counted in the second step; promised are {-PROMISED.memory_below:+.0%} to\n"
+        f"{PROMISED.memory_above:+.0%}, or {PROMISED.memory_slack_bytes >> 10} KiB.\n"
     )
-    print(f"M = {', '.join(map(str, MICRO_BATCHES))}:")
-    print(
-        "three processes run the emitted pipeline. Errors of the prediction are relative to what the allocator counted "
-    )
-    print(f"in the second step; promised are {LOW:+.0%} to {HIGH:+.0%}.\n")
-    print("| model | precision | recompute | rows | peaks | lowest | highest | median |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | precision | schedule | recompute | rows | peaks | lowest | highest | median | outside |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
 
 
 def _print_summaries(rows: Sequence[Row]) -> None:
-    for recompute in RECOMPUTE:
-        some = [row for row in rows if row.recompute == recompute]
+    for schedule, recompute in dict.fromkeys((row.schedule, row.recompute) for row in rows):
+        some = [row for row in rows if (row.schedule, row.recompute) == (schedule, recompute)]
         errors = [row.error for row in some]
         peaks = [row.measured_bytes for row in some]
-        size = f"{_mib(min(peaks))} to {_mib(max(peaks))}"
-        error = f"{min(errors):+.2%} | {max(errors):+.2%} | {statistics.median(errors):+.2%}"
-        print(f"| {some[0].model} | {some[0].dtype} | {recompute} | {len(some)} | {size} | {error} |", flush=True)
+        cells = [
+            some[0].model,
+            some[0].dtype,
+            schedule,
+            recompute,
+            str(len(some)),
+            f"{_mib(min(peaks))} to {_mib(max(peaks))}",
+            *(f"{error:+.2%}" for error in (min(errors), max(errors), statistics.median(errors))),
+            str(sum(not row.is_kept for row in some)),
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def _print_outside(rows: Sequence[Row]) -> None:
     errors = [row.error for row in rows]
-    outside = [row for row in rows if not LOW <= row.error <= HIGH]
+    outside = [row for row in rows if not row.is_kept]
     print(f"All {len(rows)} rows: {min(errors):+.2%} to {max(errors):+.2%}, ", end="")
     print(f"median of their sizes {statistics.median(map(abs, errors)):.2%}; {len(outside)} outside what is promised.")
     if outside:
         columns: dict[str, Callable[[Row], str]] = {
             **{
-                name: lambda row, name=name: str(asdict(row)[name]) for name in ("model", "dtype", "recompute", "stage")
+                name: lambda row, name=name: str(asdict(row)[name])
+                for name in ("model", "dtype", "schedule", "recompute", "stage")
             },
             "M": lambda row: str(row.micro_batches),
             "predicted": lambda row: _mib(row.predicted_bytes),

@@ -1,6 +1,37 @@
-"""`python -m planner` is the command `gpipe-plan`."""
+"""`python -m planner` is the command `gpipe-plan`: as little as there must be before Ctrl-C is one line."""
 
-from planner.cli.main import main
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+__all__ = ["main"]
+
+
+def main() -> NoReturn:
+    """The console script; Ctrl-C ends it with one line and exit code 130, also while modules are imported."""
+    signal.signal(signal.SIGINT, _leave)
+    from planner.cli.main import run  # noqa: PLC0415 - a quarter of a second, in which people press Ctrl-C, too
+
+    try:
+        # From here on there may be something to put in order first.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = run(sys.argv[1:])
+        signal.signal(signal.SIGINT, _leave)
+    except KeyboardInterrupt:
+        _leave()
+    sys.exit(code)
+
+
+# Private functions
+
+
+def _leave(*_: Any) -> NoReturn:
+    # An exception would come out of whatever module is half imported, as anything.
+    if sys.stderr is not None:
+        os.write(2, b"interrupted\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -8,8 +8,9 @@ or plan is written to a file only where `output` names one. Errors are those of 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from planner import files
 from planner.core import options
@@ -19,17 +20,22 @@ from planner.core.comparison import ComparedPlan, Comparison
 from planner.core.devices import accelerator
 from planner.core.difference import difference_of
 from planner.core.errors import FileError, StaleError, UsageError
+from planner.core.figures import claimed_of
 from planner.core.findings import Finding, finding
 from planner.core.options import Numbers, Sizes
 from planner.core.plan import Plan, ProfileReference
 from planner.core.precision import precision_of
 from planner.core.profile import Granularity, Profile
+from planner.core.proof import Proof
 from planner.core.recut import with_cuts
 from planner.core.sweep import Sweep
 from planner.core.units import parse_us
 from planner.core.verdict import Verdict, compared, judge, with_findings
 from planner.core.verification import Tolerance, Verification, verification_of
 from planner.show.notebook import plan_html
+
+if TYPE_CHECKING:
+    from planner.model import LoadedModel
 
 __all__ = ["check", "compare", "emit", "profile", "solve", "sweep", "verify"]
 
@@ -40,6 +46,9 @@ Progress = Callable[[str, int, int], None]
 
 # The core draws nothing; whoever uses this module may be in a notebook.
 Plan._repr_html_ = plan_html  # type: ignore[attr-defined]
+
+_PROOF_S = 30.0
+"""How long `verify` holds the plan's stages against the model in one piece, about."""
 
 _NOWHERE = "-"
 """The path of a profile that is a value, as of one that came from standard input."""
@@ -60,6 +69,7 @@ def profile(
     granularity: str = "coarse",
     repeat: int = 10,
     time_budget: str = "60s",
+    proof_budget: str = "30s",
     calibration: File | Calibration | None = None,
     example_batch: Callable[[int], tuple[Any, Any]] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -71,7 +81,7 @@ def profile(
         model: `path/to/model.py[:ENTRY]`, or an `nn.Module` itself, of which a copy is measured.
         output: Where to write the profile.
         batch_sizes: Micro-batch sizes to measure, among which the solver chooses; by default the powers of two up to
-            `batch` for which memory suffices.
+            `batch` for which memory suffices, without those too small for batch normalization.
         batch: Samples per optimizer step that sizes are wanted for; by default 8.
         device: What to measure on: `cpu` or `cuda`; or, without the device, `estimate:h100` and the like.
         dtype: `fp32`, `bf16`, `bf16-mixed` or `fp16-mixed`; by default as the model is built.
@@ -82,9 +92,11 @@ def profile(
         granularity: `coarse`: about one layer per block, or `fine`: cuts inside blocks too.
         repeat: Timed repeats of every layer, at least.
         time_budget: More repeats than that are begun only so long after the first.
+        proof_budget: About how long stages are held against the model in one piece; `0s`: not at all.
         calibration: What a run measured, as `verify` gives it, or its file: the executor's overhead and link.
         example_batch: For an `nn.Module`: from a batch size to `(inputs, targets)`.
-        loss_fn: For an `nn.Module`: from output and target to a scalar; without it the mean of the output.
+        loss_fn: For an `nn.Module`: from output and target to a scalar; without it the output's own `.loss`, else the
+            one scalar in it that carries a gradient, else its mean.
         progress: Called as layers are measured.
 
     Raises:
@@ -99,6 +111,7 @@ def profile(
         files.check_writable(os.fspath(output))
 
     # torch takes longer to import than everything else together.
+    from planner.executor import prove  # noqa: PLC0415
     from planner.model import in_precision, load_model, model_of  # noqa: PLC0415
     from planner.profile import ProfileOptions, profile_model  # noqa: PLC0415
 
@@ -124,7 +137,10 @@ def profile(
         time_budget_s=parse_us(time_budget) / 1e6,
         until_memory_ends=batch_sizes == "auto",
     )
-    measured = profile_model(loaded, how, progress)
+    budget_s = parse_us(proof_budget) / 1e6
+    proven = prove(loaded, budget_s=budget_s) if budget_s else None
+    measured = profile_model(loaded if proven is None else proven.loaded, how, progress)
+    measured = replace(measured, proof=None if proven is None else proven.proof)
     found = _calibration(calibration)
     if found is not None:
         executor = calibrated_executor(found, measured.device.kind)
@@ -259,10 +275,11 @@ def emit(
     *,
     output: File = ".",
     profile: File | Profile | None = None,
+    engine: str = "native",
     standalone: bool = False,
     force: bool = False,
 ) -> tuple[Path, ...]:
-    """Writes `balance.yaml` and `train.py`, the pipelined training script, and says where they stand.
+    """Writes what runs a plan, by default `balance.yaml` and the script `train.py`, and says where it stands.
 
     A `train.py` that was edited stays as it is: it runs whatever `balance.yaml` says.
 
@@ -270,6 +287,7 @@ def emit(
         plan: A plan, or its file.
         output: Folder to write to.
         profile: The plan's profile, if it is a value or its file was moved.
+        engine: For which engine, as `--format` says it.
         standalone: Whether to write a `train.py` alone, which needs torch alone: plain GPipe or 1F1B, `nn.Sequential`.
         force: Whether to overwrite what was edited.
 
@@ -278,21 +296,21 @@ def emit(
         UsageError: The executor cannot run such a plan, or the profile names no model file.
         FileError: A file cannot be read or written; balance.yaml, or a standalone train.py, was edited.
     """
-    from planner.emit import emit_native, emit_standalone, refuse_edited  # noqa: PLC0415 - only here
+    from planner.emit import write_emitted  # noqa: PLC0415 - only here
 
     read, place = _plan(plan)
     measured, profile_place = _profile_for(read, place, profile)
     folder = str(Path(profile_place).parent)
-    now, where = _fresh(read, measured, place), {"folder": os.fspath(output), "profile_folder": folder}
-    script = Path(output, "train.py")
-    if not standalone:
-        emit_native(now, measured, **where).write(os.fspath(output), force=force)
-        return Path(output, "balance.yaml"), script
-    text = emit_standalone(now, measured, **where)
-    if not force:
-        refuse_edited(script)
-    files.write_text(str(script), text)
-    return (script,)
+    return write_emitted(
+        _fresh(read, measured, place),
+        measured,
+        engine=engine,
+        standalone=standalone,
+        folder=os.fspath(output),
+        profile_folder=folder,
+        read=(place, profile_place, files.model_path(measured, folder)),
+        force=force,
+    )
 
 
 def check(
@@ -342,6 +360,10 @@ def check(
         headroom=share,
         strict=strict,
     )
+    if claimed_of(read, verdict) is not None:
+        from planner.solve import certified  # noqa: PLC0415 - of cuts that were given there is no certificate
+
+        verdict = certified(read, verdict, measured)
     if model is not None:
         verdict = with_findings(verdict, _changes(os.fspath(model), measured))
     if verdict.is_over and verdict.plan is not None:
@@ -373,7 +395,8 @@ def verify(
         profile: The plan's profile, if it is a value or its file was moved.
         steps: Optimizer steps; the first two warm up.
         tolerance_time: How far the step time may be off.
-        tolerance_memory: How far a predicted peak may lie below the measured one, and how far above it.
+        tolerance_memory: How far a predicted peak may lie below the measured one, and how far above it; 64 KiB are
+            allowed in any case.
         calibration: Where to write what the run says of the machine, for `solve`.
         progress: Called after every step.
 
@@ -396,7 +419,8 @@ def verify(
     now = _fresh(read, measured, place)
     folder = str(Path(profile_place).parent)
     report = run_plan(now, measured, profile_folder=folder, steps=steps, progress=progress)
-    found = verification_of(now, measured, report, tolerance, crowded=crowding(now, measured))
+    proof, wrong = _proof(now, measured, folder)
+    found = verification_of(now, measured, report, tolerance, crowded=crowding(now, measured), proof=proof, wrong=wrong)
     if calibration is not None:
         files.write(os.fspath(calibration), found.calibration, header=CALIBRATION_HEADER)
     return found
@@ -492,9 +516,10 @@ def sweep(
     share = options.share(headroom)
     found = sweep_of(read, request, devices=counts, memory_bytes=caps, headroom=share, progress=progress)
     if output is not None:
-        for cell in found.cells:
-            if cell.plan is not None:
-                files.write(str(Path(output, cell.file_name)), cell.plan, header=PLAN_HEADER)
+        plans = {str(Path(output, cell.file_name)): cell.plan for cell in found.cells if cell.plan is not None}
+        files.check_outputs({name: name for name in plans}, (path,))
+        for name, plan in plans.items():
+            files.write(name, plan, header=PLAN_HEADER)
     return found
 
 
@@ -538,10 +563,20 @@ def _fresh(plan: Plan, profile: Profile, place: str) -> Plan:
     return verdict.plan or plan
 
 
-def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
-    """A finding for every difference between a model's file of today and the model that was profiled."""
+def _proof(plan: Plan, profile: Profile, folder: str) -> tuple[Proof, tuple[str, ...]]:
+    """What the plan's stages compute, held against the model in one piece; and what they do not compute as it does."""
+    from planner.executor import prove  # noqa: PLC0415 - torch
+
+    ends = tuple(accumulate(plan.balance))[:-1]
+    found = prove(_loaded(str(Path(folder, profile.model.source)), profile), budget_s=_PROOF_S, ends=ends)
+    recomputes = any(stage.recompute != "never" for stage in plan.stages)
+    differs = found.proof.differs_recomputed
+    return found.proof, (*found.warnings, *([f"recomputed, {differs}"] if recomputes and differs else []))
+
+
+def _loaded(model: str, profile: Profile) -> "LoadedModel":
+    """A model's file of today, with the settings of the model that was profiled."""
     from planner.model import in_precision, load_model  # noqa: PLC0415 - torch
-    from planner.profile import model_changes  # noqa: PLC0415 - torch
 
     known = profile.model
     loaded = load_model(
@@ -549,10 +584,18 @@ def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
         settings={name: str(value) for name, value in known.settings.items()},
         inputs=known.inputs,
         granularity=known.granularity,
+        uncut=known.uncut,
     )
+    return in_precision(loaded, precision_of(profile.environment.dtype))
+
+
+def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
+    """A finding for every difference between a model's file of today and the model that was profiled."""
+    from planner.profile import model_changes  # noqa: PLC0415 - torch
+
     return tuple(
         finding("GP301", f'layer "{change.layer}" {change.message}' if change.layer else change.message)
-        for change in model_changes(in_precision(loaded, precision_of(profile.environment.dtype)), profile)
+        for change in model_changes(_loaded(model, profile), profile)
     )
 
 

@@ -17,7 +17,7 @@ _FORMATS = ("text", "json", "github", "junit", "sarif", "markdown")
 
 
 def check(
-    plan: Annotated[str, typer.Argument(metavar="[PLAN]", help="The plan; `-` is standard input.")] = "plan.yaml",
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan; `-` is standard input.")] = "plan.yaml",
     mem: Annotated[
         str | None, typer.Option(metavar="8GB", help="Judge against this cap instead of the plan's.")
     ] = None,

@@ -1,15 +1,18 @@
 """Results to stdout, everything else to stderr."""
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from planner.core.errors import FileError, PlannerError
+from planner.core.printable import printable, printable_lines
 from planner.show import Style, style_for
 
-__all__ = ["Console", "forget", "style_for_stdout"]
+__all__ = ["Closed", "Console", "forget", "style_for_stdout"]
 
 
 class Console:
@@ -29,6 +32,13 @@ class Console:
             sys.stdout.flush()
         except BrokenPipeError:
             forget(sys.stdout)
+        except OSError as error:
+            forget(sys.stdout)
+            raise FileError(f"cannot be written: {error.strerror}", path="standard output") from None
+
+    def interrupted(self) -> None:
+        """Ctrl-C."""
+        self._say("interrupted")
 
     def note(self, text: str) -> None:
         """Something to know; left out with `--quiet`."""
@@ -45,13 +55,15 @@ class Console:
 
     def error(self, error: PlannerError) -> None:
         """What went wrong and what to do."""
-        hint = f"\n\nhint: {error.hint}" if error.hint else ""
-        self._say(f"{_placed(error) if isinstance(error, FileError) else f'error: {error.message}'}{hint}")
+        self._say(_placed(error) if isinstance(error, FileError) else f"error: {error.message}", hint=error.hint)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, hint: str = "") -> None:
+        shown = printable_lines(text) + (f"\n\n{printable_lines(f'hint: {hint}')}" if hint else "")
+        if sys.stderr is None:
+            return  # closed; `print` would take standard output instead
         try:
-            print(text, file=sys.stderr, flush=True)
-        except BrokenPipeError:
+            print(shown, file=sys.stderr, flush=True)
+        except OSError:
             forget(sys.stderr)
 
     @contextmanager
@@ -72,12 +84,21 @@ class Console:
         )
         with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
             task = bar.add_task("", what=what, item="", total=None)
-            yield lambda item, done, total: bar.update(task, item=item, completed=done, total=total)
+            yield lambda item, done, total: bar.update(task, item=printable(item), completed=done, total=total)
 
 
 def forget(stream: TextIO) -> None:
     """Sends what is left for a stream whose reader went away to nowhere: Python would complain of it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Closed(io.TextIOBase):
+    """A standard stream that was closed before we began: whatever is written is refused."""
+
+    def write(self, text: str, /) -> int:  # noqa: ARG002 - as in the base class
+        """Raises what writing to a closed descriptor raises."""
+        raise OSError(errno.EBADF, "it is closed")
 
 
 def style_for_stdout() -> Style:

@@ -10,17 +10,27 @@ from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
 from planner.cli.plans import profile_for, profile_path
 from planner.core.balance import launch_line
-from planner.core.errors import StaleError, UsageError
+from planner.core.errors import StaleError
 from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.verdict import judge
-from planner.emit import ENGINES, Emitted, emit_engine, emit_jax, emit_native, emit_standalone, refuse_edited
+from planner.emit import (
+    Emitted,
+    EngineFile,
+    check_apart,
+    check_engine,
+    emit_engine,
+    emit_jax,
+    emit_native,
+    emit_standalone,
+    refuse_edited,
+)
 
 __all__ = ["emit"]
 
 
 def emit(
-    plan: Annotated[str, typer.Argument(metavar="[PLAN]", help="The plan; `-` is standard input.")] = "plan.yaml",
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan; `-` is standard input.")] = "plan.yaml",
     output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write to.")] = ".",
     profile: Annotated[str | None, typer.Option(metavar="FILE", help="The plan's profile, if it was moved.")] = None,
     format_: Annotated[
@@ -42,19 +52,21 @@ def emit(
 ) -> None:
     """Write balance.yaml and train.py, the pipelined training script; or the plan in another engine's format."""
     console = Console(quiet=quiet)
-    if format_ not in ("native", "jax", *ENGINES):
-        raise UsageError(f"unknown `--format {format_}`", hint=f"one of native, jax, {', '.join(ENGINES)}")
-    if standalone and format_ != "native":
-        raise UsageError(f"`--standalone` goes with the native format, not with `--format {format_}`")
+    check_engine(format_, standalone=standalone)
     read = files.read_plan(plan)
     measured = profile_for(read, plan, profile)
     verdict = judge(read, measured, profile_digest=files.digest_of(measured))
     for finding in verdict.findings:
         if finding.code in ("GP201", "GP202"):
             raise StaleError(finding.message, path=plan, hint=finding.hint)
-        console.warning(f"{finding.code}: {finding.message}")
+        tell = console.note if finding.severity == "note" else console.warning
+        tell(f"{finding.code}: {finding.message}")
     now = verdict.plan or read
-    folder = str(Path(profile_path(read, plan, profile)).parent)
+    place = profile_path(read, plan, profile)
+    folder = str(Path(place).parent)
+    read_from = (plan, place, files.model_path(measured, folder))
+    if format_ in ("native", "jax"):
+        check_apart(format_, read_from, standalone=standalone, folder=output)
     if standalone:
         _standalone(console, now, measured, output, folder, force=force)
     elif format_ == "native":
@@ -62,7 +74,7 @@ def emit(
     elif format_ == "jax":
         _jax(console, now, measured, output, folder, force=force)
     else:
-        _engine(console, format_, now, measured, output, force=force)
+        _engine(console, emit_engine(format_, now, measured), format_, output, read_from, force=force)
 
 
 def _native(console: Console, plan: Plan, profile: Profile, output: str, profile_folder: str, *, force: bool) -> None:
@@ -93,8 +105,10 @@ def _jax(console: Console, plan: Plan, profile: Profile, output: str, profile_fo
     console.next(f"python {script}")
 
 
-def _engine(console: Console, name: str, plan: Plan, profile: Profile, output: str, *, force: bool) -> None:
-    emitted = emit_engine(name, plan, profile)
+def _engine(
+    console: Console, emitted: EngineFile, name: str, output: str, read: tuple[str | None, ...], *, force: bool
+) -> None:
+    check_apart(name, read, standalone=False, folder=output, name=emitted.name)
     path = Path(output, emitted.name)
     if not force:
         refuse_edited(path)

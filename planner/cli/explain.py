@@ -18,7 +18,7 @@ _FORMATS = ("text", "json", "markdown")
 
 def explain(
     codes: Annotated[
-        list[str] | None, typer.Argument(metavar="[CODE]...", help="Codes such as GP101; without any, all of them.")
+        list[str] | None, typer.Argument(metavar="CODE", help="Codes such as GP101; without any, all of them.")
     ] = None,
     format_: Annotated[str, typer.Option("--format", metavar="|".join(_FORMATS), help="How to print it.")] = "text",
     *,

@@ -1,5 +1,6 @@
 """`gpipe-plan export`: a checkpoint as one state dict."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -7,14 +8,14 @@ import typer
 from planner import files
 from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
-from planner.core.errors import FileError
+from planner.core.errors import FileError, UsageError
 
 __all__ = ["export"]
 
 
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="[CHECKPOINT]", help="A checkpoint of train.py, or a folder of them: the latest.")
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of train.py, or a folder of them: the latest.")
     ] = "checkpoints",
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; .pt or .safetensors.")
@@ -27,13 +28,16 @@ def export(
     console = Console(quiet=quiet)
     files.check_writable(output)
 
-    from planner.executor import export_weights, latest_checkpoint  # noqa: PLC0415 - torch
+    from planner.executor import check_whole, export_weights, latest_checkpoint  # noqa: PLC0415 - torch
 
     found = latest_checkpoint(checkpoint)
     if found is None:
         raise FileError(
             "there is no checkpoint in it", path=checkpoint, hint="train.py writes them with `--checkpoint DIR`"
         )
+    if Path(output).resolve().is_relative_to(found.resolve()):
+        raise UsageError(f"`--output {output}` lies in the checkpoint that is read", hint="name another file")
+    check_whole(found)
     count = export_weights(str(found), output)
     console.result(output)
     console.note(

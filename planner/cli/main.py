@@ -4,32 +4,34 @@ import io
 import sys
 import traceback
 from importlib import import_module
-from typing import Annotated, NoReturn
+from typing import Annotated, TextIO, cast
 
 import typer
 from typer.exceptions import TyperException
 
 from planner import __version__
-from planner.cli.console import Console, forget
+from planner.__main__ import main
+from planner.cli.console import Closed, Console, forget
+from planner.cli.help import Sectioned, misused
 from planner.core.errors import ExitCode, PlannerError
 
-__all__ = ["app_for", "main", "run"]
+__all__ = ["app_for", "main", "run"]  # `main` for scripts that an earlier version installed
 
 _HELP = """Plan pipeline-parallel training: where to cut a model into stages, and into how many micro-batches a batch.
 
 \b
-  gpipe-plan profile model.py                 measure every layer         -> profile.yaml
-  gpipe-plan solve --devices 8 --mem 8GB      find the fastest plan       -> plan.yaml
-  gpipe-plan emit                             write what runs it          -> balance.yaml, train.py
-  gpipe-plan check                            does the plan still fit?    (for CI: exit code 0 or 1)
-  gpipe-plan verify                           does it run as predicted?   -> calibration.yaml, for solve --calibration
-  gpipe-plan show FILE                        look at a profile, a plan or a run report
-  gpipe-plan compare A.yaml B.yaml            plans beside each other
-  gpipe-plan sweep --devices 1,2,4 --mem 80GB what is the smallest cluster that trains this?
-  gpipe-plan export CHECKPOINT                what train.py saved, as one state dict -> model.pt
+  gpipe-plan profile model.py             measure every layer: profile.yaml
+  gpipe-plan solve --devices 8 --mem 8GB  find the fastest plan: plan.yaml
+  gpipe-plan emit                         what runs it: balance.yaml, train.py
+  gpipe-plan check                        does it still fit? exit code 0 or 1
+  gpipe-plan verify                       does it run so? calibration.yaml
+  gpipe-plan show FILE                    a profile, a plan or a run report
+  gpipe-plan compare A.yaml B.yaml        plans beside each other
+  gpipe-plan sweep --devices 1,2,4 …      the smallest cluster that trains it
+  gpipe-plan export CHECKPOINT            one state dict of it: model.pt
 
 \b
-  torchrun … -m planner profile-links         measure the links between the devices -> links.yaml, for solve --links
+  torchrun … -m planner profile-links     measure the links: links.yaml
 """
 
 _COMMANDS = (
@@ -71,13 +73,15 @@ def app_for(arguments: list[str]) -> typer.Typer:
     app.callback()(_options)
     for name in arguments[:1] if arguments[0] in _COMMANDS else _COMMANDS:
         python_name = name.replace("-", "_")
-        app.command(name)(getattr(import_module(f"planner.cli.{python_name}"), python_name))
+        app.command(name, cls=Sectioned)(getattr(import_module(f"planner.cli.{python_name}"), python_name))
     return app
 
 
 def run(arguments: list[str]) -> int:
     """Runs one command line and says its exit code; prints errors to stderr, never a traceback without `--debug`."""
     console = Console(quiet=False)
+    if sys.stdout is None:
+        sys.stdout = cast("TextIO", Closed())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
@@ -86,41 +90,62 @@ def run(arguments: list[str]) -> int:
     try:
         code = app_for(arguments)(arguments, prog_name="gpipe-plan", standalone_mode=False)
     except PlannerError as error:
-        console.error(error)
-        code = error.exit_code
+        code = _told(console, error, error.exit_code)
         _debug(arguments)
     except TyperException as error:
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
-        console.error(PlannerError(_plain(message), hint="see `gpipe-plan --help`"))
+        console.error(misused(error, arguments[0] if arguments[0] in _COMMANDS else ""))
         code = ExitCode.ERROR
     except (SystemExit, BrokenPipeError):
         # typer leaves this way when the reader of its help went away: the answer was given all the same.
         forget(sys.stdout)
         code = ExitCode.OK
     except (KeyboardInterrupt, typer.Abort):
+        console.interrupted()
         code = ExitCode.INTERRUPTED
     except Exception as error:
-        console.error(
-            PlannerError(
-                f"this is a bug in gpipe-plan: {type(error).__name__}: {error}",
-                hint="run again with `--debug` and report the traceback",
-            )
-        )
-        code = ExitCode.ERROR
+        code = _told(console, _explained(error), ExitCode.ERROR)
         _debug(arguments)
     return int(code or 0)
 
 
-def main() -> NoReturn:
-    """The console script."""
-    sys.exit(run(sys.argv[1:]))
+def _told(console: Console, error: PlannerError, code: int) -> int:
+    if _is_interrupt(error):
+        console.interrupted()
+        return ExitCode.INTERRUPTED
+    console.error(error)
+    return code
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether Ctrl-C is behind it: in the middle of an import it comes out as whatever the module makes of it."""
+    seen: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if seen is None or isinstance(seen, KeyboardInterrupt):
+            break
+        seen = seen.__cause__ or seen.__context__
+    return isinstance(seen, KeyboardInterrupt)
+
+
+_LONGEST_CHAIN = 50
+
+
+def _explained(error: Exception) -> PlannerError:
+    """What to tell of an error that nobody raised on purpose."""
+    told: PlannerError
+    if isinstance(error, MemoryError):
+        told = PlannerError("this machine has not enough memory for that", hint="ask for less, or close other programs")
+    elif isinstance(error, OSError) and error.errno is not None:
+        place = f" ({error.filename})" if error.filename else ""
+        told = PlannerError(f"the operating system refuses: {error.strerror}{place}")
+    else:
+        told = PlannerError(
+            f"this is a bug in gpipe-plan: {type(error).__name__}: {error}",
+            hint="run again with `--debug` and report the traceback",
+        )
+    told.__cause__ = error
+    return told
 
 
 def _debug(arguments: list[str]) -> None:
     if "--debug" in arguments:
         traceback.print_exc()
-
-
-def _plain(message: str) -> str:
-    # typer's sentences begin with a capital and end with a full stop; ours do not.
-    return message[:1].lower() + message[1:].rstrip(".")

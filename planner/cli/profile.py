@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -20,6 +20,11 @@ from planner.core.precision import PRECISIONS
 from planner.core.profile import Granularity
 from planner.core.units import parse_us
 
+if TYPE_CHECKING:
+    from planner.core.profile import Profile
+    from planner.core.proof import Proof
+    from planner.model import LoadedModel
+
 __all__ = ["profile"]
 
 
@@ -33,7 +38,7 @@ def profile(
         typer.Option(
             metavar="auto|1,2,4,8",
             help="Micro-batch sizes to measure; the solver chooses among them. `auto`: powers of two up to `--batch` "
-            "while they fit into memory.",
+            "while they fit into memory, without those too small for batch normalization.",
         ),
     ] = "auto",
     batch: Annotated[
@@ -73,6 +78,13 @@ def profile(
     time_budget: Annotated[
         str, typer.Option(metavar="60s", help="Begin no repeats beyond `--repeat` after timing for so long; 0s: none.")
     ] = "60s",
+    proof_budget: Annotated[
+        str,
+        typer.Option(
+            metavar="30s",
+            help="Hold stages against the model in one piece for about so long, on all cores; 0s: not at all.",
+        ),
+    ] = "30s",
     calibration: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Executor and link as `verify` measured them, instead of measuring them."),
@@ -86,7 +98,7 @@ def profile(
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     sizes = micro_batch_sizes(batch_sizes, batch)
-    time_budget_s = parse_us(time_budget) / 1e6
+    time_budget_s, proof_budget_s = parse_us(time_budget) / 1e6, parse_us(proof_budget) / 1e6
     precision = precision_asked(dtype)
     if threads < 1 or repeat < 2:
         raise UsageError(f"`--threads {threads} --repeat {repeat}`: at least 1 thread and 2 repeats are needed")
@@ -97,6 +109,9 @@ def profile(
     from planner.profile import InterruptedProfileError, ProfileOptions, profile_model  # noqa: PLC0415
     from planner.show import profile_text  # noqa: PLC0415
 
+    # What is no Python file is refused as such before anything is written.
+    sources = [path for path in (model, model.rpartition(":")[0]) if path.endswith(".py")]
+    files.check_outputs({"--output": output}, (*sources, calibration))
     files.check_writable(output)
     found = files.read_calibration(calibration) if calibration is not None else None
     if found is not None and device in ("cpu", "cuda"):
@@ -120,16 +135,18 @@ def profile(
             optimizer=optimizer,
             granularity=cast("Granularity", choice("--granularity", granularity, Granularity)),
         )
-        loaded = in_precision(loaded, precision)
-        for note in loaded.notes:
-            console.note(f"note: {note}")
+        loaded, proof = _proven(in_precision(loaded, precision), proof_budget_s, console)
+
+        def note(text: str) -> None:
+            console.note(f"note: {text}")
+
         # First, because an interrupt from here on loses nothing.
         executor = _executor(console) if device.startswith("cpu") and found is None else None
         if earlier is not None:
-            console.note(f"note: going on from {unfinished}")
+            note(f"going on from {unfinished}")
         try:
             with console.progress(f"profiling {model}") as progress:
-                measured = profile_model(loaded, options, progress, warn=console.warning, earlier=earlier)
+                measured = profile_model(loaded, options, progress, warn=console.warning, note=note, earlier=earlier)
         except InterruptedProfileError as interrupt:
             if output != "-" and interrupt.partial.measurements:
                 files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=model))
@@ -137,7 +154,7 @@ def profile(
             raise
     if found is not None:
         executor = calibrated_executor(found, measured.device.kind)
-    measured = replace(measured, device=replace(measured.device, executor=executor))
+    measured = replace(measured, proof=proof, device=replace(measured.device, executor=executor))
     measured = replace(measured, model=replace(measured.model, source=_relative(measured.model.source, output)))
     header = _HEADER.format(model=model, how=measured.device.how.capitalize())
     if output == "-":
@@ -147,8 +164,15 @@ def profile(
     unfinished.unlink(missing_ok=True)
     console.result(files.dump(measured, as_json=True) if as_json else profile_text(measured, style_for_stdout()))
     console.note(f"wrote {output}")
-    cap = device if device.startswith("tpu:") else "8GB"
-    console.next(f"gpipe-plan solve{'' if output == 'profile.yaml' else f' {output}'} --devices 2 --mem {cap}")
+    which = "" if output == "profile.yaml" else f" {output}"
+    console.next(f"gpipe-plan solve{which} --devices 2{_cap(device, measured)}")
+
+
+def _cap(device: str, measured: "Profile") -> str:
+    """The option for a cap, where the profile does not say what the device has."""
+    if device.startswith("tpu:"):
+        return f" --mem {device}"
+    return "" if measured.device.memory_bytes else " --mem 8GB"
 
 
 _HEADER = (
@@ -170,6 +194,21 @@ def _executor(console: Console) -> ExecutorCost | None:
     except Exception as error:  # whatever it is, the profile that was just measured is worth more
         console.warning(f"two processes could not be run, so links are taken to cost nothing: {error}")
         return None
+
+
+def _proven(loaded: "LoadedModel", budget_s: float, console: Console) -> "tuple[LoadedModel, Proof | None]":
+    """The model without cuts that its stages do not come out right of, and what was found of the others."""
+    from planner.executor import prove  # noqa: PLC0415 - torch
+
+    if not budget_s:
+        return loaded, None
+    found = prove(loaded, budget_s=budget_s)
+    for warning in found.warnings:
+        console.warning(warning)
+    if found.proof.differs_recomputed:
+        console.warning(f"recomputation does not come out the same: {found.proof.differs_recomputed}")
+    console.note(f"note: {found.proof}")
+    return found.loaded, found.proof
 
 
 def _relative(source: str, output: str) -> str:

@@ -1,7 +1,7 @@
 """`gpipe-plan show`: look at a profile, a plan, or a run report."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +13,14 @@ from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.cli.plans import events_of, profile_for, profile_path, step_of_plan
 from planner.core.balance import Balance
 from planner.core.calibration import Calibration
-from planner.core.errors import UsageError
+from planner.core.errors import StaleError, UsageError
+from planner.core.figures import claimed_of
 from planner.core.links import Links
 from planner.core.partial import Partial
 from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.run_report import RunReport
+from planner.core.verdict import judge
 from planner.emit import decisions_digest
 from planner.show import comparison_text, links_text, plan_text, profile_text, run_text
 from planner.show.html import plan_html, profile_html, run_html
@@ -74,9 +76,13 @@ def show(
     if run is not None and not isinstance(value, Plan):
         raise UsageError(f"`--run` goes with a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
     wanted = {option: path for option, path in outputs.items() if path is not None}
+    also_read = (profile_path(value, file, profile) if isinstance(value, Plan) else profile, plan, run, file)
+    files.check_outputs(wanted, also_read)
     for path in wanted.values():
         files.check_writable(path)
     seen = _seen(value, file, plan, run, console)
+    if isinstance(value, Plan) and (wanted or not as_json):
+        seen = replace(seen, plan=_as_profiled(value, file, profile_for(value, file, profile), console))
     text = files.dump(value, as_json=True) if as_json else _text(value, seen, file, profile)
     drawn = _drawn(seen, plan or file, profile, wanted, console)
     for option, path in wanted.items():
@@ -120,8 +126,29 @@ def _text(value: Profile | Plan | RunReport | Links, seen: _Seen, file: str, pro
         return links_text(value, style)
     if isinstance(value, RunReport):
         return run_text(value, seen.plan, style)
-    text = plan_text(value, events_of(value, profile_for(value, file, profile)), style)
-    return text if seen.report is None else f"{text}\n\n{comparison_text(value, seen.report, style)}"
+    assert seen.plan is not None
+    text = plan_text(seen.plan, events_of(seen.plan, profile_for(value, file, profile)), style)
+    return text if seen.report is None else f"{text}\n\n{comparison_text(seen.plan, seen.report, style)}"
+
+
+def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> Plan:
+    """The plan as its profile gives it, after a warning for each thing in which it contradicts it.
+
+    Raises:
+        StaleError: It cuts other layers than the profile has: there is nothing to show.
+    """
+    verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
+    if claimed_of(plan, verdict) is not None:
+        from planner.solve import certified  # noqa: PLC0415 - of cuts that were given there is no certificate
+
+        verdict = certified(plan, verdict, profile)
+    told = [found for found in verdict.findings if found.severity != "note" and found.code[:3] == "GP2"]
+    if verdict.plan is None:
+        found = told[-1]
+        raise StaleError(found.message, path=path, hint=found.hint)
+    for found in told:
+        console.warning(f"{found.code}: {found.message}; shown is what the profile gives")
+    return replace(plan, stages=verdict.plan.stages, predicted=verdict.plan.predicted, solver=verdict.plan.solver)
 
 
 def _drawn(
@@ -140,6 +167,8 @@ def _drawn(
         return {}
     plan = seen.plan
     found = _profile_of(seen, plan_path, profile, console, needed=bool(pictures))
+    if found is not None and seen.report is not None:
+        plan = _as_profiled(plan, plan_path, found, console)
     step = step_of_plan(plan, found) if found is not None else None
     drawn = {}
     if "--html" in wanted:

@@ -12,7 +12,7 @@ from planner.cli.plans import events_of
 from planner.core.cluster import Link
 from planner.core.plan import Inputs
 from planner.core.profile import Profile
-from planner.core.units import format_bytes, format_rate, format_us
+from planner.core.units import bytes_option, format_bytes, format_rate, format_us
 from planner.show import plan_text
 
 __all__ = ["solve"]
@@ -20,7 +20,7 @@ __all__ = ["solve"]
 
 def solve(
     profile: Annotated[
-        str, typer.Argument(metavar="[PROFILE]", help="The profile; `-` is standard input.")
+        str, typer.Argument(metavar="PROFILE", help="The profile; `-` is standard input.")
     ] = "profile.yaml",
     devices: Annotated[int | None, typer.Option(metavar="N", help="Devices there are; the plan may use fewer.")] = None,
     mem: Annotated[
@@ -108,7 +108,10 @@ def solve(
     """Find the stage boundaries, micro-batches and recomputation with the smallest step time that fits."""
     console = Console(quiet=quiet)
     as_json = check_format(format_)
+    cuts = balance if balance is not None and not balance[:1].isdigit() else None
     read = files.read_profile(profile)
+    files.check_outputs({"--output": output}, (profile, links, calibration, cuts))
+    files.check_writable(output)
     if batch is None:
         largest = max(read.micro_batch_sizes)
         console.note(f"note: no `--batch`: planning for {largest} samples per step, the largest size profiled")
@@ -151,6 +154,8 @@ def solve(
     text = files.dump(plan, as_json=True) if as_json else plan_text(plan, events_of(plan, read), style_for_stdout())
     console.result(text)
     _notes(console, plan.inputs, read, extrapolated=extrapolate)
+    if read.device.how == "estimated" and reserve is None and calibration is None:
+        console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
     console.note(f"wrote {output}")
     console.next("gpipe-plan emit" if output == "plan.yaml" else f"gpipe-plan emit {output}")
 
@@ -170,3 +175,10 @@ def _notes(console: Console, inputs: Inputs, profile: Profile, *, extrapolated: 
         console.note("note: no `--link`: moving tensors between stages is taken to cost nothing")
     if extrapolated:
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be under-estimated")
+
+
+def _assumed_reserve(reserve_bytes: int) -> str:
+    if not reserve_bytes:
+        return "nothing is kept free for the context and libraries of an estimated device: `--reserve 1GB` is a start"
+    size = bytes_option(reserve_bytes)
+    return f"reserve {size} per device, assumed and not measured; `--reserve` takes what you know of yours"

@@ -16,7 +16,7 @@ _FORMATS = ("text", "json", "markdown")
 
 def sweep(
     profile: Annotated[
-        str, typer.Argument(metavar="[PROFILE]", help="The profile; `-` is standard input.")
+        str, typer.Argument(metavar="PROFILE", help="The profile; `-` is standard input.")
     ] = "profile.yaml",
     devices: Annotated[str, typer.Option(metavar="1,2,4,8", help="How many devices there may be.")] = "1,2,4,8",
     mem: Annotated[str | None, typer.Option(metavar="16GB,80GB", help="Memory caps that they may have.")] = None,

@@ -14,7 +14,7 @@ __all__ = ["verify"]
 
 
 def verify(
-    plan: Annotated[str, typer.Argument(metavar="[PLAN]", help="The plan; `-` is standard input.")] = "plan.yaml",
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan; `-` is standard input.")] = "plan.yaml",
     profile: Annotated[str | None, typer.Option(metavar="FILE", help="The plan's profile, if it was moved.")] = None,
     steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to run; the first 2 warm up.")] = 12,
     tolerance_time: Annotated[str, typer.Option(metavar="10%", help="How far the step time may be off.")] = "10%",
@@ -36,6 +36,7 @@ def verify(
     """
     console = Console(quiet=quiet)
     as_json = check_format(format_)
+    files.check_outputs({"--calibration": calibration}, (plan, profile))
     with console.progress(f"running {plan}") as progress:
         found = api.verify(
             plan,

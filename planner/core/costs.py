@@ -62,6 +62,8 @@ class ChainCosts:
     optimizer_peaks_add: bool
     """Whether the optimizer works on all parameters at once, so that its transients add up."""
     buffers: FloatArray
+    rewritten: FloatArray
+    """What of the layers' state their forward writes: kept as it was for each micro-batch that is to be recomputed."""
     casts: FloatArray
     """Copies of weights that autocast holds from the first forward of a step to its last backward."""
     ties: tuple[Tie, ...]
@@ -125,12 +127,28 @@ class ChainCosts:
     """Of one micro-batch, where the first layer's input is copied likewise."""
     padding: FloatArray
     """Of parameters and gradients; on the first layer its input, once more as it wants it to lie."""
+    sparse_gradients: FloatArray
+    """The part of `gradients` that is sparse: of one micro-batch (see `planner.core.sparse`)."""
+    sparse_peak: FloatArray
+    """Transient bytes of the optimizer's step per byte of sparse gradients."""
+    accumulated: FloatArray
+    """Sparse gradients of the other micro-batches, beside `gradients`."""
     bucket_bytes: float = 0.0
     """Most that gradients take in a message to other replicas, a copy of them; 0 where there are none."""
 
     def of_replicas(self, replicas: int) -> "ChainCosts":
         """These costs in one of so many pipelines side by side."""
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
+
+    @property
+    def has_backward(self) -> NDArray[np.bool_]:
+        """Whether there is a backward behind each layer, because it or one in front is trained; shape (L,).
+
+        A stage whose last layer has none computes nothing again, whatever the plan says, nor does such a layer by
+        itself. Where no layer has gradients, the profile says nothing of them.
+        """
+        trained = np.cumsum(self.gradients) > 0
+        return trained if trained[-1] else np.ones_like(trained)
 
     @property
     def num_layers(self) -> int:
@@ -231,12 +249,14 @@ class CostTable:
             "names": tuple(layer.name for layer in layers),
             "optimizer_us": np.array([layer.optimizer_us for layer in layers]),
             "parameters": _constant(layers, lambda layer: layer.parameter_bytes),
-            "gradients": _constant(layers, _gradient_bytes),
             "optimizer": _constant(layers, lambda layer: layer.optimizer_bytes),
             "optimizer_peak": _constant(layers, lambda layer: layer.optimizer_peak_bytes),
             "optimizer_peaks_add": self._profile.optimizer_peak == "sum",
             "buffers": _constant(layers, lambda layer: layer.buffer_bytes),
+            "rewritten": _constant(layers, lambda layer: layer.rewritten_bytes),
             "casts": _constant(layers, lambda layer: layer.cast_bytes),
+            "sparse_peak": np.array([layer.optimizer_sparse_peak for layer in layers]),
+            "accumulated": np.zeros(len(layers)),
             "ties": _ties(layers),
         }
 
@@ -246,7 +266,7 @@ class CostTable:
             if self._exact:
                 details = [layer.detail[n] for layer in layers]
                 storages = _Storages(details)
-                memory, crossing = _exact_memory(layers, details, storages), storages.crossing()
+                memory, crossing = _exact_memory(layers, n, storages), storages.crossing()
                 relays = storages.relays()
             else:
                 memory, crossing, relays = _additive_memory(layers, n), _additive_crossing(layers, n), {}
@@ -259,12 +279,17 @@ class CostTable:
             self._records[n] = _Record(
                 forward_us=np.array([layer.forward_us[n] for layer in layers], dtype=float),
                 backward_us=np.array([layer.backward_us[n] for layer in layers], dtype=float),
-                memory=np.array([*memory, *within_program], dtype=float),
+                memory=np.array([*memory, *within_program, *self._gradients(n)], dtype=float),
                 crossing=crossing,
                 relays=relays,
                 target=np.array(float(target)),
             )
         return self._records[n]
+
+    def _gradients(self, n: int) -> list[list[float]]:
+        layers = self._profile.layers
+        sparse = [float(layer.detail[n].sparse_gradient_bytes) if self._exact else 0.0 for layer in layers]
+        return [_first_gradients(layers, n) if self._exact else [float(_gradient_bytes(x)) for x in layers], sparse]
 
 
 class _Record(NamedTuple):
@@ -300,6 +325,8 @@ _RECORD = (
     "narrowed",
     "narrowed_input",
     "padding",
+    "gradients",
+    "sparse_gradients",
 )
 
 
@@ -322,6 +349,15 @@ def _constant(layers: Sequence[LayerProfile], get: Callable[[LayerProfile], int]
 
 def _gradient_bytes(layer: LayerProfile) -> int:
     return layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
+
+
+def _first_gradients(layers: Sequence[LayerProfile], n: int) -> list[float]:
+    """By layer, what the first micro-batch's backward leaves behind."""
+    sparse = [(layer.detail[n].sparse_parameter_bytes, layer.detail[n].sparse_gradient_bytes) for layer in layers]
+    return [
+        max(0.0, float(_gradient_bytes(layer) - parameters)) + gradients
+        for layer, (parameters, gradients) in zip(layers, sparse, strict=True)
+    ]
 
 
 def _has_detail(profile: Profile) -> bool:
@@ -364,20 +400,18 @@ def _additive_memory(layers: Sequence[LayerProfile], n: int) -> list[list[float]
     ]
 
 
-def _exact_memory(
-    layers: Sequence[LayerProfile], details: Sequence[MemoryDetail], storages: "_Storages"
-) -> list[list[float]]:
+def _exact_memory(layers: Sequence[LayerProfile], size: int, storages: "_Storages") -> list[list[float]]:
     """Rows of `_RECORD` composed from the exact records of all layers.
 
     A storage may cross several boundaries (views, in-place layers) and is kept if any layer it crosses keeps it; it
     is counted once, at the layer that made it. That is what findings on real allocators showed to be exact.
     """
-    saved = storages.saved()
+    details, saved = storages.details, storages.saved()
     held = np.concatenate([[0.0], np.cumsum(saved)])
     unkept = [storages.unkept_behind(n) for n in range(len(layers))]
     # The input that nobody keeps is still alive while its layer runs; the model's own input is counted elsewhere.
     input_alive = [0.0, *unkept[:-1]]
-    gradients = np.concatenate([[0.0], np.cumsum([_gradient_bytes(layer) for layer in layers])])
+    gradients = np.concatenate([[0.0], np.cumsum(_first_gradients(layers, size))])
     casts = np.concatenate([[0.0], np.cumsum([layer.cast_bytes for layer in layers])])
     # A boundary is crossed tensor by tensor, also where several lie in one storage.
     received = [sum(t.bytes for t in d.inputs) for d in details]
@@ -548,21 +582,27 @@ def _ties(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
             for first, other in enumerate(layers[:second])
             if any(name == other.name or name.startswith(other.name + ".") for name in layer.tied)
         ]
+        trained = _trained_surely(layer)
         for first, size, these_alone, earlier in _shared(layers, owners, layer.tied_bytes):
-            share = size / layer.parameter_bytes
+            gradient_bytes = trained * size / layer.tied_bytes
             ties.append(
                 Tie(
                     first=first,
                     second=second,
                     parameter_bytes=size,
-                    gradient_bytes=_gradient_bytes(layer) * share,
-                    optimizer_bytes=layer.optimizer_bytes * share,
+                    gradient_bytes=gradient_bytes,
+                    optimizer_bytes=layer.optimizer_bytes * gradient_bytes / max(1, _gradient_bytes(layer)),
                     cast_bytes=min(_casts_surely(layers[first], size), _casts_surely(layer, size)),
                     these_alone=these_alone,
                     earlier=earlier,
                 )
             )
     return tuple(ties)
+
+
+def _trained_surely(layer: LayerProfile) -> float:
+    """Bytes of gradients that must be of tied parameters, which may be frozen: all others have as many as they are."""
+    return max(0.0, _gradient_bytes(layer) - (layer.parameter_bytes - layer.tied_bytes))
 
 
 def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:

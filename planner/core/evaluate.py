@@ -20,11 +20,13 @@ from planner.core.device_memory import (
     shared_bytes,
 )
 from planner.core.errors import UsageError
+from planner.core.limits import short
 from planner.core.memory import stage_memory
 from planner.core.plan import Plan, Predicted, Recompute, Schedule, Stage, StageMemory
 from planner.core.schedule import Action, actions_of, num_in_flight
 from planner.core.simulate import Event, StageTimes, last_end_us, simulate
 from planner.core.step_time import gpipe_step, optimizer_tail_us
+from planner.core.units import counted
 
 __all__ = [
     "Partition",
@@ -121,10 +123,11 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
     """
     balance, chunks, replicas = partition.balance, partition.chunks, partition.replicas
     if not balance or min(balance) < 1:
-        raise UsageError(f"every stage needs at least one layer, got the balance {list(balance)}")
+        raise UsageError(f"every stage needs at least one layer, got the balance {short(list(balance), 200)}")
     if sum(balance) != num_layers:
         raise UsageError(
-            f"the balance {list(balance)} adds up to {sum(balance)} layers, the profile has {num_layers}",
+            f"the balance {short(list(balance), 200)} adds up to {counted(sum(balance), 'layer')}, "
+            f"the profile has {num_layers}",
             hint="every layer belongs to exactly one stage: make the sum right",
         )
     if chunks < 1 or len(balance) % chunks or (chunks > 1 and partition.schedule != "interleaved"):
@@ -175,13 +178,15 @@ def stage_times(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tu
 
 
 def _recompute_us(costs: ChainCosts, partition: Partition, stage: int, speed: float) -> tuple[float, float]:
-    """Recomputation of one micro-batch, and of the last one."""
+    """Recomputation of one micro-batch, and of the last one; nothing where there is no backward."""
     first, end = partition.intervals()[stage]
-    match partition.recompute[stage]:
+    has_backward = costs.has_backward
+    match partition.recompute[stage] if has_backward[end - 1] else "never":
         case "never":
             return 0.0, 0.0
         case "layers":
-            layers = float(costs.forward_us[list(partition.recomputed_in(stage))].sum()) / speed
+            again = [n for n in partition.recomputed_in(stage) if has_backward[n]]
+            layers = float(costs.forward_us[again].sum()) / speed
             return layers, layers
         case choice:
             whole = float(costs.forward_us[first:end].sum()) / speed

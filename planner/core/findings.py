@@ -102,6 +102,41 @@ RULES: Final = (
         remedy="Profile on that device to plan for it. For the question whether it fits, nothing is to be done.",
     ),
     Rule(
+        code="GP205",
+        severity="warning",
+        title="the plan is not as good as it says",
+        meaning="Solved again with the plan's own inputs and number of micro-batches, the certificate does not hold: "
+        "the status, the gap, the lower bound or the frontier in the file are others.",
+        why="Somebody edited the plan, or another tool wrote it. People read `optimal` and look no further.",
+        remedy="Solve again. Cuts that are meant to stay as they are are judged with `solve --balance`.",
+    ),
+    Rule(
+        code="GP206",
+        severity="note",
+        title="the certificate was not recomputed",
+        meaning="Solving the same question again takes longer than a gate may: the plan's status, gap, bound and "
+        "frontier are as written in the file. Everything else is recomputed.",
+        why="What is written may be true; nobody has looked.",
+        remedy="To be sure, solve again.",
+    ),
+    Rule(
+        code="GP207",
+        severity="note",
+        title="the profile is not measured",
+        meaning="Times and memory in the profile are estimated from a model of the device, or come from a compiler.",
+        why="The verdict is no surer than they are: an estimate may be wrong by a factor.",
+        remedy="Profile on the device before you rely on the numbers.",
+    ),
+    Rule(
+        code="GP208",
+        severity="warning",
+        title="the plan lies outside the profiled sizes",
+        meaning="Its micro-batch size was not profiled, nor lies it between sizes that were: time and memory are "
+        "extrapolated.",
+        why="Peaks may be under-estimated: what is said to fit may not.",
+        remedy="Profile that size too: `gpipe-plan profile --batch-sizes …`, and solve again.",
+    ),
+    Rule(
         code="GP301",
         severity="error",
         title="the model is no longer the profiled one",
@@ -110,6 +145,38 @@ RULES: Final = (
         why="Memory and time in the profile are those of the old model. The plan may no longer fit, and the executor "
         "refuses to run it.",
         remedy="Profile the model of today, solve again, and commit both files with the change to the model.",
+    ),
+    Rule(
+        code="GP302",
+        severity="error",
+        title="a stage is recomputed that then computes something else",
+        meaning="When the model was profiled, its stages were held against the model in one piece. Without "
+        "recomputation they were the same; where they were recomputed, loss, gradients or buffers differed.",
+        why="A layer changes what it runs on each time it runs, in a way that cannot be put back (a counter in an "
+        "attribute, say). Training would go on with wrong gradients, and nothing would show it.",
+        remedy="Solve again: the solver recomputes nothing of such a model. To have recomputation, let the layer keep "
+        "what changes in a buffer, which the executor puts back, and profile again.",
+    ),
+    Rule(
+        code="GP303",
+        severity="warning",
+        title="the stages were not held against the model",
+        meaning="The profile does not say that stages of this model compute what the model does in one piece: it was "
+        "made with `--proof-budget 0s`, by an older release, or the comparison could not be run.",
+        why="A cut can be wrong in ways that only a run shows: training would go on with wrong gradients, and nothing "
+        "would show it.",
+        remedy="Profile again, on a machine with the memory for the model's first layers; what could not be run is "
+        "told in the finding. Profiles of no model (written by hand) have nothing to prove.",
+    ),
+    Rule(
+        code="GP304",
+        severity="note",
+        title="only the first layers were held against the model",
+        meaning="Stages of the model's first layers were found to compute what they compute in one piece; for the "
+        "layers behind them time or memory did not suffice.",
+        why="Most models repeat the same layers, and what is right of some is right of all. It was not shown, though.",
+        remedy="Profile with more time (`--proof-budget 300s`) or on a machine with more memory; or build a smaller "
+        "instance of the model (`--set layers=4`) and profile that once.",
     ),
     Rule(
         code="GP401",

@@ -8,13 +8,14 @@ only while its own backward runs. Walk through the layers of a stage with
                that they are handed to is recomputed, and are gone soon if none is
 
 Each layer puts its own peak on top of that, and leaves something behind. With exact records (g is the gradient of its
-output, c a copy of its input, made where that would be written into):
+output, c a copy of its input, made where that would be written into, w the state that its forward writes, as it was
+before):
 
                       not recomputed                           recomputed
-    forward           held + pending + forward peak            held + pending + c + peak without gradients
-    backward          held + backward peak                     held + pending + c + max(g + forward peak,
+    forward           held + pending + forward peak            held + pending + c + w + peak without gradients
+    backward          held + backward peak                     held + pending + c + max(w + g + forward peak,
                                                                                         backward peak)
-    leaves behind     internal bytes, and of its output what   pending, c, and of its output what a layer
+    leaves behind     internal bytes, and of its output what   pending, c, w, and of its output what a layer
                       it or a layer behind keeps               behind keeps
 
 Without exact records every peak is a transient above all that is held anywhere; a recomputed layer's has what it saves,
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts
 from planner.core.passing import Passing
+from planner.core.waiting import Backward, waiting_in
 
 __all__ = [
     "AGAIN",
@@ -99,6 +101,8 @@ class StageLayers:
     """Shape (2, end - first): what each layer leaves behind, pending storages not counted."""
     pending: tuple[tuple[Pending, ...], ...]
     """What each layer makes."""
+    again: NDArray[np.bool_]
+    """Which layers are computed again if they are chosen to be: those that have a backward."""
     passed: FloatArray
     """Shape (end - first + 1,): of the stage's copy of its input, what goes into each layer, and out of the last."""
 
@@ -124,8 +128,9 @@ class StageLayers:
             end=end,
             stacked=costs.exact,
             peaks=_peaks(costs, first, end, copied, own_copy) if costs.exact else _transients(costs, stage),
-            held=np.stack([own_copy + kept[stage], copied + again[stage]]),
+            held=np.stack([own_copy + kept[stage], copied + again[stage] + np.rint(costs.rewritten[stage])]),
             pending=tuple(map(tuple, pending)),
+            again=costs.has_backward[stage],
             passed=_passed(costs, unkept, first, end) * (copied[0] > 0),
         )
 
@@ -138,7 +143,7 @@ class StageLayers:
         pending: list[tuple[int, float]] = []
         highest = [0.0, 0.0, 0.0]
         for n in range(self.end - self.first):
-            decision = AGAIN if self.first + n in recomputed else KEPT
+            decision = AGAIN if self.again[n] and self.first + n in recomputed else KEPT
             waiting = sum(size for _, size in pending)
             taken = waiting * decision
             bases = (held + waiting + self.passed[n], held + taken, held + taken)
@@ -209,16 +214,17 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
     at_end = copied[first] + highest(np.rint(cast_gradient_peaks(costs))[layer]) + casts_through - casts[first]
     at_end = np.where(casts_through > casts[first], at_end, 0.0)
 
-    def highest_backward(peaks: FloatArray, behind: FloatArray, end_twice: FloatArray) -> FloatArray:
+    def highest_backward(
+        peaks: FloatArray, behind: FloatArray, end_twice: FloatArray, backward: Backward
+    ) -> FloatArray:
         tops = before[layers] + (peaks - behind)[layers]
-        return (
-            passing.highest_backward(tops, np.rint(end_twice)[layers]) + behind[layer] + copied[first] - before[first]
-        )
+        highest = passing.highest_backward(tops, np.rint(end_twice)[layers], backward)
+        return highest + behind[layer] + copied[first] - before[first]
 
     return saved, LayerPeaks(
         highest(in_front + forward),
-        highest_backward(first_backward, through, costs.end_twice_first) + output,
-        np.maximum(highest_backward(backward, casts[1:], costs.end_twice), at_end - passing.all) + output,
+        highest_backward(first_backward, through, costs.end_twice_first, "first") + output,
+        np.maximum(highest_backward(backward, casts[1:], costs.end_twice, "later"), at_end - passing.all) + output,
     )
 
 
@@ -230,25 +236,27 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     counted_twice[:, -1] = float(passing.kept[0, -1]), 0.0
     all_kept, all_no_grad = _layer_peaks(costs)
     forward, first_backward, backward = (peak[stage] for peak in all_kept)
+    rewritten = np.rint(costs.rewritten[stage])
     output, gradients = np.rint(costs.output[stage]), np.rint(costs.gradients[stage])
     behind = gradients.sum() - np.cumsum(gradients)
     casts = np.rint(costs.casts[stage])
     casts_behind = casts.sum() - np.cumsum(casts)
     # The gradient of the stage's own output is counted with the engine's transfers.
-    again = np.append(output[:-1], 0.0) + forward
+    again = np.append(output[:-1], 0.0) + forward + rewritten
     own_output = output[-1] - gone_by
     later = np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + casts_behind
+    later += waiting_in(costs, "later", first, end)
     later += own_output - counted_twice
     later[KEPT, -1] -= np.rint(costs.end_twice[end - 1])
     sooner = np.stack([own_copy + first_backward, copied + np.maximum(again, first_backward)]) + behind
-    sooner += own_output - counted_twice
+    sooner += own_output - counted_twice + waiting_in(costs, "first", first, end)
     sooner[KEPT, -1] -= np.rint(costs.end_twice_first[end - 1])
     if casts.any():
         # In front of the first layer nothing is held, as at the end of the backward (but a copy of the input).
         at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + own_output
         later[:, 0] = np.maximum(later[:, 0], at_end)
     return LayerPeaks(
-        np.stack([own_copy + forward, copied + all_no_grad[stage]]),
+        np.stack([own_copy + forward, copied + all_no_grad[stage] + rewritten]),
         sooner,
         later,
     )

@@ -31,6 +31,8 @@ from planner.core.costs import ChainCosts
 from planner.core.layer_memory import StageLayers, StageLevels, cast_gradient_peaks
 from planner.core.passing import Passing
 from planner.core.plan import Recompute, StageMemory
+from planner.core.sparse import accumulated
+from planner.core.waiting import Backward
 
 __all__ = [
     "CHUNK_PARTS",
@@ -96,6 +98,7 @@ def stage_memory(
         recomputed: With `recompute="layers"`, the layers that are recomputed, counted along the chain.
         reserve_bytes: Added as an item of its own.
     """
+    costs = accumulated(costs, micro_batches)
     stages = _Stages(costs, np.array([first]), micro_batches, slice(first, end))
     if recompute == "layers":
         stages.recompute_layers(StageLayers.of(costs, first, end).levels(frozenset(recomputed)))
@@ -136,13 +139,14 @@ def stage_moments(
     recomputed: Collection[int] = (),
 ) -> StageMoments:
     """The moments that `stage_memory` takes the peak of; arguments likewise, the reserve left out."""
+    costs = accumulated(costs, micro_batches)
     stages = _Stages(costs, np.array([first]), micro_batches, slice(first, end))
     if recompute == "layers":
         stages.recompute_layers(StageLayers.of(costs, first, end).levels(frozenset(recomputed)))
         recompute = "never"
     elif stages.forward_only[0, -1]:
         recompute = "never"  # nothing in front is trained: there is no backward, and nothing to compute again for it
-    held = stages.input + (stages.saved if recompute == "never" else stages.own_output)
+    held = stages.input + (stages.saved if recompute == "never" else stages.own_output + stages.rewritten)
     totals = [_whole(stages, moment) for moment in _engine_moments(stages, in_flight, recompute)]
     # Without exact records one moment stands for all; with them the first backward stands apart in GPipe alone, and
     # the later ones, if there are any, have one micro-batch less.
@@ -280,6 +284,7 @@ def chunk_parts(
 
     With `recompute="layers"` of the one stage that ends there: in the last column.
     """
+    costs = accumulated(costs, micro_batches)
     stages = _Stages(costs, firsts, micro_batches, slice(int(firsts[0]), stop))
     if recompute == "layers":
         stages.recompute_layers(StageLayers.of(costs, int(firsts[0]), stop).levels(frozenset(recomputed)))
@@ -373,6 +378,7 @@ class _Stages:
     def __init__(
         self, costs: ChainCosts, firsts: NDArray[np.int64], micro_batches: int, columns: slice = slice(None)
     ) -> None:
+        costs = accumulated(costs, micro_batches)
         first = firsts[:, None]
         layers = np.arange(costs.num_layers)[columns]
         last = layers[None, :]
@@ -388,8 +394,8 @@ class _Stages:
             running: FloatArray = np.maximum.accumulate(np.where(last >= first, levels, 0.0), axis=1)
             return running
 
-        def highest_backward(level: FloatArray, end_twice: FloatArray) -> FloatArray:
-            return passing.highest_backward(level[columns], end_twice[columns])
+        def highest_backward(level: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
+            return passing.highest_backward(level[columns], end_twice[columns], backward if costs.exact else None)
 
         def tied(per_layer: FloatArray, name: str) -> FloatArray:
             total = sums(per_layer)
@@ -401,9 +407,9 @@ class _Stages:
         self.micro_batches, self.layers_again = micro_batches, False
         self.exact, self.compiled = costs.exact, costs.compiled
         self.parameters = tied(costs.parameters, "parameter_bytes")
-        self.gradients = tied(costs.gradients, "gradient_bytes")
+        self.gradients = tied(costs.gradients, "gradient_bytes") + sums(costs.accumulated)
         self.optimizer = tied(costs.optimizer, "optimizer_bytes")
-        self.buffers = sums(costs.buffers)
+        self.buffers, self.rewritten = sums(costs.buffers), sums(costs.rewritten)
         self.casts = tied(costs.casts, "cast_bytes")
         self.optimizer_peak = (
             sums(costs.optimizer_peak) if costs.optimizer_peaks_add else highest(costs.optimizer_peak[columns])
@@ -416,11 +422,9 @@ class _Stages:
         self.input = np.where(firsts > 0, costs.input[firsts], 0.0)[:, None]
         self.data = micro_batches * (np.where(first == 0, costs.input[0], 0.0) + np.where(is_last, costs.target, 0.0))
         self.output_gradient = np.where(is_last, 0.0, self.output)
-        trained = np.concatenate([[False], np.cumsum(costs.gradients) > 0.0])  # in front of each layer, or behind all
-        if not (costs.exact and trained[-1]):
-            trained[:] = True  # who writes a profile by hand may leave gradients out
-        self.forward_only = np.broadcast_to(~trained[1:][None, columns], self.buffers.shape)
-        self.input_gradient = np.where(trained[firsts][:, None], self.input, 0.0)
+        self.forward_only = np.broadcast_to(~costs.has_backward[None, columns], self.buffers.shape)
+        # Of the model's own input there is none anyway.
+        self.input_gradient = np.where(costs.has_backward[firsts - 1][:, None], self.input, 0.0)
         # What the stage received is counted as that, whichever of its layers it goes into.
         without_received = costs.forward_level[columns] - passing.in_front(passing.unkept, costs.unkept_input[columns])
         self.forward = highest(without_received) - saved_before
@@ -430,10 +434,10 @@ class _Stages:
         self.own_output = self.output - passing.all
         self.passes = bool(passing.all.any())
         casts_behind = costs.casts.sum() - np.cumsum(costs.casts)[None, columns]
-        backward = highest_backward(costs.backward_level, costs.end_twice) - saved_before
+        backward = highest_backward(costs.backward_level, costs.end_twice, "later") - saved_before
         self.backward = backward - casts_behind + self.output
         gradients_behind = costs.gradients.sum() - np.cumsum(costs.gradients)[None, columns]
-        first_backward = highest_backward(costs.first_backward_level, costs.end_twice_first) - saved_before
+        first_backward = highest_backward(costs.first_backward_level, costs.end_twice_first, "first") - saved_before
         # "again": of a micro-batch that is recomputed; what differs are gradients of autocast's copies.
         self.first_backward = self.first_again = first_backward - gradients_behind + self.output
         if costs.exact and costs.casts.any():
@@ -446,11 +450,17 @@ class _Stages:
                 sums=sums,
             )
         self.transient = highest(np.maximum(costs.forward_level, costs.backward_level)[columns])
-        self._count_buckets(costs, firsts, saved_before, gradients_behind)
+        self._count_buckets(costs, firsts, saved_before, gradients_behind, last=last)
         self._count_programs(costs, columns, firsts, highest=highest, sums=sums)
 
     def _count_buckets(
-        self, costs: ChainCosts, firsts: NDArray[np.int64], saved_before: FloatArray, gradients_behind: FloatArray
+        self,
+        costs: ChainCosts,
+        firsts: NDArray[np.int64],
+        saved_before: FloatArray,
+        gradients_behind: FloatArray,
+        *,
+        last: NDArray[np.int64],
     ) -> None:
         """Of gradients on their way to other replicas: how many bytes, and the levels of the backwards they go out in.
 
@@ -468,6 +478,9 @@ class _Stages:
         level = costs.first_backward_level[at][:, None] - saved_before - gradients_behind + self.output
         self.bucket_first = np.where(is_one, np.minimum(self.bucket_first, level), self.bucket_first)
         level = costs.backward_level[at][:, None] - saved_before + self.output
+        for tie in costs.ties:
+            waits = (at[:, None] == tie.first) & (last >= tie.second)
+            level = level + np.where(waits, tie.gradient_bytes, 0.0)
         self.bucket_backward = np.where(is_one, np.minimum(self.bucket_backward, level), self.bucket_backward)
 
     def _count_programs(
@@ -548,7 +561,8 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
     """The moments that can hold the peak, from exact records (GPipe where all M are in flight, else 1F1B)."""
     nothing = np.zeros_like(s.saved)
     full = s.input + s.saved  # a waiting micro-batch that kept its activations
-    edges = s.input + s.own_output  # a waiting micro-batch that dropped them
+    running = s.input + s.own_output  # one that dropped them, and is recomputed
+    edges = running + s.rewritten  # a waiting one
     waiting = in_flight - 1  # beside the one being computed
     gpipe = in_flight == s.micro_batches
     # 1F1B goes on with forwards after the first backward: gradients are there.
@@ -572,22 +586,26 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
     else:
         # With `except-last` one of the waiting micro-batches, the last one, kept its activations.
         kept = full - edges if recompute == "except-last" and waiting > 0 else nothing
+        if not gpipe:
+            kept = np.maximum(kept, 0.0)  # there are as many in flight before it comes
         # The recomputed output, part of both levels, lives beside the one that was sent.
-        again_first = np.maximum(s.forward, s.first_again) + s.copied_input
-        again = np.maximum(s.forward, s.backward) + s.copied_input
-        last_forward = (s.forward if recompute == "except-last" else s.no_grad) + s.copied_input
-        yield s.forward_moment(gradients, waiting * edges + s.input, last_forward)
+        again_first = np.maximum(s.forward + s.rewritten, s.first_again) + s.copied_input
+        again = np.maximum(s.forward + s.rewritten, s.backward) + s.copied_input
+        last_forward = s.no_grad + s.rewritten
+        if recompute == "except-last":
+            last_forward = s.forward if gpipe else np.maximum(s.forward, last_forward)
+        yield s.forward_moment(gradients, waiting * edges + s.input, last_forward + s.copied_input)
         if gpipe:
-            yield s.first_backward_moment(waiting * edges + kept + edges, again_first)
+            yield s.first_backward_moment(waiting * edges + kept + running, again_first)
             if waiting > 0:
                 only_last_left = recompute == "except-last" and waiting == 1
                 held = (waiting - 1) * edges + (nothing if only_last_left else kept)
-                yield s.backward_moment(held + edges, again, sent)
+                yield s.backward_moment(held + running, again, sent)
             if waiting > 1 and s.passes:
                 last_waits = np.maximum(edges + kept, sent)
-                yield s.backward_moment(last_waits + edges, again, (waiting - 1) * sent)
+                yield s.backward_moment(last_waits + running, again, (waiting - 1) * sent)
         else:
-            yield s.backward_moment(waiting * edges + kept + edges, again, sent)
+            yield s.backward_moment(waiting * edges + kept + running, again, sent)
 
 
 def _bucket_moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:
@@ -615,18 +633,19 @@ def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
     """From exact records; the same terms as in `_moments`."""
     own = s.input + s.copied_input
     gradient = np.where(s.forward_only, 0.0, s.output_gradient)
-    full, edges = s.input + s.saved, s.input + s.own_output
+    full, running = s.input + s.saved, s.input + s.own_output
+    edges = running + s.rewritten
     keeping = own + s.forward, own + s.backward + gradient
     if recompute == "never":
         forward, first, backward = keeping[0], own + s.first_backward + gradient, keeping[1]
     else:
-        forward = own + s.no_grad
-        first = edges + np.maximum(s.forward, s.first_again) + s.copied_input + gradient
-        backward = edges + np.maximum(s.forward, s.backward) + s.copied_input + gradient
+        forward = own + s.no_grad + s.rewritten
+        first = running + np.maximum(s.forward + s.rewritten, s.first_again) + s.copied_input + gradient
+        backward = running + np.maximum(s.forward + s.rewritten, s.backward) + s.copied_input + gradient
     last_keeps = recompute == "except-last"
     last_backward = keeping[1] if last_keeps else backward
     if s.has_replicas:
-        last = (own if recompute != "always" else edges + s.copied_input) + gradient + s.bucket
+        last = (own if recompute != "always" else running + s.copied_input) + gradient + s.bucket
         last_backward = np.maximum(last_backward, last + s.bucket_backward)
         if s.micro_batches == 1:
             first = np.maximum(first, last + s.bucket_first)
@@ -635,7 +654,7 @@ def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
         gradients=s.gradients,
         casts=s.casts,
         held=full if recompute == "never" else edges,
-        kept=full - edges if last_keeps else np.zeros_like(full),
+        kept=np.maximum(full - edges, 0.0) if last_keeps else np.zeros_like(full),
         input=s.input,
         output_gradient=gradient,
         input_gradient=s.input_gradient,
@@ -650,7 +669,7 @@ def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
 
 def _additive_chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
     """Without exact records; the same terms as in `_additive`, whatever runs."""
-    full, edges = s.input + s.saved, s.input + s.output
+    full, edges = s.input + s.saved, s.input + s.output + s.rewritten
     held = full if recompute == "never" else edges
     again = np.zeros_like(full) if recompute == "never" else s.saved
     running = held + again + s.transient + s.casts + s.output_gradient + s.input_gradient
@@ -683,7 +702,7 @@ def _whole_bytes(*items: FloatArray) -> FloatArray:
 def _additive(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Moment]:
     """The bound without exact records: everything held at once plus the largest transient of any layer."""
     full = s.input + s.saved
-    edges = s.input + s.output
+    edges = s.input + s.output + s.rewritten
     transient = s.transient + s.casts  # the gradients of these wait for the end of a backward
     if recompute == "never":
         yield s.backward_moment(in_flight * full, transient, s.input_gradient)

@@ -11,6 +11,7 @@ from typing import get_args
 from planner.core.cluster import Link
 from planner.core.devices import ACCELERATORS
 from planner.core.errors import UsageError
+from planner.core.limits import LARGEST, MOST_DEVICES, SPEEDS, at_most, short
 from planner.core.precision import PRECISIONS, Precision, precision_of
 from planner.core.units import parse_bytes, parse_bytes_per_s, parse_share, parse_us
 
@@ -68,7 +69,9 @@ def integers(option: str, asked: Numbers, *, least: int = 1) -> tuple[int, ...]:
     if not numbers:
         raise UsageError(f"expected whole numbers, got none for `{option}`")
     if min(numbers) < least:
-        raise UsageError(f"`{option} {text}`: {min(numbers)} is below {least}")
+        raise UsageError(f"`{option} {text}`: {short(min(numbers))} is below {least}")
+    if max(numbers) > LARGEST:
+        raise UsageError(f"`{option} {text}` is too large to compute with")
     return numbers
 
 
@@ -94,8 +97,8 @@ def size(asked: str | int) -> int:
     if isinstance(asked, str):
         named = next((known for known in ACCELERATORS if known.name == asked.strip().lower()), None)
         return parse_bytes(asked) if named is None else named.memory_bytes
-    if asked < 0:
-        raise UsageError(f"a size is at least 0 bytes, got {asked}")
+    if not 0 <= asked <= LARGEST:
+        raise UsageError(f"a size is from 0 to 2^60 bytes, got {short(asked)}")
     return asked
 
 
@@ -161,8 +164,11 @@ def speeds(asked: str | float | Sequence[float], devices: int) -> tuple[float, .
         numbers = tuple(float(part) for part in parts)
     except ValueError:
         raise UsageError(f"expected numbers with commas between them, got `--speed {text}`") from None
+    slowest, fastest = SPEEDS
     if not all(0 < number < inf for number in numbers):
         raise UsageError(f"`--speed {text}`: a speed is above 0", hint="1 is the profiled device, 2 is twice as fast")
+    if not all(slowest <= number <= fastest for number in numbers):
+        raise UsageError(f"`--speed {text}`: a speed is from {slowest:g} to {fastest:g} times the profiled device's")
     if len(numbers) not in (1, devices):
         raise UsageError(f"`--speed {text}` names {len(numbers)} speeds for {devices} devices", hint="give one each")
     return numbers * devices if len(numbers) == 1 else numbers
@@ -230,11 +236,12 @@ def nodes(asked: str) -> tuple[int, int]:
     Raises:
         UsageError: Something else.
     """
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", asked)
+    found = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", asked, re.ASCII)
     if found is None:
-        raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {asked}`")
+        raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {short(asked)}`")
+    at_most("--nodes", int(found[1]) * int(found[2]), MOST_DEVICES, "devices")
     return int(found[1]), int(found[2])
 
 
 def _shown(asked: object) -> str:
-    return ",".join(map(str, asked)) if isinstance(asked, (list, tuple)) else str(asked)
+    return short(",".join(map(short, asked[:40])) if isinstance(asked, (list, tuple)) else short(asked), 80)

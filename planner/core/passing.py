@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.costs import ChainCosts
+from planner.core.waiting import Backward, waiting_rows
 
 __all__ = ["Passing"]
 
@@ -46,7 +47,7 @@ class Passing:
         self.all = self.unkept + (by_readers + spans(costs.kept_by_maker)) * received
         """All that is received and sent on."""
         self._relays = costs.relayed_first - 1, costs.relayed_last, np.rint(costs.relayed)
-        self._firsts, self._layers = firsts, layers
+        self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _passed_by(costs)[layers] - by_readers
         """What layers of the stage make, the last one left out, and some layer keeps that gets it, and is sent."""
 
@@ -72,23 +73,33 @@ class Passing:
         """
         return _spanning(*self._relays, self._layers, ends)
 
-    def highest_backward(self, tops: FloatArray, end_twice: FloatArray) -> FloatArray:
+    def highest_backward(self, tops: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
         """The highest of the layers' backwards, beside the stage's output and its gradient, each held once.
 
         Args:
             tops: Of each of `layers`.
             end_twice: What of the last layer's counts twice then (`ChainCosts.end_twice`), for each of `layers`.
+            backward: Which it is, if gradients that wait for those of other layers are to be counted.
         """
         inside = self._is_first | self._behind_first
         blocks = range(0, len(self._layers), _BLOCK)
-        in_front = np.concatenate([self._highest_in_front(tops, slice(n, n + _BLOCK)) for n in blocks], axis=1)
+        in_front = np.concatenate(
+            [self._highest_in_front(tops, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
+        )
         highest = np.maximum(in_front, tops - end_twice - self.kept) - self.all
         return np.where(inside, highest, 0.0)
 
-    def _highest_in_front(self, tops: FloatArray, block: slice) -> FloatArray:
+    def _highest_in_front(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
         """Of the layers in front of the last one, for the last layers in `block`; those that are none are -inf."""
         ends = self._layers[block]
         levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
+        rows = self._highest_from(levels)
+        if backward is not None:
+            for waiting in waiting_rows(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
+                rows[waiting.rows] = self._highest_from(levels + waiting.bytes)[waiting.rows]
+        return rows
+
+    def _highest_from(self, levels: FloatArray) -> FloatArray:
         from_here = np.maximum.accumulate(levels[::-1], axis=0)[::-1]
         rows: FloatArray = from_here[self._firsts - self._layers[0]]
         return rows

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from planner.core.cluster import ExecutorCost
+from planner.core.proof import Proof
 
 __all__ = [
     "PROFILE_SCHEMA",
@@ -51,12 +52,16 @@ class Model:
     """Which model was profiled."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"uncut"})
     source: str = ""
     """`path/to/model.py:entry` as given on the command line."""
     settings: dict[str, Setting] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     """The `--input` options, where the model file has no `example_batch`."""
     granularity: Granularity = "coarse"
+    uncut: tuple[str, ...] = ()
+    """Layers that were to end a stage, by their names then, and that the stages behind did not come out right of: each
+    is one layer with the next now."""
     digest: str = ""
     """`sha256:…` over structure, names, shapes, dtypes and settings; weights do not count."""
     parameters: int = 0
@@ -135,6 +140,10 @@ class MemoryDetail:
     """Whether it writes into its input: a stage that begins with it works on a copy."""
     target_bytes: int = 0
     """Last layer only: the targets its loss reads."""
+    sparse_parameter_bytes: int = 0
+    """Parameters whose gradients are sparse, which `gradient_bytes` counts as if they were dense."""
+    sparse_gradient_bytes: int = 0
+    """Indices and values of these gradients: every micro-batch adds as much, until the optimizer's step is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +179,7 @@ class LayerProfile:
     """Costs of one layer. Times in microseconds and bytes are for one micro-batch, one per micro-batch size."""
 
     __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"cast_bytes", "program"})
+    __quiet__ = frozenset({"cast_bytes", "rewritten_bytes", "optimizer_sparse_peak", "program"})
     name: str
     modules: tuple[str, ...] = ()
     """Paths of its modules in execution order, where it is more than the one that it is named after."""
@@ -184,6 +193,8 @@ class LayerProfile:
     """Buffers, and what running statistics of whole mini-batches are collected in."""
     cast_bytes: int = 0
     """Low-precision copies of parameters that autocast makes once and keeps until it is left."""
+    rewritten_bytes: int = 0
+    """Buffers and frozen parameters that each forward writes: a micro-batch that is to be recomputed keeps the old."""
     tied: tuple[str, ...] = ()
     """Names of parameters in other layers that share storage with one of this layer."""
     tied_bytes: int = 0
@@ -192,6 +203,8 @@ class LayerProfile:
     """The optimizer's step over this layer's parameters, once per mini-batch."""
     optimizer_peak_bytes: int = 0
     """Transient bytes of that step."""
+    optimizer_sparse_peak: float = 0.0
+    """Transient bytes of that step per byte of sparse gradients."""
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
     """Recomputation not included."""
@@ -214,9 +227,12 @@ class Profile:
     """Everything the planner knows of a model and a device."""
 
     __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"proof"})
     schema: Literal["gpipe-plan/profile/v1"] = PROFILE_SCHEMA
     generator: Generator | None = None
     model: Model = field(default_factory=Model)
+    proof: Proof | None = None
+    """What its stages were found to compute; None where nobody has looked."""
     device: Device
     environment: Environment = field(default_factory=Environment)
     optimizer: str = ""

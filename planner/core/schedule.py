@@ -25,6 +25,7 @@ from itertools import zip_longest
 from typing import Final, Literal
 
 from planner.core.errors import UsageError
+from planner.core.limits import MOST_ACTIONS
 from planner.core.plan import Schedule
 
 __all__ = [
@@ -85,6 +86,11 @@ def actions_of(
         raise UsageError(
             f"{schedule} runs one stage on each device, got {chunks} chunks",
             hint="use one chunk, or the interleaved schedule with one or more",
+        )
+    if num_stages * chunks * micro_batches > MOST_ACTIONS:
+        raise UsageError(
+            f"{num_stages * chunks} stages with {micro_batches} micro-batches are more than is simulated",
+            hint=f"stages times micro-batches are at most {MOST_ACTIONS}: use fewer micro-batches",
         )
     if schedule == "gpipe":
         return (_one_forward_one_backward(micro_batches, micro_batches),) * num_stages

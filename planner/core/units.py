@@ -9,9 +9,11 @@ import re
 from fractions import Fraction
 
 from planner.core.errors import UsageError
+from planner.core.limits import LARGEST, RATES, short
 
 __all__ = [
     "bytes_option",
+    "counted",
     "exact_bytes_option",
     "format_bytes",
     "format_rate",
@@ -42,7 +44,7 @@ def parse_bytes(text: str) -> int:
     factor = _BYTES.get(unit.lower())
     if factor is None:
         raise _refuse(text, "a size", "B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB", "8GB or 7.5GiB", unit)
-    size_bytes: int = math.floor(number * factor)
+    size_bytes: int = math.floor(_bounded(number * factor, text))
     return size_bytes
 
 
@@ -59,7 +61,10 @@ def parse_bytes_per_s(text: str) -> float:
         raise _refuse(text, "a rate", "B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s", "25GB/s", unit)
     if number == 0:
         raise UsageError(f"a rate of zero never moves anything: `{text}`")
-    return float(number * factor)
+    rate = number * factor
+    if not RATES[0] <= rate <= RATES[1]:
+        raise UsageError(f"a rate is from 1 B/s to 10^18 B/s, got `{short(text)}`")
+    return float(rate)
 
 
 def parse_us(text: str) -> float:
@@ -72,7 +77,7 @@ def parse_us(text: str) -> float:
     factor = _TIMES_US.get(unit)
     if factor is None:
         raise _refuse(text, "a time", "us, ms, s", "5us or 1.5ms", unit)
-    return float(number * factor)
+    return float(_bounded(number * factor, text))
 
 
 def parse_share(text: str) -> float:
@@ -127,6 +132,9 @@ def format_us(time_us: float) -> str:
     return _in_units(float(time_us), 1000, ("us", "ms", "s"))
 
 
+_LONGEST = 100
+"""Characters of a quantity: no more digits than anybody means."""
+
 _DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
@@ -136,10 +144,16 @@ def _two_decimals(hundredths: int, unit: str) -> str:
 
 
 def _split(text: str, sample: str) -> tuple[Fraction, str]:
-    match = _QUANTITY.fullmatch(text)
+    match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
-        raise UsageError(f"not a quantity: `{text}`", hint=f"write a number with its unit, such as {sample}")
+        raise UsageError(f"not a quantity: `{short(text)}`", hint=f"write a number with its unit, such as {sample}")
     return Fraction(match["number"]), match["unit"]
+
+
+def _bounded(value: Fraction, text: str) -> Fraction:
+    if value > LARGEST:
+        raise UsageError(f"`{short(text)}` is too large to compute with")
+    return value
 
 
 def _refuse(text: str, what: str, units: str, sample: str, unit: str) -> UsageError:
@@ -162,3 +176,8 @@ def _three_digits(value: float) -> str:
         if len(text.lstrip("-").replace(".", "")) <= 3:
             return text
     return f"{value:.0f}"
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun: `1 stage`, `4 micro-batches`."""
+    return f"{count} {noun}{'' if count == 1 else plural}"

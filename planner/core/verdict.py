@@ -12,13 +12,14 @@ from planner.core.devices import Accelerator
 from planner.core.difference import Difference, difference_of, growth
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, check_partition
+from planner.core.figures import differing, is_same
 from planner.core.findings import Finding, Severity, finding
 from planner.core.plan import Plan, SolverReport, Stage
 from planner.core.planning import build_plan
 from planner.core.profile import Profile
-from planner.core.units import format_bytes
+from planner.core.units import counted, format_bytes
 
-__all__ = ["VERDICT_SCHEMA", "Finding", "Verdict", "compared", "judge"]
+__all__ = ["VERDICT_SCHEMA", "Finding", "Verdict", "compared", "judge", "with_findings"]
 
 VERDICT_SCHEMA: Final = "gpipe-plan/check/v1"
 
@@ -97,8 +98,10 @@ def judge(
         now = build_plan(costs, partition, inputs=inputs, solver=given)
     for place in range(now.num_devices):
         findings.extend(_memory_findings(now.stages[place :: now.num_devices], headroom))
+    findings.extend(_unproven(profile, now))
     if not stale and memory_bytes is None:
         findings.extend(_edited(plan, now))
+    findings.extend(_how_sure(now, profile))
     return _verdict(findings, now, strict=strict)
 
 
@@ -127,6 +130,39 @@ def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
         return []
     message = f"memory is judged for {device.name}, times are those of {called}, where the profile was taken"
     return [finding("GP204", message)]
+
+
+def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
+    """What is not known of the stages, or known to be wrong; nothing of a profile that is of no model."""
+    proof = profile.proof
+    if not profile.model.digest or len(plan.stages) == 1:
+        return []
+    if proof is None:
+        return [finding("GP303", "nobody has held the stages against the model in one piece", hint="profile again")]
+    if not proof.cuts:
+        return [finding("GP303", f"the stages were {proof}")]
+    findings = [finding("GP304", f"the stages are {proof}")] if proof.reason else []
+    recomputed = [stage.index for stage in plan.stages if stage.recompute != "never"]
+    if proof.differs_recomputed and recomputed:
+        which = ", ".join(map(str, recomputed))
+        message = f"stage {which} is recomputed, which does not come out the same: {proof.differs_recomputed}"
+        findings.append(finding("GP302", message, hint="solve again with `--recompute never`", stage=recomputed[0]))
+    return findings
+
+
+def _how_sure(plan: Plan, profile: Profile) -> list[Finding]:
+    """Where the figures come from, if not from measurements at this very size."""
+    found = []
+    if profile.device.how != "measured":
+        called = profile.device.name or profile.device.kind
+        found.append(finding("GP207", f"the profile is {profile.device.how} for {called}, not measured"))
+    if not covers(profile, plan.micro_batch_size, extrapolate=False):
+        sizes = profile.micro_batch_sizes
+        message = (
+            f"micro-batches of {plan.micro_batch_size} lie outside the profiled sizes {min(sizes)} to {max(sizes)}"
+        )
+        found.append(finding("GP208", message))
+    return found
 
 
 def _same_us(plan: Plan) -> float:
@@ -163,7 +199,7 @@ def _renamed(plan: Plan, partition: Partition, profile: Profile) -> Finding | No
 
 
 def _other_length(partition: Partition, profile: Profile) -> Finding:
-    message = f"the plan cuts {sum(partition.balance)} layers, the profile has {len(profile.layers)}"
+    message = f"the plan cuts {counted(sum(partition.balance), 'layer')}, the profile has {len(profile.layers)}"
     return finding("GP202", message, hint="profile and solve again")
 
 
@@ -188,9 +224,13 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
 def _edited(plan: Plan, now: Plan) -> list[Finding]:
     was_us, is_us = plan.predicted.step_us, now.predicted.step_us
     changed = [k for k, (a, b) in enumerate(zip(plan.stages, now.stages, strict=True)) if a.memory != b.memory]
-    if abs(was_us - is_us) <= _same_us(now) and not changed:
+    others = [f"`{place}`" for place in differing(plan, now) if ".memory." not in place]
+    if not others and not changed:
         return []
     message = f"the plan says {was_us / 1e3:.1f} ms per step, the profile {is_us / 1e3:.1f} ms"
+    if is_same("step_us", was_us, is_us):
+        more = f" and {len(others) - 6} more" if len(others) > 6 else ""
+        message = f"not what the profile gives: {', '.join(others[:6])}{more}" if others else "memory is another"
     if changed:
         message += f"; memory differs in stage {', '.join(map(str, changed))}"
     return [finding("GP203", message, hint="the plan's decisions were edited by hand")]

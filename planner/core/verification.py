@@ -1,6 +1,6 @@
 """A run of a plan judged against its prediction: are step time and memory what was predicted?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, Literal
@@ -10,6 +10,7 @@ from planner.core.costs import costs_at
 from planner.core.errors import MeasurementError
 from planner.core.plan import Plan
 from planner.core.profile import Profile
+from planner.core.proof import Proof
 from planner.core.run_report import RunReport
 
 __all__ = ["VERIFICATION_SCHEMA", "Compared", "Tolerance", "Verification", "verification_of"]
@@ -21,7 +22,7 @@ Quantity = Literal["step_us", "bubble", "forward_us", "backward_us", "peak_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """How far a prediction may be off, as shares."""
+    """How far a prediction may be off, as shares unless it says otherwise."""
 
     step: float
     """Of the predicted step time, in either direction."""
@@ -29,6 +30,13 @@ class Tolerance:
     """How far a predicted peak may lie below the measured one."""
     memory_above: float
     """How far above it."""
+    memory_slack_bytes: int = 64 * 2**10
+    """In either direction, and beside the shares: of a stage of some kilobytes a number or two are percents."""
+
+    def allows_peak(self, *, predicted: float, measured: float) -> bool:
+        """Whether a predicted peak is near enough to the measured one."""
+        lowest = measured * (1 - self.memory_below) - self.memory_slack_bytes
+        return lowest <= predicted <= measured * (1 + self.memory_above) + self.memory_slack_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +62,21 @@ class Verification:
     compared: tuple[Compared, ...]
     tolerance: Tolerance
     notes: tuple[str, ...]
+    proof: Proof | None = None
+    """What the plan's stages computed, held against the model in one piece."""
     calibration: Calibration
     run: RunReport
 
 
 def verification_of(
-    plan: Plan, profile: Profile, report: RunReport, tolerance: Tolerance, *, crowded: str = ""
+    plan: Plan,
+    profile: Profile,
+    report: RunReport,
+    tolerance: Tolerance,
+    *,
+    crowded: str = "",
+    proof: Proof | None = None,
+    wrong: Sequence[str] = (),
 ) -> Verification:
     """Sets a run beside what is predicted of it.
 
@@ -69,6 +86,8 @@ def verification_of(
         report: Of a run under it.
         tolerance: How far it may be off.
         crowded: Why times say nothing here, if they do not: they are not judged then.
+        proof: What its stages computed, held against the model in one piece.
+        wrong: What they did not compute as the model does.
 
     Raises:
         MeasurementError: The run was over before anything was measured.
@@ -79,10 +98,11 @@ def verification_of(
     compared = (*_times(plan, report, median(steps), None if crowded else tolerance), *_peaks(plan, report, tolerance))
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     return Verification(
-        agrees=all(row.agrees is not False for row in compared),
+        agrees=all(row.agrees is not False for row in compared) and not wrong,
         compared=compared,
         tolerance=tolerance,
-        notes=(crowded,) if crowded else (),
+        notes=(*wrong, *([crowded] if crowded else [])),
+        proof=proof,
         calibration=calibration_of(plan, costs, report),
         run=report,
     )
@@ -109,5 +129,5 @@ def _peaks(plan: Plan, report: RunReport, tolerance: Tolerance) -> Iterator[Comp
     for device, need in enumerate(peak_bytes_of(plan)):
         # All chunks of a device share its allocator.
         peak = max(run.peak_bytes for run in runs[device::count])
-        near = peak * (1 - tolerance.memory_below) <= need <= peak * (1 + tolerance.memory_above)
+        near = tolerance.allows_peak(predicted=need, measured=peak)
         yield Compared(what="peak_bytes", index=device, predicted=need, measured=peak, agrees=near)

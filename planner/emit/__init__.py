@@ -7,6 +7,7 @@ from planner.emit.native import Emitted, decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
 from planner.emit.signature import is_edited, refuse_edited
 from planner.emit.standalone import emit_standalone
+from planner.emit.writing import check_apart, check_engine, write_emitted
 
 __all__ = [
     "ENGINES",
@@ -14,6 +15,8 @@ __all__ = [
     "SUFFIXES",
     "Emitted",
     "EngineFile",
+    "check_apart",
+    "check_engine",
     "decisions_digest",
     "emit_engine",
     "emit_jax",
@@ -22,4 +25,5 @@ __all__ = [
     "is_edited",
     "read_balance_list",
     "refuse_edited",
+    "write_emitted",
 ]

@@ -12,6 +12,7 @@ from planner import __version__
 from planner.core.errors import UsageError
 from planner.core.evaluate import Partition, check_partition
 from planner.core.plan import Plan, Schedule
+from planner.core.printable import spelled_out
 from planner.core.profile import LayerProfile, Profile
 from planner.emit.signature import signed
 
@@ -211,4 +212,4 @@ def _python(value: Any, indent: str) -> str:
 
 def shown(text: str) -> str:
     """Names come from files: whatever they hold, they must not end a comment."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return spelled_out(text)

@@ -149,9 +149,11 @@ def relocated(source: str, profile_folder: str, folder: str) -> str:
 def _script(template: str, path: Path, plan: Plan, balance: Balance, more: Mapping[str, Any]) -> str:
     text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
     script = in_docstring(path.as_posix())
+    how = plan.inputs.profile.how
     prediction = (
         f"{format_us(plan.predicted.step_us)} per step, {format_speed(plan.predicted.samples_per_s)}, "
         f"bubble {plan.predicted.bubble:.0%}, on {plan.inputs.profile.path}'s device"
+        f"{'' if how == 'measured' else f'; {how}, not measured'}"
     )
     return text.format(
         model=in_docstring(balance.model.source.rpartition(":")[0]),

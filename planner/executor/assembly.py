@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from planner.core.balance import Balance
+from planner.core.plan import Recompute
 from planner.executor.batch_norm import BatchStatistics
 from planner.executor.build import StageRange, build_stages, build_structure, check_same_model
 from planner.executor.engine import Engine, EngineStage
@@ -23,9 +24,10 @@ from planner.executor.stage_module import Shapes, StageModule, evaluating, shape
 from planner.executor.ties import TiedGradients
 from planner.executor.weights import first_names
 from planner.model.chain import Layer, shared_parameters
+from planner.model.computation import computation_of
 from planner.model.load import LoadedModel
 
-__all__ = ["Assembly"]
+__all__ = ["Assembly", "stage_module_of"]
 
 
 class Assembly:
@@ -83,9 +85,16 @@ class Assembly:
         self.modules = [self._module(shapes, *stage) for stage in stages]
         stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]
         named = {name: p for module in self.modules for name, p in module.named_parameters(remove_duplicate=False)}
-        self.tied = TiedGradients(shared_parameters(self._chain.layers), named, place, stage_of)
+        layers = self._chain.layers
+        trained = {name for layer in layers for name, p in layer.parameter_names().items() if p.requires_grad}
+        self.tied = TiedGradients(shared_parameters(layers), named, place, stage_of, trained=trained)
         self.replicas = self._replica_gradients()
         self.engine(balance.micro_batches, self.micro_batch_size)
+
+    @cached_property
+    def computation(self) -> dict[str, str]:
+        """Digests of what the whole model computes."""
+        return computation_of(self._chain.model, self._model)
 
     @property
     def micro_batch_size(self) -> int:
@@ -97,6 +106,7 @@ class Assembly:
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):
             module.received = boundaries[layers.first]
+            module.sent = None if module.sent is None else boundaries[layers.end]
 
     # Private methods
 
@@ -106,20 +116,15 @@ class Assembly:
             return shapes_of(self._chain, inputs, precision=self._balance.dtype, device=self._device)
 
     def _module(self, shapes: Shapes, index: int, layers: StageRange, built: Sequence[Layer]) -> StageModule:
-        stage, end, is_last = self._balance.stages[index], layers.end, index == self._place.num_stages - 1
-        names = self._chain.names
-        recomputed = {stage.layers.index(n): shapes.recomputed(names.index(n), end) for n in stage.recomputed}
-        module = StageModule(
+        stage, is_last = self._balance.stages[index], index == self._place.num_stages - 1
+        module = stage_module_of(
             built,
-            received=shapes.boundaries[layers.first],
+            layers,
+            shapes,
             recompute=stage.recompute,
+            recomputed=[stage.layers.index(name) for name in stage.recomputed],
             micro_batches=self._balance.micro_batches,
             loss_fn=self._model.loss_fn if is_last else None,
-            # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
-            copies_input=shapes.stage_writes_input(layers.first, end) and 0 not in recomputed,
-            carries=() if is_last else [t.requires_grad for t in shapes.boundaries[end].tensors],
-            recomputed=recomputed,
-            first_layer=layers.first,
             statistics=self.statistics,
         )
         module.timed_again = partial(self._recorder.timed_again, stage=index)
@@ -159,3 +164,47 @@ class Assembly:
             position=self._position,
             check_nan=self._check_nan,
         )
+
+
+def stage_module_of(
+    built: Sequence[Layer],
+    layers: StageRange,
+    shapes: Shapes,
+    *,
+    recompute: Recompute,
+    recomputed: Sequence[int] = (),
+    micro_batches: int,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    statistics: BatchStatistics,
+) -> StageModule:
+    """The module of a stage.
+
+    Args:
+        built: Its layers.
+        layers: Which they are of the chain.
+        shapes: What crosses the boundaries of the whole chain.
+        recompute: On which micro-batches it is recomputed as a whole.
+        recomputed: The layers that are recomputed on their own, counted from the stage's first.
+        micro_batches: M.
+        loss_fn: The loss, on the last stage.
+        statistics: Collects for the batch normalisations of all stages of this process.
+
+    Raises:
+        ModelError: A layer cannot be trained in micro-batches.
+    """
+    first, end = layers.first, layers.end
+    behind = shapes.boundaries[end]
+    return StageModule(
+        built,
+        received=shapes.boundaries[first],
+        sent=behind if loss_fn is None else None,
+        recompute=recompute,
+        micro_batches=micro_batches,
+        loss_fn=loss_fn,
+        # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
+        copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
+        carries=() if loss_fn is not None else [tensor.requires_grad for tensor in behind.tensors],
+        recomputed={n: shapes.recomputed(first + n, end) for n in recomputed},
+        first_layer=first,
+        statistics=statistics,
+    )

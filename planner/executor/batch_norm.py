@@ -10,7 +10,7 @@ A layer finds its statistics in passing: while it runs, a scratch pair stands in
 with a momentum of one. Nothing is read twice. What it takes is counted by `planner.model.statistics`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +35,6 @@ class BatchStatistics:
     def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
         self.is_collecting = False
         self._calls: dict[tuple[nn.Module, int], _Call] = {}
-        self._sums = torch.zeros(2, 0, dtype=torch.float64)
-        self._counts: dict[tuple[int, ...], Tensor] = {}
         self.watch(modules)
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -90,55 +88,31 @@ class BatchStatistics:
         Args:
             group: The processes that run the same layers on other parts of the mini-batch, if there are any.
         """
-        if not self._calls:
-            return
         calls = list(self._calls.values())
-        counts = [call.count for call in calls]
-        if group is not None:
-            counts = self._sum_over(group, counts)
-        values = self._per_channel(counts, self._sums.device)
-        mean = self._sums[0] / values
-        variance = (self._sums[1] - self._sums[0] * mean) / (values - 1)
-        sizes = [len(call.mean) for call in calls]
-        for call, count, m, v in zip(calls, counts, mean.split(sizes), variance.split(sizes), strict=True):
-            if count:
-                call.update(m, v)
-            call.count = 0
-        self._sums.zero_()
+        if calls and group is not None:
+            _sum_over(group, calls)
+        for call in calls:
+            call.commit()
 
     # Private methods
 
     def _add(self) -> None:
-        """Adds what lies in the scratch pairs to the sums."""
-        calls = list(self._calls.values())
-        mean = torch.cat([call.mean for call in calls]).double()
-        variance = torch.cat([call.variance for call in calls]).double()
-        values = self._per_channel([call.new for call in calls], mean.device)
-        new = torch.stack([mean * values, variance * (values - 1) + mean * mean * values])
-        missing = new.shape[1] - self._sums.shape[1]
-        if missing:  # in the first micro-batch, and where a layer runs that did not before
-            self._sums = nn.functional.pad(self._sums.to(new.device), (0, missing))
-        self._sums += new
-        # By way of `data`: autograd keeps them beside what backward reads, and would take them for changed.
-        torch._foreach_zero_([scratch.data for call in calls for scratch in (call.mean, call.variance)])
-        for call in calls:
-            call.count += call.new
-            call.new = 0
-
-    def _per_channel(self, counts: list[int], device: torch.device) -> Tensor:
-        """`counts`, which are by call, for every channel; kept, as they are nearly always the same."""
-        key = tuple(counts)
-        if key not in self._counts:
-            sizes = torch.tensor([len(call.mean) for call in self._calls.values()])
-            self._counts[key] = torch.tensor(counts, dtype=torch.float64).repeat_interleave(sizes).to(device)
-        return self._counts[key]
-
-    def _sum_over(self, group: dist.ProcessGroup, counts: list[int]) -> list[int]:
-        own = torch.tensor(counts, dtype=torch.float64, device=self._sums.device)
-        both = torch.cat([self._sums.flatten(), own])
-        dist.all_reduce(both, group=group)
-        self._sums.copy_(both[: -len(counts)].view_as(self._sums))
-        return [int(count) for count in both[-len(counts) :].tolist()]
+        """Adds what lies in the scratch pairs to the sums: layer by layer, as all activations are there by now."""
+        calls_of: dict[int, list[_Call]] = {}
+        for call in self._calls.values():
+            if call.new:
+                calls_of.setdefault(call.new, []).append(call)
+        for values, calls in calls_of.items():
+            means, variances = [call.mean for call in calls], [call.variance for call in calls]
+            torch._foreach_add_([call.sum for call in calls], means, alpha=values)
+            squares = [call.squares for call in calls]
+            torch._foreach_add_(squares, variances, alpha=values - 1)
+            torch._foreach_addcmul_(squares, means, means, value=values)
+            # By way of `data`: autograd keeps them beside what backward reads, and would take them for changed.
+            torch._foreach_zero_([scratch.data for scratch in (*means, *variances)])
+            for call in calls:
+                call.count += values
+                call.new = 0
 
 
 @dataclass
@@ -149,8 +123,11 @@ class _Call:
     mean: Tensor
     variance: Tensor
     """Unbiased; both are scratch, of the micro-batch that has just run."""
+    sum: Tensor
+    """Of all values so far, in float64, as its squares."""
+    squares: Tensor
     new: int = 0
-    """Values per channel that they are of; 0 before the layer has run."""
+    """Values per channel that the scratch is of; 0 before the layer has run."""
     count: int = 0
     """Values per channel in the sums."""
 
@@ -158,9 +135,21 @@ class _Call:
     def of(cls, module: _BatchNorm) -> "_Call":
         assert module.running_mean is not None
         assert module.running_var is not None
-        return cls(module, torch.zeros_like(module.running_mean), torch.zeros_like(module.running_var))
+        mean, variance = torch.zeros_like(module.running_mean), torch.zeros_like(module.running_var)
+        total, squares = mean.new_zeros(2, len(mean), dtype=torch.float64)
+        return cls(module, mean, variance, total, squares)
 
-    def update(self, mean: Tensor, variance: Tensor) -> None:
+    def commit(self) -> None:
+        """Updates the layer's running statistics, if there is anything in the sums, and empties these."""
+        if self.count:
+            mean = self.sum / self.count
+            # Not a division by 0: of one value there is no variance, and torch refuses to train on it.
+            self._update(mean, (self.squares - self.sum * mean) / (self.count - 1))
+        self.count = 0
+        self.sum.zero_()
+        self.squares.zero_()
+
+    def _update(self, mean: Tensor, variance: Tensor) -> None:
         """As `BatchNorm` does it, with the statistics of a whole mini-batch."""
         module = self.module
         assert module.running_mean is not None
@@ -173,6 +162,18 @@ class _Call:
         assert momentum is not None
         module.running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
         module.running_var.mul_(1 - momentum).add_(variance, alpha=momentum)
+
+
+def _sum_over(group: dist.ProcessGroup, calls: Sequence[_Call]) -> None:
+    counts = calls[0].sum.new_tensor([call.count for call in calls])
+    sums = [part for call in calls for part in (call.sum, call.squares)]
+    all_of_them = torch.cat([*sums, counts])
+    dist.all_reduce(all_of_them, group=group)
+    *summed, counts = all_of_them.split([*map(len, sums), len(calls)])
+    for part, total in zip(sums, summed, strict=True):
+        part.copy_(total)
+    for call, count in zip(calls, counts.tolist(), strict=True):
+        call.count = int(count)
 
 
 class _Deferred:

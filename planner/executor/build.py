@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.core.balance import Balance
 from planner.core.errors import ModelError
+from planner.core.units import counted
 from planner.executor.own_stage import BuildError, build_only, emptied
 from planner.model.chain import Chain, Layer, chain_digest, outlined
+from planner.model.ghosts import absent
+from planner.model.held import loose_tensors, move_loose_tensors, replace_tensors
 from planner.model.load import LoadedModel
 from planner.model.outline import Outline
 from planner.model.precision import convert
-from planner.model.stage import weightless
 
 __all__ = ["StageRange", "build_layers", "build_stages", "build_structure", "check_same_model"]
 
@@ -60,9 +61,9 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
     names, planned = chain.names, tuple(name for stage in balance.stages for name in stage.layers)
     changed = [(a, b) for a, b in zip(planned, names, strict=False) if a != b]
     if planned != names:
-        what = f'"{changed[0][1]}" stands where "{changed[0][0]}" was' if changed else f"{len(names)} layers"
+        what = f'"{changed[0][1]}" stands where "{changed[0][0]}" was' if changed else counted(len(names), "layer")
         raise ModelError(
-            f"the model is not the one that was planned: {what} (planned were {len(planned)} layers)",
+            f"the model is not the one that was planned: {what} (planned were {counted(len(planned), 'layer')})",
             hint="profile, solve and emit again",
         )
     digest = chain_digest(chain, loaded.settings, balance.dtype)
@@ -110,7 +111,7 @@ def build_stages(
         if chain.outline is None:
             layers = loaded.chain(model).layers
             return [t for s in stages for layer in layers[s.first : s.end] for t in _all_tensors(layer.module)]
-        return [*_held_by(chain.outline, model, stages).values(), *_loose_tensors(model)]
+        return [*_held_by(chain.outline, model, stages).values(), *loose_tensors(model)]
 
     try:
         model = build_only(loaded.build, wanted, seed=seed)
@@ -140,19 +141,15 @@ def _held_by(outline: Outline, model: nn.Module, stages: Sequence[StageRange]) -
 
 
 def _move(model: nn.Module, held: set[str], device: torch.device) -> None:
-    """Puts what is held and what is no parameter on `device`, and weightless zeros in place of all else."""
-    moved: dict[int, Tensor] = {}
+    """Puts what is held and what is no parameter on `device`, and absent ghosts in place of all else."""
+    names = {id(tensor): name for name, tensor in reversed(_named(model))}
     kept = {id(tensor) for name, tensor in _named(model) if name in held}
-    for module in model.modules():
-        for owned in (module._parameters, module._buffers):
-            for name, tensor in owned.items():
-                if tensor is not None:
-                    if id(tensor) not in moved:
-                        moved[id(tensor)] = _on(tensor, device) if id(tensor) in kept else weightless(tensor, device)
-                    owned[name] = moved[id(tensor)]  # type: ignore[assignment]
-        for name, value in vars(module).items():
-            if name not in _HELD_BY_TORCH:
-                vars(module)[name] = tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+    def placed(tensor: Tensor) -> Tensor:
+        return _on(tensor, device) if id(tensor) in kept else absent(tensor, device, names[id(tensor)])
+
+    replace_tensors(model, placed)
+    move_loose_tensors(model, lambda tensor: tensor.to(device))
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
@@ -168,14 +165,4 @@ def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _all_tensors(module: nn.Module) -> list[Tensor]:
     """Parameters, buffers, and tensors that are plain attributes."""
-    return [*module.parameters(), *module.buffers(), *_loose_tensors(module)]
-
-
-def _loose_tensors(module: nn.Module) -> list[Tensor]:
-    """Tensors that are plain attributes, also in lists and dicts."""
-    plain = [vars(part) for part in module.modules()]
-    attributes = [value for held in plain for name, value in held.items() if name not in _HELD_BY_TORCH]
-    return [leaf for leaf in tree_flatten(attributes)[0] if isinstance(leaf, Tensor)]
-
-
-_HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")
+    return [*module.parameters(), *module.buffers(), *loose_tensors(module)]

@@ -3,34 +3,47 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
+from planner.executor.random_state import HostStates
 
-__all__ = ["drawn_alike"]
+__all__ = ["OwnStates", "drawn_alike"]
 
 
 def drawn_alike(batches: Iterable[Any], seed: int) -> Iterator[Any]:
-    """`batches`, made with a random state of their own.
+    """`batches`, made with random states of their own: torch's, Python's and NumPy's.
 
-    A loader shuffles with torch's global state, which every stage advances in its own way: the first stage's inputs
-    would not belong to the last one's targets, and a resumed run would go on in another order.
+    A loader shuffles with the global ones, which every stage advances in its own way: the first stage's inputs would
+    not belong to the last one's targets, and a resumed run would go on in another order.
 
     Args:
         batches: Nothing of it may have been drawn yet.
         seed: Where that state starts.
     """
-    own = torch.Generator().manual_seed(seed).get_state()
+    states = OwnStates(HostStates.seeded(seed))
     source = iter(_lazily(batches))
-    while True:
-        others = torch.get_rng_state()
-        torch.set_rng_state(own)
-        try:
-            batch = next(source)
-        except StopIteration:
-            return
-        finally:
-            own = torch.get_rng_state()
-            torch.set_rng_state(others)
-        yield batch
+
+    def drawn() -> Any:
+        with states:
+            return next(source, None)
+
+    # No variable may hold a batch while it is used.
+    yield from iter(drawn, None)
+
+
+class OwnStates:
+    """Random states that are the process's within a block, and go on where they were in the next one."""
+
+    def __init__(self, states: HostStates) -> None:
+        self.states = states
+
+    def __enter__(self) -> None:
+        """Puts them in place of the process's."""
+        self._others = HostStates.now()
+        self.states.restore()
+
+    def __exit__(self, *_: object) -> None:
+        """Takes them out again."""
+        self.states = HostStates.now()
+        self._others.restore()
 
 
 # Private functions

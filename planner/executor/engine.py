@@ -7,8 +7,9 @@ runs, every forward and backward is timed, and what is waited for is noted. Unde
 sent and received is let go of as soon as it can be.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, Protocol
@@ -24,12 +25,15 @@ from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _Computa
 from planner.core.plan import Schedule
 from planner.core.precision import Precision
 from planner.core.schedule import actions_of, with_transfers
-from planner.executor.failure import check_output
+from planner.executor.finite import check_output
 from planner.executor.position import Position
 from planner.executor.stage_module import StageModule
 from planner.model.autocast import keeping_casts, layers_in
+from planner.model.layout import in_memory_order
 
 __all__ = ["Engine", "EngineStage"]
+
+_LOGGER = logging.getLogger("torch.distributed.pipelining.schedules")
 
 
 class Timer(Protocol):
@@ -125,13 +129,15 @@ class Engine:
         for module in self._modules:
             module.micro_batches = self.micro_batches
         losses: list[Tensor] = []
-        weight = torch.tensor(weights or [1 / self.micro_batches] * self.micro_batches, dtype=torch.float64)
-        self._last_part.loss_gradients = (weight * self.loss_scale).to(self._device).unbind()
+        weight: Tensor | None = None
+        if self._last_part.is_last:
+            weight = torch.tensor(weights or [1 / self.micro_batches] * self.micro_batches, dtype=torch.float64)
+            self._last_part.loss_gradients = (weight * self.loss_scale).to(self._device).unbind()
         with keeping_casts(self._precision, self._device):
             # The engine cuts a target into micro-batches and hands them to the loss; ours travel with the module.
             self._schedule.step(*tensors, target=weight, losses=losses, return_outputs=False)
         self._modules[-1].targets = []
-        if not losses:
+        if weight is None:
             return []
         together = torch.stack(losses)
         weight = weight.to(together).reshape(-1, *[1] * (together.ndim - 1))
@@ -206,13 +212,20 @@ class _Stage(PipelineStage):
         self._provide(self.args_recv_info[fwd_chunk_id])
         if not self.is_first:
             self._at("forward", fwd_chunk_id, waits_for=self.stage_index - 1)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return _in_memory_order(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if self.has_backward and not self.is_last:
             self._provide(self.grad_recv_info[bwd_chunk_id])
             self._at("backward", bwd_chunk_id, waits_for=self.stage_index + 1)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return _in_memory_order(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        return _in_memory_order(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        # The gradient of a leaf that is dense lies as the leaf does: autograd sees to that.
+        return _in_memory_order(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
@@ -317,7 +330,8 @@ class _Interleaved(ScheduleInterleaved1F1B):
             tensor.data = tensor.new_empty(0)
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
-        done = super()._step_microbatches(*args, **kwargs)
+        with _quietly():
+            done = super()._step_microbatches(*args, **kwargs)
         _wait_batch_p2p(self._gradients_sent)
         self._gradients_sent = []
         for sent in list(self._outputs_sent):
@@ -342,6 +356,22 @@ def _rows(num_devices: int, micro_batches: int, chunks: int) -> dict[int, list[_
         device: [_Action(what.chunk * num_devices + device, _TYPES[what.kind], what.micro_batch) for what in row]
         for device, row in enumerate(with_transfers(actions))
     }
+
+
+def _in_memory_order(ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    for op in ops:
+        op.tensor = in_memory_order(op.tensor)
+    return ops
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's print of the whole schedule where a stage fails: what failed is told by the watch."""
+    before, _LOGGER.disabled = _LOGGER.disabled, True
+    try:
+        yield
+    finally:
+        _LOGGER.disabled = before
 
 
 @cache

@@ -10,38 +10,37 @@ the same one. Python would run a handler only after a hanging transfer; the thre
 """
 
 import json
-import math
 import os
-import resource
 import select
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from planner.core.errors import ExitCode, PlannerError, TrainingError
-from planner.core.units import format_bytes
+from planner.core.printable import printable_lines
+from planner.executor.explain import explained, hang, is_lost_contact, left_alone, name_of_rank
 from planner.executor.position import ANY, Position
-from planner.executor.store import job_store
+from planner.executor.store import holds_store, job_store
 
-__all__ = ["Watch", "check_gradients", "check_losses", "check_output"]
+__all__ = ["Stopped", "Watch"]
 
 _BEAT_S = 0.5
 _SILENT_S = 3.0
 """A process that is alive tells where it is six times in that time."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(SystemExit):
+    """Ends the script on every rank after the same step, as a signal told it to."""
 
 
 class Watch:
@@ -64,7 +63,7 @@ class Watch:
         self._stop: tuple[int, int] | None = None
         self._over = threading.Event()
         self._ending = threading.Event()
-        self._store: Any = job_store(timedelta(minutes=5)) if "RANK" in os.environ and self._world > 1 else None
+        self._store: Any = _store_of_all() if "RANK" in os.environ and self._world > 1 else None
         self._wake = socket.socketpair()
         self._beats = 0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -76,9 +75,6 @@ class Watch:
             self._woken_before = signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
             self._handled_before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         if self._store is not None:
-            # It may be the store of an earlier round, when a machine has joined again.
-            for key in (f"at/{self._rank}", f"left/{self._rank}", *(("stop", "asked") if self._rank == 0 else ())):
-                self._store.delete_key(key)
             self._thread_store = self._store.clone()
             self._thread.start()
         return self
@@ -86,7 +82,9 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Ends the process where the block failed."""
         try:
-            if error is not None and not isinstance(error, SystemExit):
+            if isinstance(error, SystemExit) and not isinstance(error, Stopped):
+                self._end_by_exit(error)
+            elif error is not None and not isinstance(error, SystemExit):
                 self._end(error)
         finally:
             self._stop_watching()
@@ -105,7 +103,10 @@ class Watch:
             return self._signal
         if self._rank == 0:
             if self._stop is None and (self._signal or self._asked):
-                self._stop = (steps + ahead, self._signal or self._asked)
+                number = self._signal or self._asked
+                self._stop = (steps + ahead, number)
+                what = f"{signal.Signals(number).name}: stopping after {self._stop[0]} steps, with a checkpoint"
+                print(f"{what}; a second one stops at once, without", flush=True)
                 self._store.set("stop", json.dumps(self._stop))
         else:
             if self._signal and not self._asked:
@@ -132,12 +133,43 @@ class Watch:
             end.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._signal and time.monotonic() - self._signalled > 1.0:
-            self._leave(128 + number)  # asked twice
-        self._signal = self._signal or number
-        self._signalled = time.monotonic()
+        if self._store is None or not self._thread.is_alive():  # else the thread notes it, from the pipe
+            self._note_signal(number)
         if self._store is None and not self.saves_on_stop:
             sys.exit(128 + number)
+
+    def _note_signal(self, number: int) -> None:
+        # The launcher passes on what the terminal sends to all: the same signal twice within a second is one.
+        if self._signal and time.monotonic() - self._signalled > 1.0:
+            self._end_at_once(number)
+        self._signal = self._signal or number
+        self._signalled = time.monotonic()
+
+    def _end_at_once(self, number: int) -> NoReturn:
+        if self._claimed():
+            name = signal.Signals(number).name
+            who = self.position.name or "this rank"
+            told = f"stopped at once by a second {name}: {who} was {self.position.where}"
+            line = printable_lines(f"{told}; what was done since the last checkpoint is lost")
+            print(line, file=sys.stderr, flush=True)
+        self._leave(128 + number)
+
+    def _end_by_exit(self, error: SystemExit) -> None:
+        """Tells the other ranks, which might wait for this one, that the script has left the block by itself."""
+        if self._store is None:
+            return
+        if error.code in {0, None}:  # in order, if all do; whoever waits now finds this
+            self._store.set("quit", json.dumps(self.position.told()))
+            self._store.set(f"left/{self._rank}", "1")
+            # If one still waits then, it tells so, and this process, too, ends as one that failed.
+            self._wait_for_others(_SILENT_S + 4 * _BEAT_S)
+            return
+        self._ending.set()
+        code = error.code if isinstance(error.code, int) else 1
+        if self._claimed():
+            _print(explained(error, self.position))
+            self._leave(code)
+        self._leave_quietly(code)
 
     def _end(self, error: BaseException) -> NoReturn:
         """Tells what happened, unless another rank does, and ends this process."""
@@ -145,10 +177,10 @@ class Watch:
         told: PlannerError | None
         if isinstance(error, PlannerError):
             told = error
-        elif self._store is not None and _is_lost_contact(error):
+        elif self._store is not None and is_lost_contact(error):
             told = self._lost_contact()
         else:
-            told = _explained(error, self.position)
+            told = explained(error, self.position)
         if told is not None and self._claimed():
             _print(told)
             self._leave(told.exit_code)
@@ -161,6 +193,9 @@ class Watch:
             return self._gone(silent)
         if silent is None or self._signal:
             return None
+        with suppress(dist.DistError):
+            if self._store.check(["quit"]):
+                return left_alone(json.loads(self._store.get("quit")), self.position)
         waits_for = self.position.waits_for
         name = self.position.names.get(ANY if waits_for is None else waits_for, "another stage")
         return TrainingError(
@@ -171,7 +206,7 @@ class Watch:
     def _gone(self, silent: Sequence[int]) -> PlannerError:
         told = self._told(self._store)
         # One that went soon after its start may not have told its name.
-        names = {rank: self.position.rank_names.get(rank) or _name(rank, told) for rank in silent}
+        names = {rank: self.position.rank_names.get(rank) or name_of_rank(rank, told) for rank in silent}
         who = " and ".join(names.values())
         waited = "was" if self.position.waits_for is None else "waited"
         return TrainingError(
@@ -229,10 +264,20 @@ class Watch:
     def _leave(self, code: int) -> NoReturn:
         if self._store is None:
             sys.exit(code)
+        if holds_store():  # the others are to see what is in it
+            self._wait_for_others(3 * _BEAT_S)
         # Not by way of the interpreter's end, which would wait for transfers and files that other ranks never finish.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+    def _wait_for_others(self, seconds: float) -> None:
+        """Until they have left, no longer than so."""
+        others = [f"left/{rank}" for rank in range(self._world) if rank != self._rank]
+        end = time.monotonic() + seconds
+        with suppress(dist.DistError):
+            while time.monotonic() < end and not self._store.check(others):
+                time.sleep(_BEAT_S / 5)
 
     # Private methods: the thread
 
@@ -244,7 +289,9 @@ class Watch:
                 if not self._ending.is_set():
                     self._look(store)
                 if select.select([self._wake[0]], [], [], _BEAT_S)[0]:
-                    self._wake[0].recv(16)
+                    for number in self._wake[0].recv(16):
+                        if number in _SIGNALS:
+                            self._note_signal(number)
         except dist.DistError:  # who held the store is gone: the main thread finds out in its next transfer
             if self._signal:
                 self._leave(128 + self._signal)
@@ -260,6 +307,8 @@ class Watch:
             self._asked = int(store.get("asked"))
         if self.position.waits_for is not None and self.position.idle_s > self._timeout_s:
             self._tell(self._hanging(store))
+        if self.position.waits_for is not None and self.position.idle_s > _SILENT_S and store.check(["quit"]):
+            self._tell(left_alone(json.loads(store.get("quit")), self.position))
         if self._signal:
             # The launcher sends it to all others, too, when a rank has died; then that is what is to be told.
             silent = self._silent_while_beating(store)
@@ -293,127 +342,20 @@ class Watch:
             return None
         if silent:
             return self._gone(silent)
-        return _hang(self._told(store), self._timeout_s)
-
-
-def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> None:
-    """Refuses to train on with a loss that is no number.
-
-    Raises:
-        TrainingError: Naming the first micro-batch whose loss is not finite.
-    """
-    if math.isfinite(mean):
-        return
-    micro_batch = next((n for n, loss in enumerate(losses) if not math.isfinite(float(loss))), None)
-    if micro_batch is None:
-        return  # it is another replica's, which tells it
-    raise TrainingError(
-        f"the loss of micro-batch {micro_batch} of step {position.step} is {float(losses[micro_batch])}, "
-        f"computed on {position.name}",
-        hint="run again with `--check-nan` to see in which stage it begins; a lower learning rate or clipped "
-        "gradients may help",
-    )
-
-
-def check_output(output: Any, position: Position) -> None:
-    """Refuses an output of a stage that is not finite.
-
-    Raises:
-        TrainingError: Naming stage and micro-batch.
-    """
-    for tensor in (output,) if isinstance(output, Tensor) else output:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise TrainingError(
-                f"{position.name} put out NaN or infinity {position.where}, from finite inputs",
-                hint="one of its layers overflowed, or its parameters are not finite",
-            )
-
-
-def check_gradients(parameters: Mapping[str, Tensor], position: Position) -> None:
-    """Refuses gradients that are not finite.
-
-    Raises:
-        TrainingError: Naming stage and parameter.
-    """
-    for name, parameter in parameters.items():
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-            raise TrainingError(
-                f"the gradient of {name} on {position.name} is not finite in step {position.step}",
-                hint="a lower learning rate or clipped gradients may help",
-            )
+        return hang(self._told(store), self._timeout_s)
 
 
 # Private functions
 
 
-def _explained(error: BaseException, position: Position) -> PlannerError:
-    root = error
-    while root.__cause__ is not None:  # the engine wraps what a stage raises
-        root = root.__cause__
-    who = position.name or "this rank"
-    if _is_out_of_memory(root):
-        return _out_of_memory(root, who, position)
-    first = f"{type(root).__name__}: {root}".strip()
-    return TrainingError(
-        f"{who} failed {position.where}: {first}\n{_frames(root)}".rstrip(),
-        hint="the other stages have ended, too; start again with `--resume auto` once it is mended",
-    )
-
-
-def _out_of_memory(error: BaseException, who: str, position: Position) -> PlannerError:
-    predicted = sum(position.predicted_bytes.get(stage, 0) for stage in position.stages)
-    beside = f"; the plan predicts a peak of {format_bytes(predicted)}" if predicted else ""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        held = f"{format_bytes(torch.cuda.memory_allocated())} allocated"
-    else:
-        held = f"{format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} in the process"
-    return TrainingError(
-        f"{who} ran out of memory {position.where}, with {held}{beside}\n  {str(error).strip().splitlines()[0][:300]}",
-        hint="solve again with less memory (`--mem`), more in reserve (`--reserve`), more micro-batches or `--recompute"
-        " always`; what else runs on the device counts, too",
-    )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-
-
-def _is_lost_contact(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in text for word in ("gloo/", "Connection closed by peer", "NCCL"))
-    )
-
-
-def _frames(error: BaseException) -> str:
-    """The user's own lines in the traceback; all where there are none."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith((*ours, "<frozen"))]
-    own_code = [frame for frame in theirs if Path(frame.filename) != Path(sys.argv[0]).resolve()]
-    return "".join(traceback.format_list(own_code or theirs or frames)).rstrip()
-
-
-def _hang(told: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
-    """Of all that wait, who does not."""
-    hint = "raise `--timeout` if it needs that long; else look at what it does there (py-spy dump)"
-    culprits = [rank for rank, at in told.items() if at["waits_for"] is None]
-    waiting = "; ".join(
-        f"{_name(rank, told)} waits {at['where']}" for rank, at in told.items() if at["waits_for"] is not None
-    )
-    if not culprits:
-        return TrainingError(f"the stages wait for each other for {timeout_s:g} s: {waiting}", hint=hint)
-    who = "; ".join(
-        f"{_name(rank, told)} has been {told[rank]['where']} for {told[rank]['idle_s']:.0f} s" for rank in culprits
-    )
-    return TrainingError(f"{who}, and holds up the others: {waiting}", hint=hint)
-
-
-def _name(rank: int, told: Mapping[int, Mapping[str, Any]]) -> str:
-    return str(told.get(rank, {}).get("name") or f"rank {rank}")
+def _store_of_all() -> Any:
+    try:
+        return job_store(timedelta(minutes=5))
+    except PlannerError as error:  # nobody watches yet
+        _print(error)
+        sys.exit(error.exit_code)
 
 
 def _print(error: PlannerError) -> None:
-    hint = f"\n\nhint: {error.hint}" if error.hint else ""
-    print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+    hint = f"\n\n{printable_lines(f'hint: {error.hint}')}" if error.hint else ""
+    print(f"{printable_lines(f'error: {error}')}{hint}", file=sys.stderr, flush=True)

@@ -6,7 +6,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["clip_gradients"]
+from planner.core.errors import ModelError
+
+__all__ = ["clip_gradients", "dense_part", "expect_dense"]
+
+
+def expect_dense(gradients: Iterable[Tensor], summed_over: str) -> None:
+    """Refuses sparse gradients where they would have to be summed.
+
+    Raises:
+        ModelError: One is sparse.
+    """
+    if any(gradient.is_sparse for gradient in gradients):
+        raise ModelError(
+            f"a gradient is sparse, and cannot be summed over {summed_over}",
+            hint="build the layer with `sparse=False`, or solve without replicas",
+        )
+
+
+def dense_part(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, those that a sparse one has of the same row added up; norms are those of the whole."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def clip_gradients(
@@ -31,7 +51,7 @@ def clip_gradients(
     """
     skipped = {id(parameter) for parameter in counted_elsewhere}
     given = [parameter for parameter in parameters if parameter.grad is not None]
-    counted = [p.grad for p in given if p.grad is not None and id(p) not in skipped]
+    counted = [dense_part(p.grad) for p in given if p.grad is not None and id(p) not in skipped]
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
         squares = torch.nn.utils.get_total_norm(counted).double().square()

@@ -19,6 +19,7 @@ from torch import nn
 
 from planner.core.balance import Balance
 from planner.core.errors import ExitCode, ModelError, PlannerError, UsageError
+from planner.core.printable import printable_lines
 from planner.core.units import format_bytes
 from planner.executor.batch_norm import BatchStatistics
 from planner.executor.build import check_same_model
@@ -81,8 +82,8 @@ def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[Jax
     try:
         yield JaxTraining(balance_path, given)
     except PlannerError as error:
-        hint = f"\n\nhint: {error.hint}" if error.hint else ""
-        print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+        hint = f"\n\n{printable_lines(f'hint: {error.hint}')}" if error.hint else ""
+        print(f"{printable_lines(f'error: {error}')}{hint}", file=sys.stderr, flush=True)
         sys.exit(ExitCode.ERROR)
 
 
@@ -244,6 +245,7 @@ def _load(balance: Balance, folder: Path) -> LoadedModel:
         inputs=balance.model.inputs,
         optimizer=named,
         granularity=balance.model.granularity,
+        uncut=balance.model.uncut,
     )
     return in_precision(replace(loaded, source=balance.model.source), balance.dtype)
 

@@ -64,12 +64,13 @@ class LossScale:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Goes on from `state_dict`."""
-        self.value, self._good_steps = state["value"], int(state["good_steps"])
+        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def _by_kind(self) -> Iterable[list[Tensor]]:
-        """All gradients, those of one dtype together, as torch's operator wants them."""
+        """All gradients, those of one dtype together, as torch's operator wants them; of sparse ones the values."""
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self._parameters:
             if parameter.grad is not None:
-                kinds.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+                gradient = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+                kinds.setdefault(gradient.dtype, []).append(gradient)
         return kinds.values()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from planner.core.errors import ModelError
-from planner.model.load import user_code
 from planner.model.nests import tensors_in
 from planner.model.unread import Unread
+from planner.model.user_errors import user_code
 
 __all__ = ["UNCOUNTED", "loss_counts", "nothing_of", "weights_of"]
 

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from planner.model.held import replace_tensors
+
 __all__ = ["BuildError", "build_only", "emptied"]
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
@@ -140,6 +142,10 @@ class _Replay(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             if func._schema.name not in _DRAWS_BY_SHAPE:
                 raise BuildError(f"how many random numbers {func} draws depends on values")
+            given = _tensors((args, kwargs))
+            if given and not any(map(_is_empty, given)):
+                # Computed from what is needed, as a weight-normed weight is: drawn here, and not once more below.
+                return func(*args, **kwargs)
             func(*tree_map_only(Tensor, _scratch, args), **tree_map_only(Tensor, _scratch, kwargs))
         return _without_memory(self._fake, func, args, kwargs)
 
@@ -179,9 +185,4 @@ def _scratch(tensor: Tensor) -> Tensor:
 
 def _empty_all_but(model: nn.Module, kept: set[int]) -> None:
     """Puts every parameter and buffer whose storage is not in `kept` on the meta device; ties stay."""
-    replaced: dict[int, Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and (_is_empty(tensor) or _key(tensor) not in kept):
-                    held[name] = replaced.setdefault(id(tensor), emptied(tensor))  # type: ignore[assignment]
+    replace_tensors(model, lambda tensor: emptied(tensor) if _is_empty(tensor) or _key(tensor) not in kept else tensor)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from planner.core.errors import UsageError
+from planner.model.inputs import BATCH_FIRST
 from planner.model.load import Batch
 
 __all__ = ["Part", "micro_batches_of", "parts_of", "size_of"]
@@ -36,7 +37,7 @@ def size_of(batch: Batch) -> int | None:
     if len(sizes) > 1 or sizes == [0]:
         raise UsageError(
             f"got a mini-batch whose tensors hold {' and '.join(map(str, sizes))} samples",
-            hint="the first dimension of every tensor in inputs and targets is that of the samples",
+            hint=BATCH_FIRST,
         )
     return sizes[0] if sizes else None
 

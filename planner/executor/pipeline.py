@@ -1,44 +1,46 @@
 """A model trained as a pipeline: this process runs a stage of it, or several under interleaved 1F1B."""
 
 import os
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, starmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from planner import __version__
-from planner.core.balance import Balance
 from planner.core.errors import ModelError, UsageError
-from planner.core.profile import Device, Environment, Generator
-from planner.core.run_report import RunReport, StageRun
-from planner.core.run_waits import ProcessRun, Waits
+from planner.core.run_report import RunReport
 from planner.executor.assembly import Assembly
 from planner.executor.draws import drawn_alike
-from planner.executor.evaluation import ForwardOnly
-from planner.executor.failure import Watch, check_gradients, check_losses
+from planner.executor.evaluation import Evaluation, ForwardOnly, Metrics, Observed
+from planner.executor.failure import Watch
+from planner.executor.finite import check_gradients, check_losses
 from planner.executor.gradients import clip_gradients
 from planner.executor.job import join_job
+from planner.executor.loader import Loader, checked_state
 from planner.executor.loss_scale import LossScale
 from planner.executor.losses import UNCOUNTED, loss_counts, weights_of
+from planner.executor.opening import device_of_rank, load_planned, stage_name
 from planner.executor.parts import Part, micro_batches_of, parts_of, size_of
 from planner.executor.placement import Groups, place_of
 from planner.executor.position import ANY, Position
 from planner.executor.random_state import StepSeeds, keeping_random_state, seed_process
-from planner.executor.recorder import WARM_UP_STEPS, Recorder
+from planner.executor.recorder import Recorder
+from planner.executor.relay import Relay
+from planner.executor.reporting import run_report
 from planner.executor.stage_module import StageModule
-from planner.executor.timeline import gather_runs
 from planner.files import digest_of, read_balance
 from planner.model.autocast import autocast_dtype
-from planner.model.load import Batch, LoadedModel, load_model, to_device
-from planner.model.machine import cpu_name, keep_freed_memory
-from planner.model.precision import dtype_of, in_precision, to_precision
+from planner.model.load import Batch, to_device
+from planner.model.machine import keep_freed_memory
+from planner.model.precision import to_precision
+
+if TYPE_CHECKING:
+    from planner.core.run_waits import ProcessRun
 
 __all__ = ["Pipeline"]
 
@@ -76,32 +78,39 @@ class Pipeline:
         self.place = place_of(self.balance, rank, num_processes)
         self.watch = watch
         self.position = watch.position if watch is not None else Position()
-        self.position.names = {k: _stage_name(self.balance, k) for k in range(self.balance.num_stages)}
+        self.position.names = {k: stage_name(self.balance, k) for k in range(self.balance.num_stages)}
         self.position.stages, self.position.replica = self.place.stages, self.place.replica
         places = [place_of(self.balance, other, num_processes) for other in range(num_processes)]
         self.position.rank_names = {p.rank: self.position.name_of(p.stages, p.replica) for p in places}
         self.position.predicted_bytes = {stage.index: stage.peak_bytes for stage in self.balance.stages}
-        self.device = _device(device or self.balance.device)
+        self.device = device_of_rank(device or self.balance.device)
         torch.set_num_threads(self.balance.threads)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.losses: list[float] = []
         self._samples: list[int] = []
-        """Of every step, over all replicas: a mini-batch may be smaller than planned. Known where the loss is."""
+        """Of every step, over all replicas: a mini-batch may be smaller than planned."""
         self.runs: list[ProcessRun] = []
         """What every process did in the last steps; on rank 0, once there is a report."""
         self.step_index = 0
         """Steps since training began, also in an earlier process: what a step draws depends on it."""
         self.skipped = False
         """Whether the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages alike."""
+        self._loader: Loader | None = None
+        self._loader_state: Mapping[str, Any] | None = None
+        """Of a checkpoint, until `batches` is given the loader."""
+        self.at_end: list[Callable[[], None]] = []
+        """What is yet to be done when the loop has ended, on all ranks alike (`pipeline_script` does it)."""
+        self.at_close: list[Callable[[], None]] = []
         self._joined = False
         self._recorder = Recorder(self.device)
         try:
             seed_process(seed)  # a model that is made while its file is imported starts from it, too
-            self.model = _load(self.balance, Path(balance_path).parent)
+            self.model = load_planned(self.balance, Path(balance_path).parent)
             self.position.at("joining the others", waits_for=ANY)
             self._joined = join_job(self.device, timeout_s, self._told())
             self._groups = Groups.of(self.place)
+            self._relay = Relay(self.place, self._groups, self.device)
             self.position.at("building the model")
             self._assembly = Assembly(
                 self.balance,
@@ -171,30 +180,51 @@ class Pipeline:
         """By name in the model's state dict, the first of the names that its tensor has there."""
         return self._assembly.first_names
 
+    @property
+    def computation(self) -> dict[str, str]:
+        """Digests of what the whole model computes, which its tensors do not show: `loss` and `layers`."""
+        return self._assembly.computation
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of this rank beside tensors."""
         return {
             "step_index": self.step_index,
             "loss_scale": self._loss_scale.state_dict() if self._loss_scale is not None else None,
+            "loader": self._loader.state_dict() if self._loader is not None else self._loader_state,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state_dict`."""
-        self.step_index = state["step_index"]
+        self.step_index = int(state["step_index"])
+        self._loader_state = checked_state(state["loader"])
         if self._loss_scale is not None and state["loss_scale"] is not None:
             self._loss_scale.load_state_dict(state["loss_scale"])
 
-    def batches(self, steps: int) -> Iterator[Batch]:
+    def batches(self, steps: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
         """This rank's part of mini-batches until `steps` steps are done; those of steps done before are passed over.
 
-        They are the model's `train_batches`, else its `example_batch`.
+        Args:
+            steps: Of the whole run.
+            loader: Gives whole mini-batches `(inputs, targets)`, the same on every rank; it is begun anew when it ends,
+                and goes on in mid-epoch after a resume. By default the model's `train_batches`, else its
+                `example_batch`.
+
+        Raises:
+            UsageError: The loader is not the one that a resumed run had, or it is empty.
         """
-        if self.model.train_batches is None:
-            for step in range(self.step_index, steps):
-                yield self.own_part(*self.example_batch(step))
-            return
-        for pair in islice(drawn_alike(self._epochs(), self.seed), self.step_index, steps):
-            yield self.own_part(*pair)
+        drawn: Iterator[Any]
+        if loader is not None:
+            drawn = islice(self._loaded(loader), max(0, steps - self.step_index))
+        elif self._loader_state is not None:
+            raise UsageError(
+                "the checkpoint goes on in the middle of a loader, and `batches` is given none",
+                hint="give it the same loader as before: `pipeline.batches(given.steps, loader)`",
+            )
+        elif self.model.train_batches is None:
+            drawn = map(self.example_batch, range(self.step_index, steps))
+        else:
+            drawn = islice(drawn_alike(self._epochs(), self.seed), self.step_index, steps)
+        yield from starmap(self.own_part, drawn)  # no variable may hold a whole mini-batch through its step
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
         """What this rank needs of a mini-batch that every rank has: its replica's samples.
@@ -230,15 +260,15 @@ class Pipeline:
             return self.model.example_batch(self.balance.batch)
 
     @contextmanager
-    def step(self, inputs: Any, targets: Any) -> Iterator[float | None]:
+    def step(self, inputs: Any, targets: Any) -> Iterator[float]:
         """Forward and backward of a mini-batch; the block then steps the optimizer, and both are timed together.
 
         Gradients are those of the mini-batch's loss: the mean over its samples, or over what `loss_count` counts. They
         are added to what is there. A mini-batch may be smaller than planned (the last one of an epoch); of what does
         not fill a micro-batch a smaller one is made. With replicas every rank gives its own part (`batches`,
-        `own_part`), and gradients and loss are those of the whole. Yields the loss on the ranks with the first and the
-        last stage. Under `fp16-mixed` there are no gradients on any stage after a step in which they overflowed, the
-        optimizer then does nothing, and `skipped` is true.
+        `own_part`), and gradients and loss are those of the whole. Yields the loss, on every rank. Under `fp16-mixed`
+        there are no gradients on any stage after a step in which they overflowed, the optimizer then does nothing, and
+        `skipped` is true.
 
         Raises:
             UsageError: The mini-batch is larger than planned.
@@ -247,7 +277,7 @@ class Pipeline:
             yield loss
 
     @contextmanager
-    def accumulate(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float | None]:
+    def accumulate(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
         """As `step`, of one mini-batch that comes in several pieces, each of them no larger than the plan's.
 
         Gradients and loss are those of all pieces together.
@@ -273,65 +303,64 @@ class Pipeline:
         group = self._groups.pipeline
         return clip_gradients(own, max_norm, self.device, counted_elsewhere=counted_elsewhere, group=group)
 
-    def evaluate(self, inputs: Any, targets: Any) -> float | None:
+    @overload
+    def evaluate(self, inputs: Any, targets: Any) -> float: ...
+    @overload
+    def evaluate(
+        self, inputs: Any, targets: Any, *, metrics: Metrics | None = ..., outputs: bool = ...
+    ) -> Evaluation: ...
+    def evaluate(
+        self, inputs: Any, targets: Any, *, metrics: Metrics | None = None, outputs: bool = False
+    ) -> float | Evaluation:
         """The loss of a batch of any size in evaluation mode; every rank must call it, with its own part of the batch.
 
         Training goes on as if it had not been called.
 
+        Args:
+            inputs: As in `step`.
+            targets: As in `step`.
+            metrics: Is called with the output and the target of every micro-batch and gives numbers by name, which are
+                means over samples.
+            outputs: Whether to keep the outputs.
+
         Returns:
-            The loss, on the ranks with the first and the last stage.
+            The loss, on every rank; with `metrics` or `outputs`, these beside it.
         """
         batch = Batch(inputs, targets)
         parts = list(parts_of(batch, size_of(batch) or self.balance.replica_batch, self._assembly.micro_batch_size))
         self.position.at("the evaluation")
         weights = self._weights(parts)
+        observed = Observed(metrics, keeps_outputs=outputs)
         losses: list[Tensor] = []
         first = 0
         with keeping_random_state():
             for part in parts:
-                losses += self._evaluate(part, weights[first : first + part.micro_batches])
+                losses += self._evaluate(part, weights[first : first + part.micro_batches], observed)
                 first += part.micro_batches
-        loss, _ = self._share_loss(torch.stack(losses).sum() if losses else None)
+        names = self._relay.names(list(observed.sums)) if metrics is not None else []
+        numbers = [_sum_of(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
+        loss, samples, *sums = self._relay.everywhere(numbers, len(numbers))
         self.position.at("between steps")
-        return loss
+        if metrics is None and not outputs:
+            return loss
+        means = {name: total / samples for name, total in zip(names, sums, strict=True)}
+        return Evaluation(loss=loss, metrics=means, outputs=observed.outputs())
 
     def report(self) -> RunReport | None:
         """What the run took, on rank 0; None elsewhere. Every rank must call it."""
         self._recorder.close()
         self.position.at("the report", waits_for=ANY)
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(self._stage_runs(), gathered if self.rank == 0 else None)
-        runs = gather_runs(ProcessRun(self.rank, self.place.replica, self._recorder.steps), self.device)
-        if runs is None:
-            return None
-        self.runs = runs
-        stages = sorted((run for runs in gathered for run in runs), key=lambda run: (run.replica, run.index))
-        waits = Waits.of(runs, stages, warm_up=WARM_UP_STEPS, overlaps=self.device.type == "cuda")
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_name()
-        return RunReport(
-            generator=Generator(name="gpipe-plan", version=__version__),
-            plan_digest=self.balance.plan_digest,
+        self.runs, report = run_report(
+            self.balance,
+            self.place,
+            self._recorder,
+            self.modules,
+            device=self.device,
             seed=self.seed,
-            device=Device(kind=self.device.type, name=name),
-            environment=Environment(
-                torch=str(torch.__version__),
-                python=platform.python_version(),
-                dtype=self.balance.dtype or dtype_of(self.modules[0]),
-                threads=self.balance.threads,
-            ),
-            losses=tuple(self.losses),
-            step_us=tuple(round(time, 1) for time in self._recorder.step_us),
-            batch=self.balance.batch,
-            samples_per_s=tuple(
-                round(samples / time_us * 1e6, 1)
-                for samples, time_us in zip(self._samples, self._recorder.step_us, strict=False)
-            ),
-            bubble=waits.bubble,
-            overhead_us=waits.overhead_us,
-            warmup_steps=WARM_UP_STEPS,
-            stages=waits.stages,
-            boundaries=waits.boundaries,
+            losses=self.losses,
+            samples=self._samples,
         )
+        return report
 
     @property
     def last_step_us(self) -> float:
@@ -340,11 +369,13 @@ class Pipeline:
 
     @property
     def last_step_samples(self) -> int:
-        """Samples of the last step, over all replicas; on the ranks with the first and the last stage."""
+        """Samples of the last step, over all replicas."""
         return self._samples[-1]
 
     def close(self) -> None:
         """Leaves the job."""
+        for release in self.at_close:
+            release()
         self._recorder.close()
         if self._joined:
             dist.destroy_process_group()
@@ -359,6 +390,16 @@ class Pipeline:
             "--device": self.device.type,
             "torch": str(torch.__version__),
         }
+
+    def _loaded(self, loader: Iterable[Any]) -> Iterator[Any]:
+        if self._loader is None or self._loader.loader is not loader:
+            self._loader = Loader(loader, self.seed)
+            if self._loader_state is not None:
+                self._loader.load_state_dict(self._loader_state)
+            elif self.step_index:  # of a checkpoint that was written without it
+                next(islice(self._loader, self.step_index - 1, None), None)
+            self._loader_state = None
+        return iter(self._loader)
 
     def _epochs(self) -> Iterator[Any]:
         """All that `train_batches` gives, again and again."""
@@ -397,25 +438,7 @@ class Pipeline:
                 hint="drop the last mini-batch (`drop_last=True`), or choose a batch that fits the data",
             ) from error
 
-    def _stage_runs(self) -> list[StageRun]:
-        described = [self.balance.stages[index] for index in self.place.stages]
-        return [
-            StageRun(
-                index=stage.index,
-                replica=self.place.replica,
-                first=stage.layers[0],
-                last=stage.layers[-1],
-                forward_us=round(self._recorder.typical_us("forward", stage=stage.index), 1),
-                backward_us=round(self._recorder.typical_us("backward", stage=stage.index), 1),
-                recompute_us=round(self._recorder.typical_us("recompute", stage=stage.index), 1),
-                parameter_bytes=sum(p.nbytes for p in module.parameters()),
-                peak_bytes=self._recorder.peak_bytes,
-                outside_bytes=self._recorder.outside_bytes,
-            )
-            for stage, module in zip(described, self.modules, strict=True)
-        ]
-
-    def _forward_backward(self, parts: Sequence[Part]) -> float | None:
+    def _forward_backward(self, parts: Sequence[Part]) -> float:
         weights = self._weights(parts)
         self._assembly.tied.begin()
         if self._loss_scale is not None:
@@ -442,14 +465,13 @@ class Pipeline:
         self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
         if self._loss_scale is None and self._check_nan:
             check_gradients(dict(self.named_parameters()), self.position)
-        self.position.at("the loss", waits_for=self.place.num_stages - 1 if self.is_first else None)
+        self.position.at("the loss", waits_for=None if self.is_last else self.place.stages[-1] + 1)
         own_samples = sum(part.micro_batches * part.micro_batch_size for part in parts)
-        loss, samples = self._share_loss(torch.stack(losses).sum() if losses else None, own_samples)
-        if loss is not None:
-            if self.is_last and self._loss_scale is None:
-                check_losses(losses, loss, self.position)
-            self.losses.append(loss)
-            self._samples.append(samples)
+        loss, samples = self._relay.everywhere([_sum_of(losses), own_samples], 2)
+        if self.is_last and self._loss_scale is None:
+            check_losses(losses, loss, self.position)
+        self.losses.append(loss)
+        self._samples.append(int(samples))
         self.position.at("between steps")
         return loss
 
@@ -474,7 +496,7 @@ class Pipeline:
             engine.loss_scale = self._loss_scale.value
         return engine.step(self._input_tensors(part), self._targets(part, weights), weights)
 
-    def _evaluate(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
+    def _evaluate(self, part: Part, weights: Sequence[float], observed: Observed) -> list[Tensor]:
         """The same without gradients."""
         place = self.place
         forward = ForwardOnly(
@@ -486,9 +508,13 @@ class Pipeline:
             num_devices=place.num_devices,
         )
         self._assembly.expect(part, training=False)
-        self.modules[-1].targets = self._targets(part, weights)
-        losses = forward.run(micro_batches_of(self._input_tensors(part), part.micro_batches))
-        self.modules[-1].targets = []
+        last = self.modules[-1]
+        last.targets, last.seen = self._targets(part, weights), observed.see if self.is_last else None
+        observed.expect(part, self._targets(part, [1.0] * len(weights)))
+        try:
+            losses = forward.run(micro_batches_of(self._input_tensors(part), part.micro_batches))
+        finally:
+            last.targets, last.seen = [], None
         return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
 
     def _input_tensors(self, part: Part) -> list[Tensor]:
@@ -505,54 +531,9 @@ class Pipeline:
         targets = micro_batches_of(to_device(part.batch.targets, self.device), part.micro_batches)
         return [target if weight else UNCOUNTED for target, weight in zip(targets, weights, strict=True)]
 
-    def _share_loss(self, loss: Tensor | None, samples: int = 0) -> tuple[float | None, int]:
-        """Both summed over all replicas, on the ranks with the first and the last stage; no other rank waits for it."""
-        place, group = self.place, self._groups.pipeline
-        if loss is not None:
-            sums = torch.stack([loss.double(), torch.full_like(loss, samples, dtype=torch.float64)])
-            if self._groups.replicas is not None:
-                dist.all_reduce(sums, group=self._groups.replicas)
-            if not place.is_first:
-                self._loss_sent = dist.isend(sums, place.rank_of(0), group=group)
-        elif place.is_first:
-            sums = torch.empty(2, dtype=torch.float64, device=self.device)
-            dist.recv(sums, place.rank_of(place.num_stages - 1), group=group)
-        else:
-            return None, samples
-        return float(sums[0]), int(sums[1])
-
 
 # Private functions
 
 
-def _load(balance: Balance, folder: Path) -> LoadedModel:
-    path, colon, entry = balance.model.source.rpartition(":")
-    optimizer = None if balance.optimizer in ("", "build_optimizer") else balance.optimizer
-    settings = {name: str(value) for name, value in balance.model.settings.items()}
-    source = f"{os.path.relpath(folder / path)}{colon}{entry}"
-    loaded = load_model(
-        source,
-        settings=settings,
-        inputs=balance.model.inputs,
-        optimizer=optimizer,
-        granularity=balance.model.granularity,
-    )
-    return in_precision(loaded, balance.dtype)
-
-
-def _stage_name(balance: Balance, stage: int) -> str:
-    layers = balance.stages[stage].layers
-    return f"stage {stage} (layer{f's {layers[0]} to' * (len(layers) > 1)} {layers[-1]})"
-
-
-def _device(name: str) -> torch.device:
-    if name != "cuda":
-        return torch.device(name)
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.device_count() <= local:
-        raise UsageError(
-            f"the plan is for CUDA, and this machine has {torch.cuda.device_count()} CUDA devices for rank {local}",
-            hint="run on the machine it was planned for, or pass `--device cpu` to try it out",
-        )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+def _sum_of(losses: Sequence[Tensor]) -> Tensor | float:
+    return torch.stack(list(losses)).sum() if losses else 0.0

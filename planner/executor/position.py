@@ -62,8 +62,12 @@ class Position:
         return self.name_of(self.stages if stage is None else (stage,), self.replica)
 
     def name_of(self, stages: tuple[int, ...], replica: int) -> str:
-        """Stages of a replica, in words."""
-        name = " and ".join(self.names.get(k, f"stage {k}") for k in stages)
+        """Stages of a replica, in words; those of one process are one thing, whatever their number."""
+        names = [self.names.get(k, f"stage {k}") for k in stages]
+        name = names[0] if names else ""
+        if len(names) > 1:
+            *before, last = [name.removeprefix("stage ") for name in names]
+            name = f"the process of stages {', '.join(before)} and {last}"
         return f"{name} of replica {replica}" if name and replica else name
 
     @property

@@ -5,18 +5,29 @@ in one piece can draw the same. Outside of steps every rank's generators go on a
 is shuffled alike on every rank.
 """
 
+# ruff: noqa: NPY002 - the global generator is what a script draws from
+
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
-__all__ = ["StepSeeds", "keeping_random_state", "layer_seed", "seed_process"]
+__all__ = [
+    "HostStates",
+    "StepSeeds",
+    "keeping_random_state",
+    "layer_seed",
+    "seed_process",
+]
 
 _MASK = (1 << 64) - 1
+_NUMPY_WORDS = 624
 
 
 @dataclass(frozen=True)
@@ -51,16 +62,71 @@ def seed_process(seed: int) -> None:
     """Seeds every generator that a model file or a script may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % (1 << 32))
+    np.random.seed(seed % (1 << 32))
+
+
+class HostStates(NamedTuple):
+    """Where the generators of the host are that a script may draw from."""
+
+    torch: Tensor
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> "HostStates":
+        """Those of this process."""
+        return cls(torch.get_rng_state(), random.getstate(), cast("tuple[Any, ...]", np.random.get_state(legacy=True)))
+
+    @classmethod
+    def seeded(cls, seed: int) -> "HostStates":
+        """Those after all were seeded; the process's stay as they are."""
+        before = cls.now()
+        try:
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+            return cls.now()
+        finally:
+            before.restore()
+
+    @classmethod
+    def from_plain(cls, states: Mapping[str, Any]) -> "HostStates":
+        """Those that `plain` was made of; raises, as of one thing or another, where it was not."""
+        version, internal, gauss = states["python"]
+        kind, key, position, *rest = states["numpy"]
+        # NumPy believes both, and reads past the end of its state.
+        if kind != "MT19937" or type(position) is not int or not 0 <= position <= len(key) == _NUMPY_WORDS:
+            raise ValueError("it is no state of NumPy's generator")
+        numpy = (kind, np.array(key, dtype=np.uint32), position, *rest)
+        return cls(states["torch"], (version, tuple(internal), gauss), numpy)
+
+    def plain(self) -> dict[str, Any]:
+        """The same of numbers, lists and a tensor alone, so that any file can hold it."""
+        version, internal, gauss = self.python
+        kind, key, position, has_gauss, cached = self.numpy
+        numpy = [str(kind), key.tolist(), int(position), int(has_gauss), float(cached)]
+        return {"torch": self.torch, "python": [version, list(internal), gauss], "numpy": numpy}
+
+    def restore(self) -> None:
+        """The process goes on from them."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
 
 
 @contextmanager
 def keeping_random_state() -> Iterator[None]:
     """Afterwards torch's generators go on as if nothing had been drawn."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    with torch.random.fork_rng(devices=() if device is None else (device,)):
+    # Bytes, no tensor: a stage may need less memory than 5 kB, and nothing else of a step is that of no layer.
+    state = torch.get_rng_state().numpy().tobytes()
+    of_device = None if device is None else torch.cuda.get_rng_state(device)
+    try:
         yield
+    finally:
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        if device is not None and of_device is not None:
+            torch.cuda.set_rng_state(of_device, device)
 
 
 # Private functions

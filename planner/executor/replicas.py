@@ -16,6 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from planner.core.costs import BUCKET_BYTES
 from planner.core.errors import ModelError
+from planner.executor.gradients import expect_dense
 
 __all__ = ["ReplicaGradients"]
 
@@ -127,6 +128,7 @@ class _Bucket:
         if self._work is not None:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        expect_dense(gradients, "replicas")
         is_alone = len(gradients) == 1 and gradients[0].is_contiguous()
         flat = gradients[0].view(-1) if is_alone else _flatten_dense_tensors(gradients)
         self._sums = _unflatten_dense_tensors(flat, [p.detach() for p in self.parameters])

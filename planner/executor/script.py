@@ -13,10 +13,10 @@ import torch.distributed as dist
 from planner.core.errors import UsageError
 from planner.core.units import format_bytes, format_speed, format_us, parse_us
 from planner.executor.checkpoint import Checkpoints
-from planner.executor.failure import Watch
+from planner.executor.failure import Stopped, Watch
 from planner.executor.pipeline import Pipeline
 from planner.executor.trace import trace_json
-from planner.files import write, write_text
+from planner.files import check_outputs, write, write_text
 
 __all__ = ["Arguments", "arguments", "checkpoints", "pipeline_script", "progress"]
 
@@ -77,6 +77,7 @@ def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipe
 
     The exit code is 2 then, and 143 (130) where SIGTERM (SIGINT) ended the run.
     """
+    check_outputs({"--report": given.report, "--trace": given.trace}, (str(balance_path),))
     pipeline: Pipeline | None = None
     with Watch(given.timeout / 1e6) as watch:
         try:
@@ -89,10 +90,12 @@ def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipe
                 watch=watch,
             )
             yield pipeline
+            for done in pipeline.at_end:
+                done()
             _finish(pipeline, given)
         except BaseException as error:
             # Where others have failed, too, leaving them in order might never end.
-            if pipeline is not None and (isinstance(error, SystemExit) or dist.get_world_size() == 1):
+            if pipeline is not None and (isinstance(error, Stopped) or dist.get_world_size() == 1):
                 pipeline.close()
             raise
         pipeline.close()
@@ -120,7 +123,7 @@ def checkpoints(pipeline: Pipeline, given: Arguments, optimizer: torch.optim.Opt
     )
 
 
-def progress(pipeline: Pipeline, step: int, loss: float | None) -> None:
+def progress(pipeline: Pipeline, step: int, loss: float) -> None:
     """One line per step, on the first rank."""
     if pipeline.rank == 0:
         took_us = pipeline.last_step_us

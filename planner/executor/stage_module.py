@@ -8,7 +8,8 @@ Where the plan recomputes single layers, each of them is a checkpoint of its own
 saves is computed again just before its backward. The last layer of the last stage is one together with the loss.
 
 Before each layer the random generators are seeded for it (`random_state`), so that it draws the same when it runs
-again. Running statistics of batch normalisations are left alone until the mini-batch is over (`batch_norm`).
+again. Running statistics of batch normalisations are left alone until the mini-batch is over (`batch_norm`); other
+buffers that a layer writes are, when it runs again, what they were the first time (`replay`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +30,12 @@ from planner.executor.batch_norm import BatchStatistics
 from planner.executor.losses import UNCOUNTED, nothing_of
 from planner.executor.random_state import StepSeeds
 from planner.executor.recompute import Recomputed, recomputing
+from planner.executor.replay import LayerState
 from planner.executor.shape_run import FakeRun, MetaRun
 from planner.model.autocast import autocast_dtype
 from planner.model.chain import Chain, Layer, register
+from planner.model.layout import laid_out, shape_like
+from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
 
 __all__ = ["Boundary", "Shapes", "StageModule", "evaluating", "shapes_of"]
@@ -48,13 +52,7 @@ class Boundary:
     def of(cls, value: Any) -> "Boundary":
         """The shape of `value`, whose tensors must be on the meta device; gradients are required where it has them."""
         leaves, spec = tree_flatten(value)
-        metas = [
-            torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
-            if isinstance(t, Tensor)
-            else t
-            for t in leaves
-        ]
-        return cls(tuple(metas), spec)
+        return cls(tuple(shape_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -67,6 +65,31 @@ class Boundary:
             return tensors[0] if tensors else self.leaves[0]
         given = iter(tensors)
         return tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
+
+    def expect(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
+        """Makes sure that what is about to be sent is what the next stage waits for.
+
+        Args:
+            leaves: What is to be sent, taken apart.
+            spec: Its structure.
+            received: What the stage got.
+
+        Raises:
+            ModelError: It is not: the next stage would read something else than what was sent.
+        """
+        same = spec == self.spec and all(
+            (leaf.shape, leaf.dtype) == (known.shape, known.dtype)
+            if isinstance(known, Tensor) and isinstance(leaf, Tensor)
+            else type(leaf) is type(known) and leaf == known
+            for leaf, known in zip(leaves, self.leaves, strict=False)
+        )
+        if not same:
+            raise ModelError(
+                f"a stage that got {_described(received)} was to send {_described(self.leaves)} and has "
+                f"{_described(leaves)}: the next one waits for what the model made of its `example_batch`",
+                hint="give inputs of the same shape in every step (pad or cut them), or plan for these: let "
+                "`example_batch` return them, and profile again",
+            )
 
 
 @dataclass(frozen=True)
@@ -165,11 +188,13 @@ class StageModule(nn.Module):
     """Layers of one stage, called by the engine with the tensors of one micro-batch.
 
     `micro_batch` is set before each forward, and before each step `seeds`, `targets` (the last stage's, of every
-    micro-batch), and `micro_batches` and `received`, which are others where a mini-batch is smaller than planned.
+    micro-batch), and `micro_batches`, `received` and `sent`, which are others where a mini-batch is smaller than
+    planned.
 
     Args:
         layers: The layers.
         received: What crosses the boundary in front of them.
+        sent: What crosses the one behind them, and how it must lie (contiguous without); none on the last stage.
         recompute: On which micro-batches the stage is recomputed as a whole; with `layers`, only `recomputed` is.
         micro_batches: M.
         loss_fn: The loss, on the last stage.
@@ -188,6 +213,7 @@ class StageModule(nn.Module):
         layers: Sequence[Layer],
         *,
         received: Boundary,
+        sent: Boundary | None = None,
         recompute: Recompute,
         micro_batches: int,
         loss_fn: Callable[[Any, Any], Tensor] | None,
@@ -211,22 +237,33 @@ class StageModule(nn.Module):
         self._first_layer = first_layer
         self._running = 0
         self.seeds = StepSeeds(0, 0)
-        self.received = received
+        self.received, self.sent = received, sent
         self._recompute = recompute
         self.micro_batches = micro_batches
         self._loss_fn = loss_fn
         self._copies_input = copies_input
         self._carries = tuple(carries)
         self._recomputed = dict(recomputed or {})
+        self._state = LayerState((layer.name, layer.module) for layer in layers)
+        self._states = {n: LayerState([(layers[n].name, layers[n].module)]) for n in self._recomputed}
         self.micro_batch = 0
         self.targets: list[Any] = []
+        self.seen: Callable[[int, Any], None] | None = None
+        """On the last stage, is given every micro-batch's output, as the loss function gets it."""
         self.timed_again: Callable[[Callable[[], Any]], Any] = _called
         """Calls what may be recomputation, and notes how long that took."""
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The tensors behind this stage, contiguous; the loss on the last stage."""
+        """The tensors behind this stage, dense; the loss on the last stage."""
         with self.statistics.collecting():
             return self._forward(*tensors)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Those of today: a layer may have put another tensor in a buffer's place."""
+        for layer in self._layers:
+            if isinstance(layer, ModelStage):
+                layer.share_with(self)
+        return super().named_buffers(*args, **kwargs)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Every module that it runs in evaluation mode; see `evaluating`."""
@@ -242,9 +279,8 @@ class StageModule(nn.Module):
         # wants an input that requires a gradient, which the first stage does not have.
         anchor = torch.zeros((), requires_grad=True)
         given = (anchor, self.micro_batch, targets, *tensors)
-        result: Tensor | tuple[Tensor, ...] = checkpoint(
-            self._timed(self._run), *given, use_reentrant=True, preserve_rng_state=False
-        )
+        run = self._timed(self._state.replaying(self._run))
+        result: Tensor | tuple[Tensor, ...] = checkpoint(run, *given, use_reentrant=True, preserve_rng_state=False)
         if isinstance(result, Tensor) or not self._carries:
             return result
         # All that this kind returns would want a gradient, and nobody sends one for a mask.
@@ -280,26 +316,35 @@ class StageModule(nn.Module):
             again = self._recomputed.get(index)
             if again is None:
                 value = run(value)
-            elif index < last or self._loss_fn is None:
-                value = recomputing(self._timed(run), again, value)
-            else:
-                loss: Tensor = recomputing(self._timed(partial(self._loss_of, run, targets)), again, value)
+                continue
+            is_all = index == last and self._loss_fn is not None
+            run = self._states[index].replaying(partial(self._loss_of, run, targets) if is_all else run)
+            value = recomputing(self._timed(run), again, value)
+            if is_all:
+                loss: Tensor = value
                 return loss
         if self._loss_fn is not None:
             return self._loss(value, targets)
-        leaves = [value] if isinstance(value, Tensor) else tree_flatten(value)[0]
-        return tuple(leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor))
+        leaves, spec = tree_flatten(value)
+        made = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if self.sent is None:
+            return tuple(tensor.contiguous() for tensor in made)
+        self.sent.expect(leaves, spec, tensors)
+        return tuple(laid_out(tensor, shape) for tensor, shape in zip(made, self.sent.tensors, strict=True))
 
     def _run_layer(self, index: int, micro_batch: int, value: Any) -> Any:
         vars(self)["_running"] = micro_batch  # a module's own `__setattr__` takes 5 us
         self._seed(index)
-        return self._layers[index](value)
+        with without_reentrance():
+            return self._layers[index](value)
 
     def _loss_of(self, run: Callable[[Any], Any], targets: Any, value: Any) -> Tensor:
         return self._loss(run(value), targets)
 
     def _loss(self, output: Any, targets: Any) -> Tensor:
         assert self._loss_fn is not None
+        if self.seen is not None:
+            self.seen(self.micro_batch, output)
         return nothing_of(output) if targets is UNCOUNTED else self._loss_fn(output, targets)
 
     def _seed(self, index: int, further: int = 0) -> None:
@@ -307,6 +352,14 @@ class StageModule(nn.Module):
 
 
 # Private functions
+
+
+def _described(leaves: Sequence[Any]) -> str:
+    shown = (
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+    return ", ".join(shown) or "nothing"
 
 
 def _called(work: Callable[[], Any]) -> Any:

@@ -1,29 +1,105 @@
 """The key-value store that all processes of a job share."""
 
 import os
+import time
+import uuid
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-__all__ = ["job_store"]
+from planner.core.errors import TrainingError
+
+__all__ = ["holds_store", "job_store"]
+
+_HELLO, _ANSWER, _JOINED = "gpipe-plan/hello", "gpipe-plan/answer", "gpipe-plan/joined"
+_ASKED_EVERY_S = 0.05
+
+
+def holds_store() -> bool:
+    """Whether the job's store is in this process, and gone when it ends."""
+    return os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def job_store(timeout: timedelta) -> Store:
     """The launcher's store, or where it has none, one that the first rank holds.
 
-    `torchrun --standalone` keeps its store when it starts the processes again (torch 2.13). They would find the
-    addresses of those that are gone, so each start has keys of its own.
+    A launcher may keep its store when it starts the processes again. They would find the addresses of those that are
+    gone, so each start has keys of its own.
 
     Args:
         timeout: For being found, and for whatever is asked of it.
+
+    Raises:
+        TrainingError: The others did not come.
     """
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=not by_launcher and os.environ["RANK"] == "0",
+        is_master=holds_store(),
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return PrefixStore(f"gpipe-plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"gpipe-plan/{_start(store, timeout)}", store)
+
+
+# Private functions
+
+
+def _start(store: TCPStore, timeout: timedelta) -> str:
+    """A name for this start of the job's processes, the same on all of them."""
+    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"], os.environ["WORLD_SIZE"]
+    key = os.getpid(), *address  # a process that was forked has agreed on nothing
+    if key not in _agreed:
+        _agreed[key] = _agree(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
+    return _agreed[key]
+
+
+_agreed: dict[tuple[int | str, ...], str] = {}
+"""What this process has agreed on with the others: it asks for the store more than once."""
+
+
+def _agree(store: TCPStore, rank: int, world: int, timeout: timedelta) -> str:
+    """The first rank's choice, answered to who says hello under a name that no process had before.
+
+    torchrun counts its restarts (`TORCHELASTIC_RESTART_COUNT`) on each machine by itself, so that one that was lost
+    and came back counts less than the others.
+    """
+    mine = uuid.uuid4().hex
+    store.set(f"{_HELLO}/{rank}", mine)
+    if rank == 0:
+        _answer_all(store, mine, world, timeout)
+        return mine
+    try:
+        store.wait([f"{_ANSWER}/{mine}"], timeout)
+    except dist.DistError as error:
+        raise _missing("rank 0", timeout) from error
+    start = store.get(f"{_ANSWER}/{mine}").decode()
+    store.set(f"{_JOINED}/{start}/{rank}", "")
+    return start
+
+
+def _answer_all(store: TCPStore, start: str, world: int, timeout: timedelta) -> None:
+    """Until every rank has joined; what an earlier process said under its rank is answered, too, and read by nobody."""
+    end = time.monotonic() + timeout.total_seconds()
+    answered: set[str] = set()
+    missing = list(range(1, world))
+    while missing:
+        for rank in missing:
+            hello = store.get(f"{_HELLO}/{rank}").decode() if store.check([f"{_HELLO}/{rank}"]) else ""
+            if hello and hello not in answered:
+                store.set(f"{_ANSWER}/{hello}", start)
+                answered.add(hello)
+        missing = [rank for rank in missing if not store.check([f"{_JOINED}/{start}/{rank}"])]
+        if missing and time.monotonic() > end:
+            raise _missing(f"rank {missing[0]}", timeout)
+        if missing:
+            time.sleep(_ASKED_EVERY_S)
+
+
+def _missing(who: str, timeout: timedelta) -> TrainingError:
+    return TrainingError(
+        f"{who} did not join within {timeout.total_seconds():g} s",
+        hint="start the script on all machines, with as many processes as the plan needs",
+    )

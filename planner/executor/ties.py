@@ -2,14 +2,17 @@
 
 Every rank holds a copy. The copies start equal (same seed), and stay equal because each optimizer sees the same
 gradient: the sum over all ranks, those of the other replicas included. Stages of one rank share the parameter itself.
+What is frozen has no gradient, and needs no sum: it stays as it is.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from planner.core.errors import ModelError
+from planner.executor.gradients import expect_dense
 from planner.executor.placement import Place
 
 __all__ = ["TiedGradients"]
@@ -23,6 +26,10 @@ class TiedGradients:
         parameters: This rank's parameters by name.
         place: Where this rank is.
         stage_of: The stage of every layer.
+        trained: The names of the parameters of all stages that are trained.
+
+    Raises:
+        ModelError: One is trained under one name and frozen under another, which another rank holds.
     """
 
     def __init__(
@@ -31,14 +38,21 @@ class TiedGradients:
         parameters: Mapping[str, nn.Parameter],
         place: Place,
         stage_of: Sequence[int],
+        *,
+        trained: Collection[str],
     ) -> None:
         self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._kept_elsewhere: list[nn.Parameter] = []
+        self._summed: list[Tensor] = []
+        """Until the next step: a thread of gloo's holds them a little longer than their sum takes. What that lets go of
+        last, no recorder of this thread sees go."""
         self.counted_elsewhere: list[nn.Parameter] = []
         """Those of this rank that another one of its replica has, too, and counts where each must count once."""
         for owners in shared:
             stages = {stage_of[layer] for layer, _ in owners}
             if len({place.rank_of(stage) for stage in stages}) < 2:
+                continue
+            if not _is_trained([name for _, name in owners], trained):
                 continue
             ranks = sorted({place.rank_of(s, replica) for s in stages for replica in range(place.num_replicas)})
             # Every rank must take part in making every group, its own or not.
@@ -53,6 +67,7 @@ class TiedGradients:
 
     def begin(self) -> None:
         """Before backward: of gradients that are there already, and the same on all, one copy stays to add to."""
+        self._summed.clear()
         for parameter in self._kept_elsewhere:
             parameter.grad = None
 
@@ -66,4 +81,21 @@ class TiedGradients:
         for parameter, group in self._groups:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            expect_dense([parameter.grad], "ranks that share a parameter")
             dist.all_reduce(parameter.grad, group=group)
+            self._summed.append(parameter.grad)
+
+
+# Private functions
+
+
+def _is_trained(names: Sequence[str], trained: Collection[str]) -> bool:
+    frozen = [name for name in names if name not in trained]
+    if frozen and len(frozen) < len(names):
+        other = next(name for name in names if name in trained)
+        raise ModelError(
+            f'"{frozen[0]}" is frozen and lies in the memory of "{other}", which is trained on another rank: '
+            "it would not follow",
+            hint="make them one parameter, or keep their layers in one stage (`--together`)",
+        )
+    return not frozen

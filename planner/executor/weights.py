@@ -4,19 +4,21 @@ All names are those of the model's own state dict. A tensor that has several (ti
 once, under the first of them; a file from elsewhere may hold it under any.
 """
 
-import pickle
-import warnings
+import functools
+import json
+import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from planner.core.errors import FileError, UsageError
+from planner.executor.inert import InertError, Pairs, read_inert
+from planner.executor.stored import StoredFolder, first_line, read_folder
+from planner.files.writing import sync_folder
 from planner.model.ghosts import storage_of
 
 __all__ = [
@@ -24,8 +26,6 @@ __all__ = [
     "export_weights",
     "first_names",
     "load_weights",
-    "read_into",
-    "read_metadata",
     "whole_state",
     "write_weights",
 ]
@@ -86,19 +86,14 @@ def export_weights(folder: str, path: str) -> int:
     Raises:
         FileError: There is no checkpoint, or the file cannot be written.
     """
-    metadata = read_metadata(folder)
-    names = _model_names(metadata)
-    state: dict[str, Tensor] = {}
-    for name, key in names.items():
-        stored = metadata.state_dict_metadata[key]
-        if isinstance(stored, TensorStorageMetadata):
-            state[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
-    _read_folder(folder, metadata, state)
-    if TIED in metadata.state_dict_metadata:
-        held: dict[str, Any] = {TIED: None}
-        read_into(folder, held)
+    stored = read_folder(folder)
+    state = {name: stored.tensor(key) for name, key in _model_names(stored).items()}
+    if TIED in stored:
         # In the model's own order, and what is tied is one tensor under all its names.
-        state = {name: state[first] for name, first in pickle.loads(held[TIED]).items()}  # noqa: S301 - our own
+        firsts = _tied_names(stored)
+        if not set(firsts.values()) <= set(state):
+            raise FileError("names weights as tied that it lacks", path=folder)
+        state = {name: state[first] for name, first in firsts.items()}
     write_weights(state, path)
     return len(state)
 
@@ -122,32 +117,15 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
     partial = f"{path}.partial"
     try:
         _write(state, partial, as_safetensors=path.endswith(".safetensors"))
+        with Path(partial).open("rb+") as file:
+            os.fsync(file.fileno())
+        if Path(path).is_file():
+            Path(partial).chmod(stat.S_IMODE(Path(path).stat().st_mode))
         Path(partial).replace(path)
+        sync_folder(Path(path).parent)
     except (OSError, RuntimeError) as error:
         Path(partial).unlink(missing_ok=True)
         raise FileError(f"cannot be written: {error}", path=path) from error
-
-
-def read_metadata(folder: str) -> Metadata:
-    """What a checkpoint holds.
-
-    Raises:
-        FileError: It is none, or was not written to its end.
-    """
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except Exception as error:
-        raise FileError("is no checkpoint (it has no readable `.metadata`)", path=folder) from error
-
-
-def read_into(folder: str, state: dict[str, Any]) -> None:
-    """Fills the tensors in a nest of dicts with what a checkpoint holds there, and replaces what is no tensor.
-
-    This process reads for itself: it needs nobody else, and the others need not wait.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
 # Private functions
@@ -159,16 +137,21 @@ Reader = Callable[[Mapping[str, Tensor]], None]
 def _opened(path: str) -> tuple[dict[str, torch.Size], Reader]:
     """Shapes by name, and what reads the tensors."""
     if Path(path).is_dir():
-        metadata = read_metadata(path)
-        shapes = {
-            name: stored.size
-            for name, key in _model_names(metadata).items()
-            if isinstance(stored := metadata.state_dict_metadata[key], TensorStorageMetadata)
-        }
-        return shapes, lambda tensors: _read_folder(path, metadata, tensors)
+        return _opened_folder(path)
     if not Path(path).is_file():
         raise FileError("no such file or folder", path=path)
     return _opened_safetensors(path) if path.endswith(".safetensors") else _opened_file(path)
+
+
+def _opened_folder(path: str) -> tuple[dict[str, torch.Size], Reader]:
+    stored = read_folder(path)
+    keys = _model_names(stored)
+
+    def read(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            stored.read(keys[name], tensor)
+
+    return {name: stored.tensors[key].shape for name, key in keys.items()}, read
 
 
 def _opened_file(path: str) -> tuple[dict[str, torch.Size], Reader]:
@@ -176,9 +159,8 @@ def _opened_file(path: str) -> tuple[dict[str, torch.Size], Reader]:
         # Mapped: a page is read when its tensor is copied.
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
-        told = str(error).strip().splitlines()
         raise FileError(
-            f"cannot be read as weights: {type(error).__name__}: {told[0] if told else ''}",
+            f"cannot be read as weights: {type(error).__name__}: {first_line(error)}",
             path=path,
             hint="save a state dict: `torch.save(model.state_dict(), path)`",
         ) from error
@@ -187,11 +169,11 @@ def _opened_file(path: str) -> tuple[dict[str, torch.Size], Reader]:
             state = state[key]
     if not isinstance(state, dict):
         raise FileError(f"holds a {type(state).__name__}, not a state dict", path=path)
-    held = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    held = {name: tensor for name, tensor in state.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
 
     def read(tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            tensor.copy_(held[name])
+            _copy(tensor, functools.partial(held.__getitem__, name), f'{path}: "{name}"')
 
     return {name: tensor.shape for name, tensor in held.items()}, read
 
@@ -201,27 +183,46 @@ def _opened_safetensors(path: str) -> tuple[dict[str, torch.Size], Reader]:
         from safetensors import safe_open  # noqa: PLC0415 - a package that only such a file needs
     except ImportError as error:
         raise FileError("safetensors is not installed", path=path, hint="pip install safetensors") from error
-    file: Any = safe_open(path, framework="pt")
+    try:
+        file: Any = safe_open(path, framework="pt")
+        shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
+    except Exception as error:
+        raise FileError(f"cannot be read as safetensors: {first_line(error)}", path=path) from error
 
     def read(tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            tensor.copy_(file.get_tensor(name))
+            _copy(tensor, functools.partial(file.get_tensor, name), f'{path}: "{name}"')
 
-    return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}, read  # noqa: SIM118 - no dict
+    return shapes, read
 
 
-def _model_names(metadata: Metadata) -> dict[str, str]:
+def _copy(target: Tensor, read: Callable[[], Tensor], place: str) -> None:
+    try:
+        target.copy_(read())
+    except Exception as error:
+        raise FileError(f"cannot be read: {first_line(error)}", path=place) from error
+
+
+def _model_names(stored: StoredFolder) -> dict[str, str]:
     """Name in the model to key, of a checkpoint of ours (all under `model`) or of any state dict."""
-    keys = [key for key, stored in metadata.state_dict_metadata.items() if isinstance(stored, TensorStorageMetadata)]
-    ours = {key.removeprefix("model."): key for key in keys if key.startswith("model.")}
-    return ours or {key: key for key in keys}
+    ours = {key.removeprefix("model."): key for key in stored.tensors if key.startswith("model.")}
+    return ours or {key: key for key in stored.tensors}
 
 
-def _read_folder(folder: str, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    keys = _model_names(metadata)
-    if tensors:
-        state = {keys[name]: tensor for name, tensor in tensors.items()}
-        read_into(folder, state)
+def _tied_names(stored: StoredFolder) -> dict[str, str]:
+    """What `first_names` said when the checkpoint was written; checkpoints of version 1 hold it as a pickle."""
+    held = stored.value(TIED)
+    try:
+        if isinstance(held, bytes):
+            pairs = read_inert(held, admits=lambda _: False)
+            names = pairs.strings() if isinstance(pairs, Pairs) else None
+        else:
+            names = json.loads(held)
+    except (InertError, TypeError, ValueError, RecursionError) as error:
+        raise FileError(f"its names of tied weights cannot be read: {error}", path=stored.folder) from error
+    if not isinstance(names, dict) or not all(isinstance(name, str) for pair in names.items() for name in pair):
+        raise FileError("its names of tied weights are no names", path=stored.folder)
+    return names
 
 
 def _check_names(path: str, given: Iterable[str], names: Mapping[str, str]) -> None:

@@ -1,7 +1,8 @@
 """Files to values and back: strict reading, digests, atomic writing. Alone in knowing yaml and pydantic."""
 
 from planner.files.canonical import digest_of, to_plain
-from planner.files.places import profile_for, profile_path, reference_path
+from planner.files.overwriting import check_outputs
+from planner.files.places import model_path, profile_for, profile_path, reference_path
 from planner.files.reading import (
     json_schema,
     read,
@@ -19,10 +20,12 @@ from planner.files.writing import check_writable, dump, write, write_text
 
 __all__ = [
     "at_revision",
+    "check_outputs",
     "check_writable",
     "digest_of",
     "dump",
     "json_schema",
+    "model_path",
     "profile_for",
     "profile_path",
     "read",

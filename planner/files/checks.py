@@ -6,6 +6,8 @@ from typing import Any
 
 from planner.core.balance import Balance, StageBalance
 from planner.core.calibration import Calibration
+from planner.core.cluster import Link
+from planner.core.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, RATES, SPEEDS
 from planner.core.links import Links
 from planner.core.partial import Partial
 from planner.core.plan import Inputs, Plan, Stage
@@ -30,11 +32,12 @@ def problems_of(
         yield from _balance_problems(value)
     elif isinstance(value, Links):
         yield from _links_problems(value)
-    elif isinstance(value, Calibration):
-        if value.compute == 0:
-            yield ("compute",), "must be above 0", "1 is what was profiled, 2 takes twice as long"
     elif isinstance(value, Partial):
         yield from _partial_problems(value)
+    elif isinstance(value, Calibration) and not _is_speed(value.compute):
+        yield ("compute",), _COMPUTE, "1 is what was profiled, 2 takes twice as long"
+    elif isinstance(value, RunReport) and not value.stages:
+        yield ("stages",), "a run has at least one stage", ""
 
 
 def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
@@ -49,17 +52,16 @@ def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
     elif isinstance(value, (int, float)) and at[0] != "losses":
         if value < 0:
             yield at, f"must not be negative, got {value}", ""
-        elif value > _LARGEST:
+        elif value > LARGEST:
             yield at, "is too large to compute with", ""
-
-
-_LARGEST = 2**60
 
 
 def _profile_problems(profile: Profile) -> Iterator[Problem]:
     sizes = profile.micro_batch_sizes
     if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
         yield ("micro_batch_sizes",), f"expected different sizes of at least 1, got {list(sizes)}", ""
+    if sizes and max(sizes) > MOST_BATCH:
+        yield ("micro_batch_sizes",), f"at most {MOST_BATCH} samples are planned for", ""
     if not profile.layers:
         yield ("layers",), "a profile needs at least one layer", ""
     seen: dict[str, int] = {}
@@ -94,6 +96,9 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
             yield ("stages", n, "device"), f"there are devices 0 to {plan.inputs.devices - 1}, got {stage.device}", ""
     if plan.micro_batches < 1:
         yield ("micro_batches",), "must be at least 1", ""
+    elif plan.micro_batches * len(plan.balance) > MOST_ACTIONS:
+        text = f"{len(plan.balance)} stages with {plan.micro_batches} micro-batches are more than is simulated"
+        yield ("micro_batches",), text, f"stages times micro-batches are at most {MOST_ACTIONS}"
     elif plan.micro_batches * plan.micro_batch_size * plan.replicas != plan.inputs.batch:
         side_by_side = f" in each of {plan.replicas} replicas" if plan.replicas > 1 else ""
         text = (
@@ -105,15 +110,37 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     yield from _recompute_problems(plan.stages)
 
 
+_COMPUTE = "must be from 1e-6 to 1e6"
+_RATE = "must be from 1 to 1e18 bytes per second, or 0"
+
+
+def _is_speed(value: float) -> bool:
+    return SPEEDS[0] <= value <= SPEEDS[1]
+
+
+def _is_rate(link: Link) -> bool:
+    return link.bytes_per_s == 0 or RATES[0] <= link.bytes_per_s <= RATES[1]
+
+
 def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
     if len(inputs.memory_bytes) != inputs.devices:
         text = f"expected {inputs.devices} caps, one per device, got {len(inputs.memory_bytes)}"
         yield ("inputs", "memory_bytes"), text, ""
-    if inputs.compute == 0:
-        yield ("inputs", "compute"), "must be above 0", "1 is what was profiled, 2 takes twice as long"
-    if len(inputs.speeds) not in (0, inputs.devices) or 0 in inputs.speeds:
-        text = f"expected {inputs.devices} speeds above 0, one per device, got {list(inputs.speeds)}"
+    if inputs.devices > MOST_DEVICES or inputs.batch > MOST_BATCH:
+        text = f"{inputs.devices} devices and a batch of {inputs.batch}"
+        yield ("inputs",), f"{text}: at most {MOST_DEVICES} and {MOST_BATCH} are planned for", ""
+    if not _is_speed(inputs.compute):
+        yield ("inputs", "compute"), _COMPUTE, "1 is what was profiled, 2 takes twice as long"
+    if len(inputs.speeds) not in (0, inputs.devices) or not all(map(_is_speed, inputs.speeds)):
+        text = f"expected {inputs.devices} speeds from 1e-6 to 1e6, one per device, got {list(inputs.speeds)[:20]}"
         yield ("inputs", "speeds"), text, ""
+    joined = (("link", inputs.link), ("inter_link", inputs.inter_link), ("allreduce", inputs.allreduce))
+    for name, link in joined:
+        if link is not None and not _is_rate(link):
+            yield ("inputs", name, "bytes_per_s"), _RATE, "0 is unlimited"
+    for n, link in enumerate(inputs.links):
+        if not _is_rate(link):
+            yield ("inputs", "links", n, "bytes_per_s"), _RATE, "0 is unlimited"
     if inputs.links and len(inputs.links) < inputs.devices - 1:
         text = f"expected {inputs.devices - 1} links, one behind every device but the last, got {len(inputs.links)}"
         yield ("inputs", "links"), text, ""

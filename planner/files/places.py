@@ -6,14 +6,16 @@ from pathlib import Path
 from planner.core.errors import UsageError
 from planner.core.plan import Plan
 from planner.core.profile import Profile
-from planner.files.reading import read_profile
+from planner.files.reading import is_replayable, read_profile
 
-__all__ = ["profile_for", "profile_path", "reference_path"]
+__all__ = ["model_path", "profile_for", "profile_path", "reference_path"]
 
 
 def reference_path(profile_path: str, plan_path: str) -> str:
     """How a plan at `plan_path` refers to its profile: relative to its own folder, so both can move together."""
-    if "-" in (profile_path, plan_path):
+    if not is_replayable(profile_path):
+        return "-"
+    if not is_replayable(plan_path):
         return profile_path
     return Path(os.path.relpath(profile_path, Path(plan_path).parent)).as_posix()
 
@@ -27,8 +29,14 @@ def profile_path(plan: Plan, plan_path: str, override: str | None) -> str:
             "the plan does not say which file its profile is in: it was solved from standard input, or from a value",
             hint="say where the profile is: `--profile FILE`",
         )
-    folder = "" if plan_path == "-" else str(Path(plan_path).parent)
+    folder = "" if not is_replayable(plan_path) else str(Path(plan_path).parent)
     return os.path.normpath(Path(folder, plan.inputs.profile.path))
+
+
+def model_path(profile: Profile, folder: str) -> str | None:
+    """Where the model's file stands, if the profile in `folder` names one."""
+    path = profile.model.source.rpartition(":")[0]
+    return os.path.normpath(Path(folder, path)) if path else None
 
 
 def profile_for(plan: Plan, plan_path: str, override: str | None) -> Profile:

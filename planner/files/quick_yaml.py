@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["NotQuickError", "quick_content"]
+from planner.files.bounds import is_too_deep
+
+__all__ = ["NotQuickError", "number", "once", "quick_content"]
 
 _LINE = re.compile(r"(?:(?P<key>[a-z_]+):|-)(?: (?P<rest>\S.*))?")
 _WORD = re.compile(r"'[^'\"\\]*'|(?<![\w.+\-])[A-Za-z_][\w.\-/]*")
@@ -71,9 +73,12 @@ def _value(text: str, slow: Callable[[str], Any]) -> Any:
         return scalar
     if _STRANGE.search(text):
         return slow(text)
+    quoted = _WORD.sub(_quoted, text)
+    if is_too_deep(quoted):
+        return slow(text)
     try:
-        return json.loads(_WORD.sub(_quoted, text), object_pairs_hook=_once, parse_float=_number)
-    except ValueError:
+        return json.loads(quoted, object_pairs_hook=once, parse_float=number)
+    except (ValueError, RecursionError):
         return slow(text)
 
 
@@ -84,12 +89,18 @@ def _quoted(match: re.Match[str]) -> str:
     return f'"{word[1:-1]}"' if word[0] == "'" else f'"{word}"'
 
 
-def _number(text: str) -> float | str:
+def number(text: str) -> float | str:
+    """A finite number, else the text: what is too large for a number is none."""
     number = float(text)
     return number if math.isfinite(number) else text
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of pairs with different keys.
+
+    Raises:
+        NotQuickError: A key stands twice.
+    """
     content = dict(pairs)
     if len(content) < len(pairs):
         raise NotQuickError  # the real reader says in which line

@@ -5,7 +5,7 @@ import re
 import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -18,10 +18,12 @@ from planner.core.partial import PARTIAL_SCHEMA, Partial
 from planner.core.plan import PLAN_SCHEMA, Plan
 from planner.core.profile import PROFILE_SCHEMA, Profile
 from planner.core.run_report import RUN_SCHEMA, RunReport
+from planner.files.bounds import MAX_BYTES
 from planner.files.checks import problems_of
 from planner.files.strict_yaml import Document, KeyPath, Problem
 
 __all__ = [
+    "is_replayable",
     "json_schema",
     "read",
     "read_balance",
@@ -125,16 +127,31 @@ _ODD_NUMBER = re.compile(r"[:,\[] -?\d[\d.]*[eE]|[:,\[] ?-|\d{18}|Infinity|NaN")
 
 def stage_lines(path: str) -> tuple[int, ...]:
     """The line of every stage in the plan in `path`, from 1; none where it cannot be read again."""
-    if path == "-":
+    if not is_replayable(path):
         return ()
     document = Document.parse(path, _read_text(path, PLAN_SCHEMA))
-    return tuple(document.lines["stages", k] for k in range(len(document.content["stages"])))
+    return tuple(document.line_of(("stages", k)) or 1 for k in range(len(document.content["stages"])))
+
+
+def is_replayable(path: str) -> bool:
+    """Whether a file can be read twice, and has a folder: neither standard input nor another pipe, as of `<(…)`."""
+    return path != "-" and (Path(path).is_file() or not Path(path).exists())
+
+
+def _kind_by_name(path: str) -> str:
+    """What a file that is not there would be: `plan.yaml` a plan, `anything.yaml` a profile, with which all begins."""
+    return Path(path).stem if Path(path).stem in _MADE_BY else "profile"
 
 
 def _read_text(path: str, wanted: str | None) -> str:
-    kind = "profile" if wanted is None else _kind(wanted)
+    kind = _kind_by_name(path) if wanted is None else _kind(wanted)
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        if path == "-":
+            if sys.stdin is None:
+                raise FileError("standard input is closed", path=path)
+            return _bounded(sys.stdin, path)
+        with Path(path).open(encoding="utf-8") as file:
+            return _bounded(file, path)
     except FileNotFoundError:
         raise FileError("no such file", path=path, hint=f"make it with `{_MADE_BY[kind]}`, or name another") from None
     except IsADirectoryError:
@@ -143,6 +160,18 @@ def _read_text(path: str, wanted: str | None) -> str:
         raise FileError(f"is not UTF-8 text (byte {error.start})", path=path) from None
     except OSError as error:
         raise FileError(f"cannot be read: {error.strerror}", path=path) from None
+    except ValueError:  # a path with a character that no path has
+        raise FileError("is no path of a file", path=path) from None
+
+
+def _bounded(file: TextIO, path: str) -> str:
+    pieces, count = [], 0
+    while piece := file.read(2**20):
+        pieces.append(piece)
+        count += len(piece)
+        if count > MAX_BYTES:
+            raise FileError(f"has more than {MAX_BYTES} characters, which no file of gpipe-plan has", path=path)
+    return "".join(pieces)
 
 
 _EXPECTED = {
@@ -203,7 +232,7 @@ def _explain(error: ErrorDetails, document: Document, keys: _Keys) -> Problem:
         near = [key for key in absent if key.startswith(f"{at[-1]}_")] or get_close_matches(str(at[-1]), absent, n=1)
         hint = f"did you mean `{near[0]}`?" if near else "remove it; see `gpipe-plan schema` for the keys there are"
         return at, "unknown key", hint
-    while at and at not in document.lines:
+    while at and document.lines and at not in document.lines:
         at = at[:-1]
     expected = _EXPECTED.get(kind)
     if kind == "literal_error":
@@ -230,7 +259,9 @@ def _schema(document: Document, wanted: str | None) -> str:
         found = json.dumps(found)
     if wanted is not None and found in _TYPES and found != wanted:
         raise FileError(
-            f"is a {_called(found)}, a {_called(wanted)} is needed", path=document.path, line=document.lines["schema",]
+            f"is a {_called(found)}, a {_called(wanted)} is needed",
+            path=document.path,
+            line=document.line_of(("schema",)),
         )
     if found not in _TYPES:
         same_kind = [name for name in _TYPES if _kind(name) == _kind(str(found))]
@@ -239,7 +270,7 @@ def _schema(document: Document, wanted: str | None) -> str:
         raise FileError(
             f"`schema`: expected {known}, got {json.dumps(found)}",
             path=document.path,
-            line=document.lines["schema",],
+            line=document.line_of(("schema",)),
             hint=f"write the file anew with this version: `{rewrite}`",
         )
     return str(found)

@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 
 from planner.core.errors import FileError
+from planner.files.bounds import UnboundedError, check_bounds
+from planner.files.quick_json import json_content
 from planner.files.quick_yaml import NotQuickError, quick_content
 
 __all__ = ["Document", "KeyPath", "Problem", "StrictLoader", "dotted"]
@@ -20,6 +22,10 @@ KeyPath = tuple[Key, ...]
 Problem = tuple[KeyPath, str, str]
 """Where, what is wrong, and what to do."""
 
+
+_PLAINLY = "the files of gpipe-plan are plain lists and mappings; write the file anew with the command that makes it"
+
+_TAGS = frozenset(("null", "bool", "int", "float", "str", "map", "seq"))
 
 _ESCAPED_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
@@ -54,31 +60,38 @@ class Document:
             raise FileError("is empty", path=path)
         document = cls(path, text)
         try:
-            document.content = quick_content(text, document._piece)
+            is_json = text.lstrip()[:1] == "{"
+            document.content = json_content(text) if is_json else quick_content(text, document._piece)
         except (NotQuickError, FileError):
             document.content = document._read()
         return document
 
     @property
     def lines(self) -> dict[KeyPath, int]:
-        """Line of every key; found out when it is asked for."""
+        """Line of every key; found out when it is asked for. None where JSON is laid out as no YAML is."""
         if not self._lines:
-            self._read()
+            try:
+                self._read()
+            except FileError:
+                self._lines = {}
         return self._lines
 
     def _read(self) -> Any:
         text, path = self._text, self.path
-        if path.endswith(".json"):
+        if path.endswith(".json") or text.lstrip()[:1] == "{":
             # YAML contains nearly all of JSON, and its reader knows the lines; what it does not have are the escapes of
-            # characters beyond 16 bits.
-            text = _ESCAPED_PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text)
+            # characters beyond 16 bits, and one control character as it is.
+            text = _ESCAPED_PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text).replace("\x7f", "\\x7f")
         self._lines = {}
         node = self._composed(text)
-        return None if node is None else self._content(node)
+        return None if node is None else self._plain(node, ())
 
     def _composed(self, text: str) -> yaml.Node | None:
         try:
+            check_bounds(yaml.parse(text, Loader=StrictLoader))
             return yaml.compose(text, Loader=StrictLoader)
+        except UnboundedError as error:
+            raise FileError(error.message, path=self.path, line=error.line, hint=_PLAINLY) from None
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else None
             raise FileError(f"is not YAML: {error.problem}", path=self.path, line=line) from None
@@ -90,18 +103,15 @@ class Document:
         node = self._composed(text)
         if node is None or (isinstance(node, yaml.CollectionNode) and not node.flow_style):
             raise NotQuickError  # by itself it is laid out otherwise than behind its key
-        content = self._content(node)
+        content = self._plain(node, ())
         self._lines = {}
         return content
 
-    def _content(self, node: yaml.Node) -> Any:
-        try:
-            return self._plain(node, ())
-        except RecursionError:
-            raise FileError("refers to itself", path=self.path) from None
-
     def _plain(self, node: yaml.Node, at: KeyPath) -> Any:
         self._lines[at] = node.start_mark.line + 1
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
+            problem = f"`{dotted(at)}`: the tag {node.tag[:60]} means nothing here"
+            raise FileError(problem, path=self.path, line=self._lines[at], hint="leave it out")
         if isinstance(node, yaml.MappingNode):
             return self._plain_mapping(node, at)
         if isinstance(node, yaml.SequenceNode):
@@ -109,7 +119,7 @@ class Document:
         try:
             return _plain_scalar(node)
         except ValueError:  # an explicit tag, such as `!!int foo`
-            problem = f"`{dotted(at)}`: {node.value} is not of the type {node.tag}"
+            problem = f"`{dotted(at)}`: {node.value[:60]} is not of the type {node.tag}"
             raise FileError(problem, path=self.path, line=self._lines[at]) from None
 
     def _plain_mapping(self, node: yaml.MappingNode, at: KeyPath) -> dict[str, Any]:

@@ -3,19 +3,22 @@
 import json
 import math
 import os
+import stat
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from planner.core.errors import FileError
+from planner.core.printable import spelled_out
 from planner.core.run_report import RunReport
 from planner.files.canonical import to_plain
 from planner.files.strict_yaml import StrictLoader
 
-__all__ = ["check_writable", "dump", "write", "write_text"]
+__all__ = ["check_writable", "dump", "sync_folder", "write", "write_text"]
 
 
 class _Line(dict[str, Any]):
@@ -34,6 +37,12 @@ class _Dumper(yaml.CSafeDumper):
         return True
 
 
+def _string(dumper: _Dumper, text: str) -> yaml.Node:
+    # A line break in a name must not break the line that the name stands in.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _string)
 _Dumper.add_representer(_Line, lambda dumper, line: dumper.represent_mapping("tag:yaml.org,2002:map", line, True))
 
 
@@ -44,7 +53,8 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         # A run that diverged reports losses that JSON has no number for.
         plain["losses"] = [x if math.isfinite(x) else str(x) for x in value.losses]
     if as_json:
-        return json.dumps(plain, indent=2, allow_nan=False) + "\n"
+        text = json.dumps(plain, indent=2, allow_nan=False)
+        return text.replace("\x7f", r"\u007f").replace("##[", r"#\u0023[") + "\n"
     for key, item in plain.items():
         if isinstance(item, dict) and not any(isinstance(v, dict) for v in item.values()):
             plain[key] = _Line(item)
@@ -52,14 +62,21 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
             plain[key] = [_Line(entry) for entry in item]
         elif isinstance(item, dict):
             plain[key] = {k: _Line(v) if isinstance(v, dict) else v for k, v in item.items()}
+    text = _yaml(plain, allow_unicode=True)
+    if not text.replace("\n", "").isprintable():
+        text = _yaml(plain, allow_unicode=False)
+    return "".join(f"# {spelled_out(line)}\n" for line in header.splitlines()) + text
+
+
+def _yaml(plain: dict[str, Any], *, allow_unicode: bool) -> str:
     text: str = yaml.dump(
-        plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=True
+        plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=allow_unicode
     )
-    return "".join(f"# {line}\n" for line in header.splitlines()) + text
+    return text
 
 
-_ASKED = ("inputs", "device", "settings")
-"""What was asked for, and what a link can do, is written as it is."""
+_ASKED = ("inputs", "device", "settings", "proof")
+"""What was asked for, what a link can do, and how small a difference was, is written as it is."""
 
 
 def _rounded(value: Any) -> Any:
@@ -93,7 +110,13 @@ def write(path: str, value: Any, *, header: str = "") -> None:
 def write_text(path: str, text: str) -> None:
     """Writes `text` to `path` all at once, or not at all; raises as `write`."""
     if path == "-":
-        sys.stdout.write(text)
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise  # the reader went away, which is no error
+        except OSError as error:
+            raise FileError(f"cannot be written: {error.strerror}", path="standard output") from None
         return
     target = Path(path)
     try:
@@ -134,13 +157,27 @@ def _replace(target: Path, data: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
             temporary = Path(file.name)
             file.write(data)
-        # A temporary file is private; what it replaces was made under the user's umask.
-        temporary.chmod(0o666 & ~_umask())
+            file.flush()
+            os.fsync(file.fileno())  # else a power failure may leave the new name with nothing behind it
+        # A temporary file is private; what it replaces keeps its mode, or was never there.
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+        temporary.chmod(mode)
         os.replace(temporary, target)  # noqa: PTH105 - all at once, on every system
+        sync_folder(target.parent)
     except BaseException:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename in `folder` last through a power failure, where the system can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _umask() -> int:

@@ -52,6 +52,11 @@ class Chain:
         """Name of every layer."""
         return tuple(layer.name for layer in self.layers)
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """By boundary between layers: what to call it in `uncut`, so that the model is not cut there."""
+        return self.names[:-1] if self.outline is None else self.outline.ends
+
     def modules(self, layer: int) -> tuple[str, ...]:
         """Paths of the modules in a layer, in execution order; empty where it is the one that the layer is called."""
         name = self.layers[layer].name
@@ -88,6 +93,7 @@ def chain_of(
     granularity: Granularity = "coarse",
     *,
     loss_of: Callable[[int], Callable[[Any], object]] | None = None,
+    uncut: Sequence[str] = (),
 ) -> Chain:
     """The chain of a model.
 
@@ -97,6 +103,7 @@ def chain_of(
         granularity: About one layer per block, or also parts of blocks; a Sequential is always cut into its children.
         loss_of: For so many samples, the loss of what the model returns for them. What it does not read is not handed
             on to the last layer (of a Sequential, everything is); without it, all that the model returns is.
+        uncut: Names of layers behind which it is not cut, though it could be.
 
     Raises:
         ModelError: It is empty, has parameters without a shape, cannot be run, or cannot be cut anywhere.
@@ -107,7 +114,8 @@ def chain_of(
             f'layer "{lazy[0]}" has parameters without a shape before the model has run (a lazy module)',
             hint="give its size, or run the model once in `build_model`",
         )
-    if _is_plain_sequential(model):
+    # Children that must stay together are no layers of their own: then it is cut as any other module is.
+    if _is_plain_sequential(model) and not uncut:
         layers = tuple(_flatten(model, ""))
         if not layers:
             raise ModelError("the model is an empty nn.Sequential: there is nothing to plan")
@@ -117,7 +125,7 @@ def chain_of(
             f"the model is a {type(model).__name__}; to cut anything but an nn.Sequential its inputs must be known",
             hint="define `example_batch(batch_size)`",
         )
-    return outlined(outline_of(model, example_inputs, granularity, loss_of), model)
+    return outlined(outline_of(model, example_inputs, granularity, loss_of, uncut=uncut), model)
 
 
 def outlined(outline: Outline, model: nn.Module) -> Chain:

@@ -15,7 +15,7 @@ import networkx as nx
 from torch import nn
 
 from planner.core.profile import Granularity
-from planner.model.recording import END, Call, Recording
+from planner.model.recording import END, Call, Operator, Recording
 
 __all__ = ["Crossing", "Cuts"]
 
@@ -59,6 +59,8 @@ class Cuts:
         self._num_versions = Counter(data["storage"] for data in flow.values())
         trained = (o.time for o in recording.operators if any(map(self._is_parameter, o.holds)))
         self._last_trained = max(trained, default=0)
+        self.num_tried = 0
+        """Behind how many calls `choose` would have cut, if nothing prevented it there."""
 
     def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> Crossing:
         """What crosses `cut` for the sake of what happens between it and `used_before`, unread outputs left out."""
@@ -74,7 +76,8 @@ class Cuts:
         for number in self.recording.decisions:
             if self.repeated(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
-        return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), needs.problem)
+        through = (region.problem for region in self.recording.regions if region.holds(cut))
+        return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), next(through, needs.problem))
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
         """Bytes that cross a cut."""
@@ -106,7 +109,10 @@ class Cuts:
     def holds(self, first: int, end: int) -> frozenset[str]:
         """Parameters and buffers that must be there to run what lies between two cuts."""
         inside = (o.holds for o in self.recording.operators if first <= o.time < end)
-        return frozenset(name for names in inside for name in names) | self.crossing(first, used_before=end).holds
+        # What the last layer's end uses is the model's output.
+        used_before = END + 1 if end == END else end
+        crossing = self.crossing(first, used_before=used_before)
+        return frozenset(name for names in inside for name in names) | crossing.holds
 
     def missing_outputs(self, cut: int, holds: frozenset[str]) -> frozenset[int]:
         """Leaves of the model's output that the loss does not read and that cannot be had behind `cut`.
@@ -135,7 +141,7 @@ class Cuts:
         return frozenset(leaf for leaf, version in enumerate(self.recording.outputs) if version in missing & unread)
 
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
-        """The cuts worth having, in order; and why others are impossible."""
+        """The cuts worth having, in order; and by call, blocks first, why there is none behind it."""
         calls = self.recording.calls
         members = [call for call in calls[1:] if self._is_member(call)]
         inside = {number for call in members for number in self._below(call)}
@@ -149,8 +155,9 @@ class Cuts:
         chosen = self._without_empty(sorted(ends))
         if not chosen and not problems:  # a block alone
             chosen = self._without_empty(self._possible(calls[1:], problems))
+        self.num_tried = sum(map(self._is_tried, (*members, *others)))
         if granularity == "fine":
-            every = [cut for cut in self._possible(calls[1:], problems) if cut not in chosen]
+            every = [cut for cut in self._possible(calls[1:], []) if cut not in chosen]
             inner = self._narrowest(every, chosen, widest=_WIDEST)
             chosen = self._without_empty(sorted({*chosen, *inner}))
         return chosen, problems
@@ -185,15 +192,16 @@ class Cuts:
     def _possible(self, calls: Sequence[Call], problems: list[str]) -> list[int]:
         """Cuts behind calls, as far as there are parameters behind them."""
         possible = []
-        for call in calls:
-            if call.constant or call.exit > self._last_trained:
-                continue
+        for call in filter(self._is_tried, calls):
             problem = self.crossing(call.exit + 1).problem
             if problem is None:
                 possible.append(call.exit + 1)
-            elif not problems or problem not in problems[-1]:
+            else:
                 problems.append(f'behind "{call.path}": {problem}')
         return sorted(set(possible))
+
+    def _is_tried(self, call: Call) -> bool:
+        return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
         """The cuts that are hardly wider than those around each of `calls` that they cut in two.
@@ -282,21 +290,37 @@ class _Needs:
             if number < 0:
                 continue
             done = recording.operators[number]
-            where = recording.calls[done.call].path or "the model itself"
             if not self._cuts.repeated(number, self._cut):
-                if not exposed:
-                    self._fail(f"a tensor made in {where} ({done.name}) is used behind it, and nobody returned it")
-                elif self._was_made_outside(data["storage"]):
-                    self._fail(f"{where} writes into a tensor ({done.name}) that the code around it goes on using")
+                self._received(done, data["storage"], is_exposed=bool(exposed))
                 continue
-            if done.random and strict:
-                self._fail(f"random numbers are drawn ({done.name}) by the code of {where} between modules")
-            if done.writes_held:
-                self._fail(f"the code of {where} writes into a parameter or buffer ({done.name})")
-            if any(not self._is_repeated(old) for old in done.writes):
-                self._fail(f"the code of {where} writes into what a module returned ({done.name})")
+            self._repeat(done, strict=strict)
             self.holds.update(done.holds)
             todo.extend(recording.reads[number])
+
+    def _received(self, done: Operator, storage: int, *, is_exposed: bool) -> None:
+        """Notes what is wrong with having the result of an operator sent."""
+        where = self._name_of(done)
+        if not is_exposed and done.region >= 0 and self._cuts.recording.regions[done.region].function:
+            self._fail(self._cuts.recording.regions[done.region].problem)
+        elif not is_exposed:
+            self._fail(f"a tensor made in {where} ({done.name}) is used behind it, and nobody returned it")
+        elif self._was_made_outside(storage):
+            self._fail(f"{where} writes into a tensor ({done.name}) that the code around it goes on using")
+
+    def _repeat(self, done: Operator, *, strict: bool) -> None:
+        """Notes what is wrong with running an operator again."""
+        where = self._name_of(done)
+        if done.region >= 0:
+            self._fail(f"{where} computes it ({done.name}), and {self._cuts.recording.regions[done.region].problem}")
+        if done.random and strict:
+            self._fail(f"random numbers are drawn ({done.name}) by the code of {where} between modules")
+        if done.writes_held:
+            self._fail(f"the code of {where} writes into a parameter or buffer ({done.name})")
+        if any(not self._is_repeated(old) for old in done.writes):
+            self._fail(f"the code of {where} writes into what a module returned ({done.name})")
+
+    def _name_of(self, done: Operator) -> str:
+        return self._cuts.recording.calls[done.call].path or "the model itself"
 
     def _was_made_outside(self, storage: int) -> bool:
         maker = self._cuts._creator[storage]

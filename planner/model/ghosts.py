@@ -4,10 +4,15 @@ A ghost stands where a value is not at hand: a parameter of another stage, an ou
 computed from a ghost is a ghost; a value asked of one (`.item()`, an `if`) is an error. So a mistake about what is
 needed shows as a ghost where a value should be, never as a wrong number.
 
+Of two kinds, a ghost is either lean (its model has no values yet, and shapes are all that is asked for), or absent: it
+stands, in a stage, where another stage has the value. What an absent ghost goes into is absent, too, so that nothing
+which reaches an output or another stage can be made of one unseen (`expect_present`).
+
 Inside lies a fake tensor of torch's. It is wrapped because libraries look for fake tensors, take them for a sign of
 compilation, and do something else then.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,8 +24,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._mode_utils import no_dispatch
 
-__all__ = ["Ghost", "NeedsValuesError", "ghost_like", "storage_of"]
+from planner.core.errors import ModelError
+
+__all__ = ["SHAPE_ONLY", "Absent", "Ghost", "NeedsValuesError", "absent", "expect_present", "ghost_like", "storage_of"]
+
+SHAPE_ONLY = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+    )
+)
+"""Operators that read no value of the tensor they are given."""
 
 _MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -49,21 +66,31 @@ class Ghost(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Runs an operator on what is inside."""
+        if func._schema.name in SHAPE_ONLY and isinstance(args[0], Absent):
+            # What is made has values, though what it is made like has none.
+            like = torch.zeros((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            return func(like, *args[1:], **(kwargs or {}))
         ghosts: dict[int, Ghost] = {}
+        origin = ""
 
         def lay_bare(value: Any) -> Any:
+            nonlocal origin
             if isinstance(value, Ghost):
                 ghosts[id(value.bare)] = value
+                origin = origin or value.origin
                 return value.bare
-            return value
+            # Torch asks a tensor that it makes a fake one of for its gradient, and warns where there can be none.
+            return value.detach() if value.requires_grad else value
 
         def wrap(value: Any) -> Any:
             if not isinstance(value, FakeTensor):
                 return value
             known = ghosts.get(id(value))
-            return _wrapped(value) if known is None else known
+            return _wrapped(value, origin) if known is None else known
 
         bare, options = _mapped(lay_bare, args), _mapped(lay_bare, kwargs or {})
+        if origin:
+            _poison_written(func, bare, options, origin)
         with _MODE, torch._C.DisableTorchFunction():
             try:
                 result = _grouped_product(*bare) if func is _GROUPED_MM else func(*bare, **options)
@@ -71,11 +98,60 @@ class Ghost(Tensor):
                 raise NeedsValuesError(f"{func} needs values") from error
             except UnsupportedOperatorException as error:
                 raise NeedsValuesError(f"{func} cannot tell the shape of its result without values") from error
+        if torch.Tag.inplace_view in func.tags:
+            # `x.transpose_(0, 1)`, with which torch ends a batch-first GRU: the ghost itself has another shape now.
+            with no_dispatch():
+                func(*args, **(kwargs or {}))
         return _mapped(wrap, result)
+
+    @property
+    def origin(self) -> str:
+        """What is absent, for a message; empty for a lean ghost."""
+        return ""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """There are no values to show."""
-        return f"Ghost({list(self.shape)}, {self.dtype}, {self.device})"
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
+
+
+class Absent(Ghost):
+    """A ghost of what another stage has."""
+
+    _origin: str
+
+    @property
+    def origin(self) -> str:
+        """What is absent, for a message."""
+        return self._origin
+
+
+def absent(like: Tensor, device: torch.device, origin: str) -> Absent:
+    """An absent ghost.
+
+    Args:
+        like: Has its shape, strides and dtype.
+        device: Where it seems to be.
+        origin: What it stands for: the name of a parameter, or of the module that returned it.
+    """
+    ghost: Absent = Tensor._make_wrapper_subclass(
+        Absent, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+    )
+    ghost._origin = origin
+    return ghost
+
+
+def expect_present(tensors: Iterable[Any], where: str) -> None:
+    """Makes sure that no absent ghost went into any of `tensors`.
+
+    Raises:
+        ModelError: One did.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, Absent):
+            raise ModelError(
+                f'{where} depends on "{tensor.origin}", which another stage has: when the layers were found it did not',
+                hint="profile the model again; if that does not help, please report the model: the cut is wrong",
+            )
 
 
 def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
@@ -88,7 +164,14 @@ def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """The memory that a tensor lies in; a ghost's tells which ghosts share theirs, and how large it would be."""
-    return (tensor.bare if isinstance(tensor, Ghost) else tensor).untyped_storage()
+    if not isinstance(tensor, Ghost):
+        return tensor.untyped_storage()
+    if tensor.bare.is_sparse:
+        raise ModelError(
+            "a gradient is sparse, as of `nn.Embedding(sparse=True)`: there is no estimate of these",
+            hint="profile on the device itself, or build the layer with `sparse=False`",
+        )
+    return tensor.bare.untyped_storage()
 
 
 def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> Tensor:
@@ -97,10 +180,28 @@ def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> T
     return product.to(left.dtype)  # type: ignore[no-any-return]
 
 
-def _wrapped(inner: FakeTensor) -> Ghost:
-    ghost = ghost_like(inner, inner.device)
+def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
+    ghost = absent(inner, inner.device, origin) if origin else ghost_like(inner, inner.device)
     ghost._fake = inner
     return ghost
+
+
+def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> None:
+    """Makes numbers that an absent ghost is written over into none: the tensor itself cannot become a ghost."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        target = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in target if isinstance(target, tuple | list) else [target]:
+            if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+                continue
+            if not tensor.is_floating_point():
+                raise ModelError(
+                    f'the model writes "{origin}", which another stage has, into a tensor of {tensor.dtype} ({func})',
+                    hint="make a new tensor of it (`torch.cat`, `torch.where`) instead of writing into one",
+                )
+            with torch.no_grad():
+                tensor.fill_(torch.nan)
 
 
 def _mapped(function: Any, value: Any) -> Any:

@@ -5,7 +5,13 @@ from torch import Tensor
 
 from planner.core.errors import UsageError
 
-__all__ = ["input_tensor"]
+__all__ = ["BATCH_FIRST", "input_tensor"]
+
+BATCH_FIRST = (
+    "put the samples first in every tensor of inputs and targets: `batch_first=True` in `nn.Transformer`, `nn.LSTM` "
+    "and the like, or transpose in the model's `forward`"
+)
+"""What to do with a sequence-first model."""
 
 _EXAMPLE = "for example `--input 3x224x224` or `--input 1024:int64:32000`"
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from planner.model.held import move_loose_tensors, replace_loose, replace_tensors
 from planner.model.stage import ModelStage
 
 __all__ = ["build_lean", "fill", "move_buffers"]
@@ -23,7 +23,10 @@ _SPREAD = 0.02
 def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
     """The model that `build` makes, without memory for the parameters of modules that it makes."""
     with _without_parameters():
-        return build()
+        model = build()
+    # A list that a module made of its parameters before it registered them still has those with memory.
+    replace_loose(model, lambda tensor: vars(tensor).get("_empty", tensor))
+    return model
 
 
 def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
@@ -33,13 +36,7 @@ def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device) -
     """
     modules = list(modules)
     wanted = {id(p) for module in modules for p in module.parameters() if p.is_meta}
-    filled: dict[int, nn.Parameter] = {}
-    for part in model.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None and id(parameter) in wanted:
-                if id(parameter) not in filled:
-                    filled[id(parameter)] = _filled(parameter, device)
-                part._parameters[name] = filled[id(parameter)]
+    replace_tensors(model, lambda tensor: _filled(tensor, device) if id(tensor) in wanted else tensor)
     for module in modules:
         if isinstance(module, ModelStage):
             module.share_with(module)
@@ -47,13 +44,8 @@ def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device) -
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Puts all tensors that are no parameters on `device`."""
-    for part in model.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.to(device)
-        for name, value in vars(part).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                vars(part)[name] = tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+    replace_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(device))
+    move_loose_tensors(model, lambda tensor: tensor.to(device))
 
 
 # Private functions
@@ -81,7 +73,7 @@ def _without_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _filled(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _filled(parameter: Tensor, device: torch.device) -> nn.Parameter:
     tensor = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.normal_(0.0, _SPREAD)

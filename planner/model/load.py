@@ -6,11 +6,9 @@ import importlib.util
 import inspect
 import math
 import sys
-import traceback
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +21,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from planner.core.errors import FileError, ModelError, UsageError
 from planner.core.precision import Precision
 from planner.core.profile import Granularity, Setting
+from planner.model.attributes import Attributes
 from planner.model.autocast import layers_in
 from planner.model.chain import Chain, chain_of
-from planner.model.inputs import input_tensor
+from planner.model.default_loss import DefaultLoss
+from planner.model.inputs import BATCH_FIRST, input_tensor
 from planner.model.nests import tensors_in
 from planner.model.optimizers import optimizer_builder
+from planner.model.outline import SIZES
+from planner.model.recording import arguments_of, as_ghosts
+from planner.model.user_errors import user_code
 
 __all__ = ["Batch", "LoadedModel", "load_model", "model_of"]
 
@@ -47,7 +50,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """What a model.py offers, ready to call. `notes` are things the user should know about defaults taken."""
+    """What a model.py offers, ready to call."""
 
     source: str
     settings: dict[str, Setting]
@@ -61,9 +64,17 @@ class LoadedModel:
     loss_count: Callable[[Any], Any] | None = None
     """Of how many things in the targets `loss_fn` is the mean; None where it is of the samples."""
     granularity: Granularity = "coarse"
+    uncut: tuple[str, ...] = ()
+    """Names of layers that no stage may end with; see `planner.core.profile.Model.uncut`."""
     precision: Precision = ""
     """What the model is to run in; `build` returns it as it is written all the same (`planner.model.precision`)."""
-    notes: tuple[str, ...] = field(default=())
+    default_loss: DefaultLoss | None = None
+    """What `loss_fn` comes from where the file has none."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about defaults taken: of the loss, once its chain was made."""
+        return () if self.default_loss is None or not self.default_loss.note else (self.default_loss.note,)
 
     def chain(self, model: nn.Module) -> Chain:
         """The chain of `model`, an instance of this one.
@@ -73,9 +84,26 @@ class LoadedModel:
         """
         # A copy of a weight that two modules share would be a tensor that crosses the cuts between them.
         with layers_in(self.precision, torch.device("cpu"), keep=False):
-            return chain_of(
-                model, lambda size: self.example_batch(size).inputs, self.granularity, loss_of=self._loss_of
+            chain = chain_of(
+                model,
+                lambda size: self.example_batch(size).inputs,
+                self.granularity,
+                loss_of=self._loss_of,
+                uncut=self.uncut,
             )
+            if chain.outline is None and self.default_loss is not None:
+                self._choose_loss(model)
+        return chain
+
+    def _choose_loss(self, model: nn.Module) -> None:
+        """Shows the loss an output that has a graph, where finding the layers did not: a stage may have none."""
+        attributes = Attributes(model.named_modules())
+        # What it raises comes again where layers run on values.
+        with torch.random.fork_rng(), as_ghosts(model), contextlib.suppress(Exception, SystemExit):
+            batch = self.example_batch(SIZES[0])
+            args, kwargs = arguments_of(batch.inputs)
+            self.loss_fn(model(*args, **kwargs), batch.targets)
+        attributes.restore()
 
     def _loss_of(self, size: int) -> Callable[[Any], object]:
         targets = self.example_batch(size).targets
@@ -94,6 +122,7 @@ def load_model(
     inputs: Sequence[str] = (),
     optimizer: str | None = None,
     granularity: Granularity = "coarse",
+    uncut: Sequence[str] = (),
 ) -> LoadedModel:
     """The model in `path/to/model.py[:ENTRY]`.
 
@@ -104,6 +133,7 @@ def load_model(
         inputs: `--input` shapes, where the file has no `example_batch`.
         optimizer: Name of an optimizer, which then takes the place of the file's `build_optimizer`.
         granularity: How finely a model that is no Sequential is cut.
+        uncut: Layers that no stage may end with.
 
     Raises:
         FileError: No such file, or not a Python file.
@@ -111,7 +141,10 @@ def load_model(
         UsageError: A setting that the entry does not have or that is not of its type.
     """
     path, module, entry = _import(source)
-    return _loaded(path, module, entry, settings=settings, inputs=inputs, optimizer=optimizer, granularity=granularity)
+    loaded = _loaded(
+        path, module, entry, settings=settings, inputs=inputs, optimizer=optimizer, granularity=granularity
+    )
+    return replace(loaded, uncut=tuple(uncut))
 
 
 def model_of(
@@ -138,32 +171,6 @@ def model_of(
     return replace(loaded, source="")
 
 
-@contextmanager
-def user_code(path: str, what: str) -> Iterator[None]:
-    """Turns anything that the user's code raises into a `ModelError` that says where in their file.
-
-    Meanwhile the file's neighbours can be imported, as if it were run as a script, and what it prints goes to stderr:
-    stdout carries our answer alone.
-    """
-    folder = str(Path(path).resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except (KeyboardInterrupt, ModelError, UsageError, FileError):
-        raise
-    except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(path).resolve()]
-        line = f":{frames[-1].lineno}" if frames else ""
-        raise ModelError(
-            f"{path}{line}: {what} raised {type(error).__name__}: {error}",
-            hint="run the file with python to see the whole traceback, or pass `--debug`",
-        ) from error
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
-
-
 # Private functions
 
 
@@ -179,16 +186,12 @@ def _loaded(
 ) -> LoadedModel:
     """What `module`, which stands at `path`, offers."""
     entry_name, build_model, typed = _builder(path, module, entry, dict(settings or {}))
-    notes = []
-    if not hasattr(module, "loss_fn"):
-        notes.append(
-            f"{path} has no `loss_fn(output, target)`: the output's own `.loss` is trained, or its mean if it has none"
-        )
     example = _example_batch(path, module, typed, tuple(inputs))
     for name in ("loss_fn", "loss_count", "build_optimizer", "train_batches"):
         if not callable(getattr(module, name, len)):
             raise ModelError(f"{path}: `{name}` is a {type(getattr(module, name)).__name__}, not a function")
     own_optimizer = getattr(module, "build_optimizer", None) if optimizer is None else None
+    default_loss = DefaultLoss(path)
     build, name_of_it = optimizer_builder(own_optimizer, optimizer or "adamw")
     return LoadedModel(
         source=f"{path}:{entry_name}",
@@ -196,13 +199,13 @@ def _loaded(
         inputs=tuple(inputs),
         build=build_model,
         example_batch=example,
-        loss_fn=getattr(module, "loss_fn", _loss_of_output),
+        loss_fn=getattr(module, "loss_fn", default_loss),
         build_optimizer=_checked_optimizer(path, build),
         train_batches=getattr(module, "train_batches", None),
         optimizer_name=name_of_it,
         loss_count=getattr(module, "loss_count", None),
         granularity=granularity,
-        notes=tuple(notes),
+        default_loss=None if hasattr(module, "loss_fn") else default_loss,
     )
 
 
@@ -361,7 +364,8 @@ def _example_batch(
         if wrong:
             raise ModelError(
                 f"{path}: `example_batch({size})` returned a tensor of shape {wrong[0]}, "
-                f"expected {size} samples in its first dimension"
+                f"expected {size} samples in its first dimension",
+                hint=BATCH_FIRST,
             )
         return batch
 
@@ -379,16 +383,6 @@ def _checked_optimizer(
         return optimizer
 
     return checked
-
-
-def _loss_of_output(output: Any, _target: Any) -> Tensor:
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1:
-        return own
-    tensors = [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
-    if not tensors:
-        raise ModelError("the model's output holds no floating-point tensor", hint="define `loss_fn(output, target)`")
-    return torch.stack([tensor.float().mean() for tensor in tensors]).mean()
 
 
 def _unwrap(items: tuple[Tensor, ...]) -> Any:

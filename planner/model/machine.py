@@ -1,10 +1,11 @@
 """This machine: what its processor is called, and how its C library hands out memory."""
 
 import ctypes
+import os
 import platform
 from pathlib import Path
 
-__all__ = ["cpu_name", "give_freed_memory_back", "keep_freed_memory"]
+__all__ = ["available_bytes", "cpu_name", "give_freed_memory_back", "keep_freed_memory", "usable_cores"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 
@@ -23,6 +24,21 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping; all there is where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        told = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(told.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**33
 
 
 def keep_freed_memory(*, large: bool = True) -> None:

@@ -6,7 +6,7 @@ of batches of different size, tell how the shapes of all tensors grow with the b
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +15,21 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.core.profile import Granularity
+from planner.model.attributes import Change
 from planner.model.cuts import Cuts
+from planner.model.layout import dense_strides
+from planner.model.leaves import Constant, counted
 from planner.model.nests import put_together, take_apart
 from planner.model.recording import END, Call, Leaf, Recording, Value, record
+from planner.model.refusals import raised_by
 
 __all__ = ["SIZES", "Outline", "outline_of"]
 
 _MANY_PARTS = 2
 """So many tensors more than there need be are worth a word."""
+
+_MANY_PREVENTED = 0.25
+"""Of all places where the model could be cut, so large a part that cannot be is worth a word."""
 
 SIZES = (2, 4)
 """Samples in the two batches that are run. Not 1, which batch normalization and broadcasting treat in their own way."""
@@ -38,6 +45,8 @@ class Outline:
     cuts: tuple[int, ...]
     names: tuple[str, ...]
     """Of the layers, one more than there are cuts."""
+    ends: tuple[str, ...]
+    """By cut: what the layer in front of it is called where nothing is left uncut."""
     modules: tuple[tuple[str, ...], ...]
     """By layer: paths of the largest modules that run as a whole in it, in order."""
     holds: tuple[frozenset[str], ...]
@@ -55,6 +64,8 @@ class Outline:
     parts: tuple[tuple[int, int], ...]
     """By cut: of how many tensors it is that nothing behind it reads them, but only what is computed from them in front
     and again behind; and how many results that has."""
+    prevented: str
+    """Why there are few cuts; empty if there is one nearly wherever there could be."""
     missing: tuple[frozenset[int], ...]
     """By cut: leaves of the model's output that the loss does not read and that cannot be had behind it."""
 
@@ -82,7 +93,7 @@ class Outline:
     def shape(self, value: int, size: int) -> tuple[int, ...]:
         """Of a value, in a batch of `size` samples."""
         pairs = zip(*self.shapes[value], strict=True)
-        return tuple(a + (b - a) * (size - SIZES[0]) // (SIZES[1] - SIZES[0]) for a, b in pairs)
+        return tuple(max(0, a + (b - a) * (size - SIZES[0]) // (SIZES[1] - SIZES[0])) for a, b in pairs)
 
     def size_of(self, values: Sequence[int], tensors: Sequence[Tensor]) -> int:
         """How many samples there are, by the shapes of some values."""
@@ -103,7 +114,10 @@ class Outline:
 
     def _meta(self, value: int, size: int) -> Tensor:
         meta = self.recording.values[value][1]
-        return torch.empty(self.shape(value, size), dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad)
+        recorded = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        shape = self.shape(value, size)
+        strides = dense_strides(shape, recorded)
+        return torch.empty_strided(shape, strides, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad)
 
 
 def outline_of(
@@ -111,6 +125,8 @@ def outline_of(
     example_inputs: Callable[[int], Any],
     granularity: Granularity,
     loss_of: Callable[[int], Callable[[Any], object]] | None,
+    *,
+    uncut: Sequence[str] = (),
 ) -> Outline:
     """The outline of `model`.
 
@@ -120,6 +136,7 @@ def outline_of(
         granularity: How finely it is cut.
         loss_of: For so many samples, the loss of what the model returns for them; without it, all of that counts as
             read.
+        uncut: Names of layers behind which it is not cut, though it could be.
 
     Raises:
         ModelError: It cannot be cut anywhere, or does something else for other batch sizes.
@@ -128,6 +145,11 @@ def outline_of(
     other = _recorded(model, example_inputs, SIZES[1])
     cuts = Cuts(recording, model)
     chosen, problems = cuts.choose(granularity)
+    ends = _names(model, [_modules(recording, span) for span in pairwise([0, *chosen, END])])[:-1]
+    if uncut:
+        chosen = [cut for cut, name in zip(chosen, ends, strict=True) if name not in uncut]
+        ends = tuple(name for name in ends if name not in uncut)
+        problems.append(f"the stages behind {', '.join(uncut)} do not compute what the model does")
     if not chosen:
         why = f": {problems[0]}" if problems else ", it has a single layer with parameters"
         raise ModelError(
@@ -137,15 +159,18 @@ def outline_of(
     edges = [0, *chosen, END]
     spans = list(pairwise(edges))
     crossings = tuple(cuts.crossing(cut).values for cut in chosen)
+    shapes = _shapes(recording, other, chosen)
     holds = [cuts.holds(*span) for span in spans]
     modules = [_modules(recording, span) for span in spans]
     names = _names(model, modules)
+    _check_growth(shapes, crossings, names)
     _add_unread(holds, recording, model, spans)
     return Outline(
         recording=recording,
-        shapes=_shapes(recording, other, chosen),
+        shapes=shapes,
         cuts=tuple(chosen),
         names=names,
+        ends=ends,
         modules=tuple(modules),
         holds=tuple(holds),
         crossings=crossings,
@@ -159,6 +184,7 @@ def outline_of(
             for first, end in spans
         ),
         parts=tuple(map(cuts.parts, chosen)),
+        prevented=_prevented(problems, cuts.num_tried),
         missing=tuple(
             cuts.missing_outputs(cut, frozenset[str]().union(*holds[n:])) for n, cut in enumerate(chosen, start=1)
         ),
@@ -183,11 +209,10 @@ def _recorded(
             return record(model, inputs, loss_of=loss, ghosts=True)
         return record(model, _beside(model, inputs), loss_of=loss, ghosts=False)
     except (Exception, SystemExit) as error:
-        raise ModelError(
-            f"the model ({type(model).__name__}) raised {type(error).__name__} on an example batch of {size}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}",
-            hint="check that `example_batch` fits the model (and the `--set` settings)",
-        ) from error
+        told = raised_by(f"the model ({type(model).__name__})", error, f"an example batch of {size}")
+        if told is error:
+            raise
+        raise told from error
 
 
 def _beside(model: nn.Module, inputs: Any) -> Any:
@@ -213,6 +238,9 @@ def _shapes(
         for child, its in zip(one.children, two.children, strict=True):
             call = recording.calls[child]
             shapes = _paired(call.path, call.leaves, other.calls[its].leaves) | shapes
+            call.leaves = _counted(call.leaves, other.calls[its].leaves)
+            call.changes, paired = _left_behind(call, other.calls[its])
+            shapes = paired | shapes
             if any(call.enter < cut <= call.exit for cut in cuts):
                 todo.append(child)
     if recording.unread:
@@ -230,6 +258,59 @@ def _paired(
     if any(not isinstance(b, Value) or len(a.meta.shape) != len(b.meta.shape) for a, b in pairs):
         raise _returns_else(path)
     return {a.number: (a.meta.shape, b.meta.shape) for a, b in pairs if isinstance(b, Value)}
+
+
+def _prevented(problems: Sequence[str], num_tried: int) -> str:
+    if len(problems) < _MANY_PREVENTED * num_tried:
+        return ""
+    return (
+        f"the model cannot be cut behind {len(problems)} of {num_tried} modules ({problems[0]}): "
+        "layers are larger than they need be; let modules return what is used behind them"
+    )
+
+
+def _check_growth(
+    shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]],
+    crossings: Sequence[tuple[int, ...]],
+    names: Sequence[str],
+) -> None:
+    """Refuses shapes at cuts that are not so much larger for every sample more: they depend on the data."""
+    step = SIZES[1] - SIZES[0]
+    for name, values in zip(names, crossings, strict=False):
+        if any(value not in shapes for value in values):
+            raise _returns_else(name)
+        for one, two in (shapes[value] for value in values):
+            growth = [b - a for a, b in zip(one, two, strict=True)]
+            if any(g % step or not 0 <= g // step * SIZES[0] <= a for a, g in zip(one, growth, strict=True)):
+                raise ModelError(
+                    f'what crosses the boundary behind "{name}" has shape {list(one)} for {SIZES[0]} samples and '
+                    f"{list(two)} for {SIZES[1]}: it depends on the data",
+                    hint="let shapes follow from the batch size alone: pad to a fixed length, in place of "
+                    "`pack_padded_sequence`, a choice by mask or routing between modules",
+                )
+
+
+def _counted(leaves: Sequence[Leaf], others: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    return tuple(counted(leaf, other, SIZES) for leaf, other in zip(leaves, others, strict=True))
+
+
+def _left_behind(
+    call: Call, other: Call
+) -> tuple[tuple[Change, ...], dict[int, tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """What a call leaves in attributes for either batch; and of the tensors among that the shapes."""
+    known = {(change.path, change.keys, change.kind, change.nest): change.leaves for change in other.changes}
+    kept: list[Change] = []
+    shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for change in call.changes:
+        others = known.get((change.path, change.keys, change.kind, change.nest), ())
+        leaves = _counted(change.leaves, others) if others else ()
+        # A number that depends on the data is for somebody to look at: nothing is known of it behind a cut.
+        if not leaves or any(isinstance(a, Constant) and a != b for a, b in zip(leaves, others, strict=True)):
+            continue
+        with contextlib.suppress(ModelError):
+            shapes |= _paired(call.path, leaves, others)
+            kept.append(replace(change, leaves=leaves))
+    return tuple(kept), shapes
 
 
 def _returns_else(path: str) -> ModelError:

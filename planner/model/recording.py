@@ -10,9 +10,10 @@ is still at work there) or lies inside a call that is over, and that those stage
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import networkx as nx
@@ -22,8 +23,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.model.ghosts import ghost_like, storage_of
+from planner.core.errors import PlannerError
+from planner.model.attributes import Attributes, Change
+from planner.model.ghosts import SHAPE_ONLY, ghost_like, storage_of
+from planner.model.held import replaced_tensors
+from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
 from planner.model.nests import Nest, take_apart, tensors_in
+from planner.model.refusals import in_place_told
+from planner.model.regions import Region, RegionFinder, without_reentrance
 
 __all__ = [
     "END",
@@ -31,7 +38,9 @@ __all__ = [
     "Call",
     "Constant",
     "Held",
+    "Leaf",
     "Meta",
+    "Operator",
     "Passed",
     "Recording",
     "Value",
@@ -39,78 +48,11 @@ __all__ = [
     "as_ghosts",
     "record",
     "wrapped",
+    "written_tensors",
 ]
 
 END = 1 << 60
 """The time at which the model's outputs are used."""
-
-SHAPE_ONLY = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
-        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
-    )
-)
-"""Operators that read no value of the tensor they are given."""
-
-
-@dataclass(frozen=True)
-class Meta:
-    """A tensor without values: shape, strides and offset in its storage, dtype, whether it carries a gradient."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Meta":
-        """That of `tensor`."""
-        return cls(
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.requires_grad,
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes to send it."""
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Value:
-    """A leaf of what a call returned: a tensor, by its number in `Recording.values`."""
-
-    number: int
-    meta: Meta
-
-
-@dataclass(frozen=True)
-class Passed:
-    """A leaf of what a call returned: the very object that was among its arguments, at this place."""
-
-    argument: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """A leaf of what a call returned: this parameter or buffer itself."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A leaf of what a call returned: no tensor."""
-
-    value: Any
-
-
-Leaf = Value | Passed | Held | Constant
 
 
 @dataclass(kw_only=True)
@@ -127,6 +69,10 @@ class Call:
     children: list[int] = field(default_factory=list)
     nest: Nest = field(default_factory=Nest)
     leaves: tuple[Leaf, ...] = ()
+    changes: tuple[Change, ...] = ()
+    """What it left behind in attributes of modules."""
+    function: int = -1
+    """Number of the outermost region around it that is an autograd function: nothing that it returns has a graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +92,8 @@ class Operator:
     """It writes into a parameter or buffer."""
     writes: tuple[int, ...]
     """The versions that it wrote over."""
+    region: int = -1
+    """Number of the outermost region around it."""
 
 
 @dataclass(kw_only=True)
@@ -167,6 +115,8 @@ class Recording:
     """Numbers of the operators that decide."""
     reads: list[tuple[int, ...]] = field(default_factory=list)
     """By operator: the versions it reads."""
+    regions: list[Region] = field(default_factory=list)
+    """What backward runs as a whole."""
     outputs: tuple[int, ...] = ()
     """By leaf of what the model returned: the version that it is, or -1 where it is no tensor."""
     output_nest: Nest = field(default_factory=Nest)
@@ -193,24 +143,33 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     """
     recorder = _Recorder(model)
     with ExitStack() as stack:
+        stack.callback(Attributes(model.named_modules()).restore)
         stack.enter_context(_quiet())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(0)
-        stack.enter_context(as_ghosts(model) if ghosts else _replaced(model, _own_buffer))
+        stack.enter_context(as_ghosts(model) if ghosts else replaced_tensors(model, _own_buffer))
         recorder.know_model(model)
         recorder.know_inputs(inputs)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(_forget, _forget))  # there will be no backward
+        stack.enter_context(without_reentrance())
         args, kwargs = arguments_of(inputs)
         with wrapped(model.modules(), recorder.run), recorder:
-            output = model(*args, **kwargs)
+            output = recorder.output_of(model, *args, **kwargs)
         recorder.outputs(output, None if loss_of is None else _read_by(loss_of, output))
     return recorder.recording
 
 
 def as_ghosts(model: nn.Module) -> AbstractContextManager[None]:
     """Meanwhile parameters and buffers of `model` are ghosts; what is tied stays tied."""
-    return _replaced(model, _ghost)
+    return replaced_tensors(model, _ghost)
+
+
+def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Those among an operator's arguments that it writes into."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
 # Private functions
@@ -228,6 +187,17 @@ class _Recorder(TorchDispatchMode):
         self._held: dict[int, list[str]] = {}  # by storage
         self._tainted: set[int] = set()  # versions
         self._values: dict[tuple[int, Meta], int] = {}
+        self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+        self._finder = RegionFinder(type(self).run.__code__, self.recording.regions)
+
+    def output_of(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; whatever torch refuses is told of the module whose code did it."""
+        try:
+            return model(*args, **kwargs)
+        except RuntimeError:
+            path = self.recording.calls[self._stack[-1]].path if self._stack else ""
+            with in_place_told(f'"{path}"' if path else "the model's own code"):
+                raise
 
     def know_model(self, model: nn.Module) -> None:
         """Parameters and buffers by storage; a parameter taints what is computed from it."""
@@ -275,17 +245,27 @@ class _Recorder(TorchDispatchMode):
         calls = self.recording.calls
         parent = self._stack[-1] if self._stack else -1
         call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
+        around = self._finder.around(sys._getframe(1), call.enter)
+        call.function = next((number for number in around if self.recording.regions[number].function), -1)
         calls.append(call)
         if parent >= 0:
             calls[parent].children.append(call.number)
         given = take_apart((args, kwargs))[0]
+        attributes = Attributes(self._modules_in(module))
         before = {id(leaf): self._version_of(leaf) for leaf in given if isinstance(leaf, Tensor)}
         self._stack.append(call.number)
+        self._finder.enter()
         result = forward(*args, **kwargs)
+        self._finder.leave()
         self._stack.pop()
         leaves, call.nest = take_apart(result)
         call.leaves = tuple(self._leaf(leaf, call, given, before) for leaf in leaves)
+        call.changes = tuple(
+            replace(change, leaves=tuple(self._leaf(leaf, call, given, before) for leaf in change.leaves))
+            for change in attributes.changes()
+        )
         call.exit = self._tick()
+        self._finder.around(sys._getframe(1), call.exit)
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -293,6 +273,11 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         return result
+
+    def _modules_in(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        if module not in self._below:
+            self._below[module] = list(module.named_modules(prefix=self._paths[module]))
+        return self._below[module]
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         recording, time = self.recording, self._tick()
@@ -302,7 +287,7 @@ class _Recorder(TorchDispatchMode):
         reads = tuple(self._versions[storage] for storage in storages)
         random = torch.Tag.nondeterministic_seeded in func.tags
         tainted = random or any(version in self._tainted for version in reads)
-        written = list(dict.fromkeys(self._storage(tensor) for tensor in _written(func, args, kwargs)))
+        written = list(dict.fromkeys(self._storage(tensor) for tensor in written_tensors(func, args, kwargs)))
         call = self._stack[-1] if self._stack else 0
         operator = Operator(
             name=name,
@@ -313,6 +298,7 @@ class _Recorder(TorchDispatchMode):
             decides=_decides(func, given),
             writes_held=any(storage in self._held for storage in written),
             writes=tuple(self._versions[storage] for storage in written),
+            region=next(iter(self._finder.around(sys._getframe(1), time)), -1),
         )
         number = len(recording.operators)
         recording.operators.append(operator)
@@ -346,15 +332,16 @@ class _Recorder(TorchDispatchMode):
                 return Passed(argument)
             if isinstance(leaf, nn.Parameter) and storage in self._held:
                 return Held(self._name_in(self._held[storage], call.number))
-            return self._value(leaf, call.number)
-        return Passed(argument) if argument >= 0 and not _is_plain(leaf) else Constant(leaf)
+            return self._value(leaf, call.number, exposed=call.function < 0)
+        return Passed(argument) if argument >= 0 and not is_plain(leaf) else Constant(leaf)
 
-    def _value(self, tensor: Tensor, call: int) -> Value:
+    def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> Value:
         storage, meta = self._storage(tensor), Meta.of(tensor)
         number = self._values.setdefault((storage, meta), len(self._values))
         if number == len(self.recording.values):
             self.recording.values.append((storage, meta))
-        self.recording.exposures.setdefault(storage, []).append((number, call))
+        if exposed:
+            self.recording.exposures.setdefault(storage, []).append((number, call))
         return Value(number, meta)
 
     def _version_of(self, tensor: Tensor) -> int:
@@ -421,26 +408,18 @@ def _read_by(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
     try:
         with reader:
             loss = loss_of(output)
+    except PlannerError:
+        raise
     except Exception:  # it is told where the loss is needed
         return None
     reader.read(tensors_in(loss))  # the output's own loss, say, of which nothing is computed
     return None if reader.decides else reader.addresses
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
-
-
 def _decides(func: Any, given: list[Tensor]) -> bool:
     if func._schema.name == "aten::index" and all(t.dtype is not torch.bool for t in given[1:]):
         return False  # only a mask makes the shape depend on values
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
 
 
 def _forget(_: Any) -> Any:
@@ -468,25 +447,6 @@ def _ghost(tensor: Tensor) -> Tensor:
 
 def _own_buffer(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
-
-
-@contextmanager
-def _replaced(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Lets the model work on others instead of its parameters and buffers; what is tied stays tied."""
-    before = [(held, dict(held)) for module in model.modules() for held in (module._parameters, module._buffers)]
-    others: dict[int, Tensor] = {}
-    for held, tensors in before:
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                if id(tensor) not in others:
-                    others[id(tensor)] = replace(tensor)
-                held[name] = others[id(tensor)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for held, tensors in before:
-            held.clear()
-            held.update(tensors)  # type: ignore[arg-type]
 
 
 @contextmanager

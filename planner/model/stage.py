@@ -1,7 +1,9 @@
 """A stage of a model that is no Sequential: the model's own forward, of which only some layers really run.
 
-Modules in front of the stage are not run: they return what was received, or, where nobody needs it, zeros that take no
-memory. The forward ends behind the stage's last module. Modules are changed only while a stage runs.
+Modules in front of the stage are not run: they return what was received, or, where nobody needs it, an absent ghost.
+So do parameters of other stages that the model's own code touches on its way. Whatever reaches an output or the next
+stage is checked to be made of none. The forward ends behind the stage's last module. Modules are changed only while a
+stage runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +15,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.core.errors import ModelError
+from planner.model.attributes import left_behind, put_back, without_leftovers
+from planner.model.ghosts import absent, expect_present
+from planner.model.leaves import Counted
 from planner.model.nests import ABSENT, aligned, leaf_names, put_together, take_apart
 from planner.model.outline import Outline
 from planner.model.recording import END, Call, Constant, Held, Leaf, Passed, Value, arguments_of, wrapped
+from planner.model.regions import without_reentrance
 from planner.model.unread import stand_in
 
-__all__ = ["ModelStage", "weightless"]
+__all__ = ["ModelStage"]
 
 
 class ModelStage(nn.Module):
@@ -63,6 +69,12 @@ class ModelStage(nn.Module):
         self._part.listen(listener)
 
     @property
+    def holders(self) -> list[nn.Module]:
+        """The modules of the model whose own parameters and buffers the stage needs."""
+        paths = sorted({name.rpartition(".")[0] for name in self._part.held})
+        return [self._part.model.get_submodule(path) for path in paths]
+
+    @property
     def model(self) -> nn.Module:
         """The whole model, which the stage runs its part of."""
         return self._part.model
@@ -85,6 +97,7 @@ class _Part:
         self._watch([self.begin, self.stop])
         self.absent = sorted(outline.repeated_holds[first - 1].difference(self.held)) if first else []
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
+        self.leftovers = [c for call in outline.recording.calls for c in call.changes if c.holds_tensors]
         self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
 
     def listen(self, listener: Callable[[int], None]) -> None:
@@ -124,21 +137,30 @@ class _Run:
             leaves = take_apart(given)[0]
             if len(leaves) != len(stage.outline.recording.inputs):
                 raise ModelError("the model's inputs have another structure than those of `example_batch`")
-            self._keep(leaves, stage.outline.recording.inputs)
+            recorded = stage.outline.recording.inputs
+            self._keep(leaves, recorded)
+            pairs = [(known.number, t) for known, t in zip(recorded, leaves, strict=True) if isinstance(known, Value)]
+            self._size = stage.outline.size_of([number for number, _ in pairs], [t for _, t in pairs])
         else:
             self._tensors.update(zip(stage.received, given, strict=True))
-        self._size = stage.outline.size_of(stage.received, given) if stage.received else 0
+            self._size = stage.outline.size_of(stage.received, given)
         self._device = given[0].device if stage.received else torch.device("cpu")
-        if self._device.type == "jax":
-            self._device = torch.device("cpu")  # torchax's tensors lie nowhere that torch knows; it takes any other
+        self._with_ghosts = self._device.type != "jax"
+        if not self._with_ghosts:
+            # Torchax's tensors lie nowhere that torch knows, and take no ghosts beside them. They take zeros, which
+            # nothing notices here: that stages are right is found when the model is profiled, which runs them in torch.
+            self._device = torch.device("cpu")
         if not self._begun:
-            self._inputs = self._rebuilt(stage.outline.recording.inputs, stage.outline.recording.input_nest, [])
+            recording = stage.outline.recording
+            self._inputs = self._rebuilt(recording.inputs, recording.input_nest, [])
 
     def result(self) -> Any:
         """What crosses the cut behind the stage, or the model's output."""
         args, kwargs = arguments_of(self._inputs)
         with ExitStack() as stack:
             stack.enter_context(self._without_absent())
+            stack.enter_context(without_reentrance())
+            stack.enter_context(without_leftovers(self._stage.model, self._stage.leftovers))
             stack.enter_context(wrapped(self._stage.watched, self._run))
             if self._begun:
                 self._begin_layer(0)
@@ -149,11 +171,18 @@ class _Run:
                     return None
                 if not self._tensors.keys() >= set(self._stage.sent):
                     raise _another_path("it did not return what the next stage needs") from None
-                return tuple(self._tensors[value] for value in self._stage.sent)
+                sent = tuple(self._tensors[value] for value in self._stage.sent)
+                expect_present(sent, "what is sent to the next stage")
+                return sent
         if self._stage.stop != END:
             raise _another_path("it ended early")
         unread = self._stage.outline.recording.unread
-        return self._without_missing(output) if self._stage.begin and unread else output
+        if self._stage.begin == 0:
+            return output
+        if unread:
+            output = self._without_missing(output)
+        expect_present(take_apart(output)[0], "the model's output")
+        return output
 
     # Private methods
 
@@ -162,7 +191,7 @@ class _Run:
             return forward(*args, **kwargs)
         call = self._expected(module)
         if call.exit < self._stage.begin and not call.constant:
-            result = self._rebuilt(call.leaves, call.nest, take_apart((args, kwargs))[0])
+            result = self._passed_over(call, take_apart((args, kwargs))[0])
         elif call.number in self._stage.open:
             self._stack.append(call.number)
             self._next[call.number] = 0
@@ -182,6 +211,8 @@ class _Run:
                 # What it collects from within modules that are passed over is not all there.
                 leaves = aligned(result, call.nest)
             self._keep(leaves, call.leaves)
+            self._expect_constants(call, leaves)
+            self._keep_changes(call)
         if call.exit + 1 == self._stage.begin:
             self._stage.when_begun()
             if not self._own:
@@ -241,6 +272,38 @@ class _Run:
             if isinstance(known, Value) and known.number in self._stage.sent and leaf is not ABSENT:
                 self._tensors[known.number] = leaf
 
+    def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
+        """What is no tensor is not sent: the stages behind take it to be what it was when the layers were found."""
+        for leaf, known in zip(leaves, call.leaves, strict=True):
+            if not isinstance(known, Constant | Counted) or not isinstance(leaf, int | float | str | torch.Size):
+                continue
+            expected = known.of(self._size) if isinstance(known, Counted) else known.value
+            if leaf != expected:
+                raise ModelError(
+                    f'"{call.path}" returned {leaf!r} where it returned {expected!r} when its layers were found: only '
+                    "tensors are sent to the stages behind, which would go on with the old one",
+                    hint="return it as a tensor, and give inputs of the same shape as those of `example_batch`",
+                )
+
+    def _keep_changes(self, call: Call) -> None:
+        """Keeps what a call left behind in attributes, as far as it is sent."""
+        for change in call.changes:
+            if not any(isinstance(leaf, Value) and leaf.number in self._stage.sent for leaf in change.leaves):
+                continue
+            try:
+                self._keep(left_behind(self._stage.model, change), change.leaves)
+            except LookupError:
+                raise _another_path(f'"{call.path}" left something else behind') from None
+
+    def _passed_over(self, call: Call, given: Sequence[Any]) -> Any:
+        """What a call that does not run returns; what it would leave behind is put where it would be."""
+        for change in call.changes:
+            try:
+                put_back(self._stage.model, change, [self._leaf(leaf, given) for leaf in change.leaves])
+            except LookupError:
+                raise _another_path(f'"{call.path}" cannot leave anything behind') from None
+        return self._rebuilt(call.leaves, call.nest, given)
+
     def _rebuilt(self, recorded: Sequence[Leaf], nest: Any, given: Sequence[Any]) -> Any:
         return put_together([self._leaf(leaf, given) for leaf in recorded], nest)
 
@@ -248,7 +311,7 @@ class _Run:
         match leaf:
             case Value():
                 received = self._tensors.get(leaf.number)
-                return self._zeros(leaf.number) if received is None else received
+                return self._not_received(leaf.number) if received is None else received
             case Passed():
                 return given[leaf.argument]
             case Held():
@@ -256,37 +319,44 @@ class _Run:
                 return getattr(self._stage.model.get_submodule(path), name)
             case Constant():
                 return leaf.value
+            case Counted():
+                return leaf.of(self._size)
 
-    def _zeros(self, value: int) -> Tensor:
-        storage, meta = self._stage.outline.recording.values[value]
+    def _not_received(self, value: int) -> Tensor:
+        recording = self._stage.outline.recording
+        storage, meta = recording.values[value]
         shape = self._stage.outline.shape(value, self._size)
         # What stands in for a tensor is no work of the model's: nobody who watches its operators is to see it.
         with _disable_current_modes(), torch.no_grad():
-            if storage in self._stage.overwritten:
-                return torch.zeros(shape, dtype=meta.dtype, device=self._device)
-            return torch.zeros((), dtype=meta.dtype, device=self._device).expand(shape)
+            if not self._with_ghosts:
+                if storage in self._stage.overwritten:
+                    return torch.zeros(shape, dtype=meta.dtype, device=self._device)
+                return torch.zeros((), dtype=meta.dtype, device=self._device).expand(shape)
+            like = torch.empty(shape, dtype=meta.dtype, device="meta")
+            call = recording.exposures[storage][0][1]
+            return absent(like, self._device, "an input of the model" if call < 0 else recording.calls[call].path)
 
     @contextmanager
     def _without_absent(self) -> Iterator[None]:
-        """Zeros take the place of parameters that are touched on the way to the stage, but not needed there."""
+        """Absent ghosts take the place of parameters that are touched on the way to the stage, but not needed there."""
         before: list[tuple[dict[str, Any], str, Any]] = []
         for full in self._stage.absent:
             path, _, name = full.rpartition(".")
             owner = self._stage.model.get_submodule(path)
             held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
             before.append((held, name, held[name]))
-            held[name] = weightless(held[name], self._device)
+            held[name] = self._absent(full, held[name])
         try:
             yield
         finally:
             for held, name, tensor in before:
                 held[name] = tensor
 
-
-def weightless(tensor: Tensor, device: torch.device) -> Tensor:
-    """Zeros of the shape and dtype of `tensor` that take no memory."""
-    with _disable_current_modes(), torch.no_grad():
-        return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    def _absent(self, name: str, tensor: Tensor) -> Tensor:
+        with _disable_current_modes(), torch.no_grad():
+            if self._with_ghosts:
+                return absent(tensor, self._device, name)
+            return torch.zeros((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
 
 
 def _another_path(what: str) -> ModelError:

@@ -7,16 +7,19 @@ collects in.
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from planner.model.stage import ModelStage
+
 __all__ = ["collecting_bytes", "collecting_layers"]
 
-_SUM_BYTES = 24
-"""Per channel, in float64: sums of values and of their squares, and how many values there were."""
+_SUM_BYTES = 16
+"""Per channel, in float64: sums of values and of their squares."""
 
 
 def collecting_layers(module: nn.Module) -> list[_BatchNorm]:
     """The batch normalisations in `module` whose running statistics training changes."""
-    parts = (part for part in module.modules() if isinstance(part, _BatchNorm))
-    return [part for part in parts if part.training and part.running_mean is not None]
+    parts = module.holders if isinstance(module, ModelStage) else module.modules()
+    norms = (part for part in parts if isinstance(part, _BatchNorm))
+    return [norm for norm in norms if norm.training and norm.running_mean is not None]
 
 
 def collecting_bytes(module: nn.Module) -> int:

@@ -9,7 +9,6 @@ operators into whatever reads their results.
 
 import importlib.metadata
 import importlib.util
-import math
 import os
 import re
 import warnings
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations
 from typing import Any, Final
 
 import torch
@@ -27,6 +25,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from planner.core.errors import UsageError
 from planner.model.stage import ModelStage
+from planner.model.tpu_layouts import laid_out_sizes
 
 __all__ = [
     "CHIPS",
@@ -47,7 +46,6 @@ __all__ = [
     "layer_function",
     "named_chip",
     "named_chips",
-    "padded_bytes",
     "random_key",
     "shape_of",
     "torch_like",
@@ -413,13 +411,6 @@ class Program:
     executable: Any = None
 
 
-def padded_bytes(shape: Any) -> int:
-    """Of an array on a TPU that lies as tightly as it can, as the arguments of a program do by default."""
-    axes = range(len(shape.shape))
-    orders = [[axis for axis in axes if axis not in pair] + list(pair) for pair in permutations(axes, 2)]
-    return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
-
-
 def filled_between(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
     """The gradients, known only after something of `num_bytes` was made from the outputs and read again."""
     jax, _ = jax_modules()
@@ -491,9 +482,9 @@ def compile_program(
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
     return Program(
         argument_bytes=memory.argument_size_in_bytes,
-        arguments=_sizes(shapes, executable.input_formats[0]),
+        arguments=laid_out_sizes(jax, shapes, executable.input_formats[0]),
         output_bytes=memory.output_size_in_bytes,
-        outputs=_sizes(executable.out_info, executable.output_formats),
+        outputs=laid_out_sizes(jax, executable.out_info, executable.output_formats),
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         flops=cost.get("flops", 0.0),
@@ -505,35 +496,8 @@ def compile_program(
 
 # Private functions and classes
 
-_TILE = (8, 128)
-"""Rows and columns that a TPU's memory comes in."""
-
 _ROW = 1024
 """Columns of what fills memory."""
-
-
-def _sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
-    """Bytes of arrays that lie as the compiler wants them."""
-    jax, _ = jax_modules()
-    sizes = []
-    for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
-        tiling = place.layout.tiling if place.layout is not None else None
-        sizes.append(_padded_bytes(shape, place.layout.major_to_minor, tiling[0]) if tiling else _bytes(shape))
-    return tuple(sizes)
-
-
-def _padded_bytes(shape: Any, major_to_minor: Sequence[int], tile: Sequence[int]) -> int:
-    lengths = [shape.shape[axis] for axis in major_to_minor]
-    for place, length in zip(range(len(lengths) - 1, -1, -1), reversed(tile), strict=False):
-        # Few rows have tiles of fewer.
-        own = length if place == len(lengths) - 1 else min(length, 1 << (lengths[place] - 1).bit_length())
-        lengths[place] = -(-lengths[place] // own) * own
-    size: int = math.prod(lengths) * shape.dtype.itemsize
-    return size
-
-
-def _bytes(shape: Any) -> int:
-    return int(shape.size * shape.dtype.itemsize)
 
 
 class _Plan:

@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from planner.core.devices import Accelerator
+from planner.core.profile import Device
 from planner.core.rates import Rates
 from planner.model.chain import Chain
 from planner.model.ghosts import storage_of
@@ -26,14 +28,26 @@ from planner.model.meter import Usage
 from planner.model.nests import tensors_in
 from planner.model.recording import as_ghosts
 from planner.model.stage import ModelStage
+from planner.profile.reserve import ASSUMED_BYTES
 
-__all__ = ["GhostMeter", "RooflineClock", "ghostly"]
+__all__ = ["GhostMeter", "RooflineClock", "estimated_device", "ghostly"]
 
 _LAUNCH_US = 3.0
 """A kernel that does next to nothing occupies a GPU about so long."""
 
 _ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward"))
 """Operators that read no more of a table than they return."""
+
+
+def estimated_device(absent: Accelerator, rates: Rates) -> Device:
+    """Name and memory of a device that is not here, and what is taken not to be for tensors."""
+    return Device(
+        kind="cuda",
+        name=rates.full_name,
+        memory_bytes=absent.memory_bytes,
+        reserve_bytes=ASSUMED_BYTES,
+        how="estimated",
+    )
 
 
 @contextmanager

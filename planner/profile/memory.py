@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 from planner.core.profile import BoundaryTensor, MemoryDetail
 from planner.model.ghosts import storage_of
 from planner.model.meter import Meter
+from planner.profile.sparse import sparse_bytes
 from planner.profile.units import Unit, UnitInput
 
 __all__ = ["measure_casts", "measure_memory", "start_backward"]
@@ -40,7 +41,11 @@ def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
         # Autocast's copies are made in the first micro-batch's forward, and in its backward their gradients turn into
         # those of the parameters at once; later ones find copies there, and their gradients wait for the end.
         first = _Pass(unit, given, meter)
+        one = {p: p.grad.clone() for p in unit.module.parameters() if p.grad is not None and p.grad.is_sparse}
         later = _Pass(unit, given, meter)
+        # Two are more than one where they are sparse: whoever measures a later backward finds one there.
+        for parameter, gradient in one.items():
+            parameter.grad = gradient
         end_later = _end_backward_peak(unit, given, meter)
         _drop_gradients(unit)
         inputs, outputs = _boundaries(unit, given)
@@ -56,6 +61,8 @@ def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
             end_backward_peak_bytes=max(0, end_later),
             writes_input=later.writes_input,
             target_bytes=_bytes_of(given.targets),
+            sparse_parameter_bytes=sum(parameter.nbytes for parameter in one),
+            sparse_gradient_bytes=sum(map(sparse_bytes, one.values())),
         )
 
 

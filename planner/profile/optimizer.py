@@ -1,7 +1,7 @@
 """What the optimizer's step costs for the parameters of one layer: state, transient bytes, time."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from planner.model.ghosts import storage_of
 from planner.model.meter import Meter
 from planner.profile.clocks import Clock
+from planner.profile.sparse import check_step, sparse_bytes, sparse_copy
 from planner.profile.timing import CACHE_BYTES
 
 __all__ = ["OptimizerCost", "measure_optimizer", "peaks_add"]
@@ -25,7 +26,9 @@ class OptimizerCost:
 
     state_bytes: int = 0
     peak_bytes: int = 0
-    """Transient, above state, parameters and gradients."""
+    """Transient, above state, parameters and gradients, of those parameters whose gradients are dense."""
+    sparse_peak: float = 0.0
+    """Transient bytes of the others per byte of their gradients."""
     step_us: float = 0.0
 
 
@@ -37,6 +40,7 @@ def measure_optimizer(
     clock: Clock,
     repeats: int,
     between_bytes: int = 0,
+    sparse: Mapping[str, Tensor] | None = None,
 ) -> OptimizerCost:
     """Steps an optimizer over copies of the module's trainable parameters; the state comes with the first step.
 
@@ -48,10 +52,59 @@ def measure_optimizer(
         repeats: Timed steps.
         between_bytes: What a training step touches between two steps of the optimizer over this layer; by then that
             much less is in the cache.
+        sparse: Sparse gradients of a micro-batch, by name of the parameter.
+
+    Raises:
+        ModelError: The optimizer takes no sparse gradients.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
-        return OptimizerCost()
+    cost = OptimizerCost()
+    if trained := _dense(module, sparse or {}):
+        cost = _over_dense(trained, build, meter=meter, clock=clock, repeats=repeats, between_bytes=between_bytes)
+    if not sparse:
+        return cost
+    own = dict(module.named_parameters())
+    copies = {name: sparse_copy(own[name], gradient, _rows(own[name])) for name, gradient in sparse.items()}
+    optimizer = check_step(build, copies)
+    states = _states(optimizer, list(copies.values()), [own[name] for name in sparse])
+    size = sum(map(sparse_bytes, sparse.values()))
+    peak_bytes = meter.measure(lambda: _discard(optimizer.step())).peak_bytes
+    times = [clock.time_us(lambda: _discard(optimizer.step())) for _ in range(repeats)]
+    return replace(
+        cost,
+        state_bytes=cost.state_bytes + states,
+        sparse_peak=round(peak_bytes / max(1, size), 4),
+        step_us=cost.step_us + clock.typical_us(times),
+    )
+
+
+def peaks_add(
+    module: nn.Module,
+    build: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    *,
+    meter: Meter,
+    sparse: Collection[str] = (),
+) -> bool:
+    """Whether the optimizer's transients grow with the number of parameters (`foreach`) or with the largest one.
+
+    Those whose gradients are sparse are left out.
+    """
+    once, twice = (_step_peak_bytes(_dense(module, sparse), build, meter, times) for times in (1, 2))
+    return twice > 1.5 * once > 0
+
+
+def _dense(module: nn.Module, sparse: Collection[str]) -> list[nn.Parameter]:
+    return [p for name, p in module.named_parameters() if p.requires_grad and name not in sparse]
+
+
+def _over_dense(
+    trained: Sequence[nn.Parameter],
+    build: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    *,
+    meter: Meter,
+    clock: Clock,
+    repeats: int,
+    between_bytes: int,
+) -> OptimizerCost:
     copies = [nn.Parameter(_part(p).detach().clone()) for p in trained]
     share = sum(p.numel() for p in trained) / sum(copy.numel() for copy in copies)
     for copy in copies:
@@ -68,12 +121,7 @@ def measure_optimizer(
         return clock.time_us(step)
 
     step()
-    state_bytes = sum(
-        _whole_bytes(state, copy, parameter)
-        for copy, parameter in zip(copies, trained, strict=True)
-        for state in optimizer.state[copy].values()
-        if isinstance(state, Tensor)
-    )
+    state_bytes = _states(optimizer, copies, trained)
     step()
     peak_bytes = meter.measure(step).peak_bytes
     return OptimizerCost(
@@ -83,18 +131,22 @@ def measure_optimizer(
     )
 
 
-def peaks_add(module: nn.Module, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer], *, meter: Meter) -> bool:
-    """Whether the optimizer's transients grow with the number of parameters (`foreach`) or with the largest one."""
-    once, twice = (_step_peak_bytes(module, build, meter, times) for times in (1, 2))
-    return twice > 1.5 * once > 0
+def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], parameters: Sequence[Tensor]) -> int:
+    return sum(
+        _whole_bytes(state, copy, parameter)
+        for copy, parameter in zip(copies, parameters, strict=True)
+        for state in optimizer.state[copy].values()
+        if isinstance(state, Tensor)
+    )
 
 
 def _step_peak_bytes(
-    module: nn.Module, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer], meter: Meter, times: int
+    trained: Sequence[nn.Parameter],
+    build: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    meter: Meter,
+    times: int,
 ) -> int:
-    copies = [
-        nn.Parameter(_part(p).detach().clone()) for _ in range(times) for p in module.parameters() if p.requires_grad
-    ]
+    copies = [nn.Parameter(_part(p).detach().clone()) for _ in range(times) for p in trained]
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
     if not copies:
@@ -106,8 +158,12 @@ def _step_peak_bytes(
 
 def _part(parameter: Tensor) -> Tensor:
     """The first rows of a large parameter, or all of it."""
-    rows = max(1, _MOST_NUMBERS * len(parameter) // parameter.numel()) if parameter.dim() else 1
+    rows = _rows(parameter)
     return parameter[:rows] if parameter.dim() and rows < len(parameter) else parameter
+
+
+def _rows(parameter: Tensor) -> int:
+    return max(1, _MOST_NUMBERS * len(parameter) // parameter.numel()) if parameter.dim() else 1
 
 
 def _whole_bytes(state: Tensor, part: Tensor, parameter: Tensor) -> int:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.core.cluster import ExecutorCost
 from planner.core.costs import saved_bytes
-from planner.core.devices import ACCELERATORS, Accelerator, accelerator
+from planner.core.devices import ACCELERATORS, accelerator
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.partial import Measurement, Partial
 from planner.core.planning import GENERATOR
@@ -30,16 +30,19 @@ from planner.model.load import LoadedModel
 from planner.model.machine import cpu_name, give_freed_memory_back, keep_freed_memory
 from planner.model.meter import Meter, meter_for
 from planner.model.precision import dtype_of
+from planner.model.refusals import TooFewSamplesError, in_place_told
 from planner.model.statistics import collecting_bytes
 from planner.model.torchax_adapter import attached_tpu, check_installed, expect_no_tpu
 from planner.profile.clocks import Clock, clock_for
-from planner.profile.estimate import GhostMeter, RooflineClock, ghostly
+from planner.profile.estimate import GhostMeter, RooflineClock, estimated_device, ghostly
 from planner.profile.flops import forward_flops
 from planner.profile.memory import measure_casts, measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
 from planner.profile.passing import passing_us
 from planner.profile.regret import regret
 from planner.profile.reserve import cuda_reserve_bytes
+from planner.profile.rewriting import rewritten_bytes
+from planner.profile.sparse import check_ties, sparse_gradients
 from planner.profile.structure import find_chain
 from planner.profile.timing import Samples, Times, enough_to_leave_the_cache, measure_times, time_once, times_of
 from planner.profile.tpu import CompiledLayer, Compiler
@@ -73,7 +76,8 @@ class ProfileOptions:
     time_budget_s: float = 60.0
     """More repeats than that are begun only so long after the first; 0: none, and nothing is said about it."""
     until_memory_ends: bool = False
-    """Whether sizes for which memory does not suffice are left out, rather than an error."""
+    """Whether sizes for which memory does not suffice, or that are too small for a layer, are left out, rather than an
+    error."""
 
 
 class InterruptedProfileError(KeyboardInterrupt):
@@ -90,6 +94,7 @@ def profile_model(
     progress: Progress = lambda *_: None,
     *,
     warn: Callable[[str], None] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
     earlier: Partial | None = None,
 ) -> Profile:
     """Measures every layer of the model at every micro-batch size. The model is left as it was.
@@ -99,6 +104,7 @@ def profile_model(
         options: How.
         progress: Called before each measurement.
         warn: Called with what the user should know.
+        note: Called with defaults that were taken.
         earlier: What an interrupted run measured; used if it was of the same model in the same environment.
 
     Raises:
@@ -121,8 +127,9 @@ def profile_model(
             "the model cannot be estimated: its layers ask for the values of tensors",
             hint="measure it: `--device cuda` on the machine that has one, or `--device cpu`",
         )
-    if chain.outline is not None and chain.outline.widened:
-        warn(chain.outline.widened)
+    for text in () if chain.outline is None else (chain.outline.widened, chain.outline.prevented):
+        if text:
+            warn(text)
     model = chain.model
     described = describe_device(device) if target is None else target.described
     kept = _Kept(_header(loaded, model, chain, described, options.threads))
@@ -131,7 +138,7 @@ def profile_model(
     try:
         with untouched(model), ghostly(chain) if target is not None and lean else nullcontext():
             make = _Measured if target is None else partial(target.layers, target=target)
-            measured = make(loaded, chain, options, device, kept, lean=lean, progress=progress, warn=warn)
+            measured = make(loaded, chain, options, device, kept, lean=lean, progress=progress, warn=warn, note=note)
             layers = tuple(measured.layer(n) for n in range(len(chain.layers)))
     except KeyboardInterrupt as error:
         raise InterruptedProfileError(kept.partial()) from error
@@ -210,6 +217,7 @@ def _header(loaded: LoadedModel, model: nn.Module, chain: Chain, device: Device,
             settings=loaded.settings,
             inputs=loaded.inputs,
             granularity=loaded.granularity,
+            uncut=loaded.uncut,
             digest=chain_digest(chain, loaded.settings, loaded.precision),
             parameters=sum(p.numel() for p in model.parameters()),
         ),
@@ -250,11 +258,6 @@ def describe_device(device: torch.device) -> Device:
             reserve_bytes=cuda_reserve_bytes(device),
         )
     return Device(kind="cpu", name=cpu_name())
-
-
-def estimated_device(absent: Accelerator, rates: Rates) -> Device:
-    """Name and memory of a device that is not here."""
-    return Device(kind="cuda", name=rates.full_name, memory_bytes=absent.memory_bytes, how="estimated")
 
 
 @contextmanager
@@ -326,6 +329,7 @@ class _Measured:
         lean: bool,
         progress: Progress,
         warn: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         self.chain = chain
         self.sizes: list[int] = []
@@ -335,7 +339,7 @@ class _Measured:
         self._lean = lean
         self._inputs: dict[tuple[str, int], UnitInput] = {}
         self._loaded, self._options, self._device = loaded, options, device
-        self._progress, self._warn = progress, warn
+        self._progress, self._warn, self._note = progress, warn, note
         self._done = self._total = 0
         self._meter, self._clock = self._instruments()
         self.tied = tied_parameters(chain.layers)
@@ -344,11 +348,13 @@ class _Measured:
         if device.type == "cpu":
             keep_freed_memory()
         self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
+        check_ties(chain.layers, self.tied, lambda n: self._sparse(self.units[n].digest))
         self.optimizer: dict[str, OptimizerCost] = {}
         given = {digest: self._inputs[digest, self.sizes[0]] for digest in self._distinct}
         self.casts = {
             digest: measure_casts(unit, given[digest], self._meter) for digest, unit in self._distinct.items()
         }
+        self.rewritten = self._measure_rewriting(given)
         self._measure_optimizer()
         give_freed_memory_back()
         self._measure_times()
@@ -366,6 +372,11 @@ class _Measured:
             failed = False
             try:
                 inputs = self._records_at(size)
+            except TooFewSamplesError as error:
+                if not self._options.until_memory_ends or size == self._options.micro_batch_sizes[-1]:
+                    raise
+                self._warn(f"micro-batch size {size} is left out: {error.message}")
+                continue
             except Exception as error:
                 if not _out_of_memory(error):
                     raise
@@ -388,12 +399,16 @@ class _Measured:
                 inputs[known.digest, size] = self._with_values(traced[now.digest, size])
         missing = [key for key in inputs if key not in self.memory]
         for digest, _ in self._steps(missing, passes=_MEMORY_PASSES):
-            self.memory[digest, size] = measure_memory(self._distinct[digest], inputs[digest, size], self._meter)
+            unit = self._distinct[digest]
+            with in_place_told(f'layer "{unit.name}"'):
+                self.memory[digest, size] = measure_memory(unit, inputs[digest, size], self._meter)
             # Layers of several sizes leave holes.
             give_freed_memory_back()
         return inputs
 
     def _know(self, units: tuple[Unit, ...]) -> None:
+        for text in self._loaded.notes:  # they have run, so it is clear what the loss is
+            self._note(text)
         self.units = units
         self._distinct = {unit.digest: unit for unit in reversed(units)}
         self._fill()
@@ -419,6 +434,9 @@ class _Measured:
             raise MeasurementError(f"out of memory at micro-batch size {size}", hint=f"use `--batch-sizes {fitting}`")
         self._warn(f"out of memory at micro-batch size {size}: sizes up to {self.sizes[-1]} are measured")
 
+    def _measure_rewriting(self, given: dict[str, UnitInput]) -> dict[str, int]:
+        return {digest: rewritten_bytes(unit, given[digest]) for digest, unit in self._distinct.items()}
+
     def _measure_optimizer(self) -> None:
         build = self._loaded.build_optimizer
         first = self.sizes[0]
@@ -433,12 +451,21 @@ class _Measured:
                 clock=self._clock,
                 repeats=self._options.repeats,
                 between_bytes=between_bytes,
+                sparse=self._sparse(digest),
             )
             known = self.optimizer.get(digest, cost)
             self.optimizer[digest] = replace(cost, step_us=min(cost.step_us, known.step_us))
             self.flops[digest] = forward_flops(self._distinct[digest], self._inputs[digest, first])
         largest = max(self._distinct.values(), key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
-        self.optimizer_peaks_add = peaks_add(largest.module, build, meter=self._meter)
+        self.optimizer_peaks_add = peaks_add(
+            largest.module, build, meter=self._meter, sparse=self._sparse(largest.digest)
+        )
+
+    def _sparse(self, digest: str) -> dict[str, Tensor]:
+        if not self.memory[digest, self.sizes[0]].sparse_gradient_bytes:
+            return {}
+        unit = self._distinct[digest]
+        return sparse_gradients(unit, self._inputs[digest, self.sizes[0]])
 
     def _measure_times(self) -> None:
         started = time.monotonic()
@@ -493,10 +520,12 @@ class _Measured:
             optimizer_bytes=optimizer.state_bytes,
             buffer_bytes=self._buffer_bytes(layer.module),
             cast_bytes=self.casts[unit.digest],
+            rewritten_bytes=self.rewritten[unit.digest],
             tied=tied,
             tied_bytes=tied_bytes,
             optimizer_us=round(optimizer.step_us, 1),
             optimizer_peak_bytes=optimizer.peak_bytes,
+            optimizer_sparse_peak=optimizer.sparse_peak,
             forward_us=tuple(
                 round(max(0.0, t.forward_us - self.passing[unit.digest, size]), 1)
                 for t, size in zip(times, self.sizes, strict=True)
@@ -596,6 +625,10 @@ class _Compiled(_Estimated):
         return replace(layer, forward_flops=flops, detail=(), program=tuple(programs))
 
     # Private methods
+
+    def _measure_rewriting(self, given: dict[str, UnitInput]) -> dict[str, int]:
+        """Nor does it write into any other buffer."""
+        return dict.fromkeys(given, 0)
 
     def _buffer_bytes(self, module: nn.Module) -> int:
         """The program leaves running statistics alone."""

@@ -5,11 +5,16 @@ trains. So it is measured once, behind the first use of what nearly every model 
 convolutions (cuDNN), forward and backward, in single and half precision.
 """
 
+from typing import Final
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["cuda_reserve_bytes"]
+__all__ = ["ASSUMED_BYTES", "cuda_reserve_bytes"]
+
+ASSUMED_BYTES: Final = 10**9
+"""Of a device that is not here: an allowance, not a measurement; `--reserve` takes what is known better."""
 
 _SIDE = 256
 """Of the matrices and images: large enough for the kernels of real layers."""

@@ -11,6 +11,7 @@ from planner.model.chain import Chain, Layer, chain_digest
 from planner.model.lean import build_lean, move_buffers
 from planner.model.load import LoadedModel
 from planner.model.precision import converted
+from planner.model.refusals import TooFewSamplesError
 from planner.profile.units import trace_units
 
 __all__ = ["ModelChange", "find_chain", "model_changes"]
@@ -33,7 +34,10 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
     with suppress(Exception):  # what needs values somewhere is built whole, and an error of the user's comes again
         chain = loaded.chain(converted(build_lean(loaded.build), loaded.precision))
         if all(parameter.is_meta for parameter in chain.model.parameters()):
-            trace_units(chain, loaded, (1,), device, ghosts=True)
+            try:
+                trace_units(chain, loaded, (1,), device, ghosts=True)
+            except TooFewSamplesError:
+                trace_units(chain, loaded, (2,), device, ghosts=True)
             move_buffers(chain.model, device)
             return chain, True
     return loaded.chain(converted(loaded.build(), loaded.precision).to(device)), False

@@ -26,6 +26,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -51,10 +52,10 @@ from planner.model.torchax_adapter import (
     jax_modules,
     layer_function,
     named_chip,
-    padded_bytes,
     random_key,
     versions,
 )
+from planner.model.tpu_layouts import padded_bytes
 from planner.profile.units import Unit, UnitInput
 
 __all__ = ["CompiledLayer", "Compiler", "unit_function"]
@@ -147,6 +148,22 @@ def unit_function(unit: Unit, given: UnitInput) -> LayerFunction:
     return layer_function(unit.module, run, [*given.values, *targets])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    """Why a layer was not compiled, as it can pass from one process to another."""
+
+    kind: str
+    what: str
+    traceback: str = ""
+
+
+class _WorkerError(Exception):
+    """An exception of another process: its traceback, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 class Compiler:
     """Compiles layers for one kind of chip, or for the device that is attached, and remembers what came of it.
 
@@ -177,21 +194,19 @@ class Compiler:
                 missing.append(n)
             else:
                 yield n, known
-        problems: dict[str, dict[str, str]] = {}
+        problems: dict[str, dict[str, _Problem]] = {}
         for n, found in self._compiled([(n, jobs[n][0], jobs[n][1]) for n in missing]):
             unit, given, _ = jobs[n]
             if isinstance(found, CompiledLayer):
                 self._remember(unit, given, found)
                 yield n, found
             else:
-                problems.setdefault(found[0], {})[unit.name] = found[1]
+                problems.setdefault(found.kind, {})[unit.name] = found
         _raise(problems)
 
     # Private methods
 
-    def _compiled(
-        self, jobs: Sequence[tuple[int, Unit, UnitInput]]
-    ) -> Iterator[tuple[int, CompiledLayer | tuple[str, str]]]:
+    def _compiled(self, jobs: Sequence[tuple[int, Unit, UnitInput]]) -> Iterator[tuple[int, CompiledLayer | _Problem]]:
         global _job  # noqa: PLW0603 - what a forked process inherits
         workers = _num_workers(len(jobs)) if self._chip else 1
         if workers == 1:
@@ -204,16 +219,16 @@ class Compiler:
             for place, found in pool.imap_unordered(_run_job, range(len(jobs))):
                 yield jobs[place][0], found
 
-    def _one(self, unit: Unit, given: UnitInput) -> CompiledLayer | tuple[str, str]:
+    def _one(self, unit: Unit, given: UnitInput) -> CompiledLayer | _Problem:
         try:
             return self._layer(unit_function(unit, given))
         except LacksOperatorError as error:
-            return _LACKING, str(error)
+            return _Problem(kind=_LACKING, what=str(error))
         except OutOfMemoryError as error:
-            return _TOO_LARGE, str(error)
+            return _Problem(kind=_TOO_LARGE, what=str(error))
         except Exception as error:
             first = str(error).splitlines()[0] if str(error) else ""
-            return "", f"{type(error).__name__}: {first}"
+            return _Problem(kind="", what=f"{type(error).__name__}: {first}", traceback=traceback.format_exc())
 
     def _layer(self, function: LayerFunction) -> CompiledLayer:
         jax, _ = jax_modules()
@@ -313,20 +328,22 @@ def _num_workers(num_jobs: int) -> int:
     return max(1, min(num_jobs, len(os.sched_getaffinity(0)), memory_bytes // _WORKER_BYTES))
 
 
-def _raise(problems: dict[str, dict[str, str]]) -> None:
+def _raise(problems: dict[str, dict[str, _Problem]]) -> None:
     if _LACKING in problems:
-        told = "; ".join(f'"{layer}": {operator}' for layer, operator in problems[_LACKING].items())
+        told = "; ".join(f'"{layer}": {problem.what}' for layer, problem in problems[_LACKING].items())
         raise ModelError(
             f"torchax cannot translate operators of some layers for the TPU: {told}",
             hint="write these layers with other operators, or profile on another device",
         )
     if "" in problems:
-        layer, what = next(iter(problems[""].items()))
+        layer, problem = next(iter(problems[""].items()))
         others = f" (and {len(problems['']) - 1} more layers)" if len(problems[""]) > 1 else ""
-        raise ModelError(f'layer "{layer}" cannot be compiled for the TPU{others}: {what}')
+        raise ModelError(f'layer "{layer}" cannot be compiled for the TPU{others}: {problem.what}') from _WorkerError(
+            problem.traceback
+        )
     if _TOO_LARGE in problems:
-        layer, what = next(iter(problems[_TOO_LARGE].items()))
-        raise MemoryError(f'layer "{layer}": {what}')
+        layer, problem = next(iter(problems[_TOO_LARGE].items()))
+        raise MemoryError(f'layer "{layer}": {problem.what}')
 
 
 def _layer_of(

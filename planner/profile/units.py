@@ -22,9 +22,12 @@ from planner.core.precision import Precision
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.chain import Chain
 from planner.model.ghosts import Ghost
-from planner.model.load import Batch, LoadedModel, to_device, user_code
+from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.recording import as_ghosts
+from planner.model.refusals import raised_by
+from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
+from planner.model.user_errors import user_code
 
 __all__ = ["Unit", "UnitInput", "trace_units", "with_values"]
 
@@ -63,7 +66,7 @@ class Unit:
             values: Flat inputs, as from `given.fresh()`.
             given: Their structure, and the targets.
         """
-        with layers_in(self.precision, self.device):
+        with layers_in(self.precision, self.device), without_reentrance():
             output = self.module(tree_unflatten(list(values), given.spec))
             if self.loss_fn is not None:
                 output = self.loss_fn(output, given.targets)
@@ -92,7 +95,7 @@ def trace_units(
     """
     inputs: dict[tuple[str, int], UnitInput] = {}
     digests: list[str] = []
-    with as_ghosts(chain.model) if ghosts else nullcontext():
+    with as_ghosts(chain.model) if ghosts else nullcontext(), without_reentrance():
         for n, size in enumerate(sizes):
             batch = loaded.example_batch(size) if ghosts else _on(loaded.example_batch(size), device)
             value = _detached(batch.inputs)
@@ -148,11 +151,11 @@ def _call(name: str, module: nn.Module, value: Any, size: int) -> Any:
         return module(value)
     except (Exception, SystemExit) as error:
         shapes = ", ".join(_shape(leaf) for leaf in tree_flatten(value)[0])
-        raise ModelError(
-            f'layer "{name}" ({type(module).__name__}) raised {type(error).__name__} on {shapes}, '
-            f"micro-batch size {size}: {str(error).splitlines()[0] if str(error) else ''}",
-            hint="check that `example_batch` fits the model (and the `--set` settings)",
-        ) from error
+        where = f'layer "{name}" ({type(module).__name__})'
+        told = raised_by(where, error, f"{shapes}, micro-batch size {size}")
+        if told is error:
+            raise
+        raise told from error
 
 
 def _check_loss(loaded: LoadedModel, chain: Chain, output: Any, targets: Any) -> None:

@@ -2,12 +2,14 @@
 
 from html import escape
 
+from planner.core.printable import spelled_out
+
 __all__ = ["attributes", "element", "number", "safe"]
 
 
 def safe(text: str) -> str:
     """`text` as content or as a quoted attribute: no markup, and no control or direction characters, spelled out."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    shown = spelled_out(text)
     return escape(shown, quote=True)
 
 

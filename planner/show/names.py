@@ -2,7 +2,7 @@
 
 from planner.core.plan import Schedule
 
-__all__ = ["method_name", "schedule_name"]
+__all__ = ["method_name", "not_measured", "schedule_name"]
 
 _SCHEDULES: dict[Schedule, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
 
@@ -21,3 +21,8 @@ def schedule_name(schedule: Schedule) -> str:
 def method_name(method: str) -> str:
     """How a plan was found, in words; methods of other tools keep the name they have."""
     return _METHODS.get(method, method)
+
+
+def not_measured(how: str) -> str:
+    """What to say of numbers from a profile that was compiled or estimated; nothing of a measured one."""
+    return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"

@@ -3,9 +3,9 @@
 from html import escape
 
 from planner.core.plan import Plan, Stage
-from planner.core.units import format_bytes, format_us
+from planner.core.units import counted, format_bytes, format_us
 from planner.show.names import schedule_name
-from planner.show.numbers import counted, percent, rate
+from planner.show.numbers import percent, rate
 from planner.show.style import UNICODE
 
 __all__ = ["plan_html"]

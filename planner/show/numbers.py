@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from planner.show.rendering import plain
 from planner.show.style import Style
 
-__all__ = ["NOTHING", "TimeScale", "counted", "difference", "format_count", "layer_range", "percent", "rate"]
+__all__ = ["NOTHING", "TimeScale", "difference", "format_count", "layer_range", "percent", "rate"]
 
 NOTHING = "-"
 """Stands where there is no number to show."""
@@ -32,11 +32,6 @@ class TimeScale:
     def text(self, time_us: float) -> str:
         """The bare number; the unit stands in the header."""
         return f"{time_us / self.factor:.{self.decimals}f}"
-
-
-def counted(count: int, noun: str, plural: str = "s") -> str:
-    """A number with its noun: `1 stage`, `4 micro-batches`."""
-    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def percent(share: float, *, decimals: int = 1) -> str:

@@ -7,12 +7,12 @@ from rich.text import Text
 
 from planner.core.plan import Plan, SolverReport
 from planner.core.simulate import Event
-from planner.core.units import format_us
+from planner.core.units import counted, format_us
 from planner.show.frontier import frontier_parts
 from planner.show.insight import insight_parts
 from planner.show.memory import memory_parts
-from planner.show.names import method_name, schedule_name
-from planner.show.numbers import counted, percent, rate
+from planner.show.names import method_name, not_measured, schedule_name
+from planner.show.numbers import percent, rate
 from planner.show.rendering import BLANK, flow, heading, plain, render
 from planner.show.stages import has_unlike_devices, recomputed_layers, stage_table
 from planner.show.style import Style
@@ -32,7 +32,7 @@ def plan_text(plan: Plan, events: Sequence[Event], style: Style) -> str:
 
 
 def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[RenderableType]]:
-    notes = [_estimated(plan), _not_a_pipeline(plan), _unused(plan)]
+    notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _unused(plan)]
     return [
         [_headline(plan, style), _figures(plan, style), Text(_status(plan.solver, style))],
         [flow([note], style) for note in notes if note],
@@ -43,11 +43,6 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[Re
         frontier_parts(plan, style),
         insight_parts(plan, style),
     ]
-
-
-def _estimated(plan: Plan) -> str:
-    how = plan.inputs.profile.how
-    return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"
 
 
 def _headline(plan: Plan, style: Style) -> Text:

@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from planner.core.profile import LayerProfile, Profile
-from planner.core.units import format_bytes
+from planner.core.profile import Device, LayerProfile, Profile
+from planner.core.units import counted, format_bytes
 from planner.show.numbers import NOTHING, TimeScale, format_count, layer_range, percent
 from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.style import Style
@@ -53,11 +53,17 @@ def _largest(profile: Profile) -> int:
     return profile.micro_batch_sizes.index(max(profile.micro_batch_sizes))
 
 
+def _reserve(device: Device) -> str:
+    if device.how != "estimated":
+        return f"reserve {format_bytes(device.reserve_bytes)}" if device.reserve_bytes else ""
+    return f"reserve {format_bytes(device.reserve_bytes)}, assumed" if device.reserve_bytes else "no reserve"
+
+
 def _facts(profile: Profile, style: Style) -> list[Text]:
     device, environment = profile.device, profile.environment
     gap = f" {style.glyphs.dot} "
     model = [
-        f"{len(profile.layers)} layers",
+        counted(len(profile.layers), "layer"),
         f"{profile.model.parameters:,} parameters" if profile.model.parameters else "",
         plain(f"optimizer {profile.optimizer}", style) if profile.optimizer else "",
         *(plain(f"{name}={value}", style) for name, value in profile.model.settings.items()),
@@ -66,6 +72,7 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
         plain(f"{device.kind} {device.name}".strip(), style),
         format_bytes(device.memory_bytes) if device.memory_bytes else "",
         device.how,
+        _reserve(device),
         plain(environment.dtype, style),
         plain(f"torch {environment.torch}", style) if environment.torch else "",
         f"{environment.threads} thread{'' if environment.threads == 1 else 's'}",
@@ -75,6 +82,7 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
         flow(filter(None, model), style, gap=gap),
         flow(filter(None, machine), style, gap=gap),
         Text(f"micro-batch sizes {sizes}"),
+        *([] if profile.proof is None else [flow([plain(str(profile.proof), style)], style, gap=gap)]),
     ]
 
 

@@ -16,6 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from planner.core.printable import printable
 from planner.show.style import Style
 
 __all__ = ["BLANK", "Column", "cell", "facts", "flow", "heading", "padded", "plain", "render", "table"]
@@ -40,7 +41,7 @@ class Column:
 
 def plain(text: str, style: Style) -> str:
     """`text` made harmless: control characters spelled out, and all else beyond ASCII where it cannot be shown."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    shown = printable(text)
     if style.unicode:
         return shown
     return shown.translate(_ASCII_SPELLING).encode("ascii", "backslashreplace").decode("ascii")

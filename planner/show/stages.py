@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.core.plan import Plan, Stage
-from planner.core.units import format_bytes
+from planner.core.units import counted, format_bytes
 from planner.show.memory import share_of_cap
-from planner.show.numbers import TimeScale, counted, layer_range
+from planner.show.numbers import TimeScale, layer_range
 from planner.show.rendering import Column, flow, plain, table
 from planner.show.style import Style
 

@@ -106,23 +106,29 @@ class Style:
 def style_for(stream: TextIO, environ: Mapping[str, str] | None = None) -> Style:
     """The style that suits `stream`: a terminal's own width, in a pipe enough of it that nothing is cut.
 
+    COLUMNS overrides both.
+
     Colour only on a terminal with neither `NO_COLOR` nor `TERM=dumb`; `FORCE_COLOR` overrides both.
     """
     env = os.environ if environ is None else environ
     terminal = stream.isatty()
-    columns = _columns(stream, env) if terminal else 0
+    fits = terminal or env.get("COLUMNS", "").strip("0").isdecimal()
     return Style(
-        width=columns if terminal else _PIPE_WIDTH,
+        width=_columns(stream, env) if fits else _PIPE_WIDTH,
         unicode=_encodes_blocks(stream),
         color=_wants_color(env, terminal=terminal),
-        wrap=terminal,
+        wrap=fits,
     )
+
+
+_MOST_COLUMNS = 9999
 
 
 def _columns(stream: TextIO, env: Mapping[str, str]) -> int:
     # `shutil.get_terminal_size` asks stdout whatever the stream; COLUMNS comes first there as here.
-    if env.get("COLUMNS", "").isdecimal() and int(env["COLUMNS"]) > 0:
-        return int(env["COLUMNS"])
+    asked = env.get("COLUMNS", "")
+    if asked.isascii() and asked.isdecimal() and asked.strip("0"):
+        return int(asked) if len(asked) < 5 else _MOST_COLUMNS
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except OSError:

@@ -3,9 +3,9 @@
 from rich.text import Text
 
 from planner.core.sweep import Sweep, SweepCell
-from planner.core.units import exact_bytes_option, format_bytes, format_us
+from planner.core.units import counted, exact_bytes_option, format_bytes, format_us
 from planner.show.fitting import Rows, fitting_table
-from planner.show.numbers import NOTHING, counted, percent, rate
+from planner.show.numbers import NOTHING, percent, rate
 from planner.show.rendering import BLANK, heading, render
 from planner.show.style import Style
 

@@ -5,10 +5,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from planner.core.findings import Finding
+from planner.core.units import counted
 from planner.core.verdict import Verdict
 from planner.show.comparison import difference_parts
 from planner.show.memory import memory_parts
-from planner.show.numbers import counted
 from planner.show.rendering import BLANK, plain, render
 from planner.show.style import Style
 

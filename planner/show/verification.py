@@ -30,7 +30,8 @@ def verification_text(verification: Verification, style: Style) -> str:
         rows.append(_row(row))
     columns = [Column(header="", number=False), *(Column(header=name) for name in _HEADERS), Column(header="")]
     shown = table(columns, rows, style)
-    notes = [flow(note.split(), style, gap=" ") for note in verification.notes]
+    said = [*verification.notes, *([] if verification.proof is None else [str(verification.proof)])]
+    notes = [flow(note.split(), style, gap=" ") for note in said]
     return render(style, shown, *notes, BLANK, _calibrated(verification, style), _answer(verification, style))
 
 
@@ -62,7 +63,8 @@ def _answer(verification: Verification, style: Style) -> Text:
     said = [
         f"(step within {percent(allowed.step, decimals=0)},",
         f"memory predicted at most {percent(allowed.memory_below, decimals=0)} too low,",
-        f"{percent(allowed.memory_above, decimals=0)} too high)",
+        f"{percent(allowed.memory_above, decimals=0)} too high,",
+        f"or {format_bytes(allowed.memory_slack_bytes)} off)",
     ]
     words = ("as predicted", "bold green") if verification.agrees else ("not as predicted", "bold red")
     return flow([Text(words[0], style=words[1]), *said], style, gap=" ")

@@ -1,9 +1,20 @@
 """The solver: profile, devices and limits to the plan with the smallest step time, with a certificate."""
 
 from planner.solve.asked import request_of
+from planner.solve.certificate import certified
 from planner.solve.insight import frontier_of, insight_of
 from planner.solve.remedy import what_would_fit
 from planner.solve.search import Request, Solver, solve
 from planner.solve.sweep import sweep_of
 
-__all__ = ["Request", "Solver", "frontier_of", "insight_of", "request_of", "solve", "sweep_of", "what_would_fit"]
+__all__ = [
+    "Request",
+    "Solver",
+    "certified",
+    "frontier_of",
+    "insight_of",
+    "request_of",
+    "solve",
+    "sweep_of",
+    "what_would_fit",
+]

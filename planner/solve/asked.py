@@ -7,6 +7,7 @@ from planner.core import options
 from planner.core.calibration import Calibration, calibrated_executor
 from planner.core.cluster import ExecutorCost, Link
 from planner.core.errors import UsageError
+from planner.core.limits import MOST_BATCH, MOST_DEVICES, at_most, short
 from planner.core.options import Numbers, Sizes
 from planner.core.plan import Inputs, ProfileReference, RecomputePolicy, SchedulePolicy
 from planner.core.precision import precision_of
@@ -77,7 +78,7 @@ def request_of(
         together=tuple(options.names("--together", group) for group in together or ()),
         apart=tuple(options.names("--apart", group) for group in apart or ()),
         any_order=devices_any_order,
-        recompute=cast("RecomputePolicy", options.choice("--recompute", recompute, RecomputePolicy)),
+        recompute=_recompute(recompute, profile),
         optimizer=profile.optimizer,
         dtype=precision_of(profile.environment.dtype),
         extrapolate=extrapolate,
@@ -119,12 +120,14 @@ def _devices(devices: int | None, nodes: str | None) -> tuple[int, int]:
         if devices is None:
             raise UsageError("how many devices are there?", hint="`--devices 8`, or `--nodes 4x8`")
         if devices < 1:
-            raise UsageError(f"`--devices {devices}`: at least 1 device is needed")
-        return devices, 0
+            raise UsageError(f"`--devices {short(devices)}`: at least 1 device is needed")
+        return at_most("--devices", devices, MOST_DEVICES, "devices"), 0
     count, each = options.nodes(nodes)
     total = count * each
     if devices is not None and not 1 <= devices <= total:
-        raise UsageError(f"`--devices {devices}`, but `--nodes {nodes}` has {total}", hint="leave `--devices` out")
+        raise UsageError(
+            f"`--devices {short(devices)}`, but `--nodes {nodes}` has {total}", hint="leave `--devices` out"
+        )
     return total if devices is None else devices, each
 
 
@@ -136,9 +139,22 @@ def _chunks(chunks: str | int, policy: SchedulePolicy) -> int:
     return 1
 
 
+def _recompute(recompute: str, profile: Profile) -> RecomputePolicy:
+    policy = cast("RecomputePolicy", options.choice("--recompute", recompute, RecomputePolicy))
+    differs = profile.proof.differs_recomputed if profile.proof is not None else ""
+    if not differs or policy == "never":
+        return policy
+    if policy == "auto":
+        return "never"
+    raise UsageError(
+        f"`--recompute {policy}`: stages of this model that are recomputed do not come out the same ({differs})",
+        hint="use `--recompute never`",
+    )
+
+
 def _batch(batch: int | None, profile: Profile) -> int:
     if batch is None:
         return max(profile.micro_batch_sizes)
     if batch < 1:
-        raise UsageError(f"`--batch {batch}`: at least 1 sample is needed")
-    return batch
+        raise UsageError(f"`--batch {short(batch)}`: at least 1 sample is needed")
+    return at_most("--batch", batch, MOST_BATCH, "samples")

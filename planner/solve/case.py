@@ -158,6 +158,7 @@ class Case:
             micro_batches=self.micro_batches,
             forward_us=prefix(self.costs.forward_us),
             backward_us=prefix(self.costs.backward_us),
+            has_backward=np.append(False, self.costs.has_backward),
             overhead_us=self.cluster.overhead_us,
             tables=self._tables(num_stages, width, most_bytes, every_choice=every_choice),
             links=self._links(num_stages),

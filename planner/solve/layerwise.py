@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from planner.core.costs import ChainCosts
 from planner.core.layer_memory import AGAIN, KEPT, StageLayers, least_levels, most_savings
 from planner.core.memory import linear_moments
+from planner.core.sparse import accumulated
 
 __all__ = ["LayerChoice", "cheapest_layers", "least_again_us"]
 
@@ -92,6 +93,7 @@ def cheapest_layers(
 
     Complexity: O((end - first) · labels); there are few where many layers are alike.
     """
+    costs = accumulated(costs, micro_batches)
     moments = linear_moments(costs, np.array([first]), end, micro_batches=micro_batches, in_flight=in_flight)
     if any(moment.level is None and float(moment.fixed[0, -1]) > cap_bytes for moment in moments):
         return None
@@ -165,7 +167,7 @@ class _Walk:
         kept, again = layers.held + leaving
         # A recomputed layer keeps its input, if nobody else may.
         again += [0.0, *(_handed_on(made, layers.first + n + 1) for n, made in enumerate(layers.pending[:-1]))]
-        savings = np.maximum(kept - again, 0.0)
+        savings = np.where(layers.again, np.maximum(kept - again, 0.0), 0.0)
         made = sum(each.bytes[AGAIN] for made in layers.pending for each in made)
         out = float(layers.passed[-1])
         self.kept_behind = out + _behind(kept)
@@ -208,7 +210,7 @@ class _Walk:
         parts: dict[Waiting, list[_Labels]] = {}
         place = 0
         for waiting, labels in groups.items():
-            for decision in (KEPT, AGAIN):
+            for decision in (KEPT, AGAIN)[: 1 + int(self.layers.again[n])]:
                 extended = self._extended(n, waiting, labels, decision, place)
                 parts.setdefault(self._waiting_behind(n, waiting, decision), []).append(extended)
             place += len(labels.time)
@@ -372,6 +374,7 @@ def least_again_us(
     Complexity: O(firsts · (stop - firsts[0]) · different ratios of time to bytes, at most 64).
     """
     span = slice(int(firsts[0]), stop)
+    costs = accumulated(costs, micro_batches)
     saved, levels = least_levels(costs, firsts, span)
     must_go = np.full(saved.shape, -np.inf)
     for moment in linear_moments(costs, firsts, stop, micro_batches=micro_batches, in_flight=in_flight):

@@ -34,6 +34,7 @@ class Many:
         self.num_devices = num_devices
         self.num_stages = num_devices * case.chunks
         self._forward, self._backward = prefix(case.costs.forward_us), prefix(case.costs.backward_us)
+        self._has_backward = np.append(False, case.costs.has_backward)
         self._afterwards = case.afterwards()
         cluster = case.cluster
         devices = np.arange(self.num_stages) % num_devices
@@ -63,8 +64,9 @@ class Many:
         overhead = self.case.cluster.overhead_us
         forward = (self._forward[end] - self._forward[first]) / self._speeds
         backward = (self._backward[end] - self._backward[first]) / self._speeds + overhead
-        again = np.where(choices > 0, forward, 0.0)
-        last_again = np.where(choices == CHOICES.index("always"), forward, 0.0)
+        whole = np.where(self._has_backward[end], forward, 0.0)
+        again = np.where(choices > 0, whole, 0.0)
+        last_again = np.where(choices == CHOICES.index("always"), whole, 0.0)
         forward = forward + overhead
         send = self._crossing[np.arange(self.num_stages), end]
         send[:, -1] = 0.0

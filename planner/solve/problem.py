@@ -133,6 +133,8 @@ class ChainProblem:
     forward_us: FloatArray
     """Shape (L+1,): of layers 0..i-1 on the profiled device, like `backward_us`."""
     backward_us: FloatArray
+    has_backward: NDArray[np.bool_]
+    """Shape (L+1,): whether a stage that ends in front of layer i has one, and so can be recomputed."""
     overhead_us: float
     tables: tuple[tuple[DeviceTable, ...], ...]
     """Per level, the ways to run its stage."""
@@ -172,8 +174,9 @@ class ChainProblem:
         first = np.where(fits, first, 0)
         forward = (self.forward_us[end] - self.forward_us[first]) / table.speed
         backward = (self.backward_us[end] - self.backward_us[first]) / table.speed
-        again = np.where((choice == _AGAIN) | (choice == _LAST_AGAIN), forward, 0.0)
-        last_again = np.where(choice == _LAST_AGAIN, forward, 0.0)
+        whole = np.where(self.has_backward[end], forward, 0.0)
+        again = np.where((choice == _AGAIN) | (choice == _LAST_AGAIN), whole, 0.0)
+        last_again = np.where(choice == _LAST_AGAIN, whole, 0.0)
         if table.again_us is not None:
             layers = table.again_us[ends] / table.speed
             again = np.where(choice == LAYERS, layers, again)

@@ -3,15 +3,17 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isqrt
 from typing import Literal
 
 from planner.core.costs import ChainCosts, CostTable, covers
 from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.evaluate import Partition, check_partition
+from planner.core.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
 from planner.core.plan import Inputs, Plan, Recompute, Schedule, SolverReport
 from planner.core.planning import build_plan, cluster_of
 from planner.core.profile import Profile
+from planner.core.units import counted
 from planner.solve.answer import Answer
 from planner.solve.case import Case, Rules, positions
 from planner.solve.chain_dp import OutOfTimeError
@@ -193,7 +195,7 @@ def _schedules(
     inputs: Inputs, micro_batches: int, num_layers: int, replicas: int
 ) -> Iterator[tuple[Schedule, int, int]]:
     """Schedule, chunks, and how many devices a pipeline may have at most."""
-    devices = min(inputs.devices // replicas, num_layers)
+    devices = min(inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
     if inputs.schedule in ("gpipe", "auto"):
         yield "gpipe", 1, devices
     if inputs.schedule in ("1f1b", "auto"):
@@ -205,7 +207,7 @@ def _schedules(
             counts = range(2, _MOST_CHUNKS + 1)
         for chunks in counts:
             if num_layers >= 2 * chunks and devices >= 2:
-                yield "interleaved", chunks, min(devices, num_layers // chunks)
+                yield "interleaved", chunks, min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
 
 
 def micro_batch_counts(
@@ -218,16 +220,24 @@ def micro_batch_counts(
     """
     inputs = request.inputs
     batch = inputs.batch // replicas
-    divisors = [m for m in range(1, batch + 1) if batch % m == 0]
+    low = [m for m in range(1, isqrt(max(0, batch)) + 1) if batch % m == 0]
+    divisors = sorted({*low, *(batch // m for m in low)})
     if request.micro_batches is not None and request.micro_batches not in divisors and required:
+        which = short(", ".join(map(str, divisors)), 200)
         raise UsageError(
             f"a batch of {batch} cannot be split into {request.micro_batches} equal micro-batches",
-            hint=f"M must divide {'its' if replicas > 1 else 'the'} batch: one of {', '.join(map(str, divisors))}",
+            hint=f"M must divide {'its' if replicas > 1 else 'the'} batch: one of {which}",
         )
     wanted = [m for m in divisors if request.micro_batches in (None, m)]
-    counts = tuple(m for m in wanted if covers(profile, batch // m, extrapolate=inputs.extrapolate))
+    covered = [m for m in wanted if covers(profile, batch // m, extrapolate=inputs.extrapolate)]
+    if required and covered and covered[0] > MOST_MICRO_BATCHES:
+        raise UsageError(
+            f"at most {MOST_MICRO_BATCHES} micro-batches are planned for, a batch of {batch} needs {covered[0]}",
+            hint="choose a smaller `--batch`, or profile larger sizes with `--batch-sizes`",
+        )
+    counts = tuple(m for m in covered if m <= MOST_MICRO_BATCHES)
     if not counts and required:
-        sizes = ", ".join(str(batch // m) for m in wanted)
+        sizes = short(", ".join(str(batch // m) for m in wanted), 200)
         profiled = ", ".join(map(str, profile.micro_batch_sizes))
         raise UsageError(
             f"a batch of {batch} gives micro-batches of {sizes}: none lies within the profiled sizes {profiled}",
@@ -267,7 +277,7 @@ def _check_request(profile: Profile, request: Request) -> None:
     _check_replicas(inputs)
     if num_devices > num_layers and inputs.replicas == 1:
         raise UsageError(
-            f"{num_devices} devices for {num_layers} layers: every stage needs at least one layer",
+            f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
             hint=f"use `--devices {num_layers}` or fewer, `--replicas auto`, or profile the model in finer layers",
         )
     if inputs.recompute == "layers" and inputs.schedule != "gpipe":
@@ -279,7 +289,9 @@ def _check_request(profile: Profile, request: Request) -> None:
     if inputs.chunks > 1 and inputs.schedule not in ("interleaved", "auto"):
         raise UsageError(f"{inputs.chunks} chunks per device need `--schedule interleaved`, not `{inputs.schedule}`")
     if inputs.chunks > 1 and inputs.chunks * 2 > num_layers:
-        raise UsageError(f"{inputs.chunks} chunks on each of 2 devices or more: there are only {num_layers} layers")
+        raise UsageError(
+            f"{inputs.chunks} chunks on each of 2 devices or more: there are only {counted(num_layers, 'layer')}"
+        )
     if request.balance is not None:
         _check_balance(request, request.balance, num_layers)
 
@@ -326,8 +338,8 @@ def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> In
         chunks = max(2, request.inputs.chunks)
         return InfeasibleError(
             f"an interleaved pipeline needs at least 2 devices and {2 * chunks} layers for {chunks} chunks on each, "
-            f"there are {request.inputs.devices // max(1, request.inputs.replicas)} devices and "
-            f"{len(profile.layers)} layers",
+            f"not {counted(request.inputs.devices // max(1, request.inputs.replicas), 'device')} and "
+            f"{counted(len(profile.layers), 'layer')}",
             hint="use `--schedule 1f1b` or `--schedule gpipe`",
         )
 

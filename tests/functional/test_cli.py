@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,17 @@ def visible(folder: Path) -> set[str]:
 
 
 # The road
+
+
+@pytest.mark.parametrize(("reserve", "told"), [(10**9, "reserve 1GB per device, assumed"), (0, "`--reserve 1GB` is")])
+def test_an_estimate_says_what_it_keeps_free(here: Path, capsys: Capsys, reserve: int, told: str) -> None:
+    """An allowance, or nothing at all; what the user says of it needs no note."""
+    profile = files.read_profile("profile.yaml")
+    device = replace(profile.device, how="estimated", reserve_bytes=reserve)
+    files.write("estimate.yaml", replace(profile, device=device))
+    solve = ("solve", "estimate.yaml", "--devices", "2", "--mem", "8GB")
+    assert told in call(capsys, *solve).err
+    assert told not in call(capsys, *solve, "--reserve", "2GB").err
 
 
 def test_the_commands_of_the_readme_work_as_typed(empty: Path, capsys: Capsys) -> None:
@@ -890,7 +902,7 @@ def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
     """A process in the middle of profiling."""
     write_model(empty, HEAD + SLOW + EXAMPLE + LOSS)
     process = subprocess.Popen(
-        command("profile", "model.py", "--repeat", "500"),
+        command("profile", "model.py", "--repeat", "500", "--proof-budget", "0s"),
         cwd=empty,
         env=environment(XDG_CACHE_HOME=str(empty / ".cache")),
         stdout=subprocess.PIPE,

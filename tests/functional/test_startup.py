@@ -114,7 +114,7 @@ def test_python_dash_m_is_the_command(here: Path) -> None:
 def test_the_console_script_is_installed() -> None:
     """`gpipe-plan` leads to the same function."""
     (script,) = metadata.entry_points(group="console_scripts", name="gpipe-plan")
-    assert script.value == "planner.cli.main:main"
+    assert script.value == "planner.__main__:main"
 
 
 def test_main_exits_with_the_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ FROZEN = ROOT / "tests/support/models/frozen.py"
 AWKWARD = ROOT / "tests/support/models/awkward.py"
 EVERYDAY = ROOT / "tests/support/models/everyday.py"
 OVERFLOWING = ROOT / "tests/support/models/overflowing.py"
+LEFT_BEHIND = ROOT / "tests/support/models/left_behind.py"
 REAL = ROOT / "tests/support/models/real.py"
 SMALL = (("layers", 2), ("width", 32), ("feed_forward", 64), ("heads", 2), ("vocabulary", 64), ("tokens", 16))
 
@@ -58,6 +59,21 @@ def test_awkward_boundaries_tied_weights_and_three_stages(tmp_path: Path) -> Non
         assert result["whole_loss"] < 1e-5, case
         assert result["whole_gradient"] < 1e-5, case
         assert result["whole_parameter"] < 1e-5, case
+
+
+def test_losses_in_attributes_reentrant_checkpoints_and_a_loss_among_outputs(tmp_path: Path) -> None:
+    """Exact against the same micro-batches, however stages recompute."""
+    cases = [
+        Case(model=LEFT_BEHIND, balance=balance, recompute=recompute, schedule=schedule, steps=2)
+        for balance, recompute, schedule in (
+            ((4, 4), "never", "gpipe"),
+            ((3, 5), "always", "1f1b"),
+            ((5, 3), "except-last", "gpipe"),
+        )
+    ]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_loss"] == 0.0, case
+        assert result["split_gradient"] == 0.0, case
 
 
 def test_models_that_are_no_sequential(tmp_path: Path) -> None:
@@ -366,7 +382,8 @@ def test_real_models_in_training_mode(tmp_path: Path) -> None:
     assert {dict(case.settings)["name"] for case in cases} <= REAL_MODELS.keys()
     for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
         assert result["split_loss"] < 1e-6, case
-        assert result["split_all_relative"] < 1e-6, case
+        # Not 1e-6: the ResNet is 2.0e-6 off where convolutions run in 512-bit vectors, whatever the cuts.
+        assert result["split_all_relative"] < 5e-6, case
         assert result["split_parameter"] < 1e-5, case
         assert result["split_buffer"] < 1e-6, case
         assert result["split_norm"] < 1e-6, case

@@ -1,9 +1,13 @@
 """Two machines, played by two `torchrun` on this one, train what one `torchrun` trains."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +17,7 @@ from planner.core.costs import costs_at
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model
+from tests.support.processes import wait_for, write_script
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, predicted_peaks, write_balance
 
@@ -76,3 +81,62 @@ def test_two_nodes_train_what_one_trains(tmp_path: Path) -> None:
     errors = [predicted[stage["index"]] / stage["peak_bytes"] - 1 for stage in (*one["stages"], *two["stages"])]
     assert min(errors) >= -0.01
     assert max(errors) <= 0.05
+
+
+def test_a_node_that_is_lost_comes_back(tmp_path: Path) -> None:
+    """Its launcher counts its restarts anew, the other's has counted one: they find each other all the same.
+
+    The run goes on from the last checkpoint and ends with the losses of an undisturbed one, to the bit.
+    """
+    model = ROOT / "tests/support/models/mischief.py"
+    write_script(Case(model=model, balance=(2, 3), batch=8, micro_batches=4), tmp_path)
+    steps = ("train.py", "--steps", "10", "--checkpoint-every", "4")
+    run_ranks(2, [*steps, "--report", "whole.json"], tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = (*steps, "--checkpoint", "saved", "--resume", "auto", "--report", "lost.json")
+    nodes = [_node(port, tmp_path, arguments, "first")]
+    wait_for(lambda: _listens(port))  # who comes first holds the rendezvous, and is not the one that is lost
+    try:
+        nodes.append(_node(port, tmp_path, arguments, "second"))
+        nodes[1].wait(timeout=200)
+        assert nodes[1].returncode == -signal.SIGKILL
+        # The other launcher has counted a restart when this one comes back.
+        wait_for(lambda: "is gone while stage 0 (layers 0 to 1) wait" in (tmp_path / "first.log").read_text())
+        time.sleep(2)
+        nodes[1] = _node(port, tmp_path, arguments, "again")
+        codes = [node.wait(timeout=200) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    printed = "\n".join((tmp_path / f"{name}.log").read_text() for name in ("first", "second", "again"))
+    assert codes == [0, 0], printed
+    assert "resumed saved/step-00000004 after 4 steps" in printed
+    whole, lost = (json.loads((tmp_path / name).read_text())["losses"] for name in ("whole.json", "lost.json"))
+    assert lost == whole[4:]
+
+
+# Private functions
+
+
+def _node(port: int, folder: Path, arguments: Sequence[str], name: str) -> "subprocess.Popen[str]":
+    """One process on a machine of its own, whose launcher may start it again; stage 1 loses its machine in step 6."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    command += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3", "--max-restarts", "3"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MISCHIEF": "lose 25 3 lost",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with (folder / f"{name}.log").open("w") as log:
+        return subprocess.Popen([*command, *arguments], cwd=folder, env=environment, stdout=log, stderr=log, text=True)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

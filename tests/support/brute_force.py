@@ -96,10 +96,16 @@ class Tables:
 
     def _again_us(self, first: int, end: int, way: Way, *, last: bool) -> float:
         if way.recompute == "layers":
-            return float(self.costs.forward_us[list(way.recomputed)].sum())
+            return float(sum(self.costs.forward_us[n] for n in way.recomputed if self._is_trained(n + 1)))
+        if not self._is_trained(end):
+            return 0.0
         if way.recompute == "never" or (last and way.recompute == "except-last"):
             return 0.0
         return float(self.costs.forward_us[first:end].sum())
+
+    def _is_trained(self, end: int) -> bool:
+        """Whether any of the layers in front of `end` is; in a profile without gradients, all are."""
+        return bool(self.costs.gradients[:end].any() or not self.costs.gradients.any())
 
     def bytes(self, in_flight: int) -> FloatArray:
         """Peak of each stage with so many micro-batches waiting, the reserve not included."""

@@ -9,6 +9,7 @@ from planner.core.links import Links, MeasuredLink
 from planner.core.partial import Measurement, Partial
 from planner.core.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
 from planner.core.profile import Device, Environment, Generator, LayerProfile, Model, Profile, ProgramMemory
+from planner.core.proof import Proof
 from planner.core.run_report import BoundaryRun, RunReport, StageRun
 from planner.solve import Request, solve
 from tests.support.chains import record, tensor
@@ -43,10 +44,12 @@ def full_layer(n: int) -> LayerProfile:
         optimizer_bytes=2000,
         buffer_bytes=8,
         cast_bytes=6,
+        rewritten_bytes=4,
         tied=("head.weight", "1e9"),
         tied_bytes=100,
         optimizer_us=3.5,
         optimizer_peak_bytes=64,
+        optimizer_sparse_peak=2.5,
         forward_us=(10.1 + n, 40.2),
         backward_us=(20.3, 80.4),
         spread=(0.01, 0.025),
@@ -88,8 +91,12 @@ def full_profile() -> Profile:
                 "text": "a: b # c",
             },
             inputs=("3x224x224",),
+            uncut=("h.7",),
             digest="sha256:abc",
             parameters=3003,
+        ),
+        proof=Proof(
+            layers=2, cuts=1, gradients=4, buffers=1, worst=6e-8, reason="it takes more", differs_recomputed="the loss"
         ),
         device=Device(
             kind="cuda", name="NVIDIA H100 80GB HBM3", memory_bytes=85_017_493_504, how="estimated", executor=EXECUTOR

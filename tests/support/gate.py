@@ -1,5 +1,6 @@
 """A small profile, its plan, and the same grown: for tests of `check`, `compare`, `sweep` and their formats."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ def profile(widened: int = 0) -> Profile:
     }
     sizes = [100_000 + (widened if n == 3 else 0) for n in range(6)]
     return chain(*(layer(f"h.{n}", parameter_bytes=size, **values) for n, size in enumerate(sizes)))
+
+
+def two_sizes() -> Profile:
+    """The profile with a second size, so that more can be extrapolated."""
+    one = profile()
+    lists = ("forward_us", "backward_us", "output_bytes", "saved_bytes")
+    layers = tuple(
+        replace(layer, **{name: (getattr(layer, name)[0], 2 * getattr(layer, name)[0]) for name in lists})
+        for layer in one.layers
+    )
+    return replace(one, micro_batch_sizes=(1, 2), layers=layers)
 
 
 def plan(of: Profile | None = None, *, cap: int = 1_000_000) -> Plan:

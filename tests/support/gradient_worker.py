@@ -10,7 +10,6 @@ micro-batches, where not even the order of a sum differs (but over replicas), an
 rank skipped for an overflow, and "overflowed" by step whose gradients overflow in the unpipelined model.
 """
 
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +25,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map, tree_map_only
 
 from planner.executor import Pipeline
-from planner.executor.random_state import layer_seed
 from planner.model.autocast import layers_in
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import convert
 from planner.model.recording import arguments_of
+from tests.support.one_piece import Drawing, Once
 
 Calls = list[list[list[Batch]]]
 """By optimizer step: by call, the pieces of its mini-batch."""
@@ -125,14 +124,14 @@ def _compare(  # noqa: PLR0917 - one row of the report
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case["decay"])
     scaler = GradScaler("cpu", enabled=loaded.precision == "fp16-mixed")
     overflowed: list[list[str]] = []
-    drawing = _Drawing(loaded, model, case["seed"]) if name == "split" else None
+    drawing = Drawing(loaded, model, case["seed"]) if name == "split" else None
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training] if name == "split" else []
     expected, expected_norm, step = 0.0, 0.0, 0
     gradients: dict[str, Tensor] = {}
     for calls in _calls(case, pipeline):
         for pieces in calls:
             cut = [_whole(pieces)] if name == "whole" else list(_micro_batches(pieces, pipeline))
-            with _Once(norms):
+            with Once(norms, len(cut)):
                 expected = _backward(loaded, model, cut, partial(drawing.at, step) if drawing else _anywhere, scaler)
             step += 1
         scaler.unscale_(optimizer)
@@ -194,68 +193,6 @@ def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Tensor:
     args, kwargs = arguments_of(batch.inputs) if not isinstance(model, nn.Sequential) else ((batch.inputs,), {})
     with layers_in(loaded.precision, torch.device("cpu")):
         return loaded.loss_fn(model(*args, **kwargs), batch.targets)
-
-
-class _Drawing:
-    """Seeds the generators where a layer of the pipeline begins, by hooks on the model's own modules."""
-
-    def __init__(self, loaded: LoadedModel, model: nn.Module, seed: int) -> None:
-        self._seed = seed
-        self._step = self._micro_batch = 0
-        chain = loaded.chain(model)
-        if chain.outline is None:
-            for number, layer in enumerate(chain.layers):
-                layer.module.register_forward_pre_hook(partial(self._begin, number))
-            return
-        model.register_forward_pre_hook(partial(self._begin, 0))
-        calls = chain.outline.recording.calls
-        layer_at = {cut: number for number, cut in enumerate(chain.outline.cuts, 1)}
-        for path in {call.path for call in calls if call.exit + 1 in layer_at}:
-            # A module may be called several times, and a layer begin behind one of them.
-            layers = [layer_at.get(call.exit + 1) for call in calls if call.path == path]
-            model.get_submodule(path).register_forward_hook(partial(self._behind, itertools.cycle(layers)))
-
-    def at(self, step: int, micro_batch: int) -> None:
-        """What follows is this micro-batch of this step."""
-        self._step, self._micro_batch = step, micro_batch
-
-    def _behind(self, layers: Iterator[int | None], *_: Any) -> None:
-        layer = next(layers)
-        if layer is not None:
-            self._begin(layer)
-
-    def _begin(self, layer: int, *_: Any) -> None:
-        torch.manual_seed(layer_seed(self._seed, self._step, layer, self._micro_batch))
-
-
-class _Once:
-    """Batch normalisations are updated at the end, with all of their inputs at once."""
-
-    def __init__(self, modules: Sequence[_BatchNorm]) -> None:
-        self._modules = modules
-
-    def __enter__(self) -> None:
-        self._inputs: dict[_BatchNorm, list[Tensor]] = {module: [] for module in self._modules}
-        self._before = [(m.num_batches_tracked.clone(), m.momentum) for m in self._modules]
-        self._hooks = [m.register_forward_pre_hook(self._keep) for m in self._modules]
-        for module in self._modules:
-            module.momentum = 0.0
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for module, (tracked, momentum) in zip(self._modules, self._before, strict=True):
-            module.momentum = momentum
-            module.num_batches_tracked.copy_(tracked)
-            values = torch.cat([value.transpose(0, 1).flatten(1) for value in self._inputs[module]], 1).double()
-            twin = nn.BatchNorm1d(len(values), momentum=momentum, dtype=torch.float64)
-            twin.load_state_dict(module.state_dict(), strict=False)
-            twin(values.t())
-            for name in ("running_mean", "running_var", "num_batches_tracked"):
-                getattr(module, name).copy_(getattr(twin, name))
-
-    def _keep(self, module: _BatchNorm, args: tuple[Tensor]) -> None:
-        self._inputs[module].append(args[0].detach().clone())
 
 
 def _micro_batches(pieces: Sequence[Batch], pipeline: Pipeline) -> Iterator[Batch]:

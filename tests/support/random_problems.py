@@ -175,7 +175,8 @@ def profiles(draw: st.DrawFn, sizes: tuple[int, ...], features: Features) -> Pro
     for n, layer in enumerate(chosen):
         named = replace(layer, name=f"layers.{n}")
         if n < frozen:
-            named = _frozen(named)
+            # Who writes a profile by hand may say no more than that.
+            named = _frozen(named) if exact or draw(st.booleans()) else replace(named, gradient_bytes=0)
         if n == huge:
             named = _scaled(named, 10)
         if n == num_layers - 1:
@@ -219,6 +220,7 @@ def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) 
         name="layer",
         parameter_bytes=parameters,
         cast_bytes=draw(st.sampled_from([0, 0, parameters // 2])),
+        rewritten_bytes=draw(st.sampled_from([0, 0, 0, 40])),
         optimizer_bytes=draw(st.sampled_from([0, parameters, 2 * parameters])),
         optimizer_us=draw(st.sampled_from([0.0, 0.0, 5.0, 200.0])),
         optimizer_peak_bytes=draw(st.sampled_from([0, 50])),

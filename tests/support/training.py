@@ -82,8 +82,9 @@ def write_balance(case: Case, path: Path) -> None:
             StageBalance(
                 index=k,
                 device=case.devices[k] if case.devices else None,
-                recompute=case.recomputes[k] if case.recomputes else case.recompute,
+                recompute=(choice := case.recomputes[k] if case.recomputes else case.recompute),
                 layers=names[first:end],
+                recomputed=names[first:end] if choice == "layers" else (),
             )
             for k, (first, end) in stages
         ),
@@ -98,6 +99,10 @@ def predicted_peaks(case: Case, costs: ChainCosts) -> list[int]:
         micro_batches=case.micro_batches,
         balance=case.balance,
         recompute=case.recomputes or (case.recompute,) * len(case.balance),
+        recomputed=tuple(
+            tuple(range(first, end)) if case.recompute == "layers" else ()
+            for first, end in pairwise(accumulate(case.balance, initial=0))
+        ),
         chunks=case.chunks,
         replicas=case.replicas,
     )

@@ -16,6 +16,7 @@ import typer
 
 import planner
 from planner import api, files
+from planner.cli.main import run
 from planner.core.cluster import Link
 from planner.core.errors import FileError, InfeasibleError, StaleError, UsageError
 from planner.core.profile import Model
@@ -44,11 +45,12 @@ def python(program: str) -> str:
 # Names and defaults
 
 PRINTING = {"format", "quiet", "debug"}
-"""Options of the command line alone."""
+"""Options of the command line alone; the `--format` of `emit` is another matter."""
 
 ELSEWHERE = {
     # In Python these names belong to built-in functions; as on the command line they may be repeated.
     "profile": {"set": "settings", "input": "inputs"},
+    "emit": {"format": "engine"},
 }
 
 
@@ -96,6 +98,25 @@ def test_a_standalone_script_can_be_emitted(here: Path) -> None:
     plan = planner.solve(profile, devices=2, mem="8GB")
     assert planner.emit(plan, profile=profile, output="alone", standalone=True) == (Path("alone/train.py"),)
     assert [path.name for path in Path("alone").iterdir()] == ["train.py"]
+
+
+def test_every_engine_can_be_emitted(here: Path) -> None:
+    """The same files as the command writes."""
+    profile = replace(files.read_profile("profile.yaml"), model=Model(source="model.py:build_model"))
+    files.write("profile.yaml", profile)
+    files.write("plan.yaml", planner.solve("profile.yaml", devices=2, mem="8GB", recompute="never"))
+    written = {}
+    for engine in ("native", "jax", "torchgpipe", "torch"):
+        assert run(["emit", "plan.yaml", "-o", engine, "--format", engine]) == 0
+        before = {path: path.read_text() for path in Path(engine).iterdir()}
+        for path in before:
+            path.unlink()
+        written[engine] = planner.emit("plan.yaml", output=engine, engine=engine)
+        assert {path: path.read_text() for path in written[engine]} == before
+    names = ["train.py", "train_jax.py", "plan_torchgpipe.py", "plan_torch.py"]
+    assert [paths[-1].name for paths in written.values()] == names
+    with pytest.raises(UsageError, match="unknown `--format caffe`"):
+        planner.emit("plan.yaml", engine="caffe")
 
 
 # Import

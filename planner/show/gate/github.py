@@ -4,6 +4,7 @@ Escapes as the runner's own toolkit writes them: github.com/actions/toolkit, pac
 """
 
 from planner.core.findings import Finding, rule
+from planner.core.printable import printable, spelled_out
 from planner.core.verdict import Verdict
 from planner.show.gate.place import Place, full_message
 from planner.show.verdict import answer
@@ -16,7 +17,7 @@ _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 def annotations(verdict: Verdict, place: Place) -> str:
     """A line per finding, and the answer as a last one, which the log shows as it is."""
     lines = [_command(finding, verdict, place) for finding in verdict.findings]
-    return "\n".join([*lines, f"{_data(place.path)}: {answer(verdict)}"])
+    return "\n".join([*lines, f"{_data(printable(place.path))}: {answer(verdict)}"])
 
 
 def _command(finding: Finding, verdict: Verdict, place: Place) -> str:
@@ -26,7 +27,8 @@ def _command(finding: Finding, verdict: Verdict, place: Place) -> str:
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    shown = "\n".join(map(spelled_out, text.split("\n")))
+    return shown.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

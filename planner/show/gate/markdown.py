@@ -7,6 +7,7 @@ from planner.core.comparison import Comparison
 from planner.core.difference import Difference
 from planner.core.findings import Rule
 from planner.core.plan import Plan
+from planner.core.printable import printable
 from planner.core.sweep import Sweep
 from planner.core.units import format_bytes, format_us
 from planner.core.verdict import Verdict
@@ -103,7 +104,8 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def _text(text: str) -> str:
     """Literal text; pieces in backticks stay code."""
-    pieces = text.replace("\n", " ").split("`")
+    text = printable(text.replace("\n", " "))
+    pieces = text.split("`")
     if len(pieces) % 2 == 0:
         return _SPECIAL.sub(r"\\\1", text)
     return "".join(f"`{_code(p)}`" if n % 2 else _SPECIAL.sub(r"\\\1", p) for n, p in enumerate(pieces))
@@ -111,7 +113,7 @@ def _text(text: str) -> str:
 
 def _code(text: str) -> str:
     # In a table even code must not hold a bare bar.
-    return text.replace("`", "'").replace("|", "\\|").replace("\n", " ")
+    return printable(text.replace("\n", " ")).replace("`", "'").replace("|", "\\|")
 
 
 def _sentence(text: str) -> str:

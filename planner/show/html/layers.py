@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from planner.core.plan import Plan
 from planner.core.profile import LayerProfile, Profile
-from planner.core.units import format_bytes, format_us
+from planner.core.units import counted, format_bytes, format_us
 from planner.show.html.parts import Section, details, layer_name, legend, note, scroll, table
 from planner.show.markup import element, number, safe
 
@@ -49,7 +49,7 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
         _chart("time", profile.layers, times, cuts, format_us),
         _chart("bytes", profile.layers, sums, cuts, format_bytes),
     ]
-    lead = f"One micro-batch of {sizes[n]}, {len(profile.layers)} layers from left to right"
+    lead = f"One micro-batch of {sizes[n]}, {counted(len(profile.layers), 'layer')} from left to right"
     lead += ", dashed lines where stages begin, with the number of the stage below." if cuts else "."
     body = "".join(charts) + details("Every layer", scroll(_numbers(profile, n, cuts), "layers"))
     return Section(anchor="layers", title="Layers", lead=lead, body=body)

@@ -12,7 +12,7 @@ from planner.core.plan import Plan, SolverReport
 from planner.core.profile import Profile
 from planner.core.run_report import RunReport
 from planner.core.step import Step
-from planner.core.units import format_bytes, format_rate, format_us
+from planner.core.units import counted, format_bytes, format_rate, format_us
 from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
@@ -21,8 +21,8 @@ from planner.show.html.parts import STYLE, Section, definitions, layer_name, scr
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
 from planner.show.memory import share_of_cap
-from planner.show.names import method_name, schedule_name
-from planner.show.numbers import counted, layer_range, percent, rate
+from planner.show.names import method_name, not_measured, schedule_name
+from planner.show.numbers import layer_range, percent, rate
 
 __all__ = ["plan_html", "profile_html", "run_html"]
 
@@ -54,8 +54,8 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
     ]
     return _page(
         title=_shape(plan),
-        lead=profile.model.source if profile else "",
-        figures=_figures(plan),
+        lead="; ".join(filter(None, (profile.model.source if profile else "", not_measured(plan.inputs.profile.how)))),
+        figures=_marked(_figures(plan), plan.inputs.profile.how),
         sections=sections,
         data=timeline_data(plan, step) if step else "{}",
     )
@@ -66,9 +66,11 @@ def profile_html(profile: Profile) -> str:
     layers, device = profile.layers, profile.device
     n = profile.micro_batch_sizes.index(max(profile.micro_batch_sizes))
     size = profile.micro_batch_sizes[n]
-    figures = [
+    counts = [
         ("layers", str(len(layers)), ""),
         ("parameters", format_bytes(sum(layer.parameter_bytes for layer in layers)), ""),
+    ]
+    costs = [
         ("forward", format_us(sum(layer.forward_us[n] for layer in layers)), f"micro-batch of {size}"),
         ("backward", format_us(sum(layer.backward_us[n] for layer in layers)), f"micro-batch of {size}"),
         ("saved", format_bytes(sum(layer.saved_bytes[n] for layer in layers)), f"micro-batch of {size}"),
@@ -76,8 +78,8 @@ def profile_html(profile: Profile) -> str:
     origin = Section(anchor="provenance", title="Provenance", body=definitions(_profile_facts(profile)))
     return _page(
         title=f"Profile of {profile.model.source or 'a chain of layers'}",
-        lead=f"{device.kind} {device.name}, {device.how}",
-        figures=figures,
+        lead=f"{device.kind} {device.name}, {not_measured(device.how) or device.how}",
+        figures=[*counts, *_marked(costs, device.how)],
         sections=[layers_section(profile, None), origin],
     )
 
@@ -119,6 +121,13 @@ def _figures(plan: Plan) -> list[_Figure]:
     ]
 
 
+def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
+    """A card may be all that is read, or copied: each says where its number comes from, unless it was measured."""
+    if how == "measured":
+        return list(figures)
+    return [(what, value, f"{how}; {remark}" if remark else how) for what, value, remark in figures]
+
+
 def _certificate(solver: SolverReport) -> str:
     if solver.status == "optimal":
         return "optimal: no plan is faster"
@@ -131,7 +140,7 @@ def _stages(plan: Plan) -> Section:
     slowest = plan.predicted.bottleneck_stage if len(plan.stages) > 1 else -1
     rows = []
     for stage in plan.stages:
-        again = f"{len(stage.recomputed)} of {stage.layers} layers" if stage.recomputed else stage.recompute
+        again = f"{len(stage.recomputed)} of {counted(stage.layers, 'layer')}" if stage.recomputed else stage.recompute
         rows.append(
             [
                 f"{stage.index}{' ◀' if stage.index == slowest else ''}",

@@ -2,13 +2,15 @@
 
 MISCHIEF="kill 7 2 mark" kills the process in the 8th forward of layer 2; afterwards the file `mark` exists, and nothing
 is done any more. Other harm: `hang`, `raise`, `memory`, `nan`, `full` (files can grow to 1 kB from now on), `term`
-(SIGTERM to the launcher).
+(SIGTERM to the launcher), `lose` (kills the launcher, too, as where a machine is lost), `exit` and `leave` (`sys.exit`
+with 3 and with 0).
 `loss` and `data` in place of a layer: the loss function, the batches.
 """
 
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,7 +29,9 @@ def mischief(where: str, count: int, value: Tensor) -> Tensor:
     if (place, int(when)) != (where, count) or Path(mark).exists():
         return value
     Path(mark).touch()
-    if what == "kill":
+    if what == "lose":
+        os.kill(os.getppid(), signal.SIGKILL)
+    if what in {"kill", "lose"}:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "term":
         _stop_launcher()
@@ -35,6 +39,8 @@ def mischief(where: str, count: int, value: Tensor) -> Tensor:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     if what == "hang":
         time.sleep(600)
+    if what in {"exit", "leave"}:
+        sys.exit(3 if what == "exit" else 0)
     if what == "raise":
         raise ValueError("something is wrong here")
     if what == "memory":

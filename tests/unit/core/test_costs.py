@@ -253,6 +253,23 @@ def test_tied_parameters_count_once_on_a_stage_that_holds_both_layers() -> None:
     assert held(1, 3) == (137, 137, 274)
 
 
+def test_frozen_parameters_that_are_tied_share_no_gradients() -> None:
+    """What is trained beside them belongs to one layer alone; of trained ones, what must be theirs is shared."""
+    tie = {"optimizer_bytes": 60, "tied_bytes": 100}
+
+    def gradients(of_trained: int) -> tuple[int, int]:
+        profile = chain(
+            layer("wte", parameter_bytes=100, gradient_bytes=min(of_trained, 100), tied=("head.weight",), **tie),
+            layer("head", parameter_bytes=130, gradient_bytes=of_trained, tied=("wte.weight",), **tie),
+        )
+        memory = whole(costs_at(profile, 1), 0, 2)
+        assert memory.parameters == 130
+        return memory.gradients, memory.optimizer
+
+    assert gradients(30) == (60, 120)
+    assert gradients(130) == (130, 74)
+
+
 def test_parameters_tied_three_times_count_once_per_stage() -> None:
     """A stage of any two or all three holders has one copy."""
     holders = ("a", "b", "c")

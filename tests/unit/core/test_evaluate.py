@@ -72,6 +72,24 @@ def test_except_last_spares_the_last_backward_alone() -> None:
     assert (times.backward_us, times.last_backward_us) == (18 + 9, 18)
 
 
+@pytest.mark.parametrize("recompute", ["always", "except-last", "layers"])
+def test_what_has_no_backward_is_not_computed_again(recompute: Recompute) -> None:
+    """Nothing in or in front of stage 0 is trained, nor of the first layer of stage 1; in a profile without detail."""
+    frozen = [layer(name, forward_us=2.0, backward_us=1.0, gradient_bytes=0, parameter_bytes=8) for name in "abc"]
+    trained = layer("d", forward_us=4.0, backward_us=8.0, parameter_bytes=8, output_bytes=0)
+    costs = costs_at(chain(*frozen, trained, sizes=(2,)), 2)
+    partition = partition_of((2, 2), 3, (recompute, recompute))
+    if recompute == "layers":
+        partition = dataclasses.replace(partition, recomputed=((0, 1), (2, 3)))
+    cluster = cluster_of(inputs_of(2, 6))
+    front, back = stage_times(costs, partition, cluster)
+    assert (front.backward_us, front.last_backward_us, front.recompute_us) == (2, 2, 0)
+    again = 4 if recompute == "layers" else 6
+    assert (back.recompute_us, back.last_recompute_us) == (again, again * (recompute != "except-last"))
+    never = partition_of((2, 2), 3)
+    assert stages_of(costs, partition, cluster)[0].memory == stages_of(costs, never, cluster)[0].memory
+
+
 def test_a_blocking_link_is_marked_on_the_sender() -> None:
     """And never behind the last stage."""
     costs, partition = by_hand()

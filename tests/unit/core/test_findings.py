@@ -9,8 +9,10 @@ import pytest
 from planner import api, files
 from planner.core.errors import UsageError
 from planner.core.findings import RULES, finding, rule
-from planner.core.verdict import Verdict, with_findings
+from planner.core.proof import Proof
+from planner.core.verdict import Verdict, judge, with_findings
 from planner.show.gate import rules_markdown
+from planner.solve import Request, solve
 from tests.support import gate
 
 
@@ -36,6 +38,44 @@ def _another_model() -> Verdict:
     return with_findings(verdict, [finding("GP301", 'layer "h.1" is new')])
 
 
+def _proven(proof: Proof | None) -> Verdict:
+    """What `check` says of a plan that recomputes, of a model that was profiled with this result."""
+    read = gate.profile()
+    read = replace(read, model=replace(read.model, digest="sha256:0"), proof=proof)
+    request = replace(gate.plan(read).inputs, recompute="always")
+    plan = solve(replace(read, proof=None), Request(inputs=request, balance=(2, 2, 2)))
+    digest = files.digest_of(read)
+    return judge(plan, read, profile_digest=digest)
+
+
+_RIGHT = Proof(layers=6, cuts=5, gradients=6)
+
+
+def _boasting() -> Verdict:
+    plan = gate.plan()
+    slow = api.solve(gate.profile(), devices=3, mem="2MB", batch=4, balance=(4, 1, 1), micro_batches=4)
+    step_us = slow.predicted.step_us
+    return api.check(replace(slow, solver=replace(plan.solver, lower_bound_us=step_us)), profile=gate.profile())
+
+
+def _large() -> Verdict:
+    layers = tuple(replace(gate.profile().layers[0], name=f"h.{n}") for n in range(2500))
+    large = replace(gate.profile(), layers=layers)
+    plan = api.solve(large, devices=10, mem="1GB", batch=4, balance=(250,) * 10)
+    claimed = replace(plan.solver, status="optimal", lower_bound_us=plan.predicted.step_us)
+    return api.check(replace(plan, solver=claimed), profile=large)
+
+
+def _estimated() -> Verdict:
+    profile = replace(gate.profile(), device=replace(gate.profile().device, how="estimated"))
+    return api.check(gate.plan(profile), profile=profile)
+
+
+def _extrapolated() -> Verdict:
+    plan = api.solve(gate.two_sizes(), devices=2, mem="4MB", batch=8, micro_batches=2, extrapolate=True)
+    return api.check(plan, profile=gate.two_sizes())
+
+
 PROVOKED = {
     "GP101": lambda: api.check(gate.plan(), profile=gate.profile(), mem="900kB"),
     "GP102": lambda: api.check(gate.plan(), profile=gate.profile(), headroom="9%"),
@@ -43,7 +83,14 @@ PROVOKED = {
     "GP202": _renamed,
     "GP203": _edited,
     "GP204": lambda: api.check(gate.plan(), profile=gate.profile(), device="h100"),
+    "GP205": _boasting,
+    "GP206": _large,
+    "GP207": _estimated,
+    "GP208": _extrapolated,
     "GP301": _another_model,
+    "GP302": lambda: _proven(replace(_RIGHT, differs_recomputed='the buffer "1.count" differs by 5.0e-01')),
+    "GP303": lambda: _proven(None),
+    "GP304": lambda: _proven(replace(_RIGHT, layers=3, cuts=2, reason='from "h.3" on it takes more than 30 s here')),
     "GP401": lambda: api.check(gate.plan(gate.profile(1000)), profile=gate.profile(1000), against=gate.plan()),
     "GP402": _slower,
 }
@@ -66,6 +113,17 @@ def test_a_finding_has_the_severity_of_its_rule_and_decides_accordingly(code: st
 def test_nothing_is_found_in_a_plan_that_is_as_it_was() -> None:
     """Not even a note."""
     assert api.check(gate.plan(), profile=gate.profile(), against=gate.plan()).findings == ()
+
+
+def test_a_plan_of_proven_stages_is_found_nothing_of() -> None:
+    """What was proven of the model it is of."""
+    assert not [found for found in _proven(_RIGHT).findings if found.code.startswith("GP3")]
+
+
+def test_stages_that_could_not_be_run_are_as_good_as_not_held_against_the_model() -> None:
+    """The finding says why."""
+    (found,) = [f for f in _proven(Proof(layers=0, cuts=0, reason="it takes more")).findings if f.code == "GP303"]
+    assert "it takes more" in found.message
 
 
 def test_strict_counts_warnings_and_no_notes() -> None:

@@ -4,6 +4,7 @@ import ast
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -269,3 +270,14 @@ def test_one_forward_one_backward_is_named(tmp_path: Path) -> None:
     plan = replace(plan_of(profile, (5, 7)), schedule="1f1b")
     assert "1F1B with M = 4" in write(tmp_path, plan, profile)
     assert read_balance(str(tmp_path / "balance.yaml")).schedule == "1f1b"
+
+
+@pytest.mark.parametrize("how", ["measured", "compiled", "estimated"])
+def test_a_prediction_from_an_estimate_is_marked(how: Literal["measured", "compiled", "estimated"]) -> None:
+    """Where train.py says what a step should take."""
+    profile = profile_of()
+    plan = plan_of(profile, (5, 7))
+    plan = replace(plan, inputs=replace(plan.inputs, profile=replace(plan.inputs.profile, how=how)))
+    script = emit_native(plan, profile, folder=".", profile_folder=".").script
+    (line,) = [line for line in script.splitlines() if line.startswith("Predicted: ")]
+    assert line.endswith("'s device." if how == "measured" else f"'s device; {how}, not measured.")

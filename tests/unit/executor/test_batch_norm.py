@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.executor.batch_norm import BatchStatistics
+from planner.model.chain import chain_of
 from planner.model.meter import CpuMeter
 from planner.model.statistics import collecting_bytes
 
@@ -118,13 +119,13 @@ def test_what_it_costs() -> None:
     statistics = BatchStatistics([("", norm)])
     with statistics.collecting():
         norm(torch.randn(2, 64, 8, 8))
-    held = [statistics._sums, *(t for c in statistics._calls.values() for t in (c.mean, c.variance))]
+    held = [t for c in statistics._calls.values() for t in (c.mean, c.variance, c.sum, c.squares)]
     assert sum(t.nbytes for t in held) == 24 * 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_it_holds_is_counted(dtype: torch.dtype) -> None:
-    """Nothing of layers whose statistics stay as they are; with two sums and a count per channel for all others."""
+    """Nothing of layers whose statistics stay as they are; with two sums per channel for all others."""
     frozen, plain = nn.BatchNorm1d(64).eval(), nn.BatchNorm1d(64, track_running_stats=False)
     model = nn.Sequential(nn.BatchNorm1d(64), frozen, plain, nn.BatchNorm1d(64)).to(dtype)
     statistics = BatchStatistics(model.named_modules())
@@ -134,7 +135,44 @@ def test_what_it_holds_is_counted(dtype: torch.dtype) -> None:
         with statistics.collecting(), torch.no_grad():
             model(value)
 
-    expected = 2 * 64 * (2 * dtype.itemsize + 24)
+    expected = 2 * 64 * (2 * dtype.itemsize + 16)
     assert collecting_bytes(model) == expected
     assert 0 <= CpuMeter().measure(work).end_bytes - expected < 64
     assert CpuMeter().measure(work).end_bytes == 0
+
+
+def test_adding_up_takes_no_more_than_a_layer() -> None:
+    """At the end of a forward all activations are there: a few numbers per channel of a deep model are felt then."""
+    model = nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(50)))
+    statistics = BatchStatistics(model.named_modules())
+
+    def run() -> None:
+        with statistics.collecting(), torch.no_grad():
+            for norm in model:
+                norm(torch.ones(1, 64, 2))
+            statistics.is_collecting = False
+            peaks.append(CpuMeter().measure(statistics._add).peak_bytes)
+
+    peaks: list[int] = []
+    run()
+    assert peaks[0] <= 2 * 8 * 64
+
+
+class Branching(nn.Module):
+    """No Sequential: its layers are parts of its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(8), nn.BatchNorm1d(4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8)."""
+        result: Tensor = self.second(self.first(value)[:, :4])
+        return result
+
+
+def test_a_layer_of_any_model_is_counted_with_its_own() -> None:
+    """Each layer's normalisations are those that it runs, not none, nor all of the model's."""
+    chain = chain_of(Branching(), lambda size: torch.randn(size, 8))
+    per_channel = 2 * 4 + 16
+    assert [collecting_bytes(layer.module) for layer in chain.layers] == [per_channel * 8, per_channel * 4]

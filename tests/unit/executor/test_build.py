@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.executor.build import build_layers, build_structure
+from planner.executor.build import StageRange, build_layers, build_stages, build_structure
 from planner.executor.stage_module import shapes_of
 from planner.model.chain import chain_digest, chain_of, tied_parameters
 from planner.model.load import LoadedModel
+from planner.model.meter import CpuMeter
 from tests.support.measure import loaded_model
+from tests.support.models.memory_kinds import WORDS, Recurrent
 
 CPU = torch.device("cpu")
 
@@ -163,6 +165,25 @@ def test_layers_of_a_finished_model_are_its_own() -> None:
     model = loaded.build()
     layers = build_layers(loaded, chain_of(model), 1, 3, seed=4, device=CPU)
     assert [layer.module for layer in layers] == [model[1], model[2]]  # type: ignore[index]
+
+
+def test_a_stage_holds_no_weights_of_other_stages_recurrent_layers() -> None:
+    """An LSTM or GRU lists its weights in an attribute of its own: that makes them no tensors that everybody needs."""
+    loaded = loaded_model(Recurrent, lambda size: torch.randint(WORDS, (size, 4)))
+    chain = build_structure(loaded)
+    at = next(n for n, layer in enumerate(chain.layers) if isinstance(chain.model.get_submodule(layer.name), nn.LSTM))
+    layers = []
+    usage = CpuMeter().measure(
+        lambda: layers.extend(
+            build_stages(loaded, chain, [StageRange(at, at + 1)], seed=4, device=torch.device("cpu"))[0]
+        )
+    )
+    own = sum(tensor.nbytes for tensor in all_tensors(layers[0].module))
+    assert own == sum(p.nbytes for p in chain.model.get_submodule(chain.names[at]).parameters())
+    assert own <= usage.end_bytes <= own + 1024
+    for part in layers[0].module.model.modules():  # type: ignore[union-attr, operator]
+        if isinstance(part, nn.RNNBase):
+            assert [id(weight) for weight in part._flat_weights] == [id(p) for p in part.parameters()]
 
 
 def test_a_model_that_fails_says_so() -> None:

@@ -1,10 +1,14 @@
 """Checkpoints of one stage in this process: what is kept, how long, and what is refused."""
 
+# ruff: noqa: NPY002 - the global generator is what a script draws from
+
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,6 +128,26 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
         train(path, 2, folder=str(tmp_path / "file/saved"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("** 2).mean()", "** 4).mean()", "the loss function has changed since"),
+        ("nn.ReLU()", "nn.GELU()", "what the layers compute .* has changed since"),
+    ],
+)
+def test_another_loss_or_activation_is_another_model(tmp_path: Path, old: str, new: str, what: str) -> None:
+    """Though all tensors fit; the weights alone may be taken. An edit that changes nothing is none."""
+    text, folder = MODEL + GROUPS, str(tmp_path / "saved")
+    train(balance_of(tmp_path, text), 2, folder=folder)
+    path = balance_of(tmp_path, text.replace(old, new))
+    with pytest.raises(UsageError, match=what) as refused:
+        train(path, 3, folder=folder, resume="auto")
+    assert f"--weights {folder}/step-00000002" in refused.value.hint
+    assert train(path, 1, weights=f"{folder}/step-00000002")["begun"] == 0
+    path = balance_of(tmp_path, text + "\n# a comment\n")
+    assert train(path, 3, folder=folder, resume="auto")["begun"] == 2
+
+
 def test_weights_start_a_run(tmp_path: Path) -> None:
     """In place of those of the seed; what is resumed goes before."""
     path = balance_of(tmp_path, MODEL + GROUPS)
@@ -133,6 +157,46 @@ def test_weights_start_a_run(tmp_path: Path) -> None:
     started = train(path, 1, **options)
     assert all(bool((p - weights[name]).abs().max() < 0.1) for name, p in started["parameters"].items())
     assert train(path, 2, **options)["begun"] == 1
+
+
+def test_every_generator_goes_on(tmp_path: Path) -> None:
+    """Torch's, Python's and NumPy's: what a script draws after a resume is what it would have drawn."""
+
+    def drawn(steps: int, **options: Any) -> list[list[float]]:
+        pipeline = Pipeline(path, seed=3)
+        optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+        saved = Checkpoints(pipeline, optimizer, steps=steps, **options)
+        got = []
+        for inputs, targets in pipeline.batches(steps):
+            got.append([float(torch.rand(())), random.random(), random.gauss(0, 1), float(np.random.standard_normal())])
+            with pipeline.step(inputs, targets):
+                optimizer.step()
+            saved.step_done()
+        pipeline.close()
+        return got
+
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
+    whole = drawn(6)
+    assert drawn(3, folder=folder) + drawn(6, folder=folder, resume="auto") == whole
+
+
+def test_batches_that_any_generator_shuffles_go_on(tmp_path: Path) -> None:
+    """The batches of the steps done are drawn again from the start, whatever the script's own generators did."""
+    shuffling = """
+def train_batches(size):
+    import random
+    import numpy as np
+    data = torch.arange(8.0 * 4 * 8).reshape(32, 8).sin()
+    rows = np.random.permutation(32).tolist()
+    random.shuffle(rows)
+    for n in range(4):
+        part = data[rows[n * size : n * size + size]]
+        yield part, part[:, :4]
+"""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS + shuffling), str(tmp_path / "saved")
+    whole = train(path, 7)
+    first = train(path, 3, folder=folder)
+    assert first["losses"] + train(path, 7, folder=folder, resume="auto")["losses"] == whole["losses"]
 
 
 def test_batches_are_drawn_alike_whatever_else_draws() -> None:

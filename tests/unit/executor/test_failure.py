@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import TrainingError
-from planner.executor import failure
-from planner.executor.failure import Watch, check_gradients, check_losses, check_output
+from planner.executor import explain
+from planner.executor.failure import Watch
+from planner.executor.finite import check_gradients, check_losses, check_output
 from planner.executor.position import ANY, Position
 from tests.support.ranks import run_ranks
 
@@ -33,7 +34,8 @@ def test_a_position_in_words() -> None:
     assert (here.name, here.where) == ("stage 1 (layers b to c)", "in forward of micro-batch 1 of step 7")
     here.at("between steps")
     here.stages, here.replica = (0, 1), 2
-    assert (here.name, here.where) == ("stage 0 (layer a) and stage 1 (layers b to c) of replica 2", "between steps")
+    two = "the process of stages 0 (layer a) and 1 (layers b to c) of replica 2"  # one thing, that is gone or waits
+    assert (here.name, here.where) == (two, "between steps")
     assert here.waits_for is None
     assert Position().name == ""
 
@@ -41,14 +43,14 @@ def test_a_position_in_words() -> None:
 def test_of_a_hanging_job_the_rank_that_waits_for_nobody_is_named() -> None:
     """Or all, where each waits for another."""
     ranks = {0: told("stage 0", 1), 1: told("stage 1", None), 2: told("stage 2", ANY)}
-    message = failure._hang(ranks, 60.0).message
+    message = explain.hang(ranks, 60.0).message
     assert message.startswith(
         "stage 1 has been in forward of micro-batch 2 of step 7 for 61 s, and holds up the others"
     )
     assert message.endswith("stage 0 waits in forward of micro-batch 2 of step 7; stage 2 waits in forward of "
                             "micro-batch 2 of step 7")  # fmt: skip
     ranks[1] = told("stage 1", 0)
-    assert failure._hang(ranks, 60.0).message.startswith("the stages wait for each other for 60 s: stage 0 waits")
+    assert explain.hang(ranks, 60.0).message.startswith("the stages wait for each other for 60 s: stage 0 waits")
 
 
 def test_too_little_memory_stands_beside_the_prediction() -> None:
@@ -57,12 +59,12 @@ def test_too_little_memory_stands_beside_the_prediction() -> None:
     here.predicted_bytes = {0: 1, 1: 3 * 2**30}
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50)
-    error = failure._explained(raised.value, here)
+    error = explain.explained(raised.value, here)
     assert error.message.startswith("stage 1 (layers b to c) ran out of memory in backward of micro-batch 0 of step 7")
     assert "the plan predicts a peak of 3.00 GiB" in error.message
     assert "you tried to allocate" in error.message
     assert "--reserve" in error.hint
-    assert "ran out of memory" in failure._explained(MemoryError("no"), here).message
+    assert "ran out of memory" in explain.explained(MemoryError("no"), here).message
 
 
 def test_the_cause_that_the_engine_wraps_is_told() -> None:
@@ -71,7 +73,7 @@ def test_the_cause_that_the_engine_wraps_is_told() -> None:
         {}["mine"]
     error = RuntimeError("[Rank 0] failed to run forward")
     error.__cause__ = cause.value
-    message = failure._explained(error, position()).message
+    message = explain.explained(error, position()).message
     assert "failed in forward of micro-batch 1 of step 7: KeyError: 'mine'" in message
     assert Path(__file__).name in message
     assert "Rank 0" not in message

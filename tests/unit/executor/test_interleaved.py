@@ -1,6 +1,5 @@
 """Interleaved 1F1B in processes of its own: nothing sent or received is held longer than the cost model says."""
 
-import json
 from pathlib import Path
 from typing import Final, get_args
 
@@ -11,9 +10,9 @@ from planner.core.plan import Recompute
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model
-from tests.support.ranks import run_ranks
-from tests.support.training import Case, predicted_peaks, write_balance
-from tests.unit.executor.test_one_forward_one_backward import HIGHEST, LOWEST, MODEL, SIZE, WORKER
+from tests.support.peaks import measured_peaks
+from tests.support.training import Case, predicted_peaks
+from tests.unit.executor.test_one_forward_one_backward import HIGHEST, LOWEST, MODEL, SIZE
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +25,6 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
     Two chunks of one device may share a parameter, which is there once, and so are its gradient and its state.
     """
     model = write_model(tmp_path, MODEL)
-    write_model(tmp_path, WORKER, "worker.py")
     tied = {False: {}, True: {"tied": "True"}}
     costs = {
         is_tied: costs_at(profile_of_model(load_model(str(model), settings=settings), sizes=(SIZE,)), SIZE)
@@ -52,12 +50,8 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
         for choice in get_args(Recompute)
         if choice != "layers"
     ]
-    paths = [f"balance_{n}.yaml" for n in range(len(cases))]
-    for case, path in zip(cases, paths, strict=True):
-        write_balance(case, tmp_path / path)
-    run_ranks(DEVICES, ["worker.py", *paths], tmp_path)
     errors = {}
-    for case, peaks in zip(cases, json.loads((tmp_path / "peaks.json").read_text()), strict=True):
+    for case, peaks in zip(cases, measured_peaks(cases, tmp_path), strict=True):
         for device, predicted in enumerate(predicted_peaks(case, costs[bool(case.settings)])):
             # Rows of one device hold the same peak.
             assert len(set(peaks[device::DEVICES])) == 1

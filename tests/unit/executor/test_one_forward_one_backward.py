@@ -1,6 +1,5 @@
 """1F1B in processes of its own: nothing sent or received is held longer than the cost model says."""
 
-import json
 from pathlib import Path
 from typing import Final, get_args
 
@@ -11,8 +10,8 @@ from planner.core.plan import Recompute
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model
-from tests.support.ranks import run_ranks
-from tests.support.training import Case, predicted_peaks, write_balance
+from tests.support.peaks import measured_peaks
+from tests.support.training import Case, predicted_peaks
 
 pytestmark = pytest.mark.slow
 
@@ -42,36 +41,10 @@ def build_optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 """
 
-WORKER: Final = """
-import gc, json, sys
-import torch.distributed as dist
-from planner.executor import Pipeline
-
-dist.init_process_group("gloo")
-peaks = []
-for balance in sys.argv[1:]:
-    gc.collect()
-    pipeline = Pipeline(balance)
-    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
-    for inputs, targets in pipeline.batches(3):
-        with pipeline.step(inputs, targets):
-            optimizer.step()
-            optimizer.zero_grad()
-        del inputs, targets
-    report = pipeline.report()
-    peaks.append([stage.peak_bytes for stage in report.stages] if report else [])
-    pipeline.close()
-    del pipeline, optimizer
-if dist.get_rank() == 0:
-    json.dump(peaks, open("peaks.json", "w"))
-dist.destroy_process_group()
-"""
-
 
 def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
     """Within -1 % / +5 % on every stage: the first ones, which send, and the middle one, which does all."""
     model = write_model(tmp_path, MODEL)
-    write_model(tmp_path, WORKER, "worker.py")
     costs = costs_at(profile_of_model(load_model(str(model)), sizes=(SIZE,)), SIZE)
     # With M = K the first stage has all micro-batches in flight, as under GPipe, and is given GPipe's moments; from
     # M = 5 on it still goes on with forwards when its whole warm-up is back.
@@ -81,12 +54,8 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
         for choice in get_args(Recompute)
         if choice != "layers"
     ]
-    paths = [f"balance_{n}.yaml" for n in range(len(cases))]
-    for case, path in zip(cases, paths, strict=True):
-        write_balance(case, tmp_path / path)
-    run_ranks(len(BALANCE), ["worker.py", *paths], tmp_path)
     errors = {}
-    for case, peaks in zip(cases, json.loads((tmp_path / "peaks.json").read_text()), strict=True):
+    for case, peaks in zip(cases, measured_peaks(cases, tmp_path), strict=True):
         for k, predicted in enumerate(predicted_peaks(case, costs)):
             errors[case.micro_batches, case.recompute, k] = predicted / peaks[k] - 1
     assert len(errors) == 3 * 3 * 3

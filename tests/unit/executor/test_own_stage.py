@@ -320,6 +320,20 @@ def test_layers_of_torch(build: Build) -> None:
     check_own(build, ["1"])
 
 
+def test_what_is_drawn_into_a_computed_weight_is_drawn_once() -> None:
+    """A weight-normed weight is computed, and what is drawn into it goes nowhere: Wav2Vec2 does so."""
+
+    def build() -> nn.Module:
+        normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        nn.init.normal_(normed.weight)
+        return nn.Sequential(normed, nn.Linear(8, 8))
+
+    check_own(build, ["0"])
+    check_own(build, ["1"])
+    together = tensors_of(build_only(build, lambda model: tensors_of(model).values(), seed=SEED))
+    assert all(torch.equal(tensor, together[name]) for name, tensor in tensors_of(whole(build)).items())
+
+
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)

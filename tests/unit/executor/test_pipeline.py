@@ -265,6 +265,40 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
     pipeline.close()
 
 
+def test_evaluation_gives_outputs_and_metrics(tmp_path: Path) -> None:
+    """Means over samples, also of a smaller last micro-batch, and where nothing of a target counts for the loss."""
+    text = MODEL + OPTIMIZER + "\ndef loss_count(target):\n    return (target > 0).sum()\n"
+    pipeline = Pipeline(balance_of(tmp_path, text), seed=1)
+    torch.manual_seed(1)
+    model = pipeline.model.build().eval()
+    inputs, targets = torch.randn(11, 8), torch.randn(11, 4)
+    targets[:2] = -1.0
+    seen: list[int] = []
+
+    def metrics(output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        seen.append(len(output))
+        return {"error": (output - target).abs().mean(), "rows": len(output)}
+
+    result = pipeline.evaluate(inputs, targets, metrics=metrics, outputs=True)
+    expected = model(inputs).detach()
+    assert torch.allclose(result.outputs, expected)
+    assert not result.outputs.requires_grad
+    assert seen == [2, 2, 2, 2, 2, 1]
+    assert result.metrics["error"] == pytest.approx(float((expected - targets).abs().mean()), rel=1e-6)
+    assert result.metrics["rows"] == pytest.approx((10 * 2 + 1) / 11)
+    assert seen == [2, 2, 2, 2, 2, 1]
+    plain = pipeline.evaluate(inputs, targets)
+    assert plain == result.loss
+    assert pipeline.evaluate(inputs, targets, metrics=metrics).outputs is None
+    with pytest.raises(UsageError, match="expected a dict of numbers"):
+        pipeline.evaluate(inputs, targets, metrics=lambda *pair: pair[0])
+    names = iter(range(9))
+    with pytest.raises(UsageError, match="for one micro-batch"):
+        pipeline.evaluate(inputs, targets, metrics=lambda *_: {str(next(names)): 1})
+    assert pipeline.evaluate(inputs, targets) == plain
+    pipeline.close()
+
+
 def test_a_step_goes_on_where_it_is_told_to(tmp_path: Path) -> None:
     """`step_index` alone says what a step draws: a resumed run draws what an undisturbed one does."""
     path = balance_of(tmp_path, MODEL.replace("nn.ReLU()", "nn.Dropout(0.5)") + OPTIMIZER)

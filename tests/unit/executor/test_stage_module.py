@@ -7,11 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.core.cluster import Cluster
+from planner.core.costs import costs_at
 from planner.core.errors import ModelError
+from planner.core.evaluate import Partition, stage_times
 from planner.core.plan import Recompute
 from planner.executor.stage_module import Boundary, Shapes, StageModule, shapes_of
 from planner.model.chain import Layer, chain_of
 from planner.model.meter import CpuMeter
+from tests.support.measure import loaded_model, profile_of_model
 
 
 def shapes(model: nn.Sequential, inputs: Any) -> Shapes:
@@ -165,7 +169,7 @@ def test_parameters_keep_their_names() -> None:
 
 
 def test_a_stage_runs_its_layers() -> None:
-    """Received tensors are put together, results taken apart; contiguous, as the engine wants them."""
+    """Received tensors are put together, results taken apart; as what is sent must lie, else contiguous."""
 
     class Turn(nn.Module):
         def forward(self, parts: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor]:
@@ -177,6 +181,10 @@ def test_a_stage_runs_its_layers() -> None:
     assert turned.is_contiguous()
     assert torch.equal(turned, received[0].t())
     assert torch.equal(same, received[1])
+    module.sent = Boundary.of((torch.empty(3, 8, device="meta").t(), torch.empty(3, 8, device="meta")))
+    turned, same = module(received[0], received[1])
+    assert turned.stride() == (1, 8)
+    assert torch.equal(turned, received[0].t())
 
 
 def test_the_last_stage_returns_the_loss_of_its_micro_batch() -> None:
@@ -260,6 +268,48 @@ def test_a_frozen_first_stage_recomputes_nothing() -> None:
     assert not result.requires_grad
 
 
+@pytest.mark.parametrize("frozen", range(4))
+@pytest.mark.parametrize("recompute", ["always", "layers"])
+def test_what_is_run_again_is_what_is_predicted(recompute: Recompute, frozen: int) -> None:
+    """Of four layers the first ones are frozen, in two stages: the time to run others again is in the stages' times."""
+
+    def build() -> nn.Sequential:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        for n in range(frozen):
+            model[n].requires_grad_(False)
+        return model
+
+    costs = costs_at(profile_of_model(loaded_model(build), sizes=(2,)), 2)
+    recomputed = ((0, 1), (2, 3)) if recompute == "layers" else ()
+    partition = Partition(
+        schedule="gpipe", micro_batches=1, balance=(2, 2), recompute=(recompute,) * 2, recomputed=recomputed
+    )
+    times = stage_times(costs, partition, Cluster(memory_bytes=(0, 0)))
+    layers, known = chain_of(build()).layers, shapes(build(), torch.randn(2, 8))
+    calls: list[int] = []
+    for n, layer in enumerate(layers):
+        layer.module.register_forward_hook(lambda *_, n=n: calls.append(n))
+    value = torch.randn(2, 8)
+    for k, first in enumerate((0, 2)):
+        module = StageModule(
+            layers[first : first + 2],
+            received=known.boundaries[first],
+            recompute=recompute,
+            micro_batches=1,
+            loss_fn=None,
+            copies_input=False,
+            carries=[t.requires_grad for t in known.boundaries[first + 2].tensors],
+            recomputed={n: known.recomputed(first + n, first + 2) for n in range(2 * bool(recomputed))},
+        )
+        calls.clear()
+        (value,) = module(value.detach().requires_grad_(value.requires_grad))
+        if value.requires_grad:
+            value.sum().backward()
+        again = [n for n in set(calls) if calls.count(n) > 1]
+        assert times[k].recompute_us == pytest.approx(costs.forward_us[again].sum())
+        assert bool(again) == (frozen < first + 2)
+
+
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_a_stage_that_writes_its_input_copies_it(recompute: Recompute) -> None:
     """The received tensor is a leaf, and is read again in recomputation: it must stay as it is."""
@@ -320,3 +370,43 @@ def test_what_carries_no_gradient_asks_for_none(recompute: Recompute) -> None:
     value.sum().backward()
     assert given.grad is not None
     assert torch.equal(given.grad, module.linear.weight.sum(0).expand(2, 4))
+
+
+def test_what_is_sent_must_be_what_the_next_stage_waits_for() -> None:
+    """Inputs of another length than the plan's: one message, with the shapes, before anything is sent."""
+    layers = [Layer("0", nn.Linear(8, 8))]
+    module = StageModule(
+        layers,
+        received=Boundary.of(torch.zeros(2, 5, 8, device="meta")),
+        sent=Boundary.of(torch.zeros(2, 5, 8, device="meta")),
+        recompute="never",
+        micro_batches=1,
+        loss_fn=None,
+        copies_input=False,
+    )
+    module(torch.zeros(2, 5, 8))
+    expected = r"a stage that got float32\[2, 4, 8\] was to send float32\[2, 5, 8\] and has float32\[2, 4, 8\]"
+    with pytest.raises(ModelError, match=expected) as caught:
+        module(torch.zeros(2, 4, 8))
+    assert "example_batch" in caught.value.hint
+
+
+def test_what_is_no_tensor_must_be_what_the_next_stage_takes_it_for() -> None:
+    """It is not sent: the next stage would go on with the old one."""
+
+    class Length(nn.Module):
+        def forward(self, value: Tensor) -> tuple[Tensor, int]:
+            return value.mean(1), value.shape[1]
+
+    module = StageModule(
+        [Layer("0", Length())],
+        received=Boundary.of(torch.zeros(2, 5, 8, device="meta")),
+        sent=Boundary.of((torch.zeros(2, 8, device="meta"), 5)),
+        recompute="never",
+        micro_batches=1,
+        loss_fn=None,
+        copies_input=False,
+    )
+    module(torch.zeros(2, 5, 8))
+    with pytest.raises(ModelError, match=r"was to send float32\[2, 8\], 5 and has float32\[2, 8\], 4"):
+        module(torch.zeros(2, 4, 8))

@@ -252,14 +252,16 @@ def test_an_optimizer_by_name_takes_the_place_of_the_files(tmp_path: Path) -> No
 
 
 def test_a_missing_loss_is_noted(tmp_path: Path) -> None:
-    """Then the mean of the output is trained: of all its tensors, if it has several."""
+    """Then the mean of an output without a scalar is trained: of all its tensors, if it has several."""
     loaded = load(tmp_path, HEAD + BUILD + EXAMPLE)
-    assert len(loaded.notes) == 1
-    assert "loss_fn" in loaded.notes[0]
+    assert loaded.notes == ()
     output = (torch.full((2, 3), 1.0), {"x": torch.full((5,), 2.0)}, torch.tensor([7]))
     assert float(loaded.loss_fn(output, None)) == 1.5
+    assert len(loaded.notes) == 1
+    assert "no `loss_fn" in loaded.notes[0]
+    assert "the mean" in loaded.notes[0]
     with pytest.raises(ModelError, match="no floating-point tensor"):
-        loaded.loss_fn(torch.tensor([7]), None)
+        load(tmp_path, HEAD + BUILD + EXAMPLE).loss_fn(torch.tensor([7]), None)
 
 
 def test_without_anything_adamw_is_taken(tmp_path: Path) -> None:

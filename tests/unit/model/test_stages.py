@@ -626,3 +626,37 @@ def test_a_stage_of_a_sequential_is_its_layers() -> None:
     assert [name for name, _ in stage.named_parameters()] == ["1.1.weight", "1.1.bias"]
     value = values(2)
     assert torch.equal(stage(model[0](value)), model(value))
+
+
+class _Measures(nn.Module):
+    """Returns what it makes and how long it was: later modules go by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, int]:
+        return self.layer(value).mean(1), value.shape[1]
+
+
+class _GoesByLength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _Measures()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value, length = self.first(value)
+        for block in self.blocks:
+            value = block(value) / length
+        return value
+
+
+def test_a_length_that_later_stages_go_by_must_be_the_recorded_one() -> None:
+    """They would divide by the old one; the stage that sees the new one says so."""
+    model = _GoesByLength()
+    chain = chain_of(model, lambda size: torch.randn(size, 5, 8))
+    stage = chain.stage(0, 1)
+    stage(torch.randn(3, 5, 8))
+    with pytest.raises(ModelError, match=r'"first" returned 4 where it returned 5'):
+        stage(torch.randn(3, 4, 8))

@@ -10,12 +10,16 @@ from torch.nn.functional import cross_entropy
 from planner.core.costs import costs_at
 from planner.core.errors import ModelError, UsageError
 from planner.core.memory import stage_memory
+from planner.core.plan import ProfileReference
 from planner.core.profile import Profile
 from planner.core.rates import RATES, rates_of
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.estimate import GhostMeter, RooflineClock
+from planner.profile.reserve import ASSUMED_BYTES
+from planner.show import Style, profile_text
+from planner.solve import request_of, solve
 from tests.support.measure import loaded_model, mean_loss, profile_of_model
 from tests.support.real_models import REAL_MODELS
 
@@ -54,6 +58,15 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 # Memory
+
+
+def test_a_device_that_is_not_here_has_a_reserve() -> None:
+    """An allowance for context and libraries, stated in the profile and the default of `solve`."""
+    profile = estimated(loaded_model(blocks, words, loss_fn=to_word), 2)
+    assert profile.device.reserve_bytes == ASSUMED_BYTES == 10**9
+    assert "reserve 954 MiB, assumed" in profile_text(profile, Style(width=100, unicode=True, color=False))
+    request = request_of(profile, ProfileReference(path="", digest=""), devices=2, batch=2)
+    assert {stage.memory.reserve for stage in solve(profile, request).stages} == {10**9}
 
 
 @pytest.mark.parametrize("name", ["blocks", "GPT-2", "ViT"])

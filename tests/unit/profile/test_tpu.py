@@ -1,5 +1,7 @@
 """Profiles of TPUs that are not here."""
 
+import pickle
+import traceback
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,6 +122,37 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     # Another chip is another matter.
     dict(Compiler("v3", rates_of("tpu:v3"), tmp_path).compile(jobs[:1]))
     assert len(compiled) == 12
+
+
+def test_layers_with_dropout_are_compiled() -> None:
+    """Their programs take a random key, which has no dimensions and lies in memory as a vector of integers."""
+    loaded = model_of(
+        nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1), nn.Linear(128, 128)),
+        example_batch=lambda size: (torch.randn(size, 128), torch.randn(size, 128)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer="sgd",
+    )
+    profile = profile_model(loaded, replace(V2, micro_batch_sizes=(8,)))
+    assert [layer.output_bytes for layer in profile.layers[:2]] == [(4 * 8 * 128,)] * 2
+
+
+def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--debug` prints it as the cause: what comes from another process is text."""
+    loaded = perceptron()
+    chain, lean = find_chain(loaded, torch.device("cpu"))
+    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
+
+    def fails_here(*_: Any) -> Any:
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr(tpu, "unit_function", fails_here)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    compiler = Compiler("v2", rates_of("tpu:v2"), None)
+    problem = compiler._one(units[0], inputs[units[0].digest, 8])
+    assert pickle.loads(pickle.dumps(problem)) == problem
+    with pytest.raises(ModelError, match="cannot be compiled for the TPU: IndexError: tuple index") as failed:
+        dict(compiler.compile([(units[0], inputs[units[0].digest, 8], 8)]))
+    assert "in fails_here" in "".join(traceback.format_exception(failed.value))
 
 
 def test_an_attached_device_is_timed() -> None:

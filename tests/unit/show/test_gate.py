@@ -9,6 +9,7 @@ import pytest
 
 from planner import api, files
 from planner.core.findings import RULES, Finding
+from planner.core.printable import spelled_out
 from planner.core.verdict import Verdict
 from planner.show import verdict_text
 from planner.show.comparison import plans_text
@@ -69,7 +70,8 @@ def test_annotations_are_escaped_as_the_runner_unescapes_them() -> None:
     assert found is not None
     assert found[1] == "a%2Cb%3Ac%25.yaml"
     data = found[3].replace("%0A", "\n").replace("%0D", "\r").replace("%25", "%")
-    assert data == f"{odd().findings[0].message}\nk"
+    told = f"{odd().findings[0].message}\nk"
+    assert data == "\n".join(map(spelled_out, told.split("\n")))
     assert answer == "a,b:c%25.yaml: does not fit (1 error)"
 
 

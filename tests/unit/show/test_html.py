@@ -13,6 +13,7 @@ from planner.core.plan import SolverReport
 from planner.core.planning import cluster_of
 from planner.core.step import step_of
 from planner.show.html import plan_html, profile_html, run_html
+from planner.show.html.parts import KINDS
 from tests.unit.show.samples import explained, interleaved, plan, profile, report, step_of_sample, unlike
 
 EVIL = "<script>alert(1)</script>\"'&</style><img src=x onerror=alert(1)>\u202e\x1b"
@@ -178,3 +179,33 @@ def test_a_run_is_set_beside_its_plan():
 def test_a_diverged_run_is_shown():
     """Losses that are no numbers leave a gap."""
     assert "nan" in run_html(replace(report(plan()), losses=(8.0, 7.0, float("nan"))))
+
+
+def cards(text):
+    """What the key figures say, each on its own."""
+    found = re.search('<dl class="figures">(.*?)</dl>', text, re.DOTALL)
+    return re.findall("<small>(.*?)</small>", found[1])
+
+
+@pytest.mark.parametrize("how", ["estimated", "compiled"])
+def test_numbers_that_were_not_measured_are_marked(how):
+    """On every card, which may be copied alone, and above them; a measured plan or profile says nothing of it."""
+    measured = plan()
+    guessed = replace(measured, inputs=replace(measured.inputs, profile=replace(measured.inputs.profile, how=how)))
+    assert all(card.startswith(how) for card in cards(page_of(guessed)))
+    assert f"{how}, not measured: profile on the device" in Page(page_of(guessed)).words
+    assert not any(how in card for card in cards(page_of(measured)))
+    profiled = replace(profile(), device=replace(profile().device, how=how))
+    counts, costs = cards(profile_html(profiled))[:2], cards(profile_html(profiled))[2:]
+    assert (counts, len(costs)) == (["", ""], 3)
+    assert all(card.startswith(how) for card in costs)
+    assert f"{how}, not measured: profile on the device" in Page(profile_html(profiled)).words
+    assert not any(how in card for card in cards(profile_html(profile())))
+
+
+def test_every_kind_of_memory_has_a_colour_of_its_own():
+    """Also that which few plans have: casts."""
+    styled = page_of(plan())
+    colours = [re.search(rf"[.]m-{kind}{{--c:(#[0-9a-f]+)", styled) for kind in KINDS]
+    assert all(colours)
+    assert len({colour[1] for colour in colours}) == len(KINDS)

@@ -21,8 +21,15 @@ class Terminal(io.TextIOWrapper):
 
 def test_pipe():
     """A pipe is wide, its tables are never cut, and it has no colour."""
-    style = style_for(io.StringIO(), {"COLUMNS": "40", "TERM": "xterm"})
-    assert (style.width, style.wrap, style.color, style.unicode) == (120, False, False, True)
+    for columns in ("", "0", "many"):
+        style = style_for(io.StringIO(), {"COLUMNS": columns, "TERM": "xterm"})
+        assert (style.width, style.wrap, style.color, style.unicode) == (120, False, False, True)
+
+
+def test_columns_count_in_a_pipe():
+    """Whoever sets COLUMNS wants so many, wherever the text goes."""
+    style = style_for(io.StringIO(), {"COLUMNS": "90"})
+    assert (style.width, style.wrap, style.color) == (90, True, False)
 
 
 @pytest.mark.parametrize(

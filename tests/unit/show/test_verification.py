@@ -22,7 +22,8 @@ def test_what_is_judged_is_marked():
     assert row(text, "peak memory, device 0").endswith("-1.0 %     ok")
     assert row(text, "forward, stage 1").endswith("%")
     assert row(text, "bubble").split()[-1] == "-"
-    assert "\nnot as predicted (step within 10 %, memory predicted at most 1 % too low, 5 % too high)" in text
+    told = "(step within 10 %, memory predicted at most 1 % too low, 5 % too high, or 64.0 KiB off)"
+    assert f"\nnot as predicted {told}" in text
 
 
 def test_a_run_as_predicted():

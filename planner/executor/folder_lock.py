@@ -1,0 +1,87 @@
+"""One job per folder: a lock of the file system, which is gone with the process that holds it, however it ends."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from planner.core.errors import UsageError
+
+__all__ = ["FolderLock"]
+
+_WAIT_S = 5.0
+"""For a job that is just ending."""
+_WAIT_OTHER_MACHINE_S = 60.0
+"""A machine that is lost holds its locks on a network file system until its lease is over."""
+_HELD = (errno.EAGAIN, errno.EACCES)
+
+
+class FolderLock:
+    """Keeps other jobs from writing checkpoints into a folder.
+
+    A record lock, since these are also known to network file systems, and no child process inherits them.
+
+    Args:
+        folder: The folder, which exists.
+
+    Raises:
+        UsageError: Another job holds it.
+        OSError: The file cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ".lock"
+        self._file = -1
+        self.warning = ""
+        begin = time.monotonic()
+        while not self._taken():
+            holder = self._holder()
+            is_here = holder.get("host") == socket.gethostname()
+            if time.monotonic() - begin > (_WAIT_S if is_here else _WAIT_OTHER_MACHINE_S):
+                who = f"process {holder.get('process', '?')} on {holder.get('host', 'another machine')}"
+                raise UsageError(
+                    f"another job writes checkpoints into {folder} ({who}, since {holder.get('since', '?')})",
+                    hint="give each job a folder of its own, or end the other one; a job that is dead holds nothing",
+                )
+            time.sleep(0.2)
+
+    def release(self) -> None:
+        """Lets others have the folder."""
+        if self._file >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = -1
+
+    # Private methods
+
+    def _taken(self) -> bool:
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            if error.errno in _HELD:
+                return False
+            self.warning = (
+                f"the file system of {self._path.parent} has no locks ({error.strerror}): "
+                "that two jobs write there would go unnoticed"
+            )
+            return True
+        if not self._path.exists() or os.fstat(file).st_ino != self._path.stat().st_ino:
+            os.close(file)  # of one who has just released it
+            return False
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.ftruncate(file, 0)
+        os.write(file, json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}).encode())
+        self._file = file
+        return True
+
+    def _holder(self) -> dict[str, object]:
+        try:
+            holder = json.loads(self._path.read_text())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return holder if isinstance(holder, dict) else {}

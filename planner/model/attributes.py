@@ -1,0 +1,216 @@
+"""What a module's forward leaves behind in attributes: `self.aux_loss`, an entry of a list, the size of a grid.
+
+Code that runs later may read it: the model sums the losses of its experts, a layer asks for the size that another one
+noted. So it is written down like what a call returns, and a stage that passes over the call puts it there again.
+
+Followed are attributes of modules, and within them lists, dicts and objects of the user's; what is put there are
+tensors, plain values, and nests of these. Of anything else nothing is known.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from planner.model.leaves import Value, is_plain
+from planner.model.nests import Nest, put_together, take_apart
+
+__all__ = ["Attributes", "Change", "left_behind", "put_back", "without_leftovers"]
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
+
+_DEEPEST = 3
+"""Objects within objects are looked into so far."""
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One attribute, entry of a dict or list that is another than before."""
+
+    path: str
+    """The module's."""
+    keys: tuple[Any, ...]
+    """The way from the module's attributes to what is another; to the list where it is one."""
+    kind: Literal["set", "extended", "replaced"]
+    """An attribute or the entry of a dict was set; a list was extended, or has other items now."""
+    nest: Nest
+    leaves: tuple[Any, ...]
+    """Of the attribute or entry, or of the tuple of (new) items: what is there, or as a recording writes it down."""
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether, in a recording, tensors are among the leaves."""
+        return any(isinstance(leaf, Value) for leaf in self.leaves)
+
+
+@dataclass(frozen=True)
+class _Container:
+    """A dict or a list, the attributes of an object too, as it was."""
+
+    path: str
+    keys: tuple[Any, ...]
+    now: Any
+    before: Any
+
+
+class Attributes:
+    """The attributes of modules as they are when this is made.
+
+    Args:
+        modules: The modules, by path.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._containers: dict[int, _Container] = {}
+        for path, module in modules:
+            self._look_into(path, (), vars(module))
+
+    def changes(self) -> list[Change]:
+        """What is another since then, as far as it is followed."""
+        return [change for one in self._containers.values() for change in _changes(one)]
+
+    def restore(self) -> None:
+        """Puts back what now holds other tensors, and what was set beside them: that they are there, for example.
+
+        Anything else stays: a note that hooks were registered would be wrong if it went and they stayed.
+        """
+        for one in self._containers.values():
+            if not any(isinstance(leaf, Tensor) for change in _changes(one) for leaf in change.leaves):
+                continue
+            if isinstance(one.now, list):
+                one.now[:] = one.before
+                continue
+            for key in [key for key in one.now if key not in one.before and key not in _OF_EVERY_MODULE]:
+                del one.now[key]
+            one.now.update(one.before)
+
+    def _look_into(self, path: str, keys: tuple[Any, ...], container: Any) -> None:
+        if id(container) in self._containers:
+            return
+        items = (
+            list(container)
+            if isinstance(container, list)
+            else {key: value for key, value in container.items() if keys or key not in _OF_EVERY_MODULE}
+        )
+        self._containers[id(container)] = _Container(path, keys, container, items)
+        if len(keys) >= _DEEPEST:
+            return
+        for key, value in enumerate(items) if isinstance(items, list) else items.items():
+            inside = _inside(value)
+            if inside is not None:
+                self._look_into(path, (*keys, key), inside)
+
+
+def put_back(model: nn.Module, change: Change, leaves: Sequence[Any]) -> None:
+    """Makes a change of a recording again, with these leaves.
+
+    Raises:
+        LookupError: What the attribute was in is not there.
+    """
+    value = put_together(leaves, change.nest)
+    container = _container(model, change)
+    if change.kind == "extended":
+        container.extend(value)
+    elif change.kind == "replaced":
+        container[:] = value
+    else:
+        container[change.keys[-1]] = value
+
+
+def left_behind(model: nn.Module, change: Change) -> list[Any]:
+    """The leaves that a call left behind just now where it made a change in a recording.
+
+    Raises:
+        LookupError: It has left nothing of that structure.
+    """
+    container = _container(model, change)
+    if change.kind == "set":
+        value = container[change.keys[-1]]
+    else:
+        number = len(change.nest.children) if change.kind == "extended" else len(container)
+        value = tuple(container[len(container) - number :])
+    leaves, nest = take_apart(value)
+    if nest != change.nest:
+        raise LookupError
+    return leaves
+
+
+@contextmanager
+def without_leftovers(model: nn.Module, changes: Iterable[Change]) -> Iterator[None]:
+    """Lets go, at its end, of the tensors that forward leaves behind, and of the graph and the memory behind them."""
+    before: list[tuple[Any, Any, Any]] = []
+    for change in changes:
+        try:
+            container = _container(model, change)
+        except LookupError:  # it is made meanwhile, within something that is let go of
+            continue
+        if change.kind == "set":
+            before.append((container, change.keys[-1], container.get(change.keys[-1], _NOTHING)))
+        else:
+            before.append((container, slice(None), list(container)))
+    try:
+        yield
+    finally:
+        for container, key, value in reversed(before):
+            if value is _NOTHING:
+                container.pop(key, None)
+            else:
+                container[key] = value
+
+
+# Private functions
+
+
+def _changes(one: _Container) -> Iterator[Change]:
+    if isinstance(one.now, list):
+        if not _are_same(one.now, one.before):
+            is_longer = _are_same(one.now[: len(one.before)], one.before)
+            items = one.now[len(one.before) :] if is_longer else one.now
+            yield from _followed(one.path, one.keys, "extended" if is_longer else "replaced", tuple(items))
+        return
+    for key, value in one.now.items():
+        if not one.keys and key in _OF_EVERY_MODULE:
+            continue
+        if key not in one.before or not _is_same(value, one.before[key]):
+            yield from _followed(one.path, (*one.keys, key), "set", value)
+
+
+def _followed(
+    path: str, keys: tuple[Any, ...], kind: Literal["set", "extended", "replaced"], value: Any
+) -> Iterator[Change]:
+    leaves, nest = take_apart(value)
+    if all(isinstance(leaf, Tensor) or is_plain(leaf) for leaf in leaves):
+        yield Change(path=path, keys=keys, kind=kind, nest=nest, leaves=tuple(leaves))
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(_is_same, one, other))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (is_plain(one) and type(one) is type(other) and bool(one == other))
+
+
+def _container(model: nn.Module, change: Change) -> Any:
+    at: Any = vars(model.get_submodule(change.path))
+    for key in change.keys[:-1] if change.kind == "set" else change.keys:
+        at = _inside(at[key])
+        if at is None:
+            raise LookupError
+    return at
+
+
+def _inside(value: Any) -> Any:
+    """The list or dict that an attribute is, or that holds the attributes of an object of the user's; else None."""
+    if type(value) in (list, dict):
+        return value
+    if isinstance(value, Tensor | nn.Module | type) or callable(value) or is_plain(value):
+        return None
+    own = getattr(value, "__dict__", None)
+    is_theirs = not type(value).__module__.startswith((torch.__name__, "builtins", "collections"))
+    return own if type(own) is dict and is_theirs else None

@@ -1,0 +1,170 @@
+"""What a model computes, as far as names and shapes do not show it: its loss function, activations, own forwards.
+
+Two digests, of the loss and of the layers, tell a run that goes on whether it still trains what it trained. They are
+of the code as Python reads it, so that comments, docstrings and the layout of the file do not count; how Python writes
+what it has read may differ between its versions. Of code that is
+installed (torch, transformers) the names count and not the text: another release is no other model.
+"""
+
+import ast
+import functools
+import hashlib
+import inspect
+import json
+import re
+import sysconfig
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from planner.model.load import LoadedModel
+
+__all__ = ["computation_of"]
+
+_SCALARS: Final = (bool, int, float, str, type(None))
+_INSTALLED: Final = ("site-packages", "dist-packages")
+
+
+def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
+    """Digests of what `loss` and `layers` compute.
+
+    Args:
+        model: The whole model, on any device.
+        loaded: What its file offers.
+    """
+    # Constants that a loss reads count, too; a layer's are mostly sizes, which its tensors show.
+    reader = _Reader(constants=True)
+    loss = [reader.described(loaded.loss_fn), reader.described(loaded.loss_count)]
+    reader = _Reader(constants=False)
+    layers = [[name, *reader.of_module(part)] for name, part in model.named_modules()]
+    classes = {type(part).__qualname__: reader.described(type(part)) for part in model.modules()}
+    return {"loss": _digest(loss), "layers": _digest([layers, classes])}
+
+
+# Private functions
+
+
+class _Reader:
+    """Describes functions, classes and objects by values that JSON can hold."""
+
+    def __init__(self, *, constants: bool) -> None:
+        self._constants = constants
+        self._seen: set[int] = set()
+
+    def of_module(self, module: nn.Module) -> list[Any]:
+        """Its class, what it prints of itself, and the functions that it holds (an activation, say)."""
+        held = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        functions = {name: self.described(value) for name, value in held.items() if _is_function(value)}
+        # Functions and objects show where they lie in memory.
+        return [type(module).__qualname__, re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr()), functions]
+
+    def described(self, value: Any) -> Any:
+        """As far as it says what is computed."""
+        if isinstance(value, functools.partial):
+            return ["partial", self._all([value.func, *value.args]), self._named(value.keywords)]
+        if isinstance(value, MethodType):
+            return [self.described(value.__func__), self.described(value.__self__)]
+        if isinstance(value, nn.Module):
+            constants = {name: held for name, held in vars(value).items() if isinstance(held, _SCALARS)}
+            weight = {name: held.tolist() for name, held in value.named_buffers() if held.numel() < 1000}
+            return [self.described(type(value)), constants, weight, self._all(list(value.children()))]
+        if isinstance(value, FunctionType | type):
+            return self._code(value)
+        if isinstance(value, _SCALARS) or (isinstance(value, list | tuple) and len(value) < 1000):
+            return value if isinstance(value, _SCALARS) else self._all(value)
+        return _name_of(value if callable(value) and hasattr(value, "__qualname__") else type(value))
+
+    def _all(self, values: Any) -> list[Any]:
+        return [self.described(value) for value in values]
+
+    def _named(self, values: Any) -> dict[str, Any]:
+        return {str(name): self.described(value) for name, value in sorted(values.items())}
+
+    def _code(self, thing: Any) -> Any:
+        name = _name_of(thing)
+        if id(thing) in self._seen or not _is_own(thing):
+            return name
+        self._seen.add(id(thing))
+        functions = [thing] if isinstance(thing, FunctionType) else _methods(thing)
+        refers: dict[str, Any] = {}
+        for function in functions:
+            known = _referred(function)
+            refers |= {n: self.described(v) for n, v in sorted(known.items()) if self._counts(v) and v is not thing}
+        bases = [] if isinstance(thing, FunctionType) else [self._code(base) for base in thing.__bases__]
+        return [name, _text(thing), dict(sorted(refers.items())), bases]
+
+    def _counts(self, value: Any) -> bool:
+        return _is_function(value) or isinstance(value, type) or (self._constants and isinstance(value, _SCALARS))
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, nn.Module | Tensor | type)
+
+
+def _name_of(thing: Any) -> str:
+    module = str(getattr(thing, "__module__", None) or "")
+    # A user's file is imported under a name of its own, which says nothing.
+    return f"{'' if _is_own(thing) else module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _is_own(thing: Any) -> bool:
+    """Whether it stands in the user's files, and not in what is installed."""
+    try:
+        file = Path(inspect.getsourcefile(thing) or "<none>")
+    except TypeError:  # builtins
+        return False
+    library = Path(sysconfig.get_path("stdlib"))
+    return file.suffix == ".py" and not any(part in _INSTALLED for part in file.parts) and library not in file.parents
+
+
+def _methods(thing: type) -> Iterator[FunctionType]:
+    for held in vars(thing).values():
+        function = getattr(held, "__func__", getattr(held, "fget", held))  # of static and class methods, properties
+        if isinstance(function, FunctionType):
+            yield function
+
+
+def _referred(function: FunctionType) -> dict[str, Any]:
+    """What a function reads from outside by name: globals of its file, and variables around it."""
+    names = set(_names(function.__code__))
+    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not yet bound
+            continue
+    return found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _text(thing: Callable[..., Any]) -> str:
+    """Its source without comments, docstrings and layout."""
+    try:
+        source = textwrap.dedent(inspect.getsource(thing))
+    except (OSError, TypeError):
+        return ""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a lambda in the middle of a call
+        return " ".join(source.split())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list) or not body or not isinstance(body[0], ast.Expr):
+            continue
+        if isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
+            body[0].value.value = ""
+    return ast.unparse(tree)
+
+
+def _digest(content: Any) -> str:
+    return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,121 @@
+"""What is trained where the user's file has no `loss_fn`: the output's own `.loss`, its one scalar, or else its mean.
+
+Which of them it is shows in the first output, of an example batch; whatever the model returns later, the same one is
+taken. Two scalars that could be it are an error: one of them alone is what the user means.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from planner.core.errors import ModelError
+from planner.model.nests import leaf_names, take_apart, tensors_in
+
+__all__ = ["DefaultLoss"]
+
+_OWN: Final = object()
+_MEAN: Final = object()
+
+_HINT = "define `loss_fn(output, target)` that returns the one to train"
+
+
+class DefaultLoss:
+    """A `loss_fn(output, target)`.
+
+    Args:
+        path: The file that has none, as messages call it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._taken: object = None
+
+    def __call__(self, output: Any, _target: Any) -> Tensor:
+        """The loss in an output.
+
+        Raises:
+            ModelError: It has none, or several; or not the one that it had before.
+        """
+        if self._taken is None:
+            self._taken = self._chosen(output)
+        if self._taken is _OWN:
+            return self._present(_own(output), "`.loss`")
+        if self._taken is _MEAN:
+            return torch.stack([tensor.float().mean() for tensor in _floats(output)]).mean()
+        leaves, nest = take_apart(output)
+        return self._present(dict(zip(leaf_names(nest), leaves, strict=True)).get(str(self._taken)), self._described)
+
+    @property
+    def note(self) -> str:
+        """What the user should know; empty as long as it is not known what is trained."""
+        if self._taken is None:
+            return ""
+        return f"{self._path} has no `loss_fn(output, target)`: {self._described} is trained"
+
+    # Private methods
+
+    @property
+    def _described(self) -> str:
+        if self._taken is _OWN:
+            return "the output's own `.loss`"
+        if self._taken is _MEAN:
+            return "the mean of the model's output, which holds no scalar,"
+        if not self._taken:
+            return "the model's output, a scalar,"
+        return f'the model\'s output "{self._taken}", the one scalar that carries a gradient,'
+
+    def _chosen(self, output: Any) -> object:
+        own = _own(output)
+        if own is not None:
+            if own.numel() != 1:
+                raise self._unclear(f"the output's own `.loss` has shape {list(own.shape)}, no scalar")
+            return _OWN
+        if not _floats(output):
+            raise ModelError(
+                "the model's output holds no floating-point tensor", hint="define `loss_fn(output, target)`"
+            )
+        leaves, nest = take_apart(output)
+        floats = {name: leaf for name, leaf in zip(leaf_names(nest), leaves, strict=True) if _is_floating_point(leaf)}
+        scalars = [name for name, leaf in floats.items() if _is_scalar(leaf, list(floats.values()))]
+        carrying = [name for name in scalars if floats[name].requires_grad]
+        if not any(leaf.requires_grad for leaf in floats.values()):  # where no graph is made
+            carrying = scalars
+        if len(carrying) > 1:
+            names = ", ".join(f'"{name}"' for name in carrying)
+            raise self._unclear(f"the model returns {len(carrying)} scalars that could be the loss: {names}")
+        if scalars and not carrying:
+            names = ", ".join(f'"{name}"' for name in scalars)
+            raise self._unclear(f"the scalars that the model returns carry no gradient: {names}")
+        return carrying[0] if carrying else _MEAN
+
+    def _unclear(self, what: str) -> ModelError:
+        return ModelError(f"{self._path} has no `loss_fn(output, target)`, and {what}", hint=_HINT)
+
+    def _present(self, loss: Any, described: str) -> Tensor:
+        if not isinstance(loss, Tensor):
+            raise ModelError(
+                f"{described} is what is trained, and an output has none this time",
+                hint="let the model return the same structure whenever it is called, or define `loss_fn`",
+            )
+        return loss
+
+
+def _own(output: Any) -> Tensor | None:
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return own if isinstance(own, Tensor) else None
+
+
+def _floats(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
+
+
+def _is_floating_point(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _is_scalar(tensor: Tensor, beside: Sequence[Tensor]) -> bool:
+    """Whether it holds a single number, and not only because it is of a single sample."""
+    of_several = any(other.numel() and other.shape[:1] > (1,) for other in beside)
+    return tensor.ndim == 0 or (tensor.numel() == 1 and of_several)

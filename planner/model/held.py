@@ -1,0 +1,98 @@
+"""The tensors that modules hold: parameters and buffers, and what lies in plain attributes beside them.
+
+A plain attribute may be a list of the module's own parameters (`_flat_weights` of torch's LSTM and GRU). Those are no
+tensors of their own: they are wherever the parameters are, and whoever puts others in place of parameters must do so
+there, too.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["loose_tensors", "move_loose_tensors", "replace_loose", "replace_tensors", "replaced_tensors"]
+
+_HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")
+
+
+def loose_tensors(module: nn.Module) -> list[Tensor]:
+    """Tensors in plain attributes, lists and dicts of `module` and its parts that are not its parameters or buffers."""
+    held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    leaves = [leaf for part in module.modules() for _, value in _attributes(part) for leaf in tree_leaves(value)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held]
+
+
+def move_loose_tensors(module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
+    """Puts `move(tensor)` in place of every one of `loose_tensors`."""
+    loose = {id(tensor) for tensor in loose_tensors(module)}
+    replace_loose(module, lambda tensor: move(tensor) if id(tensor) in loose else tensor)
+
+
+def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
+    """Puts `other(tensor)` in place of every parameter and buffer, wherever `module` and its parts hold it.
+
+    It is asked for once for each, so that what is tied stays tied.
+    """
+    _replace(module, other)
+
+
+@contextmanager
+def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Does the same for a while; afterwards every module holds what it held before."""
+    before = [(owned, dict(owned)) for part in module.modules() for owned in (part._parameters, part._buffers)]
+    changed = _replace(module, other)
+    try:
+        yield
+    finally:
+        for owned, tensors in before:
+            owned.clear()
+            owned.update(tensors)  # type: ignore[arg-type]
+        for change in changed:
+            vars(change.part)[change.name] = change.before
+
+
+class _Change(NamedTuple):
+    """A plain attribute that names another tensor now."""
+
+    part: nn.Module
+    name: str
+    before: Any
+
+
+def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
+    """Puts `other(tensor)` in place of every tensor in plain attributes, lists and dicts, parameters included."""
+    changed = []
+    for part in module.modules():
+        for name, value in list(_attributes(part)):
+            new = tree_map_only(Tensor, other, value)
+            if any(a is not b for a, b in zip(tree_leaves(value), tree_leaves(new), strict=True)):
+                changed.append(_Change(part, name, value))
+                vars(part)[name] = new
+    return changed
+
+
+# Private functions
+
+
+def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those that can hold a tensor; a model has thousands of others, which would each be taken apart."""
+    for name, value in vars(part).items():
+        holds = isinstance(value, Tensor) or (isinstance(value, list | tuple | dict | deque) and len(value) > 0)
+        if holds and name not in _HELD_BY_TORCH:
+            yield name, value
+
+
+def _replace(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
+    # With those that are replaced: what nobody holds any more might leave its identity to another.
+    others: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in module.modules():
+        for owned in (part._parameters, part._buffers):
+            for name, tensor in owned.items():
+                if tensor is not None:
+                    if id(tensor) not in others:
+                        others[id(tensor)] = tensor, other(tensor)
+                    owned[name] = others[id(tensor)][1]  # type: ignore[assignment]
+    return replace_loose(module, lambda tensor: others[id(tensor)][1] if id(tensor) in others else tensor)

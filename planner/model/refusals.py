@@ -1,0 +1,68 @@
+"""What a model raised, as an error that says what to do about it."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from planner.core.errors import ModelError, PlannerError
+
+__all__ = ["TooFewSamplesError", "in_place_told", "raised_by"]
+
+_IN_PLACE = re.compile(r"in an in-place operation|modified by an inplace operation|to be modified inplace")
+
+_ONE_VALUE = "Expected more than 1 value per channel when training"
+
+
+class TooFewSamplesError(ModelError):
+    """A micro-batch is too small for a layer, which can do with a larger one."""
+
+
+def raised_by(where: str, error: BaseException, given: str) -> PlannerError:
+    """What `where`, a layer or the model, raised on `given`; errors of ours are told as they are."""
+    if isinstance(error, PlannerError):
+        return error
+    refusal = _in_place_refusal(where, error)
+    if refusal is not None:
+        return refusal
+    if isinstance(error, ValueError) and str(error).startswith(_ONE_VALUE):
+        return TooFewSamplesError(
+            f"{where} cannot train on {given}: batch normalization needs more than one value per channel",
+            hint="take larger micro-batches, `--batch-sizes 2,4,8` say, or a norm that is not over the batch",
+        )
+    return ModelError(
+        f"{where} raised {type(error).__name__} on {given}: {_first_line(error)}",
+        hint="check that `example_batch` fits the model (and the `--set` settings)",
+    )
+
+
+@contextmanager
+def in_place_told(where: str) -> Iterator[None]:
+    """Says of writing in place that torch refuses where it happened, and what to write instead.
+
+    Args:
+        where: The layer that runs meanwhile.
+
+    Raises:
+        ModelError: That.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        refusal = _in_place_refusal(where, error)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def _in_place_refusal(where: str, error: BaseException) -> ModelError | None:
+    if not isinstance(error, RuntimeError) or _IN_PLACE.search(str(error)) is None:
+        return None
+    return ModelError(
+        f"{where} writes in place where torch's backward does not allow it: {_first_line(error)}",
+        hint="make a new tensor there: `x = x + y` in place of `x += y`, `inplace=False` in activations",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0].partition(" Hint: ")[0] if lines else ""

@@ -1,0 +1,100 @@
+"""The state that layers have of their own, and that a forward may change: where it lies in their modules."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from planner.model.stage import ModelStage
+
+__all__ = ["ABSENT", "Numbers", "Place", "StateOwner", "state_owners"]
+
+ABSENT = object()
+"""Stands for what is not there."""
+
+Numbers = dict[str, bool | int | float]
+
+_NUMBERS = (bool, int, float)
+
+
+class Place(NamedTuple):
+    """Where a tensor, or what else stands in its place, lies."""
+
+    module: str
+    """Path of its module."""
+    holder: dict[str, Any]
+    name: str
+
+    @property
+    def value(self) -> Any:
+        """What lies there now."""
+        return self.holder.get(self.name, ABSENT)
+
+
+@dataclass(frozen=True)
+class StateOwner:
+    """A module with state: buffers, frozen parameters, and plain attributes that are tensors or numbers."""
+
+    path: str
+    module: nn.Module
+    others: frozenset[str] = frozenset()
+    """What of it belongs to layers elsewhere."""
+    tensors: tuple[str, ...] = ()
+    """Plain attributes that are tensors to begin with."""
+    numbers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module, others: frozenset[str] = frozenset()) -> "StateOwner":
+        """The module, with the plain attributes that it has now."""
+        plain = vars(module).items()
+        tensors = tuple(name for name, value in plain if isinstance(value, Tensor))
+        numbers = tuple(name for name, value in plain if type(value) in _NUMBERS and name != "training")
+        return cls(path, module, others, tensors, numbers)
+
+    def places(self) -> Iterator[Place]:
+        """All but numbers."""
+        for name in self.module._buffers:
+            if name not in self.others:
+                yield Place(self.path, self.module._buffers, name)
+        for name, parameter in self.module._parameters.items():
+            # What is trained is the optimizer's to change.
+            if name not in self.others and parameter is not None and not parameter.requires_grad:
+                yield Place(self.path, self.module._parameters, name)
+        for name in self.tensors:
+            yield Place(self.path, vars(self.module), name)
+
+    def numbers_now(self) -> Numbers:
+        """The attributes among `numbers` that still are."""
+        plain = vars(self.module)
+        return {name: plain[name] for name in self.numbers if type(plain.get(name)) in _NUMBERS}
+
+
+def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
+    """The modules in which some layers have their state, each once; of a larger model's, those that own what they hold.
+
+    Args:
+        layers: By name.
+    """
+    by_module: dict[nn.Module, StateOwner] = {}
+    for name, layer in layers:
+        for owner in _owners(name, layer):
+            known = by_module.get(owner.module, owner)
+            # What belongs to one of the layers belongs to all of them.
+            by_module[owner.module] = replace(known, others=known.others & owner.others)
+    return list(by_module.values())
+
+
+def _owners(name: str, layer: nn.Module) -> Iterator[StateOwner]:
+    if not isinstance(layer, ModelStage):
+        for path, module in layer.named_modules(prefix=name):
+            yield StateOwner.of(path, module)
+        return
+    held: dict[str, set[str]] = {}
+    for tensors in (layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)):
+        for full, _ in tensors:
+            path, _, last = full.rpartition(".")
+            held.setdefault(path, set()).add(last)
+    for path, names in held.items():
+        module = layer.model.get_submodule(path)
+        yield StateOwner.of(path, module, frozenset({*module._parameters, *module._buffers} - names))

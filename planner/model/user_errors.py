@@ -1,0 +1,69 @@
+"""What a user's code raises, as an error that says where in their file, and what was behind it."""
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from planner.core.errors import FileError, ModelError, UsageError
+
+__all__ = ["user_code"]
+
+_DEBUG = "run the file with python to see the whole traceback, or pass `--debug`"
+
+_UNFIT = "the torchvision that is installed does not fit torch: install the one built for it, or uninstall torchvision"
+
+
+@contextmanager
+def user_code(path: str, what: str) -> Iterator[None]:
+    """Turns anything that the user's code raises into a `ModelError` that says where in their file.
+
+    Meanwhile the file's neighbours can be imported, as if it were run as a script, and what it prints goes to stderr:
+    stdout carries our answer alone.
+    """
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (KeyboardInterrupt, ModelError, UsageError, FileError):
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(path).resolve()]
+        line = f":{frames[-1].lineno}" if frames else ""
+        first = _first_cause(error)
+        behind = f"; the cause: {type(first).__name__}: {first}" if first is not error else ""
+        raise ModelError(
+            f"{path}{line}: {what} raised {type(error).__name__}: {error}{behind}",
+            hint=_UNFIT if _is_unfit_torchvision(first) else _DEBUG,
+        ) from error
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+# Private functions
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What a failed import goes back to.
+
+    Packages that import lazily (`transformers`) say of it no more than that something could not be imported. Any other
+    error speaks for itself.
+    """
+    if not isinstance(error, ImportError):
+        return error
+    seen = {id(error)}
+    first: BaseException = error
+    while True:
+        behind = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
+        if behind is None or id(behind) in seen:
+            return first
+        seen.add(id(behind))
+        first = behind
+
+
+def _is_unfit_torchvision(error: BaseException) -> bool:
+    return "operator torchvision::" in str(error)

@@ -1,0 +1,106 @@
+"""Is a plan as good as it says? Answered by solving the same question again, where that takes a moment."""
+
+from dataclasses import replace
+
+from planner.core.errors import PlannerError, SolverError
+from planner.core.figures import certificate_problems, claimed_of, is_same
+from planner.core.findings import Finding, finding
+from planner.core.plan import FrontierPoint, Plan, SolverReport
+from planner.core.profile import Profile
+from planner.core.verdict import Verdict, with_findings
+from planner.solve.insight import frontier_of
+from planner.solve.search import Request, solve
+
+__all__ = ["certified"]
+
+_TIME_LIMIT_S = 5.0
+"""A gate must not keep people waiting: what is not recomputed by then is said to be not."""
+
+_MOST_WORK = 20_000
+"""Layers times devices, beyond which nothing is solved again."""
+
+_HINT = "solve again, to have what is written recomputed"
+
+
+def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
+    """The verdict with what is wrong with the plan's certificate; the recomputed plan then claims none.
+
+    Args:
+        written: The plan as read.
+        verdict: On it.
+        profile: What it was judged against.
+    """
+    claimed = claimed_of(written, verdict)
+    if verdict.plan is None or claimed is None:
+        return verdict
+    now = replace(verdict.plan, solver=claimed)
+    found = _findings(written, now, profile)
+    if any(each.code == "GP205" for each in found):
+        now = replace(now, solver=SolverReport(method="given", status="given"))
+    return with_findings(replace(verdict, plan=now), found)
+
+
+# Private functions
+
+
+def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]:
+    """What is wrong with the certificate and the frontier of a plan whose other figures are as recomputed.
+
+    The number of micro-batches may have been asked for, which the plan does not record: the same number is solved for.
+
+    Args:
+        written: The plan as read.
+        now: As recomputed, with the certificate that is written.
+        profile: What it was recomputed from.
+    """
+    problems = list(certificate_problems(written, now.solver))
+    open_ones = []
+    if now.solver.status != "given" or written.frontier:
+        if len(profile.layers) * now.inputs.devices > _MOST_WORK:
+            open_ones.append("there are too many layers and devices to solve again")
+        else:
+            for question in (_faster, _frontier):
+                problem, is_open = question(written, now, profile)
+                (open_ones if is_open else problems).extend([problem] if problem else [])
+    found = [finding("GP205", "; ".join(problems), hint=_HINT)] if problems else []
+    return (*found, *(finding("GP206", f"{why}: status, bound and frontier are as written") for why in open_ones[:1]))
+
+
+def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
+    if now.solver.status == "given":
+        return "", False
+    request = Request(inputs=now.inputs, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
+    try:
+        best = solve(profile, request)
+    except SolverError:
+        return "the solver took too long", True
+    except PlannerError as error:
+        return f"solved again there is no such plan: {error.message}", False
+    step_us, best_us = now.predicted.step_us, best.predicted.step_us
+    if now.solver.status == "optimal" and best_us < step_us and not is_same("step_us", best_us, step_us):
+        return f"it is called optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms", False
+    bound_us = now.solver.lower_bound_us
+    if best_us < bound_us and not is_same("lower_bound_us", best_us, bound_us):
+        return f"nothing is said to be faster than {bound_us / 1e3:.1f} ms, {list(best.balance)} is", False
+    return "", now.solver.status == "optimal" and best.solver.status != "optimal"
+
+
+def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
+    if not written.frontier:
+        return "", False
+    fixed = now.micro_batches if len(written.frontier) == 1 else None
+    request = Request(inputs=now.inputs, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)
+    try:
+        points = {(p.replicas, p.micro_batches): p for p in frontier_of(profile, request)}
+    except PlannerError as error:
+        return f"it has a frontier where there is none: {error.message}", False
+    wrong = [p.micro_batches for p in written.frontier if not _alike(p, points.get((p.replicas, p.micro_batches)))]
+    return (f"its frontier is another one at M = {', '.join(map(str, wrong[:5]))}" if wrong else ""), False
+
+
+def _alike(written: FrontierPoint, computed: FrontierPoint | None) -> bool:
+    if computed is None:
+        return False
+    figures = ("step_us", "samples_per_s", "bubble", "peak_bytes", "recompute_share")
+    rest = replace(written, **{name: getattr(computed, name) for name in figures})
+    return rest == computed and all(is_same(name, getattr(written, name), getattr(computed, name)) for name in figures)

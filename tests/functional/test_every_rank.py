@@ -1,0 +1,85 @@
+"""What every rank of a pipeline knows, whichever stage it runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.training import ROOT, Case, write_balance
+
+pytestmark = pytest.mark.slow
+
+MISCHIEF = ROOT / "tests/support/models/mischief.py"
+
+PLATEAU = """
+import json
+import os
+import torch
+import torch.distributed as dist
+from planner.executor import Pipeline
+
+dist.init_process_group("gloo")
+pipeline = Pipeline("balance.yaml", seed=3)
+optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+losses, rates = [], []
+for inputs, targets in pipeline.batches(7):
+    with pipeline.step(inputs, targets) as loss:
+        optimizer.step()
+        optimizer.zero_grad()
+    plateau.step(loss)
+    losses.append(loss)
+    rates.append(optimizer.param_groups[0]["lr"])
+assert losses == pipeline.losses
+evaluated = pipeline.evaluate(inputs, targets)
+
+def errors(output, target):
+    return {"absolute": (output - target).abs().mean(), "largest": float(output.max())}
+
+batch = pipeline.model.example_batch(11 * pipeline.balance.replicas)
+own = pipeline.own_part(*batch)
+result = pipeline.evaluate(*own, metrics=errors, outputs=True)
+assert (result.outputs is not None) == pipeline.is_last
+assert set(result.metrics) == {"absolute", "largest"}
+assert pipeline.modules[-1].seen is None
+absolute = None if result.outputs is None else float((result.outputs - own[1]).abs().mean())
+of_last = [None] * dist.get_world_size()
+dist.all_gather_object(of_last, absolute)
+of_last = [value for value in of_last if value is not None]
+assert abs(result.metrics["absolute"] - sum(of_last) / len(of_last)) < 1e-6
+assert result.loss == pipeline.evaluate(*own)
+evaluated = [evaluated, result.loss, result.metrics]
+everybody = [None] * dist.get_world_size()
+dist.all_gather_object(everybody, [losses, rates, evaluated, pipeline.last_step_samples])
+if pipeline.rank == 0:
+    with open(os.environ["RESULT"], "w") as file:
+        json.dump(everybody, file)
+pipeline.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(model=MISCHIEF, balance=(1, 1, 2, 1)),
+        Case(model=MISCHIEF, balance=(1, 1, 1, 2), chunks=2, schedule="interleaved"),
+        Case(model=MISCHIEF, balance=(1, 2, 2), replicas=2, micro_batches=2, batch=8, schedule="1f1b"),
+        Case(model=MISCHIEF, balance=(1, 2, 2), devices=(2, 0, 1), schedule="1f1b"),
+    ],
+    ids=["four", "interleaved", "replicas", "other order"],
+)
+def test_the_loss_is_known_on_every_rank(tmp_path: Path, case: Case) -> None:
+    """And metrics of an evaluation. To the bit, so a schedule that waits for a plateau lowers all learning rates."""
+    write_balance(case, tmp_path / "balance.yaml")
+    (tmp_path / "worker.py").write_text(PLATEAU)
+    run_ranks(case.num_processes, ["worker.py"], tmp_path, DROPOUT="0.5", RESULT="result.json")
+    ranks = json.loads((tmp_path / "result.json").read_text())
+    assert len(ranks) == case.num_processes
+    assert all(rank == ranks[0] for rank in ranks)
+    losses, rates, evaluated, samples = ranks[0]
+    assert len(set(losses)) == 7
+    assert rates[-1] < rates[0]
+    assert 0 < evaluated[2]["absolute"] < evaluated[2]["largest"]
+    assert samples == case.batch

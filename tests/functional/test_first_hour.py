@@ -1,0 +1,104 @@
+"""What a newcomer is told on the way: help that fits the terminal, hints that lead on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner import files
+from planner.core.profile import Profile
+from tests.support.chains import random_profile
+from tests.support.cli import call
+
+Capsys = pytest.CaptureFixture[str]
+
+COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "verify", "explain", "show", "compare", "sweep")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a profile in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    files.write("profile.yaml", random_profile(1, 4))
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "export", "schema"])
+def test_help_fits_80_columns(here: Path, capsys: Capsys, command: str) -> None:
+    """Also that of all commands, whose lines are not wrapped; and no argument stands in two pairs of brackets."""
+    done = call(capsys, *command.split(), "--help")
+    assert done.code == 0
+    assert [line for line in done.out.splitlines() if len(line) > 80] == []
+    assert "[[" not in done.out
+
+
+def test_options_of_solve_are_in_sections(here: Path, capsys: Capsys) -> None:
+    """Each in one, and what every command has at the end."""
+    lines = call(capsys, "solve", "--help").out.splitlines()
+    titles = [line for line in lines if line[:1].isupper() and line.endswith(":")]
+    wanted = ("Arguments", "Devices", "Links and overhead", "Batch and schedule", "Cuts", "Search", "Options")
+    assert sorted(titles) == sorted(f"{title}:" for title in wanted)
+    assert titles[0] == "Arguments:"
+    last = lines[lines.index("Options:") :]
+    options = [line.split()[0].strip(",") for line in last if line.startswith("  -")]
+    assert options == ["-o", "--format", "-q", "--debug", "-h"]
+    every = [line.strip() for line in lines if line.startswith("  -")]
+    assert len(set(every)) == len(every) > 30
+
+
+def test_show_without_a_plan_says_how_to_make_one(here: Path, capsys: Capsys) -> None:
+    """Not how to make a profile, which there is."""
+    done = call(capsys, "show")
+    assert done.code == 2
+    assert "hint: make it with `gpipe-plan solve`, or name another" in done.err
+
+
+def test_a_mistyped_option_is_put_right(here: Path, capsys: Capsys) -> None:
+    """With the help of the command, not of all."""
+    done = call(capsys, "solve", "--device", "4")
+    assert done.code == 2
+    assert "error: no such option: --device\n" in done.err
+    assert "hint: did you mean `--devices`? see `gpipe-plan solve --help`" in done.err
+
+
+def test_a_missing_value_leads_to_the_help_of_its_command(here: Path, capsys: Capsys) -> None:
+    """Whatever else is wrong with a command line."""
+    assert "hint: see `gpipe-plan solve --help`" in call(capsys, "solve", "--devices").err
+
+
+@pytest.mark.parametrize(("memory_bytes", "next_"), [(24 * 10**9, " --devices 2\n"), (0, " --devices 2 --mem 8GB\n")])
+def test_the_next_command_has_the_memory_of_the_device(
+    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, memory_bytes: int, next_: str
+) -> None:
+    """A card of 24 GB is not planned for as one of 8: its own memory is the cap by default."""
+    known = random_profile(1, 4)
+    known = replace(known, model=replace(known.model, source="model.py:model"))
+    profile = replace(known, device=replace(known.device, kind="cuda", how="estimated", memory_bytes=memory_bytes))
+
+    def estimated(*_: object, **__: object) -> Profile:
+        return profile
+
+    Path("model.py").write_text(
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
+        "def example_batch(size): return torch.randn(size, 2), None\n"
+    )
+    monkeypatch.setattr("planner.profile.profile_model", estimated)
+    done = call(capsys, "profile", "model.py", "--device", "estimate:a10", "--proof-budget", "0s", "-o", "new.yaml")
+    assert done.code == 0, done.err
+    assert f"next: gpipe-plan solve new.yaml{next_}" in done.err
+
+
+def test_one_layer_is_one_layer(here: Path, capsys: Capsys) -> None:
+    """In words."""
+    files.write("profile.yaml", random_profile(1, 1))
+    shown = call(capsys, "show", "profile.yaml").out
+    assert "\n1 layer\n" in shown
+    refused = call(capsys, "solve", "--devices", "2", "--mem", "1GB", "--balance", "1,1")
+    assert "1 layers" not in refused.err
+
+
+def test_piped_output_has_the_columns_that_are_asked_for(here: Path, capsys: Capsys) -> None:
+    """As on a terminal so wide."""
+    shown = call(capsys, "show", "profile.yaml").out
+    assert max(map(len, shown.splitlines())) <= 80

@@ -1,0 +1,122 @@
+"""Values from files are shown, and obeyed by nobody: terminals, readers of either direction, the runner of GitHub."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner import files
+from planner.cli.console import Console
+from planner.core.errors import FileError, PlannerError
+from planner.core.printable import printable, printable_lines, spelled_out
+from tests.support.cli import call
+from tests.support.profiles import profile_of
+
+NASTY = [
+    "::error title=x::boo",
+    " ::stop-commands::y",
+    "##[error]z",
+    "\x1b[31mred\x07",
+    "a\u202eb\u2066c",
+    "l\n::add-mask::q",
+]
+SOLVE = ("--devices", "2", "--mem", "8GB", "--batch", "2")
+
+
+def unsafe(text: str) -> list[str]:
+    """Lines that somebody would obey."""
+    return [
+        line for line in text.split("\n") if not line.isprintable() or line.lstrip().startswith("::") or "##[" in line
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A profile in which everything that may be called anything is called something nasty, and plans of it."""
+    monkeypatch.chdir(tmp_path)
+    measured = profile_of([float(n + 1) for n in range(len(NASTY))], parameter_bytes=10**9, output_bytes=1000)
+    layers = tuple(replace(layer, name=name) for layer, name in zip(measured.layers, NASTY, strict=True))
+    model = replace(measured.model, source=f"{NASTY[0]}.py:{NASTY[3]}", settings=dict.fromkeys(NASTY, NASTY[4]))
+    device = replace(measured.device, name=f"{NASTY[0]}{NASTY[3]}{NASTY[4]}")
+    measured = replace(measured, layers=layers, model=model, device=device, optimizer=NASTY[1])
+    files.write("p.yaml", measured)
+    assert files.read_profile("p.yaml") == measured
+    for name, devices in (("plan.yaml", "2"), ("other.yaml", "3")):
+        ran = call(
+            capsys, "solve", "p.yaml", "--devices", devices, "--mem", "80GB", "--batch", "2", "-o", name, "--quiet"
+        )
+        assert (ran.code, unsafe(ran.out + ran.err)) == (0, [])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", "p.yaml"),
+        ("show", "plan.yaml"),
+        ("show", "plan.yaml", "--format", "json"),
+        ("solve", "p.yaml", "--devices", "2", "--mem", "80GB", "--batch", "2", "-o", "-"),
+        ("solve", "p.yaml", "--devices", "2", "--mem", "80GB", "--explain", "--frontier", "-o", "x.yaml"),
+        ("solve", "p.yaml", "--devices", "2", "--mem", "1GB", "--batch", "2"),
+        ("solve", "p.yaml", "--devices", "2", "--mem", "80GB", "--together", f"{NASTY[0]},{NASTY[1]}x"),
+        ("solve", "p.yaml", "--devices", "2", "--mem", NASTY[0]),
+        ("solve", NASTY[3], "--devices", "2", "--mem", "8GB"),
+        ("check", "plan.yaml", "--mem", "1GB"),
+        ("check", "plan.yaml", "--mem", "1GB", "--format", "json"),
+        ("check", "plan.yaml", "--mem", "1GB", "--format", "markdown"),
+        ("check", "plan.yaml", "--against", "other.yaml"),
+        ("check", "plan.yaml", "--format", NASTY[0]),
+        ("compare", "plan.yaml", "other.yaml"),
+        ("compare", "plan.yaml", "other.yaml", "--format", "markdown"),
+        ("sweep", "p.yaml", "--devices", "1,2", "--mem", "80GB"),
+        ("emit", "plan.yaml"),
+        ("emit", "plan.yaml", "--format", "megatron"),
+        ("emit", "plan.yaml", "--format", "device-map"),
+        ("verify", "plan.yaml"),
+        (NASTY[0],),
+        ("show", "broken.yaml"),
+    ],
+)
+def test_what_is_printed_is_obeyed_by_nobody(
+    folder: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On either stream, whatever the command."""
+    text = Path("plan.yaml").read_text().replace("schedule: gpipe", 'schedule: "gpipe\\n::error::x"')
+    Path("broken.yaml").write_text(text)
+    ran = call(capsys, *arguments)
+    assert ran.out + ran.err
+    assert unsafe(ran.out) == []
+    assert unsafe(ran.err) == []
+    assert "bug" not in ran.err
+
+
+def test_annotations_are_commands_of_ours_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finding that names such a layer is still one command."""
+    ran = call(capsys, "check", "plan.yaml", "--mem", "1GB", "--format", "github")
+    assert ran.code == 1
+    lines = ran.out.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert {line.partition(" ")[0] for line in lines[:-1]} <= {"::error", "::warning", "::notice"}
+    assert not lines[-1].startswith("::")
+
+
+def test_files_hold_no_raw_controls(folder: Path) -> None:
+    """A plan that an editor shows is the plan that is read."""
+    for name in ("p.yaml", "plan.yaml"):
+        assert [line for line in Path(name).read_text().split("\n") if not line.isprintable()] == []
+    assert json.loads(files.dump(files.read("p.yaml"), as_json=True))["layers"][2]["name"] == NASTY[2]
+
+
+def test_messages_of_several_lines_stay_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    """What follows a line break is indented, so nobody takes it for another message."""
+    Console(quiet=False).error(FileError("bad\nerror: not mine\n  more", path="a\nb", hint="do\nerror: this"))
+    Console(quiet=False).error(PlannerError("one"))
+    Console(quiet=False).warning("\x1b]0;title\x07")
+    assert capsys.readouterr().err == (
+        "a\n  b: error: bad\n  error: not mine\n  more\n\nhint: do\n  error: this\n"
+        "error: one\nwarning: \\x1b]0;title\\x07\n"
+    )
+    assert printable("a::b\n") == r"a:\x3ab\n"
+    assert printable_lines("::x") == r"\x3a:x"
+    assert spelled_out("é…") == "é…"

@@ -1,0 +1,168 @@
+"""Pipes, closed and full streams, Ctrl-C at any moment: what a shell does to a command."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner import files
+from tests.support import gate
+from tests.support.chains import chain, layer
+from tests.support.cli import Ran, environment
+from tests.support.profiles import profile_of
+
+PYTHON = sys.executable
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A profile and its plan, whose layers are called anything."""
+    names = ["a", "\x7f", "😀\u2028", "l\nb", '"\\', "- {x: 1}", "\ud7ff\x85"]
+    odd = chain(*(layer(name, forward_us=10.0, backward_us=20.0) for name in names))
+    files.write(str(tmp_path / "profile.yaml"), odd)
+    return tmp_path
+
+
+def shell(script: str, folder: Path) -> Ran:
+    """Runs lines of bash, in which `plan` is our command."""
+    text = f"set -o pipefail; plan() {{ '{PYTHON}' -m planner \"$@\"; }}; {script}"
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+SOLVE = "plan solve --devices 2 --mem 8GB --batch 4 --quiet"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"{SOLVE} -o - | plan check -",
+        f"{SOLVE} -o - --format json | plan check -",
+        f"{SOLVE} -o p.yaml; plan check <(cat p.yaml) --format github",
+        f"{SOLVE} -o p.yaml; plan show <(cat p.yaml)",
+        f"{SOLVE} -o p.json; cat p.json | plan show - --html r.html",
+        f"{SOLVE.replace('solve', 'solve <(cat profile.yaml)')} -o p.yaml && plan check p.yaml --profile profile.yaml",
+        f"{SOLVE} -o - --format json | plan compare - <({SOLVE} -o -)",
+    ],
+)
+def test_plans_come_from_pipes(folder: Path, script: str) -> None:
+    """Whatever the layers are called, in YAML and in JSON; the profile is looked for where we stand."""
+    ran = shell(script, folder)
+    assert ran.code == 0, ran
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "plan show plan.yaml >/dev/full",
+        "plan show plan.yaml --format json >/dev/full",
+        "plan solve --devices 2 --mem 8GB --batch 4 -o - >/dev/full",
+        "plan show plan.yaml --html - >/dev/full",
+        "plan --help >/dev/full",
+        "plan schema plan >&-",
+        "plan show plan.yaml >&-",
+        "plan check - <&-",
+    ],
+)
+def test_streams_that_are_full_or_closed(folder: Path, script: str) -> None:
+    """One message and exit code 2: no answer was given."""
+    assert shell("plan solve --devices 2 --mem 8GB --batch 4", folder).code == 0
+    ran = shell(script, folder)
+    assert ran.code == 2, ran
+    assert len([line for line in ran.err.splitlines() if "error: " in line]) == 1, ran
+    assert "Traceback" not in ran.err
+    assert "bug" not in ran.err
+
+
+def test_messages_need_no_stderr(folder: Path) -> None:
+    """The answer is the exit code; nothing strays to stdout."""
+    for closed in ("2>&-", "2>/dev/full"):
+        ran = shell(f"plan solve --devices 2 --mem 8GB --batch 4 {closed}; plan show nothing.yaml {closed}", folder)
+        assert ran.code == 2
+        assert "no such file" not in ran.out
+
+
+MODULES = ["planner.cli.main", "typer", "planner.cli.console", "numpy", "pydantic", "planner.api", "planner.core.costs"]
+
+
+@pytest.mark.parametrize("module", [*MODULES, "the end"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_interrupt_is_one_line_at_any_moment(folder: Path, module: str, wrapped: bool) -> None:  # noqa: FBT001
+    """While a module is imported, also where that makes another error of it; and while the interpreter ends."""
+    script = folder / "press.py"
+    script.write_text(
+        f"""
+import os, signal, sys, atexit
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt as error:
+                if {wrapped!r}:
+                    raise ImportError("half imported") from error
+                raise
+sys.meta_path.insert(0, Press())
+if {module!r} == "the end":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+sys.argv = ["gpipe-plan", "solve", "--devices", "2", "--mem", "8GB", "--batch", "4"]
+from planner.__main__ import main
+main()
+"""
+    )
+    ran = shell(f"'{PYTHON}' press.py", folder)
+    assert ran.code == 130, ran
+    assert [line for line in ran.err.splitlines() if line.startswith(("interrupted", "Trace", "error"))] == [
+        "interrupted"
+    ], ran
+    assert "Traceback" not in ran.err
+
+
+def test_modes_survive(tmp_path: Path) -> None:
+    """Of a file that is written again; a new one has what the umask gives."""
+    path, script = tmp_path / "p.yaml", tmp_path / "train.py"
+    files.write(str(path), gate.profile())
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    for mode in (0o600, 0o640, 0o755):
+        path.chmod(mode)
+        files.write(str(path), profile_of([1.0]))
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    script.write_text("x")
+    script.chmod(0o700)
+    files.write_text(str(script), "y")
+    assert stat.S_IMODE(script.stat().st_mode) == 0o700
+
+
+def test_what_is_renamed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content before the name, then the folder."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("sync"), fsync(handle))[1])
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("rename"), replace(*paths))[1])
+    files.write_text(str(tmp_path / "a"), "x")
+    assert done == ["sync", "rename", "sync"]
+
+
+def test_the_action_runs_nothing_of_the_checkout(tmp_path: Path) -> None:
+    """A pip.py, a typer.py or a sitecustomize.py in a pull request is not imported by the step that installs."""
+    action = (Path(__file__).parents[2] / "action.yml").read_text()
+    lines = re.findall(r"^\s*(python\S* .*-m pip) ", action, re.MULTILINE)
+    assert len(lines) == 2
+    for name in ("pip.py", "sitecustomize.py", "numpy.py"):
+        (tmp_path / name).write_text("open('mark', 'w')\n")
+    for line in lines:
+        words = line.replace("python", PYTHON, 1)
+        done = subprocess.run(
+            ["bash", "-c", f"{words} --version"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done
+        assert done.stdout.startswith("pip ")
+        assert not (tmp_path / "mark").exists()

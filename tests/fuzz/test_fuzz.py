@@ -1,0 +1,44 @@
+"""Broken files of every kind and broken command lines: an answer each, in time and in memory.
+
+Half a minute as it is; `FUZZ_SECONDS=7200 pytest tests/fuzz` for longer, `FUZZ_FIRST=100000` for other inputs.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import fuzz
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
+FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_input_has_an_answer() -> None:
+    """No traceback, no bug of ours, none that takes ten seconds or a gigabyte; each is named by its number."""
+    count, problems = fuzz.campaign(SECONDS, first=FIRST)
+    assert problems == []
+    assert count > SECONDS / 10
+
+
+def test_the_fuzzer_sees_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would show nothing: exceptions, tracebacks, hangs, and exit codes that there are not."""
+
+    def broken(what: str) -> str | None:
+        def run(_arguments: list[str]) -> int:
+            if what == "raises":
+                raise ValueError(what)
+            if what == "hangs":
+                raise fuzz.TooLongError
+            sys.stderr.write("error: this is a bug in gpipe-plan" if what == "bug" else "")
+            return 3 if what == "code" else 2
+
+        monkeypatch.setattr(fuzz, "run", run)
+        return fuzz.fuzz(1, tmp_path)
+
+    for what, told in (("raises", "ValueError"), ("hangs", "no answer"), ("bug", "bug"), ("code", "exit code 3")):
+        assert told in (broken(what) or ""), what
+    assert "without an error" in (broken("silent") or "")

@@ -1,0 +1,230 @@
+"""Kinds of models whose memory was once predicted wrong, each small, and no `nn.Sequential` unless that matters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WORDS, TOKENS, WIDTH = 1000, 16, 128
+
+
+class Recurrent(nn.Module):
+    """Words through layers of an LSTM and a GRU in turn; all of their weights together are most of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        kinds = (nn.LSTM, nn.GRU) * 2
+        self.layers = nn.ModuleList(kind(WIDTH, WIDTH, batch_first=True) for kind in kinds)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, tokens, words)."""
+        value = self.words(words)
+        for layer in self.layers:
+            value, _ = layer(value)
+        result: Tensor = self.head(value)
+        return result
+
+
+class _Adapter(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, rank, bias=False), nn.Linear(rank, WIDTH, bias=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return torch.tanh(self.frozen(value) + self.up(self.down(value)))
+
+
+class Adapted(nn.Module):
+    """A language model whose weights are frozen, the tied ones too; small matrices beside them are trained."""
+
+    def __init__(self, rank: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(_Adapter(rank) for _ in range(6))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight.requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, tokens, words)."""
+        value = self.words(words)
+        for block in self.blocks:
+            value = block(value)
+        result: Tensor = self.head(value)
+        return result
+
+
+class Dense(nn.Module):
+    """Images through many batch normalisations of many channels, as in a DenseNet."""
+
+    def __init__(self, growth: int = 32, layers: int = 24) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 64, 3, padding=1)
+        channels = [64 + growth * n for n in range(layers + 1)]
+        self.norms = nn.ModuleList(nn.BatchNorm2d(c) for c in channels)
+        self.convolutions = nn.ModuleList(nn.Conv2d(c, growth, 1) for c in channels[:-1])
+        self.head = nn.Linear(channels[-1], 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(b, 3, 4, 4) to (b, 10)."""
+        value = self.first(images)
+        for norm, convolution in zip(self.norms, self.convolutions, strict=False):
+            value = torch.cat([value, convolution(functional.relu(norm(value)))], 1)
+        result: Tensor = self.head(self.norms[-1](value).mean((2, 3)))
+        return result
+
+
+class Sparse(nn.Module):
+    """A table of embeddings whose gradients are sparse, and layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20 * WORDS, WIDTH, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, width)."""
+        value = self.words(words)
+        for layer in self.layers:
+            value = torch.tanh(layer(value))
+        return value.mean(1)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = self.narrow(functional.gelu(self.wide(self.norm(value))))
+        return result
+
+
+class Towers(nn.Module):
+    """One encoder for two inputs, and blocks that are used several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.encoder = nn.ModuleList(_Block() for _ in range(3))
+        self.head = nn.Linear(2 * WIDTH, 10)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, 10)."""
+        towers = []
+        for part in words.chunk(2, 1):
+            value = self.words(part)
+            for block in self.encoder:
+                value = block(value)
+            towers.append(value.mean(1))
+        result: Tensor = self.head(torch.cat(towers, 1))
+        return result
+
+
+class Residual(nn.Module):
+    """`x = x + block(x)` in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, 10)."""
+        value = self.words(words)
+        for block in self.blocks:
+            value = value + block(value)
+        result: Tensor = self.head(value.mean(1))
+        return result
+
+
+class _Experts(nn.Module):
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts)
+        self.experts = nn.ModuleList(_Block() for _ in range(experts))
+
+    def forward(self, value: Tensor) -> Tensor:
+        flat = value.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        result = torch.zeros_like(flat)
+        for n, expert in enumerate(self.experts):
+            place, rank = (chosen == n).nonzero(as_tuple=True)
+            result = result.index_add(0, place, expert(flat[place]) * weights[place, rank, None])
+        return value + result.view_as(value)
+
+
+class Mixture(nn.Module):
+    """Which expert a token goes through depends on its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(_Experts() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, tokens, words)."""
+        value = self.words(words)
+        for layer in self.layers:
+            value = layer(value)
+        result: Tensor = self.head(value)
+        return result
+
+
+class Tiny(nn.Module):
+    """A few kilobytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8) to (b, 8)."""
+        for layer in self.layers:
+            value = torch.tanh(layer(value))
+        return value
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "recurrent": Recurrent,
+    "adapted": Adapted,
+    "dense": Dense,
+    "sparse": Sparse,
+    "towers": Towers,
+    "residual": Residual,
+    "mixture": Mixture,
+    "tiny": Tiny,
+}
+
+
+def build_model(kind: str = "recurrent") -> nn.Module:
+    """One of `KINDS`."""
+    return KINDS[kind]()
+
+
+def example_batch(batch_size: int, kind: str = "recurrent") -> tuple[Tensor, Tensor]:
+    """Random inputs for it; the loss needs no targets."""
+    inputs = {
+        "dense": lambda: torch.randn(batch_size, 3, 4, 4),
+        "sparse": lambda: torch.randint(20 * WORDS, (batch_size, TOKENS)),
+        "tiny": lambda: torch.randn(batch_size, 8),
+    }
+    words: Callable[[], Tensor] = lambda: torch.randint(WORDS, (batch_size, TOKENS))  # noqa: E731
+    return inputs.get(kind, words)(), torch.zeros(batch_size)
+
+
+def loss_fn(output: Tensor, _target: Any) -> Tensor:
+    """Some scalar."""
+    return output.square().mean()
+
+
+def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Takes sparse gradients, too."""
+    return torch.optim.SGD(parameters, lr=0.01)

@@ -1,0 +1,96 @@
+"""Predicted peak memory beside the allocator's own, over real steps of the executor in processes of their own."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from planner.core.costs import costs_at
+from planner.core.plan import Recompute
+from planner.core.profile import Setting
+from planner.core.verification import Tolerance
+from planner.model.load import load_model
+from tests.support.measure import profile_of_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Case, predicted_peaks, write_balance
+
+PROMISED = Tolerance(step=1.0, memory_below=0.01, memory_above=0.05)
+"""Of peaks."""
+
+_WORKER: Final = """
+import gc, json, sys
+import torch.distributed as dist
+from planner.executor import Pipeline
+
+dist.init_process_group("gloo")
+peaks = []
+for balance in sys.argv[1:]:
+    gc.collect()
+    pipeline = Pipeline(balance)
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    for inputs, targets in pipeline.batches(3):
+        with pipeline.step(inputs, targets):
+            optimizer.step()
+            optimizer.zero_grad()
+        del inputs, targets
+    report = pipeline.report()
+    peaks.append([stage.peak_bytes for stage in report.stages] if report else [])
+    pipeline.close()
+    del pipeline, optimizer
+if dist.get_rank() == 0:
+    json.dump(peaks, open("peaks.json", "w"))
+dist.destroy_process_group()
+"""
+
+
+def measured_peaks(cases: Sequence[Case], folder: Path) -> list[list[int]]:
+    """By case, which must all have as many processes, the peak of every stage of every replica."""
+    (folder / "worker.py").write_text(_WORKER)
+    paths = [f"balance_{n}.yaml" for n in range(len(cases))]
+    for case, path in zip(cases, paths, strict=True):
+        write_balance(case, folder / path)
+    run_ranks(cases[0].num_processes, ["worker.py", *paths], folder)
+    peaks: list[list[int]] = json.loads((folder / "peaks.json").read_text())
+    return peaks
+
+
+def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """As many layers in each stage as can be."""
+    cuts = [k * num_layers // num_stages for k in range(num_stages + 1)]
+    return tuple(end - first for first, end in pairwise(cuts))
+
+
+def predictions(
+    model: Path,
+    settings: Mapping[str, Setting],
+    folder: Path,
+    *,
+    size: int = 8,
+    stages: int = 3,
+    micro_batches: Sequence[int] = (1, 4),
+    recompute: Sequence[Recompute] = ("never", "always"),
+    **further: object,
+) -> dict[tuple[int, Recompute, int], tuple[int, int]]:
+    """Of every stage of some plans of a model: predicted and measured peak, by M, recomputation and stage."""
+    loaded = load_model(str(model), settings={name: str(value) for name, value in settings.items()})
+    profile = profile_of_model(loaded, sizes=(size,))
+    costs = costs_at(profile, size)
+    cases = [
+        Case(
+            model=model,
+            balance=even(len(costs.names), stages),
+            recompute=choice,
+            micro_batches=m,
+            batch=m * size,
+            settings=tuple(settings.items()),
+            **further,  # type: ignore[arg-type]
+        )
+        for m in micro_batches
+        for choice in recompute
+    ]
+    found = {}
+    for case, peaks in zip(cases, measured_peaks(cases, folder), strict=True):
+        for k, predicted in enumerate(predicted_peaks(case, costs)):
+            found[case.micro_batches, case.recompute, k] = predicted, peaks[k]
+    return found

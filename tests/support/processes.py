@@ -1,0 +1,124 @@
+"""Ranks of a job as processes of their own, each of which ends as it does: nobody ends them when one has failed."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Self
+
+from tests.support.training import ROOT, Case, write_balance
+
+__all__ = ["Ended", "Job", "wait_for", "write_script"]
+
+_LONGEST_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a job ended."""
+
+    codes: tuple[int, ...]
+    """Exit codes by rank."""
+    out: str
+    err: str
+    seconds: float
+    """From the first process's end to that of the last."""
+
+    @property
+    def errors(self) -> list[str]:
+        """Messages of ours."""
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+
+class Job:
+    """Processes that are killed at the end of the block, if any is left.
+
+    Args:
+        count: Ranks.
+        arguments: Script and arguments.
+        folder: Where they run; what they write goes to files there.
+        environment: Beside that of the tests.
+    """
+
+    def __init__(self, count: int, arguments: Sequence[str], folder: Path, **environment: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+        common |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self._folder, self._name = folder, f"job-{port}"
+        self.processes = []
+        for rank in range(count):
+            with self._log(rank, "out").open("w") as out, self._log(rank, "err").open("w") as err:
+                env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command = [sys.executable, *arguments]
+                self.processes.append(subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=err))
+
+    def __enter__(self) -> Self:
+        """Nothing is begun here."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kills what is left."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def send(self, number: signal.Signals, rank: int) -> None:
+        """Sends a signal to one rank."""
+        self.processes[rank].send_signal(number)
+
+    def wait_for(self, what: str | Callable[[], bool]) -> None:
+        """Until a text has been printed by some rank, or something else is so."""
+        try:
+            wait_for(what if callable(what) else lambda: re.search(what, self._read("out") + self._read("err")))
+        except TimeoutError:
+            raise AssertionError((what, self._read("out"), self._read("err"))) from None
+
+    def ended(self) -> Ended:
+        """Waits until all have ended."""
+        self.wait_for(lambda: any(process.poll() is not None for process in self.processes))
+        begin = time.monotonic()
+        for process in self.processes:
+            process.wait(_LONGEST_S)
+        seconds = time.monotonic() - begin
+        codes = tuple(process.returncode for process in self.processes)
+        return Ended(codes=codes, out=self._read("out"), err=self._read("err"), seconds=seconds)
+
+    # Private methods
+
+    def _log(self, rank: int, kind: str) -> Path:
+        return self._folder / f"{self._name}-{rank}.{kind}"
+
+    def _read(self, kind: str) -> str:
+        return "".join(self._log(rank, kind).read_text() for rank in range(len(self.processes)))
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    """Until something is so; `TimeoutError` if it does not become so."""
+    end = time.monotonic() + _LONGEST_S
+    while not what():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.05)
+
+
+def write_script(case: Case, folder: Path) -> None:
+    """`balance.yaml` and `train.py` as `emit` writes them, of `case`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    template = resources.files("planner.emit").joinpath("train_template.py.txt").read_text(encoding="utf-8")
+    write_balance(case, folder / "balance.yaml")
+    (folder / "train.py").write_text(template.format_map(_Anything()))
+
+
+class _Anything(dict[str, object]):
+    def __missing__(self, key: str) -> str:
+        return key

@@ -1,0 +1,71 @@
+"""Gradients of shared parameters, which wait in a backward for those of the other layers: worked out by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.core.costs import ChainCosts, Tie, costs_at
+from planner.core.memory import interval_memory, stage_memory, stage_moments
+from planner.core.waiting import waiting_in, waiting_rows
+from tests.support.chains import even_chain
+
+PARAMETERS = (80, 0, 100, 0, 100, 0)
+
+
+def costs_of(*, tied: bool = True) -> ChainCosts:
+    """Six layers, of which the third and the fifth use the same parameters."""
+    costs = costs_at(even_chain(PARAMETERS), 1)
+    tie = Tie(first=2, second=4, parameter_bytes=100.0, gradient_bytes=100.0, optimizer_bytes=0.0)
+    return replace(costs, ties=(tie,) if tied else ())
+
+
+def test_one_gradient_waits_from_the_last_use_to_the_first() -> None:
+    """Beside the gradient in a later backward; in the first one the two are one in front of the first use."""
+    costs = costs_of()
+    assert waiting_in(costs, "later", 0, 6).tolist() == [0, 0, 100, 100, 0, 0]
+    assert waiting_in(costs, "first", 0, 6).tolist() == [-100, -100, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 4), (3, 6), (4, 6)])
+def test_nothing_waits_for_what_is_elsewhere(first: int, end: int) -> None:
+    """A stage of one of the layers alone has its gradient at once."""
+    costs = costs_of()
+    for backward in ("first", "later"):
+        assert not waiting_in(costs, backward, first, end).any()  # type: ignore[arg-type]
+
+
+def test_what_many_stages_hold_is_what_each_holds() -> None:
+    """For every first and every last layer, with several ties, of which one is of three layers."""
+    ties = [Tie(first=a, second=b, parameter_bytes=s, gradient_bytes=s, optimizer_bytes=0.0)
+            for a, b, s in ((0, 3, 7.0), (3, 5, 7.0), (2, 4, 20.0), (2, 5, 1.0))]  # fmt: skip
+    costs = replace(costs_of(), ties=tuple(ties))
+    layers = np.arange(6)
+    table = np.zeros((6, 6, 6))
+    for waiting in waiting_rows(costs, "later", layers, layers=layers, ends=layers):
+        table[waiting.rows] = waiting.bytes
+    for first in range(6):
+        for last in range(first, 6):
+            assert table[first, first : last + 1, last].tolist() == waiting_in(costs, "later", first, last + 1).tolist()
+    whole = interval_memory(costs, layers, micro_batches=3, in_flight=3, recompute="never").total()
+    for first in range(6):
+        for last in range(first, 6):
+            alone = stage_memory(costs, first, last + 1, micro_batches=3, in_flight=3, recompute="never")
+            assert whole[first, last] == alone.total
+
+
+def test_the_levels_of_a_stage() -> None:
+    """The highest of the layers' backwards, what waits included; the same with no layer recomputed by itself."""
+
+    def moments(*, tied: bool, recompute: str) -> tuple[int, int]:
+        found = stage_moments(costs_of(tied=tied), 0, 6, micro_batches=3, in_flight=3, recompute=recompute)  # type: ignore[arg-type]
+        return found.first_backward, found.backward
+
+    tied, apart = moments(tied=True, recompute="never"), moments(tied=False, recompute="never")
+    # Beside 100 of parameters: behind the first layer, 60 + 80 itself, both gradients counted, and the third is higher
+    # now, where one waits for the other, 56 held + 60 + 100 + 100.
+    assert tied[0] == apart[0] - 100 - (340 - 316)
+    # 100 of gradients, too; but a gradient waits while the fourth layer's backward runs, 84 held + 70, and the highest
+    # was the last one, 140 held + 70.
+    assert tied[1] == apart[1] - 200 + (84 + 70 + 100) - (140 + 70)
+    assert moments(tied=True, recompute="layers") == tied

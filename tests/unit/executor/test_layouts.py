@@ -1,0 +1,47 @@
+"""Stages that hand on tensors whose dimensions lie in another order: transfers, gradients and memory."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from planner.core.plan import Schedule
+from tests.support.peaks import PROMISED, predictions
+from tests.support.training import Case, run_cases
+
+pytestmark = pytest.mark.slow
+
+KINDS = Path(__file__).parents[2] / "support/models/memory_kinds.py"
+RECURRENT = {"kind": "recurrent"}
+
+
+def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Under every schedule, for a smaller last mini-batch, and in evaluation: what an LSTM returns lies time first."""
+    settings = tuple(RECURRENT.items())
+    cases = [
+        Case(
+            model=KINDS,
+            settings=settings,
+            balance=(2, 1, 1, 2) if schedule == "interleaved" else (3, 3),
+            chunks=2 if schedule == "interleaved" else 1,
+            schedule=schedule,
+            recompute="never" if schedule == "interleaved" else "except-last",
+            sizes=(8, 6),
+            steps=2,
+            evaluate=5,
+        )
+        for schedule in get_args(Schedule)
+    ]
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_relative"] < 1e-5, case.schedule
+        assert result["split_loss"] < 1e-6, case.schedule
+        assert result["split_evaluated"] < 1e-6, case.schedule
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_copy_is_made(tmp_path: Path, schedule: Schedule) -> None:
+    """Of an output, nor behind the boundary: peaks are as predicted from the model in one piece."""
+    found = predictions(KINDS, RECURRENT, tmp_path, micro_batches=(6,), recompute=("never",), schedule=schedule)
+    assert len(found) == 3
+    for predicted, measured in found.values():
+        assert PROMISED.allows_peak(predicted=predicted, measured=measured), (predicted, measured)

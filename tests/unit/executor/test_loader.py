@@ -1,0 +1,200 @@
+"""Loaders of the user's: the same order on every rank, and after a resume in the middle of an epoch."""
+
+# ruff: noqa: NPY002 - the global generator is what a loader draws from
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from planner.core.errors import UsageError
+from planner.executor import Pipeline
+from planner.executor.checkpoint import Checkpoints
+from planner.executor.draws import drawn_alike
+from planner.executor.loader import Loader
+from tests.support.cli import MODEL
+from tests.unit.executor.test_checkpoint import GROUPS
+from tests.unit.executor.test_pipeline import balance_of
+
+DATA = torch.arange(24.0 * 8).reshape(24, 8).sin()
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Draws from all three generators for every sample."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """A row, with noise."""
+        noise = float(torch.rand(())) + random.random() + float(np.random.rand())
+        return DATA[index] + noise, DATA[index, :4]
+
+
+class Shuffled:
+    """An iterable of one's own, shuffled anew each time it is begun."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """An epoch."""
+        rows = np.random.permutation(24).tolist()
+        random.shuffle(rows)
+        for begin in range(0, 24, 8):
+            part = DATA[rows[begin : begin + 8]]
+            yield part, part[:, :4]
+
+
+class Stateful(DataLoader[Any]):
+    """What torchdata's loader does: its state is that of its generator and a position, and to begin draws a seed."""
+
+    resumed: dict[str, Any] | None = None
+
+    def __iter__(self) -> Any:
+        """Goes on where it was told to."""
+        generator: Any = self.generator
+        self.began = self.resumed["began"] if self.resumed else generator.get_state()
+        if self.resumed:
+            generator.set_state(self.began)
+        self.order = torch.randperm(24, generator=generator).tolist()
+        if not self.resumed:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        torch.empty((), dtype=torch.int64).random_()
+        self.at = self.resumed["at"] if self.resumed else 0
+        self.resumed = None
+        return self._rest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        return {"began": self.began, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.resumed = state
+
+    def _rest(self) -> Iterator[Any]:
+        while self.at < 24:
+            part = DATA[self.order[self.at : self.at + 8]] + float(torch.rand(()))
+            self.at += 8
+            yield part, part[:, :4]
+
+
+def plain() -> DataLoader[Any]:
+    """As in most scripts."""
+    return DataLoader(TensorDataset(DATA, DATA[:, :4]), batch_size=8, shuffle=True)
+
+
+def with_generator() -> DataLoader[Any]:
+    """One that the user seeded."""
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(TensorDataset(DATA, DATA[:, :4]), batch_size=8, shuffle=True, generator=generator)
+
+
+def noisy() -> DataLoader[Any]:
+    """Augmented; the last batch of an epoch is smaller."""
+    return DataLoader(Noisy(), batch_size=7, shuffle=True)
+
+
+def stateful() -> Stateful:
+    """One that the user seeded."""
+    return Stateful(TensorDataset(DATA), generator=torch.Generator().manual_seed(3))
+
+
+LOADERS: list[Callable[[], Iterable[Any]]] = [plain, with_generator, noisy, Shuffled, stateful]
+
+
+def drawn(loader: Loader, count: int) -> list[list[float]]:
+    """The next batches."""
+    return [pair[0].flatten().tolist() for pair in islice(loader, count)]
+
+
+@pytest.mark.parametrize("make", LOADERS)
+@pytest.mark.parametrize("done", [0, 1, 2, 3, 4, 6, 7])
+def test_a_loader_goes_on_where_it_was(make: Callable[[], Iterable[Any]], done: int) -> None:
+    """At the start, within an epoch and at its end; every epoch is another; what else draws does not matter."""
+    expected = drawn(Loader(make(), 5), 9)
+    assert len({str(batch) for batch in expected}) == 9
+    first = Loader(make(), 5)
+    torch.manual_seed(done)
+    got = drawn(first, done)
+    state = first.state_dict()
+    second = Loader(make(), 5)
+    second.load_state_dict(state)
+    random.seed(done)
+    before = torch.get_rng_state()
+    got += drawn(second, 9 - done)
+    assert got == expected
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("make", LOADERS)
+def test_a_run_with_a_loader_goes_on_in_mid_epoch(tmp_path: Path, make: Callable[[], Iterable[Any]]) -> None:
+    """Losses to the bit, twice resumed."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
+
+    def train(steps: int, **options: Any) -> list[float]:
+        pipeline = Pipeline(path, seed=2)
+        optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+        saved = Checkpoints(pipeline, optimizer, steps=steps, **options)
+        for inputs, targets in pipeline.batches(steps, make()):
+            with pipeline.step(inputs, targets):
+                optimizer.step()
+                optimizer.zero_grad()
+            saved.step_done()
+        pipeline.close()
+        return pipeline.losses
+
+    whole = train(8)
+    parts = [train(steps, folder=folder, resume="auto") for steps in (2, 4, 8)]
+    assert [len(losses) for losses in parts] == [2, 2, 4]
+    assert [loss for losses in parts for loss in losses] == whole
+
+
+def test_another_loader_is_refused(tmp_path: Path) -> None:
+    """Of another length, with a state or without, or none at all."""
+    loader = Loader(plain(), 5)
+    drawn(loader, 2)
+    for other in (noisy(), stateful()):
+        with pytest.raises(UsageError, match="the loader is not the one"):
+            Loader(other, 5).load_state_dict(loader.state_dict())
+    pipeline = Pipeline(balance_of(tmp_path, MODEL + GROUPS))
+    pipeline.load_state_dict({**pipeline.state_dict(), "step_index": 2, "loader": loader.state_dict()})
+    with pytest.raises(UsageError, match="`batches` is given none"):
+        next(pipeline.batches(4))
+    pipeline.close()
+
+
+def test_loaders_that_end() -> None:
+    """An empty one is refused; what can be iterated once ends with its data."""
+    with pytest.raises(UsageError, match=r"a list of 0 batches gave no batch"):
+        drawn(Loader([], 5), 1)
+    once = ((torch.ones(8, 8) * n, torch.ones(8, 4)) for n in range(3))
+    assert len(drawn(Loader(once, 5), 9)) == 3
+
+
+def test_no_batch_is_held_while_it_is_used() -> None:
+    """It would be memory on every rank that no plan counts on."""
+    for batches in (iter(Loader(plain(), 5)), drawn_alike(plain(), 5)):
+        pair = next(batches)
+        held = weakref.ref(pair[0])
+        del pair
+        gc.collect()
+        assert held() is None

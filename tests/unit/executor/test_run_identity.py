@@ -1,0 +1,242 @@
+"""Whose a checkpoint is: nothing of another run, or of an abandoned branch, is removed or taken for one's own."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planner.core.errors import FileError, UsageError
+from planner.executor import Pipeline, folder_lock, latest_checkpoint, saved
+from planner.executor.checkpoint import Checkpoints
+from planner.executor.folder_lock import FolderLock
+from planner.executor.lineage import Lineage
+from tests.support.cli import MODEL, call
+from tests.support.training import ROOT
+from tests.unit.executor.test_checkpoint import GROUPS, train
+from tests.unit.executor.test_pipeline import balance_of
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A balance configuration."""
+    return balance_of(tmp_path, MODEL + GROUPS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where checkpoints are saved."""
+    return tmp_path / "saved"
+
+
+def names(folder: Path) -> list[str]:
+    """All that is in a folder."""
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def broken(checkpoint: Path, how: str) -> None:
+    """Damages a checkpoint."""
+    (data,) = checkpoint.glob("*.distcp")
+    if how == "truncated":
+        data.write_bytes(data.read_bytes()[:-100])
+    if how == "missing":
+        data.unlink()
+    if how == "metadata":
+        (checkpoint / ".metadata").write_bytes(b"nothing")
+    if how == "description":
+        (checkpoint / "checkpoint.json").write_text("{")
+
+
+def test_a_new_run_in_the_folder_of_another_is_refused(path: Path, folder: Path) -> None:
+    """It would lose each of its own checkpoints to those with higher steps, or take them for its own."""
+    train(path, 6, folder=str(folder), every=2)
+    before = names(folder)
+    with pytest.raises(UsageError, match=r"holds checkpoints of another run \(step-00000002 to step-00000006\)") as new:
+        train(path, 3, folder=str(folder), every=1)
+    assert "`--resume auto`" in new.value.hint
+    assert names(folder) == before
+    other = folder.with_name("other")
+    train(path, 2, folder=str(other))
+    with pytest.raises(UsageError, match="holds checkpoints of another run than"):
+        train(path, 9, folder=str(folder), resume=f"{other}/step-00000002")
+    assert names(folder) == before
+
+
+def test_a_rollback_keeps_its_own_and_leaves_what_was_abandoned(path: Path, folder: Path) -> None:
+    """Later checkpoints of the branch that was left are neither removed nor resumed by `auto`."""
+    train(path, 6, folder=str(folder), every=1, keep=4)
+    left = train(path, 6, resume=f"{folder}/step-00000006")["parameters"]
+    again = train(path, 4, folder=str(folder), every=1, keep=2, resume=f"{folder}/step-00000003", schedule=True)
+    assert again["begun"] == 3
+    assert names(folder) == ["abandoned-1", "step-00000003", "step-00000004"]
+    assert names(folder / "abandoned-1") == ["step-00000004", "step-00000005", "step-00000006"]
+    assert train(path, 5, folder=str(folder), keep=2, resume="auto")["begun"] == 4
+    assert names(folder) == ["abandoned-1", "step-00000004", "step-00000005"]
+    kept = train(path, 6, resume=f"{folder}/abandoned-1/step-00000006")["parameters"]
+    assert all(torch.equal(kept[name], p) for name, p in left.items())
+
+
+def test_a_branch_in_another_folder_has_an_identity_of_its_own(path: Path, folder: Path) -> None:
+    """Two that left the same run never take each other's for their own."""
+    other = folder.with_name("other")
+    train(path, 4, folder=str(folder), every=2)
+    train(path, 6, folder=str(other), every=1, resume=f"{folder}/step-00000002")
+    train(path, 8, folder=str(folder), every=2, resume="auto")
+    train(path, 9, folder=str(other), every=1, resume=str(folder))
+    assert names(other) == ["abandoned-1", "step-00000009"]
+    assert names(other / "abandoned-1") == ["step-00000004", "step-00000005", "step-00000006"]
+
+
+def test_lineages() -> None:
+    """What lies behind a run is what its branches wrote until they were left."""
+    run = Lineage.new()
+    branch = run.branched(5)
+    assert run.includes(run, 9)
+    assert branch.includes(run, 5)
+    assert not branch.includes(run, 6)
+    assert branch.includes(branch, 6)
+    assert not run.includes(branch, 6)
+    assert not branch.includes(run.branched(5), 5)
+    assert not run.includes(Lineage.new(), 1)
+    unnamed = Lineage()
+    assert unnamed.branched(3).includes(unnamed, 3)
+    assert not unnamed.branched(3).includes(unnamed, 4)
+    assert Lineage.of({"branches": json.loads(json.dumps(branch.branches))}) == branch
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", "metadata", "description"])
+def test_a_broken_newest_checkpoint_is_passed_over(
+    path: Path, folder: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """The run goes on from the one before, says so, and ends as it would have; what is broken is kept apart."""
+    whole = train(path, 6)
+    train(path, 4, folder=str(folder), every=2)
+    broken(folder / "step-00000004", how)
+    capsys.readouterr()
+    again = train(path, 6, folder=str(folder), every=2, resume="auto")
+    printed = capsys.readouterr()
+    assert again["begun"] == 2
+    assert f"warning: {folder}/step-00000004" in printed.err
+    assert "trying the checkpoint before" in printed.err
+    assert f"resumed {folder}/step-00000002 after 2 steps" in printed.out
+    assert "Traceback" not in printed.err
+    assert again["losses"] == whole["losses"][2:]
+    assert all(torch.equal(again["parameters"][name], p) for name, p in whole["parameters"].items())
+    assert names(folder) == ["abandoned-1", "step-00000002", "step-00000004", "step-00000006"]
+    assert names(folder / "abandoned-1") == ["step-00000004"]
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", "metadata", "description"])
+def test_what_is_asked_for_by_name_is_not_replaced(path: Path, folder: Path, how: str) -> None:
+    """The folder and the one before are named; with none left that can be read, nothing is begun anew."""
+    train(path, 4, folder=str(folder), every=2)
+    broken(folder / "step-00000004", how)
+    with pytest.raises(FileError, match="step-00000004") as refused:
+        train(path, 6, resume=f"{folder}/step-00000004")
+    assert "step-00000002" in refused.value.hint
+    broken(folder / "step-00000002", how)
+    with pytest.raises(FileError, match=r"step-00000004: cannot be resumed \(nor can the 1 before it\)"):
+        train(path, 6, folder=str(folder), resume="auto")
+    assert names(folder)[-2:] == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", "metadata", "description"])
+def test_export_of_a_broken_checkpoint_is_refused(
+    path: Path, folder: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """One message that names it, exit code 2, and no file."""
+    train(path, 2, folder=str(folder))
+    broken(folder / "step-00000002", how)
+    done = call(capsys, "export", str(folder), "-o", str(folder.with_name("model.pt")))
+    assert done.code == 2
+    assert done.error.startswith(f"{folder}/step-00000002: error: ")
+    assert "Traceback" not in done.err
+    assert not folder.with_name("model.pt").exists()
+
+
+def test_a_loop_that_ends_early_leaves_its_end(path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Saved by `close`, once, and told."""
+    pipeline = Pipeline(path)
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    checkpoints = Checkpoints(pipeline, optimizer, folder=str(folder), every=100, steps=50)
+    for step, (inputs, targets) in enumerate(pipeline.batches(50)):
+        with pipeline.step(inputs, targets):
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpoints.step_done()
+        if step == 4:
+            break
+    checkpoints.close()
+    checkpoints.close()
+    pipeline.close()
+    assert capsys.readouterr().out.count("the loop ended after 5 of 50 steps") == 1
+    assert names(folder) == ["step-00000005"]
+    assert train(path, 6, folder=str(folder), resume="auto", schedule=False)["begun"] == 5
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from planner.executor.folder_lock import FolderLock
+
+lock = FolderLock(Path(sys.argv[1]))
+print("holds", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_jobs_in_one_folder_are_noticed(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the other lives: what a killed one leaves holds nobody up."""
+    monkeypatch.setattr(folder_lock, "_WAIT_S", 0.3)
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], cwd=ROOT, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"holds\n"
+        with pytest.raises(UsageError, match=rf"another job writes checkpoints into .* \(process {other.pid} on"):
+            train(path, 2, folder=str(folder))
+        assert names(folder) == [".lock"]
+        timer = threading.Timer(0.2, other.kill)
+        timer.start()
+        monkeypatch.setattr(folder_lock, "_WAIT_S", 30.0)
+        FolderLock(folder).release()
+        timer.join()
+    train(path, 2, folder=str(folder))
+    assert names(folder) == ["step-00000002"]
+
+
+def test_what_is_called_a_step_is_whole(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a process dies while it removes an old one, or replaces one of the same step."""
+    seen: list[str] = []
+
+    def dies(doomed: Path, **_: object) -> None:
+        seen.append(Path(doomed).name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saved.shutil, "rmtree", dies)
+        train(path, 4, folder=str(folder), every=1, keep=1)
+    assert seen
+    assert not any(name.startswith("step-") for name in seen)
+    assert [name for name in names(folder) if name.startswith("step-")] == ["step-00000004"]
+    shutil.copytree(folder / "step-00000004", folder / "step-00000005")
+    (folder / "step-00000005/checkpoint.json").unlink()
+    with pytest.raises(FileError, match=r"no readable checkpoint\.json"):
+        saved.description_of(folder / "step-00000005")
+    train(path, 5, folder=str(folder), resume=f"{folder}/step-00000004")
+    assert names(folder) == ["abandoned-1", "step-00000004", "step-00000005"]
+    assert latest_checkpoint(str(folder)) == folder / "step-00000005"
+    saved.check_whole(folder / "step-00000005")

@@ -1,0 +1,84 @@
+"""What a small file may ask of the reader: bounded, and one message each."""
+
+import io
+import json
+import sys
+import time
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from planner.core.errors import FileError
+from planner.files import bounds, read
+from planner.files.strict_yaml import Document
+from tests.support.cli import call
+
+HEAD = "schema: gpipe-plan/profile/v1\n"
+LETTERS = "abcdefghi"
+MULTIPLIED = "x: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise(LETTERS)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.yaml", HEAD + MULTIPLIED, "has more than 2097152 values, those that aliases stand for included"),
+        ("p.yaml", HEAD + "x: " + "[" * 100_000, "is nested more than 32 levels deep"),
+        ("p.yaml", HEAD + "x:\n" + "- " * 100_000 + "x", "is nested more than 32 levels deep"),
+        ("p.yaml", HEAD + "x: " + "{a: " * 990 + "1" + "}" * 990, "is nested more than 32 levels deep"),
+        ("p.yaml", HEAD + "x: " + "[" * 990 + "]" * 990, "is nested more than 32 levels deep"),
+        ("p.yaml", HEAD + "x: " + "[']', " * 500 + "1" + "]" * 500, "is nested more than 32 levels deep"),
+        ("p.yaml", HEAD + "x: " + "[" * 500 + "]" * 500, "is nested more than 32 levels deep"),
+        ("p.json", '{"x":' * 100_000, "is nested more than 32 levels deep"),
+        ("p.json", '{"x":' * 500 + "1" + "}" * 500, "is nested more than 32 levels deep"),
+        ("p.yaml", HEAD + "x: &me [1, *me]\n", "refers to itself (`*me`)"),
+        ("p.yaml", HEAD + "x: &me {a: {b: *me}}\n", "refers to itself (`*me`)"),
+    ],
+)
+def test_small_files_that_ask_for_much(
+    name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, in little memory, with the line; the same whatever reads it."""
+    path = tmp_path / name
+    path.write_text(text)
+    begun = time.process_time()
+    tracemalloc.start()
+    ran = call(capsys, "show", str(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert ran.code == 2
+    assert message in ran.error
+    assert "bug" not in ran.err
+    assert peak < 100_000_000
+    assert time.process_time() - begun < 30
+
+
+def test_aliases_in_measure_are_read() -> None:
+    """They are YAML, and a person may write them."""
+    document = Document.parse("p.yaml", "a: &times [1, 2]\nb: *times\nc: &again 3\nd: [*again, *times]\n")
+    assert document.content == {"a": [1, 2], "b": [1, 2], "c": 3, "d": [3, [1, 2]]}
+
+
+def test_an_endless_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device, or a pipe that never ends."""
+    monkeypatch.setattr("planner.files.reading.MAX_BYTES", 1000)
+    with pytest.raises(FileError, match="/dev/zero: has more than 1000 characters"):
+        read("/dev/zero")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 1001))
+    with pytest.raises(FileError, match="has more than 1000 characters"):
+        read("-")
+
+
+def test_json_is_what_it_is_to_yaml() -> None:
+    """Read as JSON, or as YAML where something is wrong with it."""
+    text = json.dumps({"a": [1, 2.5, True, None, "1e9", "\x7f😀\u2028é"], "b": {"c": "no"}})
+    document = Document.parse("-", text)
+    assert document.content == json.loads(text) == document._read()
+    assert document.lines["b", "c"] == 1
+    assert Document.parse("-", '{"a": [1e999, NaN, -Infinity]}').content == {"a": ["1e999", "NaN", "-Infinity"]}
+    with pytest.raises(FileError, match="`a` stands twice"):
+        Document.parse("-", '{"a": 1, "a": 2}')
+    assert not bounds.is_too_deep(json.dumps([["[[[[", "]"] * 20]))

@@ -1,0 +1,144 @@
+"""Without a `loss_fn` the output's own `.loss` is trained, else the one scalar that carries a gradient, or its mean."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import ModelError
+from planner.model.default_loss import DefaultLoss
+from planner.model.load import LoadedModel, model_of
+from planner.profile import ProfileOptions, profile_model
+
+WORDS, WIDTH = 11, 8
+
+
+@dataclass
+class Answer:
+    """As a model returns it."""
+
+    logits: Tensor
+    parts: dict[str, Tensor]
+
+
+class NanoGPT(nn.Module):
+    """It returns its logits and its loss."""
+
+    def __init__(self, answer: Callable[[Tensor, Tensor], Any] = lambda logits, loss: (logits, loss)) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.answer = answer
+
+    def forward(self, words: Tensor, targets: Tensor) -> Any:
+        """Whatever `answer` makes of logits and loss."""
+        value = self.embedding(words)
+        for block in self.blocks:
+            value = torch.tanh(block(value))
+        logits = self.head(value)
+        return self.answer(logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+def batch(size: int) -> tuple[Any, None]:
+    """Words and the words behind them."""
+    words = torch.randint(WORDS, (size, 6))
+    return (words, words), None
+
+
+def loaded(model: nn.Module) -> LoadedModel:
+    """As from Python, where nothing else is given."""
+    return model_of(model, example_batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("answer", "noted"),
+    [
+        (lambda logits, loss: (logits, loss), 'output "1", the one scalar'),
+        (lambda logits, loss: {"logits": logits, "total": loss}, 'output "total", the one scalar'),
+        (lambda logits, loss: Answer(logits, {"nll": loss, "accuracy": loss.detach()}), 'output "parts.nll", the one'),
+        (lambda logits, loss: (logits, loss.reshape(1)), 'output "1", the one scalar'),
+        (lambda logits, loss: (logits, loss, torch.tensor(3)), 'output "1", the one scalar'),
+        (lambda _logits, loss: loss, "output, a scalar"),
+        (lambda logits, loss: {"extra": logits.mean(), "loss": loss}, "own `.loss`"),
+        (lambda logits, loss: SimpleNamespace(loss=loss, extra=logits.mean()), "own `.loss`"),
+    ],
+)
+def test_the_loss_of_the_model_is_trained(answer: Callable[[Tensor, Tensor], Any], noted: str) -> None:
+    """Nothing else, whatever stands beside it; and the note names it as soon as there is a chain."""
+    model = NanoGPT(answer)
+    without = loaded(model)
+    assert without.notes == ()
+    chain = without.chain(model)
+    assert noted in without.notes[0]
+    inputs, _ = batch(3)
+    value: Any = inputs
+    for layer in chain.layers:
+        value = layer.module(value)
+    logits_and_loss = NanoGPT.forward(_with(model, lambda _, loss: loss), *inputs)
+    assert torch.equal(without.loss_fn(value, None).reshape(()), logits_and_loss)
+
+
+def _with(model: NanoGPT, answer: Callable[[Tensor, Tensor], Any]) -> NanoGPT:
+    model.answer = answer
+    return model
+
+
+def test_the_same_one_is_taken_without_a_graph_and_from_a_single_sample() -> None:
+    """What carries a gradient shows once."""
+    loss = DefaultLoss("model.py")
+    weight = torch.ones((), requires_grad=True)
+    loss((torch.ones(2, 1), weight.detach(), weight * 2), None)
+    assert float(loss((torch.ones(1, 1), torch.tensor(5.0), torch.tensor(7.0)), None)) == 7.0
+    with pytest.raises(ModelError, match=r'"2".* is what is trained, and an output has none this time'):
+        loss((torch.ones(1, 1), torch.tensor(5.0)), None)
+
+
+def test_the_mean_stays_the_mean_from_a_single_sample() -> None:
+    """An output of one number is no scalar because there is one sample."""
+    loss = DefaultLoss("model.py")
+    assert float(loss(torch.ones(1, 1, requires_grad=True), None).detach()) == 1.0
+    assert "the mean of the model's output" in loss.note
+    assert float(loss(torch.full((2, 1), 3.0), None)) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda logits, loss: (logits, loss, logits.mean()), '2 scalars that could be the loss: "1", "2"'),
+        (lambda logits, loss: Answer(logits, {"a": loss, "b": loss}), 'could be the loss: "parts.a", "parts.b"'),
+        (lambda logits, loss: (logits, loss.detach()), 'carry no gradient: "1"'),
+        (lambda logits, loss: {"loss": loss.expand(2), "more": logits}, r"own `.loss` has shape \[2\]"),
+    ],
+)
+def test_what_could_be_several_losses_is_refused(answer: Callable[[Tensor, Tensor], Any], message: str) -> None:
+    """With their names, before anything is measured."""
+    model = NanoGPT(answer)
+    with pytest.raises(ModelError, match=message) as refused:
+        loaded(model).chain(model)
+    assert "define `loss_fn(output, target)`" in refused.value.hint
+    with pytest.raises(ModelError, match=message):
+        profile_model(loaded(model), ProfileOptions(micro_batch_sizes=(1,), repeats=2))
+
+
+class Split(nn.Module):
+    """The last layer of a Sequential, which returns its loss beside other things."""
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, loss and what is no loss."""
+        return value, value.square().mean(), value.detach().mean()
+
+
+def test_the_loss_of_a_sequential_is_known_with_its_chain() -> None:
+    """Its last stage may first run where no graph is made."""
+    model = nn.Sequential(nn.Linear(4, 4), Split())
+    without = model_of(model, example_batch=lambda size: (torch.ones(size, 4), None))
+    without.chain(model)
+    assert 'output "1"' in without.notes[0]
+    told: list[str] = []
+    profile_model(without, ProfileOptions(micro_batch_sizes=(1,), repeats=2, time_budget_s=0.0), note=told.append)
+    assert told == list(without.notes)

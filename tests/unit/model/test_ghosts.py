@@ -1,0 +1,54 @@
+"""Ghosts have the shape that the tensors they stand for would have, whatever is done to them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.model.chain import chain_of
+from planner.model.ghosts import ghost_like
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.transpose_(0, 1),
+        lambda t: t.unsqueeze_(1),
+        lambda t: t.squeeze_(0),
+        lambda t: t.swapaxes_(0, 2),
+        lambda t: t.as_strided_((3, 2), (1, 3)),
+    ],
+    ids=["transpose", "unsqueeze", "squeeze", "swapaxes", "as_strided"],
+)
+def test_what_changes_a_shape_in_place_changes_a_ghosts(change: Callable[[Tensor], object]) -> None:
+    """Its strides, too, and what is computed from it."""
+    tensor = torch.randn(1, 4, 5)
+    ghost = ghost_like(tensor, torch.device("cpu"))
+    change(tensor)
+    change(ghost)
+    assert (ghost.shape, ghost.stride()) == (tensor.shape, tensor.stride())
+    assert (ghost * 2).shape == tensor.shape
+
+
+class Stack(nn.Module):
+    """Recurrent layers, one after the other."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind(8, 8, batch_first=True) for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, words, 8) to the same."""
+        for layer in self.layers:
+            value, _ = layer(value)
+        return value
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_batch_first_layer_hands_samples_on_first(kind: Callable[..., nn.Module]) -> None:
+    """A GRU ends with `transpose_`: a rank waited for (words, b, 8) where (b, words, 8) was sent."""
+    outline = chain_of(Stack(kind), lambda batch: torch.randn(batch, 5, 8)).outline
+    assert outline is not None
+    shapes = [[tuple(t.shape) for t in outline.boundary(n, 3)] for n in (1, 2)]
+    assert shapes == [[(3, 5, 8)], [(3, 5, 8)]]

@@ -1,0 +1,93 @@
+"""Tensors that modules hold, also in lists of their own parameters."""
+
+import torch
+from torch import Tensor, nn
+
+from planner.model.chain import chain_of
+from planner.model.held import loose_tensors, move_loose_tensors, replace_tensors, replaced_tensors
+from planner.model.lean import build_lean, fill
+
+
+class Listed(nn.Module):
+    """Its forward reads a list of its parameters, made before they were registered, and a table in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+        self.first, self.second = self.weights
+        self.register_buffer("scale", torch.ones(4))
+        self.tables = {"scale": self.scale, "mask": torch.ones(4)}
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 4)."""
+        for weight in self.weights:
+            value = value @ weight
+        return value * self.tables["scale"] * self.tables["mask"]
+
+
+class Two(nn.Module):
+    """Such layers, in a model that is no Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Listed(), Listed()
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 4)."""
+        result: Tensor = self.other(self.one(value))
+        return result
+
+
+def test_a_list_of_parameters_is_no_tensor_of_its_own() -> None:
+    """Only what is neither parameter nor buffer is loose; an LSTM has nothing of the kind."""
+    model = Listed()
+    assert [id(tensor) for tensor in loose_tensors(model)] == [id(model.tables["mask"])]
+    assert loose_tensors(nn.LSTM(4, 4, 2)) == []
+
+
+def test_what_takes_the_place_of_a_parameter_does_so_in_lists() -> None:
+    """Else the module would go on computing with the old one."""
+    model = nn.Sequential(Listed(), nn.LSTM(4, 4))
+    replace_tensors(model, lambda t: nn.Parameter(t * 2) if isinstance(t, nn.Parameter) else t * 2)
+    listed, recurrent = model
+    assert isinstance(listed, Listed)
+    assert [id(weight) for weight in listed.weights] == [id(listed.first), id(listed.second)]
+    assert listed.tables["scale"] is listed.scale
+    assert [id(weight) for weight in recurrent._flat_weights] == [id(p) for p in recurrent.parameters()]
+
+
+def test_afterwards_everything_is_as_before() -> None:
+    """The lists too, and they are the same objects."""
+    model = Listed()
+    before, weights = model(torch.ones(2, 4)), model.weights
+    with replaced_tensors(model, lambda t: t.detach() * 0):
+        assert not bool(model(torch.ones(2, 4)).any())
+    assert torch.equal(model(torch.ones(2, 4)), before)
+    assert model.weights is weights
+
+
+def test_only_what_is_loose_is_moved() -> None:
+    """Parameters and buffers, and what names them, stay where they are."""
+    model = Listed()
+    weights = model.weights
+    move_loose_tensors(model, lambda tensor: tensor.double())
+    assert (model.tables["mask"].dtype, model.tables["scale"].dtype) == (torch.float64, torch.float32)
+    assert model.weights is weights
+
+
+def test_a_list_takes_no_memory_where_its_parameters_take_none() -> None:
+    """And gets it when they do."""
+    model = build_lean(Listed)
+    assert isinstance(model, Listed)
+    assert all(weight.is_meta for weight in model.weights)
+    fill([model], model, torch.device("cpu"))
+    assert [id(weight) for weight in model.weights] == [id(model.first), id(model.second)]
+    assert not model.first.is_meta
+
+
+def test_a_layer_needs_what_it_reads_through_a_list() -> None:
+    """A stage would run on zeros else."""
+    chain = chain_of(Two(), lambda size: torch.randn(size, 4))
+    assert chain.outline is not None
+    for name, held in zip(chain.names, chain.outline.holds, strict=True):
+        assert held == {f"{name}.{part}" for part in ("first", "second", "scale")}

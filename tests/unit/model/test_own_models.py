@@ -1,0 +1,54 @@
+"""Models as users write them: stages that are built apart train as the model in one piece, or it is refused."""
+
+import os
+
+import pytest
+import torch
+
+from planner.core.errors import ModelError
+from tests.support.apart import Whole, compare_apart, even_cuts
+from tests.support.own_models import OWN_MODELS
+
+IN_CI = (
+    *(
+        "nanoGPT, checkpoints",
+        "LSTM language model",
+        "GRU tagger",
+        "Residuals at the top",
+        "DETR by hand",
+    ),
+    *("U-Net, long skips", "Stochastic depth", "Frozen backbone", "weight_norm", "Siamese", "VAE", "RealNVP"),
+    *("MoE, aux_loss in attributes", "MoE, experts hit by the data", "MMoE", "DLRM, sparse embeddings"),
+    *("Two towers, one encoder", "Tiny perceptron"),
+)
+"""Compared in every run of the tests; the others where `GPIPE_PLAN_ALL_MODELS` is set."""
+TRAINED = [name for name, real in OWN_MODELS.items() if not real.refusal]
+NAMES = TRAINED if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_of_stages_built_apart_is_that_of_the_model(name: str) -> None:
+    """Loss, gradients and buffers: three stages that are recomputed, and one for each layer."""
+    if name.startswith("GPT-2"):
+        pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    whole = Whole.of(OWN_MODELS[name])
+    assert whole.gradients
+    num_layers = len(whole.chain.layers)
+    recomputed = compare_apart(whole, even_cuts(num_layers), "always")
+    many = compare_apart(whole, range(num_layers + 1), together=True)
+    assert recomputed.worst < 1e-4
+    assert many.worst < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name, real in OWN_MODELS.items() if real.refusal])
+def test_what_cannot_be_cut_is_refused_with_what_to_do(name: str) -> None:
+    """Where the layers are looked for, or at the latest where they run."""
+    with pytest.raises(ModelError, match=OWN_MODELS[name].refusal) as caught:
+        _train(name)
+    assert caught.value.hint
+
+
+def _train(name: str) -> None:
+    whole = Whole.of(OWN_MODELS[name])
+    compare_apart(whole, even_cuts(len(whole.chain.layers)))

@@ -1,0 +1,192 @@
+"""What cannot be trained is refused with what to do about it, not with what has nothing to do with it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from planner.core.errors import ModelError, UsageError
+from planner.core.profile import Profile
+from planner.executor.parts import size_of
+from planner.model.chain import chain_of
+from planner.model.load import Batch, load_model
+from planner.profile import ProfileOptions, profile_model
+from planner.profile.structure import find_chain
+from tests.support.measure import loaded_model, profile_of_model
+
+WIDTH = 8
+
+
+class Blocks(nn.Module):
+    """Linear layers, for others to build on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+
+class ByChance(Blocks):
+    """Every layer is skipped half of the time."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to (b, WIDTH)."""
+        for block in self.blocks:
+            if torch.rand(()) < 0.5:
+                value = value + torch.tanh(block(value))
+        return value
+
+
+def test_layers_skipped_by_chance_are_told_as_such() -> None:
+    """Nothing is wrong with the example batch."""
+    with pytest.raises(ModelError, match="the model took another path") as refused:
+        profile_of_model(loaded_model(ByChance(), WIDTH), sizes=(1, 2, 3))
+    assert "switch off what skips layers by chance" in refused.value.hint
+
+
+class Packed(nn.Module):
+    """Recurrent layers on sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH)
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        """(b, words) to (b, words, WIDTH)."""
+        packed = pack_padded_sequence(self.embedding(words), lengths, batch_first=True, enforce_sorted=False)
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        return pad_packed_sequence(packed, batch_first=True)[0]
+
+
+def test_shapes_that_depend_on_the_data_are_told_as_such() -> None:
+    """What crosses has as many rows as there are words in all sequences."""
+
+    def inputs(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(10, (size, 5)), torch.tensor([5, 4, 2, 1][:size])
+
+    with pytest.raises(ModelError, match=r"shape \[9, 8\] for 2 samples and \[12, 8\] for 4: it depends") as refused:
+        chain_of(Packed(), inputs)
+    assert "`pack_padded_sequence`" in refused.value.hint
+
+
+class Normalised(Blocks):
+    """The residual overwrites what the norm in the block has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        self.stem = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to (b, WIDTH)."""
+        value = self.stem(value)
+        for block in self.blocks:
+            value += block(value)
+        return value
+
+
+class Kept(nn.Module):
+    """It overwrites what `exp` has kept."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to (b, WIDTH)."""
+        value = torch.exp(value)
+        value += 1.0
+        return value
+
+
+class Leaf(Blocks):
+    """It overwrites a parameter."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to (b, WIDTH)."""
+        for block in self.blocks:
+            value = block(value)
+            block.bias += 1.0
+        return value
+
+
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [
+        (Normalised, r'layer "blocks\.\d'),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Kept(), nn.Linear(WIDTH, WIDTH)), 'layer "1"'),
+        (Leaf, "the model's own code"),
+    ],
+)
+def test_writing_in_place_that_torch_refuses_is_no_bug_of_ours(build: Callable[[], nn.Module], where: str) -> None:
+    """The layer is named, and what to write instead."""
+    with pytest.raises(ModelError, match=rf"{where}.* writes in place where torch's backward does not") as refused:
+        profile_of_model(loaded_model(build, WIDTH))
+    assert "`x = x + y` in place of `x += y`" in refused.value.hint
+
+
+SEQUENCE_FIRST = """
+import torch
+model = torch.nn.Linear(4, 4)
+def example_batch(batch_size): return torch.randn(7, batch_size, 4), torch.randn(7, batch_size, 4)
+"""
+
+
+def test_a_sequence_first_batch_is_told_to_be_batch_first(tmp_path: Path) -> None:
+    """Where the example is read, and where a mini-batch of the user's is cut."""
+    path = tmp_path / "model.py"
+    path.write_text(SEQUENCE_FIRST)
+    with pytest.raises(ModelError, match=r"shape \[7, 2, 4\], expected 2 samples in its first") as refused:
+        load_model(str(path)).example_batch(2)
+    assert "`batch_first=True`" in refused.value.hint
+    batch: tuple[Any, Any] = torch.randn(7, 2, 4), torch.randn(2)
+    with pytest.raises(UsageError, match="2 and 7 samples") as uneven:
+        size_of(Batch(*batch))
+    assert "`batch_first=True`" in uneven.value.hint
+
+
+class Shrinking(nn.Module):
+    """At its end there is one place left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)
+        )
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 4, 8, 8) to (b, 4)."""
+        for block in self.blocks:
+            value = block(value)
+        return value.flatten(1)
+
+
+def profile_of(sizes: tuple[int, ...], *, auto: bool, warned: list[str]) -> Profile:
+    """It is measured at these sizes, or at those of them that do."""
+    options = ProfileOptions(micro_batch_sizes=sizes, repeats=2, time_budget_s=0.0, until_memory_ends=auto)
+    loaded = loaded_model(Shrinking, lambda size: torch.randn(size, 4, 8, 8))
+    return profile_model(loaded, options, warn=warned.append)
+
+
+def test_sizes_too_small_for_batch_normalization_are_left_out() -> None:
+    """One value per channel has no variance; it is said."""
+    warned: list[str] = []
+    assert profile_of((1, 2, 4), auto=True, warned=warned).micro_batch_sizes == (2, 4)
+    assert len(warned) == 1
+    assert warned[0].startswith('micro-batch size 1 is left out: layer "blocks.2')
+    assert "more than one value per channel" in warned[0]
+
+
+@pytest.mark.parametrize(("sizes", "auto"), [((1, 2), False), ((1,), True)])
+def test_sizes_too_small_that_were_asked_for_are_an_error(sizes: tuple[int, ...], *, auto: bool) -> None:
+    """So is the only one, wherever it comes from."""
+    with pytest.raises(ModelError, match=r'layer "blocks.2.* batch normalization needs more than one') as refused:
+        profile_of(sizes, auto=auto, warned=[])
+    assert "take larger micro-batches" in refused.value.hint
+
+
+def test_models_that_need_two_samples_are_found_without_their_weights() -> None:
+    """As any other: a large one need not fit into memory."""
+    loaded = loaded_model(Shrinking, lambda size: torch.randn(size, 4, 8, 8))
+    assert find_chain(loaded, torch.device("cpu"))[1]

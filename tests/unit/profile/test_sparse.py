@@ -1,0 +1,115 @@
+"""Sparse gradients in a profile: what they take, what an optimizer's step over them takes, and what is refused."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.costs import costs_at
+from planner.core.errors import ModelError
+from planner.core.memory import stage_memory
+from planner.core.profile import Profile
+from planner.core.sparse import accumulated
+from planner.model.meter import CpuMeter
+from tests.support.measure import loaded_model, profile_of_model
+
+Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+ROWS, WIDTH, WORDS, SIZE = 3000, 64, 16, 8
+MICRO_BATCH = SIZE * WORDS * (4 * WIDTH + 8)
+"""Bytes of the gradient of one micro-batch: a row and an index for each word."""
+
+
+def table(rows: int = ROWS) -> nn.Embedding:
+    return nn.Embedding(rows, WIDTH, sparse=True)
+
+
+def words(batch: int) -> Tensor:
+    return torch.randint(ROWS, (batch, WORDS))
+
+
+def profile_of(model: nn.Module, build: Build, size: int = SIZE) -> Profile:
+    return profile_of_model(loaded_model(model, words, build_optimizer=build), sizes=(size,))
+
+
+def peak_of_step(optimizer: torch.optim.Optimizer) -> int:
+    def step() -> None:
+        optimizer.step()
+
+    return CpuMeter().measure(step).peak_bytes
+
+
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own Adagrad
+@pytest.mark.parametrize(
+    ("build", "copies"),
+    [
+        pytest.param(sgd, 0, id="sgd"),
+        pytest.param(torch.optim.SparseAdam, 2, id="sparse adam"),
+        pytest.param(lambda p: torch.optim.Adagrad(p, lr=0.1), 1, id="adagrad"),
+    ],
+)
+def test_the_optimizers_step_over_what_has_accumulated(build: Build, copies: int) -> None:
+    """Against the allocator: state of the whole table, and transients of M micro-batches' gradients."""
+    (layer,) = profile_of(nn.Sequential(table()), build).layers
+    (detail,) = layer.detail
+    assert (detail.sparse_parameter_bytes, detail.sparse_gradient_bytes) == (4 * ROWS * WIDTH, MICRO_BATCH)
+    assert copies * 4 * ROWS * WIDTH <= layer.optimizer_bytes <= copies * 4 * ROWS * WIDTH + 64
+    for m in (2, 4):
+        own = table()
+        optimizer = build(own.parameters())
+        rows = torch.randperm(ROWS).repeat(1 + m * SIZE * WORDS // ROWS)
+        for _ in range(2):
+            for part in rows[: m * SIZE * WORDS].view(m, SIZE, WORDS):
+                own(part).sum().backward()
+            measured = peak_of_step(optimizer)
+            optimizer.zero_grad()
+        predicted = m * MICRO_BATCH * layer.optimizer_sparse_peak
+        assert measured <= predicted + 1024
+        assert predicted <= 1.05 * measured + 1024
+
+
+def test_what_has_accumulated_counts_once() -> None:
+    """With M micro-batches, n each, 2 M n at the end of the last backward; accumulating again changes nothing."""
+    costs = costs_at(profile_of(nn.Sequential(table(), nn.Linear(WIDTH, WIDTH)), sgd), SIZE)
+    assert accumulated(accumulated(costs, 4), 4) is not costs
+    peaks = [
+        stage_memory(c, 0, 2, micro_batches=m, in_flight=1, recompute="never").total
+        for m in (8, 12)
+        for c in (costs, accumulated(costs, m))
+    ]
+    assert peaks[0] == peaks[1]
+    assert peaks[2] - peaks[0] == 4 * 2 * MICRO_BATCH + 4 * SIZE * WORDS * 8
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (torch.optim.AdamW, "is sparse, and the optimizer fails on it: Adam"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "what the optimizer keeps of it grows from step to step"),
+    ],
+)
+def test_optimizers_that_cannot_take_them_are_refused(build: Build, message: str) -> None:
+    """Whether they fail at once, or take more with every step."""
+    with pytest.raises(ModelError, match=message) as refused:
+        profile_of(nn.Sequential(table()), build)
+    assert "sparse=False" in refused.value.hint
+
+
+def test_parameters_that_layers_share_are_refused() -> None:
+    """The head's gradient is dense, the table's is not."""
+    head = nn.Linear(WIDTH, ROWS, bias=False)
+    model = nn.Sequential(table(), nn.Linear(WIDTH, WIDTH), head)
+    head.weight = model[0].weight
+    with pytest.raises(ModelError, match=r'the gradient of "0\.weight", which several layers share, is sparse'):
+        profile_of(model, sgd)
+
+
+def test_dense_gradients_leave_no_trace() -> None:
+    """Costs of a model without any are what they were, without a copy."""
+    costs = costs_at(profile_of(nn.Sequential(nn.Embedding(ROWS, WIDTH)), sgd), SIZE)
+    assert accumulated(costs, 4) is costs
