@@ -32,7 +32,7 @@ from planner.executor.stage_module import shapes_of
 from planner.model.autocast import layers_in
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
-from planner.model.machine import available_bytes, give_freed_memory_back, usable_cores
+from planner.model.machine import LARGE_BYTES, available_bytes, give_freed_memory_back, keep_freed_memory, usable_cores
 
 __all__ = ["LIMIT", "Proven", "prove"]
 
@@ -46,6 +46,9 @@ _WORST = 1e-2
 """No rounding error is larger."""
 
 _BUDGET_BYTES = 1_350_000_000
+
+_MAPPED_BYTES = 2**20
+"""From so many on the system has a block back as soon as it is free."""
 
 _FORWARDS = 13
 """What the comparison costs in forwards, where backward costs two: 2 x 3 in one piece, 3 and 4 in stages."""
@@ -77,11 +80,14 @@ def prove(loaded: LoadedModel, *, budget_s: float, ends: Sequence[int] | None = 
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(usable_cores())
+    # Whole stages come and go: what is measured next would find a heap of holes, and fill them for good.
+    keep_freed_memory(below=_MAPPED_BYTES)
     try:
         with keeping_random_state():
             return _proven(loaded, budget_s, ends)
     finally:
         torch.set_num_threads(threads)
+        keep_freed_memory(below=LARGE_BYTES)
         give_freed_memory_back()
 
 

@@ -5,11 +5,18 @@ import os
 import platform
 from pathlib import Path
 
-__all__ = ["available_bytes", "cpu_name", "give_freed_memory_back", "keep_freed_memory", "usable_cores"]
+__all__ = [
+    "LARGE_BYTES",
+    "available_bytes",
+    "cpu_name",
+    "give_freed_memory_back",
+    "keep_freed_memory",
+    "usable_cores",
+]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 
-_LARGE_BYTES = 2**25
+LARGE_BYTES = 2**25
 """The largest threshold that glibc takes."""
 
 _MOST_BLOCKS = 2**16
@@ -41,7 +48,7 @@ def available_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**33
 
 
-def keep_freed_memory(*, large: bool = True) -> None:
+def keep_freed_memory(*, below: int | None = None) -> None:
     """Tells the C library to keep freed memory for the next allocation, as the caching allocators of GPUs do.
 
     glibc otherwise gives large blocks back to the system, which clears every page again on the next use. Activations
@@ -49,13 +56,13 @@ def keep_freed_memory(*, large: bool = True) -> None:
     glibc.
 
     Args:
-        large: Also blocks of 32 MiB and more. Without them a process is no larger than what is alive, but for the
-            holes that smaller blocks leave.
+        below: Only blocks of fewer bytes, `LARGE_BYTES` at most; by default all. Then a process is no larger than what
+            is alive, but for the holes that smaller blocks leave.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        libc.mallopt(_M_MMAP_MAX, 0 if large else _MOST_BLOCKS)
+        libc.mallopt(_M_MMAP_THRESHOLD, below or LARGE_BYTES)
+        libc.mallopt(_M_MMAP_MAX, _MOST_BLOCKS if below else 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     except (OSError, AttributeError):
         return

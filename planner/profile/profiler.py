@@ -27,7 +27,7 @@ from planner.core.rates import Rates, rates_of
 from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
 from planner.model.lean import fill
 from planner.model.load import LoadedModel
-from planner.model.machine import cpu_name, give_freed_memory_back, keep_freed_memory
+from planner.model.machine import LARGE_BYTES, cpu_name, give_freed_memory_back, keep_freed_memory
 from planner.model.meter import Meter, meter_for
 from planner.model.precision import dtype_of
 from planner.model.refusals import TooFewSamplesError, in_place_told
@@ -118,7 +118,7 @@ def profile_model(
     torch.set_num_threads(options.threads)
     if device.type == "cpu":
         # A large model need not take the room of several before anything is timed.
-        keep_freed_memory(large=False)
+        keep_freed_memory(below=LARGE_BYTES)
     if target is not None:
         target.check(loaded)
     chain, lean = find_chain(loaded, device)
