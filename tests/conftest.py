@@ -1,7 +1,9 @@
 """What holds for all tests."""
 
+import gc
 import os
 
+import pytest
 from hypothesis import settings
 
 # JAX (the extra `tpu`), where it is installed: eight devices on this machine, and no search for a TPU.
@@ -18,3 +20,10 @@ os.environ |= {name: value for name, value in _JAX.items() if name not in os.env
 # The same examples in every run, so that a failure is the change's. `HYPOTHESIS_PROFILE=default` searches on.
 settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _heap_of_its_own() -> None:
+    """What earlier modules left is not looked through again: a collection took a second by the end, and much collects."""
+    gc.collect()
+    gc.freeze()
