@@ -24,6 +24,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 @pytest.fixture(autouse=True, scope="module")
 def _heap_of_its_own() -> None:
-    """What earlier modules left is not looked through again: a collection took a second by the end, and much collects."""
+    """What earlier modules left is not looked through again: by the end every collection took a second."""
     gc.collect()
     gc.freeze()

@@ -6,7 +6,7 @@ it began, and the batches that were trained on are passed over: exact, at the pr
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -77,8 +77,9 @@ class Loader:
         while True:
             iterator = self._epoch_begun() if self._resumed is None else self._epoch_resumed(self._resumed)
             is_resumed, self._resumed = self._resumed is not None, None
-            # No variable may hold a whole mini-batch through its step.
-            yield from iter(partial(self._next, iterator), None)
+            while following := self._next(iterator):
+                # No variable may hold a whole mini-batch through its step.
+                yield following.pop()
             if iterator is self.loader:  # it cannot be begun again
                 return
             if not self._batch and not is_resumed:
@@ -88,11 +89,12 @@ class Loader:
                 )
             self._epoch, self._batch = self._epoch + 1, 0
 
-    def _next(self, iterator: Iterator[Any]) -> Any:
+    def _next(self, iterator: Iterator[Any]) -> list[Any]:
+        """The next batch, or nothing at the end. It may be anything, and compare as it likes."""
         with self._states:
-            batch = next(iterator, None)
-        self._batch += batch is not None
-        return batch
+            following = list(islice(iterator, 1))
+        self._batch += len(following)
+        return following
 
     def _epoch_begun(self) -> Iterator[Any]:
         self._begun = self._drawing()

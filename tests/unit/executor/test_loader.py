@@ -190,6 +190,13 @@ def test_loaders_that_end() -> None:
     assert len(drawn(Loader(once, 5), 9)) == 3
 
 
+def test_whatever_a_loader_gives_is_given() -> None:
+    """Arrays that compare element by element, and None where a collate function dropped all samples."""
+    given = [np.arange(3), None, torch.arange(3)]
+    epoch = list(islice(Loader(given, seed=0), 3))
+    assert all(one is other for one, other in zip(epoch, given, strict=True))
+
+
 def test_no_batch_is_held_while_it_is_used() -> None:
     """It would be memory on every rank that no plan counts on."""
     for batches in (iter(Loader(plain(), 5)), drawn_alike(plain(), 5)):
