@@ -79,8 +79,12 @@ def _check(layout: Layout, profile: Profile) -> None:
     plan = layout.plan
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
+    if plan.schedule == "interleaved":
+        raise UsageError(
+            f"{_NAME} does not do the interleaved schedule",
+            hint=f"solve with `--schedule 1f1b` or `gpipe`; or {_OWN}",
+        )
     wanted = (
-        (plan.schedule == "interleaved", "the interleaved schedule"),
         (plan.replicas > 1, f"{plan.replicas} replicas"),
         (any(stage.recompute == "layers" for stage in plan.stages), "recomputation layer by layer"),
         (bool(precision_of(profile.environment.dtype)), f"`--dtype {profile.environment.dtype}`"),
