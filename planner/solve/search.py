@@ -21,6 +21,7 @@ from planner.solve.explain import Asking, explain_infeasible
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
 from planner.solve.laws import GPipeLaw
 from planner.solve.layered import layered_answer
+from planner.solve.replicas import check_replicas, replica_counts
 from planner.solve.simulated import simulated_answer
 
 __all__ = ["Request", "Solver", "cases_of", "faster_plan", "micro_batch_counts", "solve"]
@@ -194,7 +195,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
     table = table or CostTable(profile)
     costs: dict[tuple[int, bool], ChainCosts] = {}
     cases = []
-    for replicas in _replica_counts(inputs):
+    for replicas in replica_counts(profile, inputs):
         for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
             key = size, replicas > 1
@@ -231,12 +232,6 @@ def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> lis
             "schedules as many stages as devices times chunks",
         )
     return able
-
-
-def _replica_counts(inputs: Inputs) -> list[int]:
-    if inputs.replicas:
-        return [inputs.replicas]
-    return [r for r in range(1, inputs.devices + 1) if inputs.batch % r == 0]
 
 
 def _schedules(
@@ -323,7 +318,7 @@ def _check_request(profile: Profile, request: Request) -> None:
             hint=f"measure them between {num_devices} processes: "
             f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
         )
-    _check_replicas(inputs)
+    check_replicas(profile, inputs)
     if num_devices > num_layers and inputs.replicas == 1:
         raise UsageError(
             f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
@@ -359,19 +354,6 @@ def _check_solver(request: Request) -> None:
     if inputs.any_order and (inputs.inter_link is not None or inputs.links):
         known = "links" if inputs.links else "nodes"
         raise UsageError(f"{what} and {known}: which link lies between two stages would depend on the order")
-
-
-def _check_replicas(inputs: Inputs) -> None:
-    unlike = len(set(inputs.memory_bytes)) > 1 or len(set(inputs.speeds)) > 1
-    if inputs.replicas != 1 and unlike:
-        raise UsageError("replicas of a pipeline need devices that are all alike, got unequal caps or speeds")
-    if inputs.replicas > inputs.devices:
-        raise UsageError(f"{inputs.replicas} replicas need at least as many devices, there are {inputs.devices}")
-    if inputs.replicas > 1 and inputs.batch % inputs.replicas:
-        raise UsageError(
-            f"a batch of {inputs.batch} cannot be shared equally by {inputs.replicas} replicas",
-            hint="choose a `--batch` that the replicas divide",
-        )
 
 
 def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) -> None:
