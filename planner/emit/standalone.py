@@ -95,9 +95,10 @@ def _check(layout: Layout, profile: Profile) -> None:
         if is_wanted:
             raise UsageError(f"{_NAME} does not do {what}", hint=_OWN)
     for one, other in layout.ties_over_stages():
+        together = layout.kept_together(one, other)
         raise UsageError(
             f'{_NAME} does not sum gradients over stages, and "{one}" and "{other}" share parameters in two of them',
-            hint=f"{_OWN}; or keep them together: `solve --together {one},{other}`",
+            hint=_OWN + (f"; or solve with {together}, which keeps them in one stage" if together else ""),
         )
 
 
