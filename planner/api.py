@@ -23,7 +23,7 @@ from planner.core.errors import FileError, StaleError, UsageError
 from planner.core.figures import claimed_of
 from planner.core.findings import Finding, finding
 from planner.core.options import Numbers, Sizes
-from planner.core.plan import Plan, ProfileReference
+from planner.core.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
 from planner.core.precision import precision_of
 from planner.core.profile import Granularity, Profile
 from planner.core.proof import Proof
@@ -158,7 +158,7 @@ def solve(
     batch: int | None = None,
     micro_batches: str | int = "auto",
     speed: str | float | Sequence[float] | None = None,
-    schedule: str = "gpipe",
+    schedule: str = DEFAULT_SCHEDULE,
     chunks: str | int = "auto",
     replicas: str | int = "1",
     recompute: str = "auto",
@@ -458,7 +458,7 @@ def sweep(
     mem: Sizes | None = None,
     batch: int | None = None,
     micro_batches: str | int = "auto",
-    schedule: str = "gpipe",
+    schedule: str = DEFAULT_SCHEDULE,
     recompute: str = "auto",
     link: str | Link | None = None,
     overhead: str | None = None,

@@ -1,5 +1,6 @@
 """`gpipe-plan solve`: the fastest plan under the caps."""
 
+import time
 from dataclasses import replace
 from typing import Annotated
 
@@ -10,10 +11,12 @@ from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.cli.plans import events_of
 from planner.core.cluster import Link
-from planner.core.plan import Inputs
+from planner.core.plan import DEFAULT_SCHEDULE, Inputs, Plan
 from planner.core.profile import Profile
-from planner.core.units import bytes_option, format_bytes, format_rate, format_us
+from planner.core.units import bytes_option, format_bytes, format_rate, format_us, parse_us
 from planner.show import plan_text
+from planner.show.names import schedule_name
+from planner.show.numbers import percent
 
 __all__ = ["solve"]
 
@@ -35,7 +38,7 @@ def solve(
     ] = None,
     schedule: Annotated[
         str, typer.Option(metavar="gpipe|1f1b|interleaved|auto", help="In which order micro-batches run.")
-    ] = "gpipe",
+    ] = DEFAULT_SCHEDULE,
     chunks: Annotated[
         str, typer.Option(metavar="auto|V", help="Stages per device of the interleaved schedule.")
     ] = "auto",
@@ -115,6 +118,7 @@ def solve(
     if batch is None:
         largest = max(read.micro_batch_sizes)
         console.note(f"note: no `--batch`: planning for {largest} samples per step, the largest size profiled")
+    began_s = time.monotonic()
     plan = api.solve(
         read,
         devices=devices,
@@ -154,6 +158,10 @@ def solve(
     text = files.dump(plan, as_json=True) if as_json else plan_text(plan, events_of(plan, read), style_for_stdout())
     console.result(text)
     _notes(console, plan.inputs, read, extrapolated=extrapolate)
+    if not quiet and solver != "milp":
+        fixed = None if micro_batches == "auto" else plan.micro_batches
+        left_s = None if time_limit is None else parse_us(time_limit) / 1e6 - (time.monotonic() - began_s)
+        _other_schedule(console, read, plan, fixed, left_s)
     if read.device.how == "estimated" and reserve is None and calibration is None:
         console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
     console.note(f"wrote {output}")
@@ -175,6 +183,21 @@ def _notes(console: Console, inputs: Inputs, profile: Profile, *, extrapolated: 
         console.note("note: no `--link`: moving tensors between stages is taken to cost nothing")
     if extrapolated:
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be under-estimated")
+
+
+def _other_schedule(
+    console: Console, profile: Profile, plan: Plan, micro_batches: int | None, left_s: float | None
+) -> None:
+    """Says what another schedule than the one asked for would give."""
+    from planner.solve import MOST_HINT_S, faster_schedule  # noqa: PLC0415 - numpy only where plans are made
+
+    limit_s = MOST_HINT_S if left_s is None else min(MOST_HINT_S, left_s)
+    other = faster_schedule(profile, plan, micro_batches=micro_batches, time_limit_s=limit_s) if limit_s > 0 else None
+    if other is not None:
+        option = "--schedule auto" + (" --recompute auto" if plan.inputs.recompute == "layers" else "")
+        less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
+        name, step = schedule_name(other.schedule), format_us(other.predicted.step_us)
+        console.note(f"note: {name} would take {step}, {less} less: `{option}`")
 
 
 def _assumed_reserve(reserve_bytes: int) -> str:

@@ -8,6 +8,7 @@ from planner import api, files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Quiet, check_format
 from planner.core.errors import ExitCode
+from planner.core.plan import DEFAULT_SCHEDULE
 
 __all__ = ["sweep"]
 
@@ -26,7 +27,7 @@ def sweep(
     micro_batches: Annotated[str, typer.Option(metavar="auto|M", help="How many micro-batches.")] = "auto",
     schedule: Annotated[
         str, typer.Option(metavar="gpipe|1f1b|interleaved|auto", help="In which order micro-batches run.")
-    ] = "gpipe",
+    ] = DEFAULT_SCHEDULE,
     recompute: Annotated[
         str, typer.Option(metavar="auto|never|except-last|always|layers", help="Recompute activations in backward.")
     ] = "auto",

@@ -13,6 +13,7 @@ from planner.core.precision import Precision
 from planner.core.profile import Generator
 
 __all__ = [
+    "DEFAULT_SCHEDULE",
     "PLAN_SCHEMA",
     "FrontierPoint",
     "Inputs",
@@ -46,6 +47,9 @@ Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 SchedulePolicy = Literal["gpipe", "1f1b", "interleaved", "auto"]
 """What the user allows; `auto` is the fastest of them that fits."""
+
+DEFAULT_SCHEDULE: Final[SchedulePolicy] = "auto"
+"""What is asked where nothing else is: of `solve`, `sweep` and the functions behind them."""
 
 _FORBID = {"extra": "forbid"}
 

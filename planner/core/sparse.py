@@ -10,11 +10,18 @@ from dataclasses import replace
 import numpy as np
 
 from planner.core.costs import ChainCosts
+from planner.core.profile import Profile
 
-__all__ = ["accumulated"]
+__all__ = ["accumulated", "sparse_layer"]
 
 _MEASURED = 3
 """A later backward is measured with n bytes there before it: so many times n come on top, n + 2 n."""
+
+
+def sparse_layer(profile: Profile) -> str | None:
+    """The first layer with sparse gradients, which nothing sums over processes; None where there is none."""
+    layers = (layer for layer in profile.layers if any(d.sparse_gradient_bytes for d in layer.detail))
+    return next((layer.name for layer in layers), None)
 
 
 def accumulated(costs: ChainCosts, micro_batches: int) -> ChainCosts:

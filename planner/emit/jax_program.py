@@ -47,9 +47,12 @@ def _check_program(plan: Plan, layout: Layout) -> None:
     tied = layout.ties_over_stages()
     if tied:
         one, other = tied[0]
+        together = layout.kept_together(one, other)
         raise UsageError(
             f'"{one}" and "{other}" share parameters over stages, whose gradients the JAX program does not sum',
-            hint=f"solve with `--together {one},{other}`",
+            hint="build the model without sharing them (transformers: `tie_word_embeddings=False` in its config) "
+            "and profile again; or leave out `--format jax`: the bundled executor sums them"
+            + (f"; or solve with {together}: one stage from the one to the other" if together else ""),
         )
     largest = dict(_most_of_each(plan))
     total, cap = sum(largest.values()), min(stage.memory_bytes for stage in plan.stages)

@@ -108,6 +108,12 @@ class Layout:
         stage_of = {layer.name: k for k, stage in enumerate(self.stages) for layer in stage}
         return tuple(pair for pair in self.ties() if stage_of[pair[0]] != stage_of[pair[1]])
 
+    def kept_together(self, one: str, other: str) -> str | None:
+        """The option of `solve` that keeps two layers in one stage; None where that would be the whole model."""
+        names = [layer.name for layer in self.layers]
+        num_between = names.index(other) - names.index(one) + 1
+        return None if num_between == len(names) else f"`--together {one},{other}`"
+
     # What formats cannot hold
 
     def refuse_chunks(self, engine: str) -> None:

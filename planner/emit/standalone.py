@@ -79,8 +79,12 @@ def _check(layout: Layout, profile: Profile) -> None:
     plan = layout.plan
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
+    if plan.schedule == "interleaved":
+        raise UsageError(
+            f"{_NAME} does not do the interleaved schedule",
+            hint=f"solve with `--schedule 1f1b` or `gpipe`; or {_OWN}",
+        )
     wanted = (
-        (plan.schedule == "interleaved", "the interleaved schedule"),
         (plan.replicas > 1, f"{plan.replicas} replicas"),
         (any(stage.recompute == "layers" for stage in plan.stages), "recomputation layer by layer"),
         (bool(precision_of(profile.environment.dtype)), f"`--dtype {profile.environment.dtype}`"),
@@ -91,9 +95,10 @@ def _check(layout: Layout, profile: Profile) -> None:
         if is_wanted:
             raise UsageError(f"{_NAME} does not do {what}", hint=_OWN)
     for one, other in layout.ties_over_stages():
+        together = layout.kept_together(one, other)
         raise UsageError(
             f'{_NAME} does not sum gradients over stages, and "{one}" and "{other}" share parameters in two of them',
-            hint=f"{_OWN}; or keep them together: `solve --together {one},{other}`",
+            hint=_OWN + (f"; or solve with {together}, which keeps them in one stage" if together else ""),
         )
 
 

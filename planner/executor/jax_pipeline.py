@@ -547,7 +547,7 @@ def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -
             if first != stage:
                 raise UsageError(
                     f'"{name}" is the same parameter as "{known}" in another stage: the JAX program does not sum these',
-                    hint="solve with `--together` for these layers, or emit for the bundled executor",
+                    hint="build the model without sharing it, or emit for the bundled executor, which sums them",
                 )
             names[own] = known
         else:

@@ -25,6 +25,10 @@ class _Line(dict[str, Any]):
     """A mapping that is written on one line."""
 
 
+_OLD_COMMAND = "##["
+"""What GitHub's runner obeys anywhere in a line."""
+
+
 class _Dumper(yaml.CSafeDumper):
     """Writes what `StrictLoader` reads; strings that it would take for numbers are quoted."""
 
@@ -38,8 +42,9 @@ class _Dumper(yaml.CSafeDumper):
 
 
 def _string(dumper: _Dumper, text: str) -> yaml.Node:
-    # A line break in a name must not break the line that the name stands in.
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+    # A line break in a name must not break the line that the name stands in, nor may a runner take it for a command.
+    plain = text.isprintable() and _OLD_COMMAND not in text
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
 
 _Dumper.add_representer(str, _string)
@@ -54,7 +59,7 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         plain["losses"] = [x if math.isfinite(x) else str(x) for x in value.losses]
     if as_json:
         text = json.dumps(plain, indent=2, allow_nan=False)
-        return text.replace("\x7f", r"\u007f").replace("##[", r"#\u0023[") + "\n"
+        return text.replace("\x7f", r"\u007f").replace(_OLD_COMMAND, r"#\u0023[") + "\n"
     for key, item in plain.items():
         if isinstance(item, dict) and not any(isinstance(v, dict) for v in item.values()):
             plain[key] = _Line(item)
@@ -72,7 +77,7 @@ def _yaml(plain: dict[str, Any], *, allow_unicode: bool) -> str:
     text: str = yaml.dump(
         plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=allow_unicode
     )
-    return text
+    return text.replace(_OLD_COMMAND, r"#\x23[")  # within double quotes, as `_string` has it
 
 
 _ASKED = ("inputs", "device", "settings", "proof")

@@ -1,8 +1,8 @@
 """What schedules and solvers are called when people are told of them."""
 
-from planner.core.plan import Schedule
+from planner.core.plan import Plan, Schedule
 
-__all__ = ["method_name", "not_measured", "schedule_name"]
+__all__ = ["method_name", "not_measured", "plans_searched", "schedule_name"]
 
 _SCHEDULES: dict[Schedule, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
 
@@ -16,6 +16,12 @@ _METHODS = {
 def schedule_name(schedule: Schedule) -> str:
     """A schedule as the literature writes it."""
     return _SCHEDULES[schedule]
+
+
+def plans_searched(plan: Plan) -> str:
+    """What a plan was the best of, to say "no … is faster": `plan`, or `GPipe plan` where that was asked for."""
+    asked = plan.inputs.schedule
+    return "plan" if asked == "auto" else f"{schedule_name(asked)} plan"
 
 
 def method_name(method: str) -> str:

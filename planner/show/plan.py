@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.plan import Plan, SolverReport
+from planner.core.plan import Plan
 from planner.core.simulate import Event
 from planner.core.units import counted, format_us
 from planner.show.frontier import frontier_parts
 from planner.show.insight import insight_parts
 from planner.show.memory import memory_parts
-from planner.show.names import method_name, not_measured, schedule_name
+from planner.show.names import method_name, not_measured, plans_searched, schedule_name
 from planner.show.numbers import percent, rate
 from planner.show.rendering import BLANK, flow, heading, plain, render
 from planner.show.stages import has_unlike_devices, recomputed_layers, stage_table
@@ -34,7 +34,7 @@ def plan_text(plan: Plan, events: Sequence[Event], style: Style) -> str:
 def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[RenderableType]]:
     notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _unused(plan)]
     return [
-        [_headline(plan, style), _figures(plan, style), Text(_status(plan.solver, style))],
+        [_headline(plan, style), _figures(plan, style), Text(_status(plan, style))],
         [flow([note], style) for note in notes if note],
         [stage_table(plan, style)],
         list(recomputed_layers(plan, style)),
@@ -69,13 +69,14 @@ def _figures(plan: Plan, style: Style) -> Text:
     return flow(figures, style, gap=f" {style.glyphs.dot} ")
 
 
-def _status(solver: SolverReport, style: Style) -> str:
+def _status(plan: Plan, style: Style) -> str:
+    solver, whole = plan.solver, plans_searched(plan)
     method = plain(method_name(solver.method), style)
     if solver.status == "optimal":
-        return f"optimal: no plan is faster ({method})"
+        return f"optimal: no {whole} is faster ({method})"
     if solver.status == "feasible":
         gap = percent(solver.gap) if solver.gap >= _LEAST_GAP else "below 0.1 %"
-        return f"feasible, gap {gap}: no plan is faster than {format_us(solver.lower_bound_us)} ({method})"
+        return f"feasible, gap {gap}: no {whole} is faster than {format_us(solver.lower_bound_us)} ({method})"
     return "given: these cuts were asked for, not searched"
 
 
@@ -89,9 +90,11 @@ def _not_a_pipeline(plan: Plan) -> str:
     had_a_choice = inputs.devices > max(1, inputs.replicas)
     if plan.solver.status == "given" or not had_a_choice:
         return f"not a pipeline: {here}"
+    asked = inputs.schedule
+    under = "" if asked == "auto" else f"under {schedule_name(asked)} "
     if plan.solver.status == "optimal":
-        return f"not a pipeline: no cut is faster than {here}"
-    return f"not a pipeline: no cut was found that is faster than {here}"
+        return f"not a pipeline: {under}no cut is faster than {here}"
+    return f"not a pipeline: {under}no cut was found that is faster than {here}"
 
 
 def _unused(plan: Plan) -> str:

@@ -5,6 +5,7 @@ from rich.text import Text
 from planner.core.sweep import Sweep, SweepCell
 from planner.core.units import counted, exact_bytes_option, format_bytes, format_us
 from planner.show.fitting import Rows, fitting_table
+from planner.show.names import schedule_name
 from planner.show.numbers import NOTHING, percent, rate
 from planner.show.rendering import BLANK, heading, render
 from planner.show.style import Style
@@ -20,13 +21,13 @@ _DARK_FROM = 3
 
 def sweep_text(sweep: Sweep, style: Style) -> str:
     """The table of all cells, the heat map, and the answer on the last lines."""
-    drawn = fitting_table(sweep_rows(sweep), style, words=(2, 8), goes=(6, 7, 2), group=len(sweep.memory_bytes))
+    drawn = fitting_table(sweep_rows(sweep), style, words=(2, 3, 9), goes=(7, 8, 3, 2), group=len(sweep.memory_bytes))
     return render(style, drawn, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_words(sweep)))
 
 
 def sweep_rows(sweep: Sweep) -> Rows:
     """Names of the columns, and a row per cell."""
-    names = ("devices", "memory", "plan", "step", "samples/s", "per device", "bubble", "peak", "")
+    names = ("devices", "memory", "schedule", "plan", "step", "samples/s", "per device", "bubble", "peak", "")
     return names, [_row(cell) for cell in sweep.cells]
 
 
@@ -58,7 +59,7 @@ def _row(cell: SweepCell) -> tuple[str, ...]:
     size = exact_bytes_option(cell.memory_bytes)
     plan = cell.plan
     if plan is None:
-        return str(cell.devices), size, *(NOTHING,) * 6, _NONE[cell.status]
+        return str(cell.devices), size, *(NOTHING,) * 7, _NONE[cell.status]
     used = plan.num_devices * plan.replicas
     notes = [f"{cell.devices - used} unused"] if used < cell.devices else []
     if cell.status == "feasible":
@@ -66,6 +67,7 @@ def _row(cell: SweepCell) -> tuple[str, ...]:
     return (
         str(cell.devices),
         size,
+        schedule_name(plan.schedule),
         f"{counted(len(plan.stages), 'stage')} x {counted(plan.micro_batches, 'micro-batch', 'es')}",
         format_us(plan.predicted.step_us),
         rate(plan.predicted.samples_per_s),

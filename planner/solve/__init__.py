@@ -2,15 +2,18 @@
 
 from planner.solve.asked import request_of
 from planner.solve.certificate import certified
+from planner.solve.faster import MOST_HINT_S, faster_schedule
 from planner.solve.insight import frontier_of, insight_of
 from planner.solve.remedy import what_would_fit
 from planner.solve.search import Request, Solver, solve
 from planner.solve.sweep import sweep_of
 
 __all__ = [
+    "MOST_HINT_S",
     "Request",
     "Solver",
     "certified",
+    "faster_schedule",
     "frontier_of",
     "insight_of",
     "request_of",

@@ -17,3 +17,5 @@ class Answer(NamedTuple):
     """Infinite without a partition."""
     lower_bound_us: float
     method: str
+    actions: int = 0
+    """What a search of bounded effort has spent, in actions simulated."""

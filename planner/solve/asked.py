@@ -9,7 +9,7 @@ from planner.core.cluster import ExecutorCost, Link
 from planner.core.errors import UsageError
 from planner.core.limits import MOST_BATCH, MOST_DEVICES, at_most, short
 from planner.core.options import Numbers, Sizes
-from planner.core.plan import Inputs, ProfileReference, RecomputePolicy, SchedulePolicy
+from planner.core.plan import DEFAULT_SCHEDULE, Inputs, ProfileReference, RecomputePolicy, SchedulePolicy
 from planner.core.precision import precision_of
 from planner.core.profile import Profile
 from planner.core.units import parse_us
@@ -27,7 +27,7 @@ def request_of(
     batch: int | None = None,
     micro_batches: str | int = "auto",
     speed: str | float | Sequence[float] | None = None,
-    schedule: str = "gpipe",
+    schedule: str = DEFAULT_SCHEDULE,
     chunks: str | int = "auto",
     replicas: str | int = "1",
     recompute: str = "auto",
@@ -54,7 +54,12 @@ def request_of(
         UsageError: An option is wrong, or does not go with another or with the profile.
     """
     num_devices, node_devices = _devices(devices, nodes)
-    policy = cast("SchedulePolicy", options.choice("--schedule", schedule, SchedulePolicy))
+    recomputation = _recompute(recompute, profile)
+    chosen = cast("Solver", options.choice("--solver", solver, Solver))
+    only_gpipe = recomputation == "layers" or chosen == "milp" or devices_any_order
+    policy = _schedule(schedule, profile, only_gpipe=only_gpipe)
+    # Cuts are for one stage on each device, unless it is said that they are not.
+    cuts = options.integers("--balance", balance) if balance is not None else None
     executor = _executor(profile, calibration)
     kept = 1 - options.share(headroom)
     inputs = Inputs(
@@ -73,12 +78,12 @@ def request_of(
         compute=calibration.compute if calibration is not None else 1.0,
         overhead_us=executor.overhead_us if overhead is None else parse_us(overhead),
         schedule=policy,
-        chunks=_chunks(chunks, policy),
+        chunks=1 if cuts and policy == "auto" and chunks == "auto" else _chunks(chunks, policy),
         replicas=options.count_or_auto("--replicas", replicas),
         together=tuple(options.names("--together", group) for group in together or ()),
         apart=tuple(options.names("--apart", group) for group in apart or ()),
         any_order=devices_any_order,
-        recompute=_recompute(recompute, profile),
+        recompute=recomputation,
         optimizer=profile.optimizer,
         dtype=precision_of(profile.environment.dtype),
         extrapolate=extrapolate,
@@ -86,9 +91,9 @@ def request_of(
     return Request(
         inputs=inputs,
         micro_batches=None if micro_batches == "auto" else options.one("--micro-batches", micro_batches),
-        balance=options.integers("--balance", balance) if balance is not None else None,
+        balance=cuts,
         time_limit_s=parse_us(time_limit) / 1e6 if time_limit is not None else None,
-        solver=cast("Solver", options.choice("--solver", solver, Solver)),
+        solver=chosen,
     )
 
 
@@ -129,6 +134,13 @@ def _devices(devices: int | None, nodes: str | None) -> tuple[int, int]:
             f"`--devices {short(devices)}`, but `--nodes {nodes}` has {total}", hint="leave `--devices` out"
         )
     return total if devices is None else devices, each
+
+
+def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> SchedulePolicy:
+    """What is asked; where the schedule is left open, GPipe if only that can do the rest of what is asked."""
+    policy = cast("SchedulePolicy", options.choice("--schedule", schedule, SchedulePolicy))
+    # What trains on a TPU is the JAX program, which knows one schedule.
+    return "gpipe" if policy == "auto" and (only_gpipe or profile.device.kind.startswith("tpu")) else policy
 
 
 def _chunks(chunks: str | int, policy: SchedulePolicy) -> int:

@@ -102,6 +102,12 @@ class Case:
         pair = self._bottleneck_us(self.costs.forward_us + self.costs.backward_us)
         return max(self.micro_batches * pair, self.work_us + (self.micro_batches - 1) * backward * (self.chunks == 1))
 
+    @cached_property
+    def ideal_us(self) -> float:
+        """The step time of 1F1B, plain or interleaved, in stages of equal work that fit as they are, without links."""
+        pair = self._bottleneck_us(self.costs.forward_us + self.costs.backward_us)
+        return self.micro_batches * pair + self.work_us * (1 - 1 / self.num_devices) / self.chunks
+
     def _bottleneck_us(self, times: NDArray[np.float64]) -> float:
         speeds = sum(self.cluster.speed(d) for d in range(self.num_devices))
         return max(float(times.max(initial=0.0)) / self.fastest, float(times.sum()) / speeds)

@@ -66,8 +66,7 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
         yield f"with {devices} the smallest `--mem` is {cap}"
     else:
         yield f"without interleaving, {devices} need at least `--mem` {cap}"
-    # More devices may be interleaved, one cannot.
-    counts = inputs.schedule in ("gpipe", "1f1b") and asking.balance is None
+    counts = inputs.schedule != "interleaved" and asking.balance is None
     if counts and len(set(inputs.memory_bytes)) == 1:
         count = min(filter(None, map(_smallest_count, cases)), default=None)
         if count is not None and count[0] > inputs.devices:

@@ -55,6 +55,7 @@ def frontier_of(profile: Profile, request: Request) -> tuple[FrontierPoint, ...]
 
 def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
     """What binds `plan`, the answer to `request`, and what would change it."""
+    request = _sharing(request, _DRAWS)
     free = [plan.stages[d].memory_bytes - need for d, need in enumerate(plan.device_bytes())]
     tightest = int(np.argmin(free))
     return Insight(
@@ -64,6 +65,11 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
         what_if=tuple(_what_if(profile, request)),
         noise=_noise(profile, request, plan),
     )
+
+
+def _sharing(request: Request, questions: int) -> Request:
+    """The same with a share of the effort, for each of so many questions."""
+    return replace(request, actions=request.actions // max(1, questions))
 
 
 def _pace(profile: Profile, plan: Plan) -> str:

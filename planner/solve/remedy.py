@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.core.devices import accelerators_with
 from planner.core.errors import InfeasibleError, PlannerError
-from planner.core.plan import Inputs, Plan
+from planner.core.plan import DEFAULT_SCHEDULE, Inputs, Plan
 from planner.core.profile import Profile
 from planner.core.units import bytes_option, exact_bytes_option, format_us
 from planner.solve.search import Request, solve
@@ -64,7 +64,7 @@ def _command(inputs: Inputs, profile: Profile) -> str:
         f"gpipe-plan solve {inputs.profile.path} --devices {inputs.devices}",
         f"--mem {','.join(map(exact_bytes_option, caps))} --batch {inputs.batch}",
     ]
-    if inputs.schedule != "gpipe":
+    if inputs.schedule != DEFAULT_SCHEDULE:
         words.append(f"--schedule {inputs.schedule}")
     if inputs.recompute != "auto":
         words.append(f"--recompute {inputs.recompute}")

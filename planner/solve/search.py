@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isqrt
-from typing import Literal
+from typing import Final, Literal, NamedTuple, get_args
 
 from planner.core.costs import ChainCosts, CostTable, covers
 from planner.core.errors import InfeasibleError, SolverError, UsageError
@@ -21,9 +21,13 @@ from planner.solve.explain import Asking, explain_infeasible
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
 from planner.solve.laws import GPipeLaw
 from planner.solve.layered import layered_answer
+from planner.solve.replicas import check_replicas, replica_counts
 from planner.solve.simulated import simulated_answer
 
-__all__ = ["Request", "Solver", "cases_of", "micro_batch_counts", "solve"]
+__all__ = ["Request", "Solver", "cases_of", "faster_plan", "micro_batch_counts", "solve"]
+
+MOST_ACTIONS_OF_AUTO: Final = 1_200_000
+"""Some seconds for each schedule."""
 
 _MOST_CHUNKS = 4
 """Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""
@@ -43,6 +47,8 @@ class Request:
     """The cuts, if the user fixed them: then they are evaluated, and only M and recomputation are chosen."""
     time_limit_s: float | None = None
     """After which the best plan found is given, with a proven gap."""
+    actions: int = MOST_ACTIONS_OF_AUTO
+    """Effort for each schedule beside GPipe's where the schedule is left open, in actions simulated."""
     solver: Solver = "auto"
     """`auto` takes the integer programme only for what the dynamic programme cannot hold: devices in any order."""
 
@@ -64,23 +70,9 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None)
         InfeasibleError: No plan fits; the hint names the nearest things that would.
     """
     _check_request(profile, request)
-    deadline = None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
+    deadline = _deadline(request)
     cases = cases_of(profile, request, table=table)
-    best: Answer | None = None
-    bound_us, complete = inf, True
-    # The most promising case first: its plan rules most others out by their bounds.
-    for case in sorted(cases, key=lambda case: (case.bound_us, case.replicas, case.micro_batches)):
-        upper_us = best.step_us if best is not None else inf
-        if case.bound_us >= upper_us:
-            continue
-        try:
-            answer = _answer(case, request, upper_us, deadline)
-        except OutOfTimeError:
-            complete = False
-            bound_us = min(bound_us, case.bound_us)
-            continue
-        bound_us = min(bound_us, answer.lower_bound_us)
-        best = answer if answer.partition is not None and answer.step_us < upper_us else best
+    best, bound_us, complete = _searched(cases, request, deadline)
     if best is None and not complete:
         raise _out_of_time(request)
     if best is None:
@@ -88,6 +80,63 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None)
         # Where not everything was tried, that nothing was found proves nothing.
         raise error if bound_us == inf else SolverError(f"{error.message}, as far as was searched", hint=error.hint)
     return _plan(_tie_broken(best, deadline), min(bound_us, best.step_us), request)
+
+
+def faster_plan(profile: Profile, request: Request, *, upper_us: float, without: Schedule) -> Plan | None:
+    """The best plan found under any schedule but one, if it beats `upper_us`; raises `UsageError` as `solve`."""
+    _check_request(profile, request)
+    cases = [case for case in cases_of(profile, request) if case.schedule != without]
+    best, bound_us, _ = _searched(cases, request, _deadline(request), upper_us=upper_us)
+    return None if best is None else _plan(best, min(bound_us, best.step_us), request)
+
+
+def _deadline(request: Request) -> float | None:
+    return None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
+
+
+class _Searched(NamedTuple):
+    best: Answer | None
+    bound_us: float
+    """No plan of the cases can beat it."""
+    complete: bool
+    """Whether there was time for every case."""
+
+
+def _searched(cases: Sequence[Case], request: Request, deadline: float | None, *, upper_us: float = inf) -> _Searched:
+    """The best of all cases that beats `upper_us`."""
+    is_open = request.inputs.schedule == "auto"
+    left = dict.fromkeys(get_args(Schedule), request.actions)
+    best: Answer | None = None
+    bound_us, complete = inf, True
+    # The most promising case first: its plan rules most others out by their bounds. Where the schedule is left open,
+    # GPipe comes before all others: its best plan is soon known and proven, whatever effort and time they may take.
+    for case in sorted(cases, key=_promise if is_open else _bound):
+        if case.bound_us >= upper_us:
+            continue
+        if is_open and case.schedule != "gpipe" and case.ideal_us >= upper_us:
+            bound_us = min(bound_us, case.bound_us)  # hardly worth the effort, but that proves nothing
+            continue
+        try:
+            most_actions = left[case.schedule] if is_open else None
+            answer = _answer(case, request, upper_us, deadline, most_actions)
+        except OutOfTimeError:
+            complete = False
+            bound_us = min(bound_us, case.bound_us)
+            continue
+        left[case.schedule] -= answer.actions
+        bound_us = min(bound_us, answer.lower_bound_us)
+        if answer.partition is not None and answer.step_us < upper_us:
+            best, upper_us = answer, answer.step_us
+    return _Searched(best, bound_us, complete)
+
+
+def _bound(case: Case) -> tuple[float, ...]:
+    return case.bound_us, case.replicas, case.micro_batches
+
+
+def _promise(case: Case) -> tuple[float, ...]:
+    rank = get_args(Schedule).index(case.schedule)
+    return rank, case.bound_us if case.schedule == "gpipe" else case.ideal_us, case.replicas, case.micro_batches
 
 
 def _tie_broken(answer: Answer, deadline: float | None) -> Answer:
@@ -102,7 +151,7 @@ def _tie_broken(answer: Answer, deadline: float | None) -> Answer:
     return answer if found is None else answer._replace(partition=partition_of(case, found))
 
 
-def _answer(case: Case, request: Request, upper_us: float, deadline: float | None) -> Answer:
+def _answer(case: Case, request: Request, upper_us: float, deadline: float | None, most_actions: int | None) -> Answer:
     if request.solver == "milp" or request.inputs.any_order:
         # Its modules are dear to import, and most questions do without.
         from planner.solve.programme import programme_answer  # noqa: PLC0415
@@ -112,7 +161,7 @@ def _answer(case: Case, request: Request, upper_us: float, deadline: float | Non
         return layered_answer(case, upper_us=upper_us, deadline=deadline)
     if case.schedule == "gpipe":
         return gpipe_answer(case, upper_us=upper_us, deadline=deadline)
-    return simulated_answer(case, upper_us=upper_us, deadline=deadline)
+    return simulated_answer(case, upper_us=upper_us, deadline=deadline, most_actions=most_actions)
 
 
 def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
@@ -146,7 +195,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
     table = table or CostTable(profile)
     costs: dict[tuple[int, bool], ChainCosts] = {}
     cases = []
-    for replicas in _replica_counts(inputs):
+    for replicas in replica_counts(profile, inputs):
         for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
             key = size, replicas > 1
@@ -185,12 +234,6 @@ def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> lis
     return able
 
 
-def _replica_counts(inputs: Inputs) -> list[int]:
-    if inputs.replicas:
-        return [inputs.replicas]
-    return [r for r in range(1, inputs.devices + 1) if inputs.batch % r == 0]
-
-
 def _schedules(
     inputs: Inputs, micro_batches: int, num_layers: int, replicas: int
 ) -> Iterator[tuple[Schedule, int, int]]:
@@ -201,7 +244,8 @@ def _schedules(
     if inputs.schedule in ("1f1b", "auto"):
         # 1F1B does not run with fewer micro-batches than stages.
         yield "1f1b", 1, min(devices, micro_batches)
-    if inputs.schedule in ("interleaved", "auto"):
+    # One chunk on each device is 1F1B, and a worse one.
+    if inputs.schedule == "interleaved" or (inputs.schedule == "auto" and inputs.chunks != 1):
         counts = [inputs.chunks] if inputs.chunks else range(2, _MOST_CHUNKS + 1)
         if inputs.schedule == "auto" and not inputs.chunks:
             counts = range(2, _MOST_CHUNKS + 1)
@@ -274,7 +318,7 @@ def _check_request(profile: Profile, request: Request) -> None:
             hint=f"measure them between {num_devices} processes: "
             f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
         )
-    _check_replicas(inputs)
+    check_replicas(profile, inputs)
     if num_devices > num_layers and inputs.replicas == 1:
         raise UsageError(
             f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
@@ -310,19 +354,6 @@ def _check_solver(request: Request) -> None:
     if inputs.any_order and (inputs.inter_link is not None or inputs.links):
         known = "links" if inputs.links else "nodes"
         raise UsageError(f"{what} and {known}: which link lies between two stages would depend on the order")
-
-
-def _check_replicas(inputs: Inputs) -> None:
-    unlike = len(set(inputs.memory_bytes)) > 1 or len(set(inputs.speeds)) > 1
-    if inputs.replicas != 1 and unlike:
-        raise UsageError("replicas of a pipeline need devices that are all alike, got unequal caps or speeds")
-    if inputs.replicas > inputs.devices:
-        raise UsageError(f"{inputs.replicas} replicas need at least as many devices, there are {inputs.devices}")
-    if inputs.replicas > 1 and inputs.batch % inputs.replicas:
-        raise UsageError(
-            f"a batch of {inputs.batch} cannot be shared equally by {inputs.replicas} replicas",
-            hint="choose a `--batch` that the replicas divide",
-        )
 
 
 def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) -> None:

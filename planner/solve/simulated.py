@@ -10,7 +10,8 @@ its labels with nothing left out for being dominated. Interleaved: devices hold 
 that the bound counts the work alone, and all partitions are tried where they are few.
 
 Complexity: 1F1B as `planner.solve.chain_dp` for each stage count whose bound is below the best, and O(K M) for every
-block of partitions that are simulated at once.
+block of partitions that are simulated at once. Where the effort is bounded, whatever costs more than what is left of it
+is not begun: the bound of what was not looked at then stands in for it.
 """
 
 import time
@@ -52,19 +53,36 @@ _PROMISING = 1.15
 _BLOCK = 1024
 
 _FIRST_TIME = 10
-"""What it costs to find the order of a schedule's actions, in blocks that are simulated."""
+"""What it costs to find the order of a schedule's actions, in blocks that are simulated, of 1024 partitions."""
+
+_ORDER, _MOMENTS = 3, 10
+"""What it costs to find the order of a schedule's actions, and when chunks hold most: in blocks of few partitions."""
+
+_FEW_BLOCKS = 8
+"""Of partitions that a search of bounded effort simulates, to be sure of the best."""
+
+_CELLS, _CHUNK_CELLS = 30, 5
+"""Stages in tables of 1F1B and of chunks that take as long to work out as one action."""
 
 _MOVES = (-4, -2, -1, 1, 2, 4)
 _ROUNDS = 200
 
 
-def simulated_answer(case: Case, *, upper_us: float = inf, deadline: float | None = None) -> Answer:
+def simulated_answer(
+    case: Case, *, upper_us: float = inf, deadline: float | None = None, most_actions: int | None = None
+) -> Answer:
     """The best partition found that beats `upper_us`, and what no partition of the case can beat.
+
+    Args:
+        case: The case.
+        upper_us: The step time to beat.
+        deadline: `time.monotonic()` at which the search ends.
+        most_actions: All effort there is, in actions simulated; None: as much as it takes, but for simulation itself.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found.
     """
-    search = _Search(case, upper_us, deadline)
+    search = _Search(case, upper_us, deadline, most_actions)
     try:
         (search.one_chunk if case.schedule == "1f1b" else search.several_chunks)()
     except OutOfTimeError:
@@ -72,20 +90,26 @@ def simulated_answer(case: Case, *, upper_us: float = inf, deadline: float | Non
             raise
         search.bound_us = min(search.bound_us, case.bound_us)
     bound_us = min(search.bound_us, search.upper_us)
-    if search.best is None:
-        return Answer(case, None, inf, bound_us, _METHOD)
-    return Answer(case, search.best, search.upper_us, bound_us, _METHOD)
+    step_us = inf if search.best is None else search.upper_us
+    return Answer(case, search.best, step_us, bound_us, _METHOD, search.actions_spent)
 
 
 class _Search:
-    def __init__(self, case: Case, upper_us: float, deadline: float | None) -> None:
+    def __init__(self, case: Case, upper_us: float, deadline: float | None, most_actions: int | None) -> None:
         self.case = case
         self.upper_us = upper_us
         self.bound_us = inf
         """Below every partition that was not simulated."""
         self.best: Partition | None = None
         self._deadline = deadline
-        self._actions_left = _MOST_ACTIONS
+        self._is_bounded = most_actions is not None
+        self._most_actions = _MOST_ACTIONS if most_actions is None else most_actions
+        self._actions_left = self._most_actions
+
+    @property
+    def actions_spent(self) -> int:
+        """The effort so far."""
+        return self._most_actions - self._actions_left
 
     # ---- 1F1B
 
@@ -97,13 +121,17 @@ class _Search:
             many = Many(self.case, count)
             windows = Windows(self.case)
             while windows.widen(self.upper_us):
+                cells = count * (self.case.costs.num_layers + 1) * windows.width
+                if not self._pays((_ORDER + 1) * self._actions(many, 1), cells // _CELLS):
+                    self.bound_us = min(self.bound_us, max(self._least_us(count), self.case.bound_us))
+                    return
                 problem = self.case.problem(count, width=windows.width, exact=True)
                 search = LabelSearch(problem, law, deadline=self._deadline)
                 found = search.best(upper_us=self.upper_us)
                 if found is None:
                     continue
                 least_us = found.step_us
-                self._actions_left -= _FIRST_TIME * self._actions(many, 1)
+                self._actions_left -= (_ORDER if self._is_bounded else _FIRST_TIME) * self._actions(many, 1)
                 for start in {found.cuts, search.min_max("work"), search.min_max("backward")} - {None}:
                     if self._actions_left > 0 or self.best is None:
                         self._improve_cuts(many, problem, np.array([start]))
@@ -166,6 +194,9 @@ class _Search:
             if least_us >= self.upper_us:
                 break
             many = Many(case, count)
+            if not self._pays((_ORDER + _MOMENTS + 1) * self._actions(many, 1), self._cells(many) // _CHUNK_CELLS):
+                self.bound_us = min(self.bound_us, least_us)
+                return
             try:
                 many.actions  # noqa: B018 - whether the schedule runs with so many devices
             except UsageError:
@@ -173,6 +204,8 @@ class _Search:
             balance = case.rules.balance
             if case.costs.num_layers < many.num_stages or (balance and len(balance) != many.num_stages):
                 continue
+            if self._is_bounded:
+                self._actions_left -= (_ORDER + _MOMENTS) * self._actions(many, 1)
             if not self._every_partition(many):
                 self._improve_all(many)
                 self.bound_us = min(self.bound_us, least_us)
@@ -293,7 +326,20 @@ class _Search:
     def _affordable(self, many: Many) -> int:
         """How many partitions can still be simulated."""
         blocks = max(0, self._actions_left // (2 * self._actions(many, 1)))
-        return min(_MOST_SIMULATED, _BLOCK * blocks)
+        return min(_MOST_SIMULATED, _BLOCK * (min(blocks, _FEW_BLOCKS) if self._is_bounded else blocks))
+
+    def _pays(self, actions: int, tables: int) -> bool:
+        """Whether what is left is enough for tables and for simulating so much; then the tables are paid for."""
+        if not self._is_bounded:
+            return True
+        if tables + actions > self._actions_left:
+            return False
+        self._actions_left -= tables
+        return True
+
+    def _cells(self, many: Many) -> int:
+        choices = allowed_choices(self.case.policy, self.case.micro_batches)
+        return (self.case.costs.num_layers + 1) * many.width * len(choices)
 
     def _check_time(self) -> None:
         if self._deadline is not None and time.monotonic() > self._deadline:

@@ -42,6 +42,7 @@ from tests.support.cli import (
     spawn,
     write_model,
 )
+from tests.support.profiles import profile_of
 
 COMMANDS = (
     *("profile", "profile-links", "solve", "emit", "check", "verify"),
@@ -413,26 +414,28 @@ def test_names_that_the_terminal_cannot_show_do_not_stop_a_command(empty: Path, 
 # solve: the answer no
 
 
-def test_an_impossible_cap_is_explained_and_the_advice_works(here: Path, capsys: Capsys) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "auto"])
+def test_an_impossible_cap_is_explained_and_the_advice_works(here: Path, capsys: Capsys, schedule: str) -> None:
     """Exit code 1, nothing written, the layer or stage in the way, and a `--mem` that does fit."""
     (here / "plan.yaml").unlink()
-    refused = call(capsys, "solve", "--devices", "2", "--mem", "500B")
+    asked = ("solve", "--devices", "2", "--schedule", schedule, "--mem")
+    refused = call(capsys, *asked, "500B")
     assert (refused.code, refused.out) == (1, "")
     assert refused.error.startswith("error: no plan fits 500 B on each of 2 devices: ")
     assert not (here / "plan.yaml").exists()
 
-    advised = re.search(r"the smallest `--mem` is (\S+) \(M = (\d+)\)", refused.err)
+    advised = re.search(r"(?:smallest `--mem` is|need at least `--mem`) (\S+) \(M = (\d+)\)", refused.err)
     assert advised is not None, refused.err
-    followed = call(capsys, "solve", "--devices", "2", "--mem", advised[1])
+    followed = call(capsys, *asked, advised[1])
     assert followed.code == 0, followed.err
-    assert files.read_plan("plan.yaml").micro_batches == int(advised[2])
+    assert schedule == "auto" or files.read_plan("plan.yaml").micro_batches == int(advised[2])
     assert call(capsys, "check").code == 0
 
 
 def test_advice_on_the_number_of_devices_works(here: Path, capsys: Capsys) -> None:
     """Under a cap that one device cannot keep but several can, the fewest that do are named."""
     several = call(capsys, "solve", "--devices", "5", "--mem", "1B")
-    smallest = re.search(r"the smallest `--mem` is (\S+) ", several.err)
+    smallest = re.search(r"need at least `--mem` (\S+) ", several.err)
     assert smallest is not None, several.err
     refused = call(capsys, "solve", "--devices", "1", "--mem", smallest[1])
     assert refused.code == 1
@@ -440,6 +443,22 @@ def test_advice_on_the_number_of_devices_works(here: Path, capsys: Capsys) -> No
     assert advised is not None, refused.err
     assert call(capsys, "solve", "--devices", advised[1], "--mem", smallest[1]).code == 0
     assert call(capsys, "solve", "--devices", str(int(advised[1]) - 1), "--mem", smallest[1]).code == 1
+
+
+def test_what_another_schedule_would_give_is_said(here: Path, capsys: Capsys) -> None:
+    """Where one is asked for, with the option that gives it; the certificate speaks of that schedule alone."""
+    asked = ("solve", "--devices", "2", "--mem", "8GB")
+    (here / "profile.yaml").write_text(files.dump(profile_of([1e4] * 8, [2e4] * 8, saved_bytes=1000, size=2)))
+    gpipe = call(capsys, *asked, "--batch", "8", "--schedule", "gpipe")
+    assert "no GPipe plan is faster" in gpipe.out
+    said = re.search(r"note: (.+) would take (\S+ ms), (\S+ %) less: `--schedule auto`", gpipe.err)
+    assert said is not None, gpipe.err
+    open_ = call(capsys, *asked, "--batch", "8")
+    assert open_.out.startswith(f"{said[1]}, 2 devices")
+    assert f"\nstep {said[2]} " in open_.out
+    assert "no plan is faster" in open_.out
+    assert "would take" not in open_.err
+    assert "would take" not in call(capsys, *asked, "--batch", "8", "--schedule", "gpipe", "--quiet").err
 
 
 def test_the_cap_is_echoed_in_both_units(here: Path, capsys: Capsys) -> None:
@@ -522,7 +541,7 @@ def test_a_balance_edited_by_hand_is_recomputed(here: Path, capsys: Capsys, show
     assert "GP203" in checked.out
     if shown == "json":
         now = json.loads(checked.out)["plan"]
-        options = ("--balance", "4,1", "--micro-batches", "2", "--format", "json")
+        options = ("--balance", "4,1", "--micro-batches", "2", "--schedule", now["schedule"], "--format", "json")
         asked = json.loads(call(capsys, "solve", "--devices", "2", "--mem", "8GB", *options).out)
         assert [stage["last"] for stage in now["stages"]] == ["3", "4"]
         assert now["predicted"] == asked["predicted"]

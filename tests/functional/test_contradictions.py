@@ -18,7 +18,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """An optimal plan beside its profile."""
     monkeypatch.chdir(tmp_path)
     files.write("profile.yaml", gate.profile())
-    assert call(capsys, "solve", "--devices", "3", "--mem", "2MB", "--batch", "4").code == 0
+    assert call(capsys, "solve", "--devices", "3", "--mem", "2MB", "--batch", "4", "--schedule", "gpipe").code == 0
     return files.read_plan("plan.yaml")
 
 

@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "press.py").write_text("import os\nos.mkdir('mark')\n")
     files.write("profile.yaml", gate.profile())
-    assert call(capsys, "solve", "--devices", "3", "--mem", "2MB", "--batch", "4").code == 0
+    assert call(capsys, "solve", "--devices", "3", "--mem", "2MB", "--batch", "4", "--schedule", "gpipe").code == 0
     return tmp_path
 
 
@@ -58,7 +58,7 @@ def test_names_stay_names_in_what_is_emitted(folder: Path, name: str, capsys: py
     assert "h.3" in text
     layers = tuple(replace(layer, name=name if layer.name == "h.3" else layer.name) for layer in measured.layers)
     files.write("profile.yaml", replace(measured, layers=layers, model=replace(measured.model, source=f"{name}.py:x")))
-    assert call(capsys, "solve", "--devices", "3", "--mem", "2MB", "--batch", "4").code == 0
+    assert call(capsys, "solve", "--devices", "3", "--mem", "2MB", "--batch", "4", "--schedule", "gpipe").code == 0
     for engine in ("native", "torch", "torchgpipe", "deepspeed", "torchtitan", "device-map"):
         ran = call(capsys, "emit", "-o", engine, "--format", engine)
         assert ran.code in (0, 2), ran

@@ -44,7 +44,25 @@ def test_a_model_of_transformers_goes_the_same_road(tmp_path: Path, monkeypatch:
     assert run(["profile", model, "--repeat", "2", "--granularity", "fine", *sizes]) == 0
     # Small as it is, two processes are no faster where two cost much.
     free = ["--overhead", "0us", "--link", "100GB/s,0us"]
-    assert run(["solve", "--devices", "2", "--mem", "2GB", "--batch", "8", "--recompute", "always", *free]) == 0
+    assert (
+        run(
+            [
+                "solve",
+                "--devices",
+                "2",
+                "--mem",
+                "2GB",
+                "--batch",
+                "8",
+                "--recompute",
+                "always",
+                "--schedule",
+                "gpipe",
+                *free,
+            ]
+        )
+        == 0
+    )
     assert run(["emit"]) == 0
     run_ranks(2, ["train.py", "--steps", "4", "--report", "run.json"], tmp_path)
     plan, report = read_plan("plan.yaml"), read_run("run.json")

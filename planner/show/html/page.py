@@ -8,7 +8,7 @@ from importlib import resources
 from string import Template
 
 from planner import __version__
-from planner.core.plan import Plan, SolverReport
+from planner.core.plan import Plan
 from planner.core.profile import Profile
 from planner.core.run_report import RunReport
 from planner.core.step import Step
@@ -21,7 +21,7 @@ from planner.show.html.parts import STYLE, Section, definitions, layer_name, scr
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
 from planner.show.memory import share_of_cap
-from planner.show.names import method_name, not_measured, schedule_name
+from planner.show.names import method_name, not_measured, plans_searched, schedule_name
 from planner.show.numbers import layer_range, percent, rate
 
 __all__ = ["plan_html", "profile_html", "run_html"]
@@ -113,7 +113,7 @@ def _figures(plan: Plan) -> list[_Figure]:
     caps = [plan.stages[d].memory_bytes for d in range(plan.num_devices)]
     fullest = max(range(len(devices)), key=lambda d: devices[d] / max(1, caps[d]))
     return [
-        ("step", format_us(predicted.step_us), _certificate(plan.solver)),
+        ("step", format_us(predicted.step_us), _certificate(plan)),
         ("samples/s", rate(predicted.samples_per_s), f"batch {plan.inputs.batch}"),
         ("bubble", percent(predicted.bubble), f"ideal {percent(predicted.ideal_bubble)}"),
         ("peak memory", format_bytes(devices[fullest]), f"{share_of_cap(devices[fullest], caps[fullest])} of its cap"),
@@ -128,11 +128,12 @@ def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
     return [(what, value, f"{how}; {remark}" if remark else how) for what, value, remark in figures]
 
 
-def _certificate(solver: SolverReport) -> str:
+def _certificate(plan: Plan) -> str:
+    solver, whole = plan.solver, plans_searched(plan)
     if solver.status == "optimal":
-        return "optimal: no plan is faster"
+        return f"optimal: no {whole} is faster"
     if solver.status == "feasible":
-        return f"no plan is faster than {format_us(solver.lower_bound_us)} (gap {percent(solver.gap)})"
+        return f"no {whole} is faster than {format_us(solver.lower_bound_us)} (gap {percent(solver.gap)})"
     return "these cuts were given, not searched"
 
 
@@ -171,7 +172,7 @@ def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
     facts = [
         ("plan digest", digest),
         ("planned by", f"{written.name} {written.version}" if written else ""),
-        ("certificate", f"{_certificate(plan.solver)}; {method_name(plan.solver.method)}"),
+        ("certificate", f"{_certificate(plan)}; {method_name(plan.solver.method)}"),
         ("devices", f"{inputs.devices}, cap {', '.join(map(format_bytes, caps))}"),
         ("batch", str(inputs.batch)),
         ("schedule asked for", inputs.schedule),

@@ -123,10 +123,15 @@ def test_layers_and_ties_that_it_cannot_run_are_refused() -> None:
     several = replace(profile, layers=(replace(first, modules=("body.0", "body.x")), *others))
     with pytest.raises(UsageError, match="runs modules one after the other"):
         script_of(plan, several)
-    tied = replace(profile, layers=(*profile.layers[:-1], replace(profile.layers[-1], tied=("body.0.weight",))))
+    first, *others, last = profile.layers
+    tied = replace(profile, layers=(first, *others, replace(last, tied=("body.0.weight",))))
     with pytest.raises(UsageError, match=r'"body\.0" and "body\.11" share parameters') as refused:
         script_of(plan, tied)
-    assert "--together body.0,body.11" in refused.value.hint
+    assert "--together" not in refused.value.hint  # which would leave one stage
+    tied = replace(profile, layers=(first, *others, replace(last, tied=("body.1.weight",))))
+    with pytest.raises(UsageError, match=r'"body\.1" and "body\.11" share parameters') as refused:
+        script_of(plan, tied)
+    assert "--together body.1,body.11" in refused.value.hint
     stages = (replace(plan.stages[0], recompute="layers", recomputed=("body.1",)), plan.stages[1])
     with pytest.raises(UsageError, match="recomputation layer by layer"):
         script_of(replace(plan, stages=stages), profile)

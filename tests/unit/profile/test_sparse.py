@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner import api
 from planner.core.costs import costs_at
-from planner.core.errors import ModelError
+from planner.core.errors import ModelError, UsageError
 from planner.core.memory import stage_memory
 from planner.core.profile import Profile
-from planner.core.sparse import accumulated
+from planner.core.sparse import accumulated, sparse_layer
 from planner.model.meter import CpuMeter
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -113,3 +114,15 @@ def test_dense_gradients_leave_no_trace() -> None:
     """Costs of a model without any are what they were, without a copy."""
     costs = costs_at(profile_of(nn.Sequential(nn.Embedding(ROWS, WIDTH)), sgd), SIZE)
     assert accumulated(costs, 4) is costs
+
+
+def test_replicas_which_would_sum_them_are_refused() -> None:
+    """With what to do instead; where the solver may choose there are none, and without sparse gradients there are."""
+    sparse, dense = (profile_of(nn.Sequential(nn.Embedding(ROWS, 8, sparse=s)), sgd) for s in (True, False))
+    assert (sparse_layer(sparse), sparse_layer(dense)) == ("0", None)
+    ask = {"devices": 2, "mem": "1GB", "batch": 2 * SIZE, "extrapolate": True}
+    with pytest.raises(UsageError, match='layer "0" are sparse, and 2 replicas would have to sum') as refused:
+        api.solve(sparse, replicas=2, **ask)  # type: ignore[arg-type]
+    assert "leave `--replicas` out" in refused.value.hint
+    assert api.solve(sparse, replicas="auto", **ask).replicas == 1  # type: ignore[arg-type]
+    assert api.solve(dense, replicas="auto", **ask).replicas == 2  # type: ignore[arg-type]

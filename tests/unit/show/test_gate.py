@@ -202,7 +202,7 @@ def test_pictures_keep_within_the_terminal(width: int, unicode: bool) -> None:  
 def test_numbers_are_never_broken(width: int) -> None:
     """Where there is no room a column goes, and what stays is whole; the plan and the rate always stay."""
     narrow = style(width)
-    found = api.sweep(gate.profile(), devices=(1, 2, 3), mem="500kB,2MB", batch=4)
+    found = api.sweep(gate.profile(), devices=(1, 2, 3), mem="500kB,2MB", batch=4, schedule="gpipe")
     comparison = api.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
     lines = sweep_text(found, narrow).splitlines()
     assert lines[-3] == "smallest that trains: 1 device with 2MB, 44.4 samples/s"

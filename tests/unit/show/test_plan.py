@@ -50,7 +50,7 @@ def test_headline_of_each_schedule():
 @pytest.mark.parametrize(
     ("solver", "words"),
     [
-        (SolverReport(method="exact", status="optimal"), "optimal: no plan is faster (exact)"),
+        (SolverReport(method="exact", status="optimal"), "optimal: no GPipe plan is faster (exact)"),
         (SolverReport(method="dynamic-programming", status="optimal"), "faster (dynamic programme)"),
         (SolverReport(method="integer-programming", status="optimal"), "faster (integer programme)"),
         (SolverReport(method="simulated", status="feasible", gap=0.1), "(bounds and simulation)"),
@@ -119,8 +119,8 @@ def test_unused_devices():
     assert "unused" not in plan_text(interleaved(), (), WIDE)
 
 
-def asked_for(planned, *, replicas, solver="optimal"):
-    inputs = replace(planned.inputs, replicas=replicas)
+def asked_for(planned, *, replicas, solver="optimal", schedule="gpipe"):
+    inputs = replace(planned.inputs, replicas=replicas, schedule=schedule)
     return replace(planned, inputs=inputs, solver=replace(planned.solver, status=solver))
 
 
@@ -128,10 +128,11 @@ def test_a_plan_without_a_cut():
     """It says that it is no pipeline, and whether that was found to be the fastest or could not be otherwise."""
     copies, alone = plan((6,), replicas=3), plan((6,), devices=3)
     found = [
-        (asked_for(copies, replicas=0), "no cut is faster than 3 copies of the whole model"),
-        (asked_for(copies, replicas=0, solver="feasible"), "no cut was found that is faster than 3 copies of the"),
+        (asked_for(copies, replicas=0), "under GPipe no cut is faster than 3 copies of the whole model"),
+        (asked_for(copies, replicas=0, schedule="auto"), "no cut is faster than 3 copies of the whole model"),
+        (asked_for(copies, replicas=0, solver="feasible"), "under GPipe no cut was found that is faster than 3 copies"),
         (copies, "3 copies of the whole model\n"),
-        (alone, "no cut is faster than the whole model on one device\n2 of 3 devices left unused\n"),
+        (alone, "under GPipe no cut is faster than the whole model on one device\n2 of 3 devices left unused\n"),
         (asked_for(alone, replicas=1, solver="given"), "the whole model on one device\n2 of 3"),
         (plan((6,)), "the whole model on one device\n"),
     ]

@@ -52,7 +52,7 @@ def test_every_cell_is_the_plan_of_its_own_search(seed: int, schedule: str) -> N
 
 def test_the_smallest_cluster_is_named() -> None:
     """Fewest devices first, then least memory; none where nothing fits."""
-    sweep = api.sweep(gate.profile(), devices="1,2,3", mem="500kB,900kB,1.5MB", batch=4)
+    sweep = api.sweep(gate.profile(), devices="1,2,3", mem="500kB,900kB,1.5MB", batch=4, schedule="gpipe")
     assert sweep.smallest is not None
     found = sweep.cells[sweep.smallest]
     assert (found.devices, found.memory_bytes) == (2, 1_500_000)

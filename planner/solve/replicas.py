@@ -1,0 +1,42 @@
+"""Pipelines side by side: how many there may be, and what does not go with them."""
+
+from planner.core.errors import UsageError
+from planner.core.plan import Inputs
+from planner.core.profile import Profile
+from planner.core.sparse import sparse_layer
+
+__all__ = ["check_replicas", "replica_counts"]
+
+
+def replica_counts(profile: Profile, inputs: Inputs) -> list[int]:
+    """How many replicas there may be: as many as were asked for, else every number that shares the batch equally."""
+    if inputs.replicas:
+        return [inputs.replicas]
+    if sparse_layer(profile) is not None:
+        return [1]  # more would have to sum them
+    return [r for r in range(1, inputs.devices + 1) if inputs.batch % r == 0]
+
+
+def check_replicas(profile: Profile, inputs: Inputs) -> None:
+    """Refuses replicas that cannot be.
+
+    Raises:
+        UsageError: Devices are unlike or too few, the batch cannot be shared, or gradients would have to be summed that
+            nothing sums.
+    """
+    unlike = len(set(inputs.memory_bytes)) > 1 or len(set(inputs.speeds)) > 1
+    if inputs.replicas != 1 and unlike:
+        raise UsageError("replicas of a pipeline need devices that are all alike, got unequal caps or speeds")
+    if inputs.replicas > inputs.devices:
+        raise UsageError(f"{inputs.replicas} replicas need at least as many devices, there are {inputs.devices}")
+    if inputs.replicas > 1 and inputs.batch % inputs.replicas:
+        raise UsageError(
+            f"a batch of {inputs.batch} cannot be shared equally by {inputs.replicas} replicas",
+            hint="choose a `--batch` that the replicas divide",
+        )
+    sparse = sparse_layer(profile) if inputs.replicas > 1 else None
+    if sparse is not None:
+        raise UsageError(
+            f'the gradients of layer "{sparse}" are sparse, and {inputs.replicas} replicas would have to sum them',
+            hint="leave `--replicas` out, or build the layer with `sparse=False` and profile again",
+        )

@@ -1,0 +1,124 @@
+"""The schedule left open: never slower than GPipe, with bounded effort, and GPipe where only that can do the rest."""
+
+import inspect
+from dataclasses import replace
+
+import pytest
+
+from planner import api
+from planner.cli.solve import solve as solve_command
+from planner.cli.sweep import sweep as sweep_command
+from planner.core.errors import UsageError
+from planner.core.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
+from planner.core.profile import Device, Profile
+from planner.solve import Request, faster_schedule, many, request_of, solve
+from planner.solve.search import MOST_ACTIONS_OF_AUTO
+from tests.support.chains import random_profile
+from tests.support.profiles import inputs_of, profile_of
+
+WHERE = ProfileReference(path="profile.yaml", digest="sha256:0")
+
+
+def tight() -> Profile:
+    """Eight layers that keep 100 bytes of each micro-batch: GPipe must compute most of them again, 1F1B need not."""
+    return profile_of([10.0] * 8, [20.0] * 8, saved_bytes=100)
+
+
+def answer(profile: Profile, schedule: str, *, devices: int = 4, batch: int = 16, **more: object) -> Plan:
+    """The plan under a cap of 2000 bytes, unless another one is given."""
+    mem = more.pop("mem", 2000)
+    return solve(profile, request_of(profile, WHERE, devices=devices, mem=mem, batch=batch, schedule=schedule, **more))  # type: ignore[arg-type]
+
+
+def test_it_is_what_is_asked_where_nothing_is() -> None:
+    """By either command, by the functions of the same name, and by what resolves their options."""
+    asked = (api.solve, api.sweep, request_of, solve_command, sweep_command)
+    assert {inspect.signature(one).parameters["schedule"].default for one in asked} == {DEFAULT_SCHEDULE} == {"auto"}
+
+
+def test_where_memory_is_short_another_schedule_is_much_faster() -> None:
+    """GPipe recomputes; what keeps fewer micro-batches in flight does not have to."""
+    gpipe, best = answer(tight(), "gpipe"), answer(tight(), "auto")
+    assert gpipe.predicted.recompute_share > 0.1
+    assert best.predicted.recompute_share == 0
+    assert best.schedule != "gpipe"
+    assert best.predicted.step_us < 0.8 * gpipe.predicted.step_us
+
+
+@pytest.mark.parametrize("actions", [0, 20_000, MOST_ACTIONS_OF_AUTO])
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_never_slower_than_gpipe_and_its_bound_is_below_all(seed: int, actions: int) -> None:
+    """However little effort there is for the others; the bound holds for what was not looked at, too."""
+    profile = random_profile(seed, 7, sizes=(1, 4))
+    inputs = inputs_of(3, 4, memory_bytes=9000)
+    found = solve(profile, Request(inputs=replace(inputs, schedule="auto", chunks=0), actions=actions))
+    every = [solve(profile, Request(inputs=replace(inputs, schedule=name, chunks=0 if name == "interleaved" else 1)))
+             for name in ("gpipe", "1f1b", "interleaved")]  # fmt: skip
+    assert found.predicted.step_us <= every[0].predicted.step_us
+    assert found.solver.lower_bound_us <= min(plan.predicted.step_us for plan in every) * (1 + 1e-9)
+    if actions == 0:
+        assert found.schedule == "gpipe"
+    if actions == MOST_ACTIONS_OF_AUTO:
+        assert found.predicted.step_us == pytest.approx(min(plan.predicted.step_us for plan in every))
+
+
+def test_its_effort_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty layers on sixteen devices in up to 128 micro-batches: so many actions are simulated and no more."""
+    simulated = 0
+    real = many.makespans
+
+    def counting(actions, **times):  # type: ignore[no-untyped-def]
+        nonlocal simulated
+        simulated += -(-len(times["forward_us"]) // 1024) * sum(map(len, actions))
+        return real(actions, **times)
+
+    monkeypatch.setattr(many, "makespans", counting)
+    profile = random_profile(1, 40)
+    inputs = replace(inputs_of(16, 128, extrapolate=True), schedule="auto", chunks=0)
+    solve(profile, Request(inputs=inputs, actions=100_000))
+    assert 0 < simulated <= 300_000  # of two schedules, and what was begun is done
+
+
+@pytest.mark.parametrize(
+    "more", [{"recompute": "layers"}, {"solver": "milp"}, {"devices_any_order": True, "speed": "1,2,1,1"}]
+)
+def test_what_only_gpipe_can_do_makes_it_gpipe(more: dict[str, object]) -> None:
+    """The plan says so, and claims nothing of other schedules; asked for by name, another one is refused."""
+    plan = answer(tight(), "auto", **more)
+    assert (plan.schedule, plan.inputs.schedule) == ("gpipe", "gpipe")
+    with pytest.raises(UsageError, match="1f1b"):
+        answer(tight(), "1f1b", **more)
+
+
+def test_what_is_for_a_tpu_is_gpipe() -> None:
+    """The JAX program that trains there runs nothing else, but what is asked for is planned."""
+    profile = replace(tight(), device=Device(kind="tpu:v2", name="TPU v2", how="compiled"))
+    assert answer(profile, "auto").inputs.schedule == "gpipe"
+    assert answer(profile, "1f1b").inputs.schedule == "1f1b"
+
+
+def test_what_another_schedule_would_give() -> None:
+    """The plan of the fastest of them, of whatever was asked for; the fastest has no better."""
+    profile = tight()
+    gpipe = answer(profile, "gpipe")
+    other = faster_schedule(profile, gpipe)
+    assert other is not None
+    assert other.schedule != "gpipe"
+    assert other.predicted.step_us == pytest.approx(answer(profile, "auto").predicted.step_us)
+    assert faster_schedule(profile, gpipe, micro_batches=8) is None  # in micro-batches of a size not profiled
+    by_layers = faster_schedule(profile, answer(profile, "gpipe", recompute="layers"))
+    assert by_layers is not None
+    assert by_layers.inputs.recompute == "auto"
+    assert faster_schedule(profile, answer(profile, other.schedule)) is None
+
+
+def test_nothing_is_said_of_other_schedules_where_there_is_nothing_to_compare() -> None:
+    """A schedule left open, cuts that were given, a TPU, devices in any order, what is too large to look at."""
+    profile = tight()
+    tpu = replace(profile, device=Device(kind="tpu:v2", name="TPU v2", how="compiled"))
+    gpipe = answer(profile, "gpipe")
+    assert faster_schedule(profile, answer(profile, "auto")) is None
+    assert faster_schedule(profile, answer(profile, "gpipe", balance="2,2,2,2")) is None
+    assert faster_schedule(tpu, answer(tpu, "gpipe")) is None
+    assert faster_schedule(profile, answer(profile, "gpipe", devices_any_order=True, speed="1,2,1,1")) is None
+    assert faster_schedule(replace(profile, layers=profile.layers * 1000), gpipe) is None
