@@ -5,11 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-define UNFIT
-note: this torchvision does not load beside this torch (the package index has CUDA builds, say), so neither models of \
-transformers nor of timm import, but in the tests. For those of transformers: \
-$(BIN)/python -m pip uninstall torchvision. For both, beside a CPU torch: \
-$(BIN)/python -m pip install --no-deps --force-reinstall --constraint constraints.txt \
+define ASIDE
+note: this torchvision does not load beside this torch (the package index has CUDA builds, say), and transformers fails \
+where one is there that does not load: it lies in $(VENV)/aside now, where only tests find it. Models of timm need one that \
+loads. For a CPU torch: $(BIN)/python -m pip install --no-deps --constraint constraints.txt \
 --index-url https://download.pytorch.org/whl/cpu torchvision
 endef
 
@@ -37,7 +36,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint constraints.txt --editable ".[dev]"
 	-$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt timm torchvision
-	@$(BIN)/python -c "import torchvision" 2>/dev/null || echo "$(UNFIT)"
+	@$(BIN)/python -c "import torchvision" 2>/dev/null || { mkdir -p $(VENV)/aside; \
+	mv $(VENV)/lib/python*/site-packages/torchvision* $(VENV)/aside/ 2>/dev/null && echo "$(ASIDE)" || true; }
 	touch $@
 
 clean:

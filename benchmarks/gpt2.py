@@ -4,14 +4,8 @@ gpipe-plan profile benchmarks/gpt2.py --set layers=48 --set width=1600 --set hea
 gpipe-plan profile benchmarks/gpt2.py --set layers=96 --set width=12288 --set heads=96 --device estimate:h100
 """
 
-import sys
-from types import ModuleType
-
 import torch
 from torch import Tensor, nn
-
-# The torchvision of the package index is built for CUDA: beside a CPU torch its operators do not load.
-sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
 
 VOCABULARY = 50257
 

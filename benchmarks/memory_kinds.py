@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from planner.model.nests import tensors_in
 from tests.support.own_models import experts, generative, language, tables, vision
+from tests.support.vision import find_torchvision
 
 WORDS, TOKENS, WIDTH, PIXELS, ITEMS = 2048, 32, 128, 64, 20_000
 
@@ -40,6 +41,7 @@ def _pictures(batch: int) -> Tensor:
 
 def _timm(name: str) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
+        find_torchvision()
         import timm  # noqa: PLC0415 - it takes seconds
 
         model: nn.Module = timm.create_model(name, num_classes=7)

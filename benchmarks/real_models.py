@@ -5,15 +5,10 @@ gpipe-plan profile benchmarks/real_models.py --set name=vit --set frozen=3
 """
 
 import re
-import sys
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-# The torchvision of the package index is built for CUDA: beside a CPU torch its operators do not load.
-sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
 
 WORDS, TOKENS, WIDTH, PIXELS = 2048, 64, 256, 64
 

@@ -26,12 +26,6 @@ PAGES = {
 NOT_RUN = re.compile(r"make |pip install ")
 """What CI itself runs, or ran before."""
 
-# The torchvision of the package index is built for CUDA: beside a CPU torch its operators do not load.
-SITE = """import sys
-from types import ModuleType
-sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
-"""
-
 BLOCKS = """import torch
 from torch import nn
 
@@ -67,7 +61,6 @@ def loss_fn(output, target):
 
 def prepare(page: str, folder: Path) -> None:
     """What the page takes for granted, in a form that is quick to measure."""
-    (folder / "sitecustomize.py").write_text(SITE)
     if page == "README":
         source = (ROOT / "sample_models" / "transformer_lm.py").read_text()
         (folder.parent / "sample_models").mkdir()

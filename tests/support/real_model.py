@@ -1,18 +1,16 @@
 """What an entry among the real models is, and how those of `transformers` and `timm` are made from a configuration."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from planner.model.nests import tensors_in
+from tests.support.vision import find_torchvision
 
-# The torchvision of the package index is built for CUDA: beside a CPU torch its operators do not load.
-sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
+find_torchvision()
 
 __all__ = [
     "DECODER",

@@ -1,15 +1,8 @@
 """GPT-2 as `transformers` builds it, small; it computes its own loss."""
 
-import sys
-from types import ModuleType
-
 import torch
 from torch import Tensor, nn
-
-# The torchvision of the package index is built for CUDA: beside a CPU torch its operators do not load.
-sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
-
-from transformers import GPT2Config, GPT2LMHeadModel, logging  # noqa: E402 - behind what makes it possible
+from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 logging.set_verbosity_error()
 
