@@ -39,6 +39,7 @@ __all__ = [
     "attached_tpu",
     "check_installed",
     "compile_program",
+    "compiled",
     "expect_no_tpu",
     "filled_between",
     "halves_of",
@@ -451,6 +452,21 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("torch", "torchax", "jax", "jaxlib", "libtpu")}
 
 
+def compiled(lowered: Any) -> Any:
+    """A lowered program, compiled.
+
+    Raises:
+        OutOfMemoryError: It alone needs more than the device has.
+    """
+    jax, _ = jax_modules()
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(str(error).splitlines()[0]) from error
+
+
 def compile_program(
     function: Callable[..., Any], shapes: Sequence[Any], device: Any, donated: Sequence[int] = ()
 ) -> Program:
@@ -473,12 +489,7 @@ def compile_program(
     with warnings.catch_warnings():
         # What is donated and cannot be used again is no loss.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        try:
-            executable = jitted.lower(*shapes).compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise OutOfMemoryError(str(error).splitlines()[0]) from error
+        executable = compiled(jitted.lower(*shapes))
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
     return Program(
         argument_bytes=memory.argument_size_in_bytes,

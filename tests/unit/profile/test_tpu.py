@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.tpu_composition import RUNS, compiled_bytes, predicted_bytes
+from benchmarks.tpu_composition import RUNS, compare, compiled_bytes, predicted_bytes
 from planner.core.errors import MeasurementError, ModelError, UsageError
+from planner.core.profile import Profile
 from planner.core.rates import rates_of
-from planner.model import LoadedModel, in_precision, model_of
+from planner.model import LoadedModel, in_precision, load_model, model_of
 from planner.profile import ProfileOptions, profile_model, tpu
 from planner.profile.structure import find_chain
 from planner.profile.tpu import Compiler
@@ -28,6 +29,28 @@ V2 = ProfileOptions(micro_batch_sizes=(8, 16), device="tpu:v2")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+PERCEPTRON = """
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, hidden):
+        return hidden + self.down(self.up(hidden).relu())
+
+def build_model():
+    return nn.Sequential(*(Layer() for _ in range(4)))
+
+def example_batch(size):
+    return torch.randn(size, 256), torch.randn(size, 256)
+
+loss_fn = nn.functional.mse_loss
+"""
 
 
 def perceptron(width: int = 128) -> LoadedModel:
@@ -73,14 +96,31 @@ def test_layers_are_what_the_compiler_says() -> None:
     assert first.output_bytes == (4 * 8 * 128, 4 * 16 * 128)
 
 
-def test_composed_memory_is_that_of_the_whole_program() -> None:
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Profile]:
+    """A model from a file, and its profile at 256 samples."""
+    folder = tmp_path_factory.mktemp("composed")
+    (folder / "model.py").write_text(PERCEPTRON)
+    loaded = load_model(str(folder / "model.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        return loaded, profile_model(loaded, replace(V2, micro_batch_sizes=(256,)))
+
+
+def test_composed_memory_is_that_of_the_whole_program(composed: tuple[LoadedModel, Profile]) -> None:
     """Within 10 %; larger models, one by one: docs/measurements/tpu-composition.md."""
-    loaded, size = perceptron(256), 256
-    profile = profile_model(loaded, replace(V2, micro_batch_sizes=(size,)))
+    loaded, profile = composed
     for recompute, micro_batches in RUNS:
         predicted = predicted_bytes(profile, recompute, micro_batches)
-        compiled = compiled_bytes(loaded, size, recompute, micro_batches)
+        compiled = compiled_bytes(loaded, 256, recompute, micro_batches)
         assert predicted == pytest.approx(compiled, rel=0.1), (recompute, micro_batches)
+
+
+def test_memory_of_a_program_of_several_stages_is_predicted(composed: tuple[LoadedModel, Profile]) -> None:
+    """It takes more than its fullest stage by itself, and that much more is known."""
+    found = compare(composed[1], stages=2, micro_batches=4, recompute="never")
+    assert found.fullest < 0.95 * found.compiled
+    assert 0.95 * found.compiled < found.predicted < 1.15 * found.compiled
 
 
 def test_half_the_precision_is_half_the_memory() -> None:
