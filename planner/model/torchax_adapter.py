@@ -40,9 +40,11 @@ __all__ = [
     "check_installed",
     "compile_program",
     "compiled",
+    "environment",
     "expect_no_tpu",
     "filled_between",
     "halves_of",
+    "in_32_bits",
     "jax_modules",
     "layer_function",
     "named_chip",
@@ -277,7 +279,7 @@ def layer_function(
         values: Inputs as they are given to `run`; of tensors only shape and dtype count.
     """
     _, torchax = jax_modules()
-    env = _environment()
+    env = environment()
     # A stage runs the whole model's forward; its own parameters are the model's.
     owner = module._part.model if isinstance(module, ModelStage) else module
     places = [n for n, value in enumerate(values) if isinstance(value, Tensor)]
@@ -286,7 +288,7 @@ def layer_function(
 
     def call(state: Arrays, inputs: Sequence[Any], key: Any) -> list[Any]:
         with (
-            _in_32_bits(),
+            in_32_bits(),
             env.override_property(prng=key),
             env,
             _reparametrize_module(owner, env.j2t_iso(dict(state)), tie_weights=True),
@@ -593,7 +595,7 @@ def _worth_keeping(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 @contextmanager
-def _in_32_bits() -> Iterator[None]:
+def in_32_bits() -> Iterator[None]:
     """Torch's integers have 64 bits, and JAX says each time that its own have 32."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Explicitly requested dtype")
@@ -649,7 +651,7 @@ def _without_named_tensors() -> Iterator[None]:
 
 
 @cache
-def _environment() -> Any:
+def environment() -> Any:
     """Where torch's operators are JAX's."""
     jax, torchax = jax_modules()
 
