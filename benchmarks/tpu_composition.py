@@ -74,6 +74,7 @@ CASES = (
 
 SEVERAL = (
     Case(model="tpu_models", settings={"name": "vit"}, size=16),
+    Case(model="tpu_models", settings={"name": "vit"}, size=16, dtype="bf16"),
     Case(
         model="transformer_lm",
         settings={

@@ -339,10 +339,9 @@ def program_parts(
     nothing = np.zeros_like(stages.saved)
     kept = stages.saved if keeps else nothing
     if costs.compiled:
-        # One micro-batch's input is taken out of the mini-batch, which lies as the first layer wants it: in 16 bits
-        # where products read it.
+        # All of the mini-batch lies as the first layer wants it, in 16 bits where its products read it so.
         is_narrowed = costs.narrowed_input[first:end].any()
-        batch = costs.laid_out[first:end].sum() * (micro_batches / 2 if is_narrowed else 1)
+        batch = micro_batches * costs.laid_out[first:end].sum() / (2 if is_narrowed else 1)
         invariant = nothing + costs.narrowed[first:end].sum() + costs.padding[first:end].sum() + batch
         running = kept + stages.forward, stages.backward if keeps else stages.program
     elif costs.exact:

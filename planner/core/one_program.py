@@ -11,7 +11,7 @@ with I what a stage receives and S what it keeps of a micro-batch, each the larg
 own for its results: what a forward keeps is made, is a result, and is put into its place among M; a backward is given
 it from there. What is received is there beside what is sent. Gradients are added to in place. Read from the compiler's
 assignment of buffers (jax 0.10.2, libtpu 0.0.52), but for the tenth of a backward, which stands for gaps between arrays
-of unlike sizes: there were 2 to 24 %. How near it comes: docs/measurements/tpu-composition.md.
+of unlike sizes. How near it comes: docs/measurements/tpu-composition.md.
 """
 
 from planner.core.costs import ChainCosts
@@ -22,7 +22,7 @@ from planner.core.plan import StageMemory
 __all__ = ["program_memory"]
 
 _GAPS = 1.1
-"""Memory of a branch over what is alive in it."""
+"""Memory of a backward over what its layers add up to."""
 
 
 def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:

@@ -22,29 +22,22 @@ so that an interrupted profile goes on where it was.
 
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
 import statistics
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from planner.core.errors import ModelError
 from planner.core.profile import BoundaryTensor, MemoryDetail, ProgramMemory
 from planner.core.rates import Rates
 from planner.model.torchax_adapter import (
     Halves,
-    LacksOperatorError,
     LayerFunction,
     OutOfMemoryError,
     Program,
@@ -59,6 +52,7 @@ from planner.model.torchax_adapter import (
 )
 from planner.model.torchax_optimizer import Builder, optimizer_description, step_function
 from planner.model.tpu_layouts import padded_bytes
+from planner.profile.compiling import Problem, found_by, raise_problems
 from planner.profile.units import Unit, UnitInput
 
 __all__ = ["CompiledLayer", "CompiledStep", "Compiler", "unit_function"]
@@ -66,14 +60,8 @@ __all__ = ["CompiledLayer", "CompiledStep", "Compiler", "unit_function"]
 _REVISION = 2
 """Of what is remembered of a layer or a step, and of how it is compiled."""
 
-_WORKER_BYTES = 4 * 2**30
-"""A process that compiles needs about so much at most."""
-
 _LEAST_FILLING_BYTES = 2**24
 """The compiler would not put this into the core's own memory."""
-
-_LACKING, _TOO_LARGE = "lacking", "too large"
-"""What may be wrong with a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,25 +148,6 @@ def unit_function(unit: Unit, given: UnitInput) -> LayerFunction:
     return layer_function(unit.module, run, [*given.values, *targets])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Problem:
-    """Why a layer was not compiled, as it can pass from one process to another."""
-
-    kind: str
-    what: str
-    traceback: str = ""
-
-
-class _WorkerError(Exception):
-    """An exception of another process: its traceback, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-_Found = TypeVar("_Found", CompiledLayer, CompiledStep)
-
-
 class Compiler:
     """Compiles layers for one kind of chip, or for the device that is attached, and remembers what came of it.
 
@@ -204,13 +173,13 @@ class Compiler:
         """
         paths = [self._path(self._known_of(unit, given)) for unit, given, _ in jobs]
         works = [partial(self._of_unit, unit, given) for unit, given, _ in jobs]
-        problems: dict[str, dict[str, _Problem]] = {}
-        for n, found in self._found(CompiledLayer, paths, works):
+        problems: dict[str, dict[str, Problem]] = {}
+        for n, found in found_by(CompiledLayer, paths, works, several=bool(self._chip)):
             if isinstance(found, CompiledLayer):
                 yield n, found
             else:
                 problems.setdefault(found.kind, {})[jobs[n][0].name] = found
-        _raise(problems)
+        raise_problems(problems)
 
     def steps(self, parameters: Sequence[Sequence[Tensor]], build: Builder) -> Iterator[tuple[int, CompiledStep | str]]:
         """The optimizer's step over the parameters of several layers: place and outcome, as they come.
@@ -224,40 +193,10 @@ class Compiler:
         """
         paths = [self._path(self._known_of_step(trained, build)) for trained in parameters]
         works = [partial(self._step, trained, build) for trained in parameters]
-        for n, found in self._found(CompiledStep, paths, works):
+        for n, found in found_by(CompiledStep, paths, works, several=bool(self._chip)):
             yield n, found if isinstance(found, CompiledStep) else found.what
 
     # Private methods
-
-    def _found(
-        self, kind: type[_Found], paths: Sequence[Path | None], works: Sequence[Callable[[], _Found]]
-    ) -> Iterator[tuple[int, _Found | _Problem]]:
-        """What is remembered, then what is compiled now; equal ones are compiled once."""
-        missing: dict[Path | int, list[int]] = {}
-        for n, path in enumerate(paths):
-            known = _remembered(kind, path)
-            if known is None:
-                missing.setdefault(n if path is None else path, []).append(n)
-            else:
-                yield n, known
-        places = list(missing.values())
-        for place, found in self._compiled([works[alike[0]] for alike in places]):
-            if isinstance(found, kind):
-                _remember(paths[places[place][0]], found)
-            for n in places[place]:
-                yield n, found
-
-    def _compiled(self, works: Sequence[Callable[[], _Found]]) -> Iterator[tuple[int, _Found | _Problem]]:
-        global _job  # noqa: PLW0603 - what a forked process inherits
-        workers = _num_workers(len(works)) if self._chip else 1
-        if workers == 1:
-            for n, work in enumerate(works):
-                yield n, _tried(work)
-            return
-        _job = [partial(_tried, work) for work in works]
-        # Forked before jax is imported, so that each has the model as it is here and a jax of its own.
-        with multiprocessing.get_context("fork").Pool(workers, initializer=_quiet) as pool:
-            yield from pool.imap_unordered(_run_job, range(len(works)))
 
     def _of_unit(self, unit: Unit, given: UnitInput) -> CompiledLayer:
         return self._layer(unit_function(unit, given))
@@ -342,74 +281,6 @@ class Compiler:
 
 # Private functions
 
-_job: list[Callable[[], Any]] = []
-
-
-def _run_job(place: int) -> tuple[int, Any]:
-    return place, _job[place]()
-
-
-def _tried(work: Callable[[], _Found]) -> _Found | _Problem:
-    try:
-        return work()
-    except LacksOperatorError as error:
-        return _Problem(kind=_LACKING, what=str(error))
-    except OutOfMemoryError as error:
-        return _Problem(kind=_TOO_LARGE, what=str(error))
-    except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else ""
-        return _Problem(kind="", what=f"{type(error).__name__}: {first}", traceback=traceback.format_exc())
-
-
-def _remembered(kind: type[_Found], path: Path | None) -> _Found | None:
-    if path is None:
-        return None
-    # Whatever is wrong with the file, it can be compiled again.
-    with suppress(OSError, ValueError, TypeError):
-        return kind(**_with_tuples(json.loads(path.read_text(encoding="utf-8"))))
-    return None
-
-
-def _remember(path: Path | None, found: Any) -> None:
-    if path is None:
-        return
-    with suppress(OSError):  # a full disk costs time, not the profile
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(asdict(found)), encoding="utf-8")
-        unfinished.replace(path)
-
-
-def _quiet() -> None:
-    """Ctrl-C is the parent's business, and so are messages; libtpu's last words when it is ended are many."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _num_workers(num_jobs: int) -> int:
-    if num_jobs < 2 or "jax" in sys.modules or "fork" not in multiprocessing.get_all_start_methods():
-        return 1
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(num_jobs, len(os.sched_getaffinity(0)), memory_bytes // _WORKER_BYTES))
-
-
-def _raise(problems: dict[str, dict[str, _Problem]]) -> None:
-    if _LACKING in problems:
-        told = "; ".join(f'"{layer}": {problem.what}' for layer, problem in problems[_LACKING].items())
-        raise ModelError(
-            f"torchax cannot translate operators of some layers for the TPU: {told}",
-            hint="write these layers with other operators, or profile on another device",
-        )
-    if "" in problems:
-        layer, problem = next(iter(problems[""].items()))
-        others = f" (and {len(problems['']) - 1} more layers)" if len(problems[""]) > 1 else ""
-        raise ModelError(f'layer "{layer}" cannot be compiled for the TPU{others}: {problem.what}') from _WorkerError(
-            problem.traceback
-        )
-    if _TOO_LARGE in problems:
-        layer, problem = next(iter(problems[_TOO_LARGE].items()))
-        raise MemoryError(f'layer "{layer}": {problem.what}')
-
 
 def _layer_of(
     function: LayerFunction, halves: Halves, programs: Sequence[Program], times_us: Sequence[float]
@@ -445,10 +316,6 @@ def _layer_of(
         flops=forward.flops,
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
     )
-
-
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _narrowed_bytes(shape: Any) -> int:

@@ -77,6 +77,16 @@ def test_a_stage_that_is_computed_again_is_fullest_in_its_backward(choice: Recom
     assert memory.total == pytest.approx(STATE + DATA + M * 10 + INVARIANT + 500 + 10 + 2 * 10 + 1.1 * 750, abs=1)
 
 
+def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
+    """In 16 bits it takes half of it only where it had 32."""
+    (program,) = FIRST.program
+    as_it_is = replace(FIRST, program=(replace(program, narrowed_input_bytes=0),))
+    half, whole = (
+        program_memory(costs_at(chain(first, SECOND), 1), partition("never", "never")) for first in (FIRST, as_it_is)
+    )
+    assert whole.total - half.total == M * 30
+
+
 def test_one_stage_is_a_stage_by_itself() -> None:
     """There is no other to choose."""
     alone = stage_memory(costs(), 0, 2, micro_batches=M, in_flight=M, recompute="always")

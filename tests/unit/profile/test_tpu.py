@@ -19,7 +19,7 @@ from planner.core.profile import Profile
 from planner.core.rates import rates_of
 from planner.model import LoadedModel, in_precision, load_model, model_of
 from planner.model.optimizers import OPTIMIZERS
-from planner.profile import ProfileOptions, profile_model, tpu
+from planner.profile import ProfileOptions, compiling, profile_model, tpu
 from planner.profile.structure import find_chain
 from planner.profile.tpu import CompiledStep, Compiler
 from planner.profile.units import trace_units
@@ -113,7 +113,7 @@ def test_the_optimizers_step_is_what_the_compiler_says(tmp_path: Path, monkeypat
         return compile_program(*args, **kwargs)
 
     monkeypatch.setattr(tpu, "compile_program", counted)
-    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     norm = [torch.empty(192), torch.empty(192)]
     block = [*norm, *norm, *(torch.empty(n * 192, 192) for n in (1, 3, 4)), torch.empty(192, 4 * 192), torch.empty(768)]
@@ -200,7 +200,7 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
         return compile_program(*args, **kwargs)
 
     monkeypatch.setattr(tpu, "compile_program", counted)
-    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
     remembering = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     interrupted = remembering.compile(jobs)
     begun = dict([next(interrupted)])
@@ -238,9 +238,9 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
         raise IndexError("tuple index out of range")
 
     monkeypatch.setattr(tpu, "unit_function", fails_here)
-    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", rates_of("tpu:v2"), None)
-    problem = tpu._tried(partial(compiler._of_unit, units[0], inputs[units[0].digest, 8]))
+    problem = compiling._tried(partial(compiler._of_unit, units[0], inputs[units[0].digest, 8]))
     assert pickle.loads(pickle.dumps(problem)) == problem
     with pytest.raises(ModelError, match="cannot be compiled for the TPU: IndexError: tuple index") as failed:
         dict(compiler.compile([(units[0], inputs[units[0].digest, 8], 8)]))
@@ -292,7 +292,7 @@ def test_sizes_that_need_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) 
         return compile_program(function, shapes, *args, **kwargs)
 
     monkeypatch.setattr(tpu, "compile_program", small_only)
-    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
     with pytest.raises(MeasurementError, match="out of memory at micro-batch size 16"):
         profile_model(perceptron(), V2)
     assert profile_model(perceptron(), replace(V2, until_memory_ends=True)).micro_batch_sizes == (8,)
