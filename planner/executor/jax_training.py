@@ -100,7 +100,9 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
     parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
     parser.add_argument("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
     parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), help="which of JAX's platforms; default: its choice")
-    parser.add_argument("--compile", metavar="v2", choices=CHIPS, help="only compile for TPUs that are not here: does it fit?")
+    parser.add_argument(
+        "--compile", metavar="v2", choices=CHIPS, help="only compile for TPUs that are not here: does it fit?"
+    )
     parser.add_argument("--weights", metavar="FILE", help="begin with a state dict of the whole model")
     parser.add_argument("--save", metavar="FILE", help="write one in the end; .pt or .safetensors")
     given = parser.parse_args()
