@@ -102,6 +102,7 @@ def _standalone(
 def _jax(console: Console, plan: Plan, profile: Profile, output: str, profile_folder: str, *, force: bool) -> None:
     emitted = emit_jax(plan, profile, folder=output, profile_folder=profile_folder)
     script = _write(console, emitted, output, force=force)
+    console.note(f"note: {emitted.note} (`--compile v2` asks the compiler)")
     console.next(f"python {script}")
 
 

@@ -116,7 +116,7 @@ class ChainCosts:
     exact: bool
     """Whether the levels come from exact records; else they are the additive bound of the two transient peaks."""
     compiled: bool
-    """Whether layers have a record of what they need within one program; if not, the next five are zeros."""
+    """Whether layers have a record of what they need within one program; if not, the next six are zeros."""
     carried: FloatArray
     """Held there from a layer's forward to its backward."""
     program_level: FloatArray
@@ -126,7 +126,9 @@ class ChainCosts:
     narrowed_input: FloatArray
     """Of one micro-batch, where the first layer's input is copied likewise."""
     padding: FloatArray
-    """Of parameters and gradients; on the first layer its input, once more as it wants it to lie."""
+    """Of parameters and gradients."""
+    laid_out: FloatArray
+    """Of one micro-batch, the first layer's input once more, as it wants it to lie."""
     sparse_gradients: FloatArray
     """The part of `gradients` that is sparse: of one micro-batch (see `planner.core.sparse`)."""
     sparse_peak: FloatArray
@@ -271,7 +273,7 @@ class CostTable:
             else:
                 memory, crossing, relays = _additive_memory(layers, n), _additive_crossing(layers, n), {}
             target = layers[-1].detail[n].target_bytes if self._exact else 0
-            within_program = [[0.0] * len(layers)] * 5
+            within_program = [[0.0] * len(layers)] * 6
             if self._compiled:
                 programs = [layer.program[n] for layer in layers]
                 within_program, target = _within_program(programs), programs[-1].target_bytes
@@ -325,6 +327,7 @@ _RECORD = (
     "narrowed",
     "narrowed_input",
     "padding",
+    "laid_out",
     "gradients",
     "sparse_gradients",
 )
@@ -373,7 +376,8 @@ def _within_program(programs: Sequence[ProgramMemory]) -> list[list[float]]:
         [held[n] + program.peak_bytes for n, program in enumerate(programs)],
         [float(program.narrowed_bytes) for program in programs],
         [float(program.narrowed_input_bytes) for program in programs],
-        [float(2 * program.padding_bytes + program.laid_out_bytes) for program in programs],
+        [float(2 * program.padding_bytes) for program in programs],
+        [float(program.laid_out_bytes) for program in programs],
     ]
 
 

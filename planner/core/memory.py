@@ -39,11 +39,13 @@ __all__ = [
     "ChunkParts",
     "IntervalMemory",
     "LinearMoment",
+    "ProgramParts",
     "StageMoments",
     "chunk_parts",
     "interval_memory",
     "interval_totals",
     "linear_moments",
+    "program_parts",
     "stage_memory",
     "stage_moments",
 ]
@@ -299,6 +301,57 @@ def chunk_parts(
     return ChunkParts(*(np.rint(np.broadcast_to(part, stages.buffers.shape)) for part in parts))
 
 
+class ProgramParts(NamedTuple):
+    """What a stage brings into a program that several stages share (`planner.core.one_program`), in bytes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    data: float
+    """Of the mini-batch, what this stage reads."""
+    input: float
+    """Received per micro-batch."""
+    kept: float
+    """Per micro-batch, in the arrays of the loops."""
+    invariant: float
+    """Made before the loops: weights and the mini-batch as products take them, and padding."""
+    forward: float
+    """What a forward makes, and its temporaries."""
+    backward: float
+    """While a backward runs, a forward again included."""
+
+
+def program_parts(
+    costs: ChainCosts,
+    first: int,
+    end: int,
+    *,
+    micro_batches: int,
+    recompute: Recompute,
+    recomputed: Collection[int] = (),
+) -> ProgramParts:
+    """Of the stage that runs layers `first`..`end - 1`; arguments as for `stage_memory`."""
+    stages = _Stages(costs, np.array([first]), micro_batches, slice(first, end))
+    if recompute == "layers":
+        stages.recompute_layers(StageLayers.of(costs, first, end).levels(frozenset(recomputed)))
+    keeps = recompute in ("never", "layers")
+    nothing = np.zeros_like(stages.saved)
+    kept = stages.saved if keeps else nothing
+    if costs.compiled:
+        # All of the mini-batch lies as the first layer wants it, in 16 bits where its products read it so.
+        is_narrowed = costs.narrowed_input[first:end].any()
+        batch = micro_batches * costs.laid_out[first:end].sum() / (2 if is_narrowed else 1)
+        invariant = nothing + costs.narrowed[first:end].sum() + costs.padding[first:end].sum() + batch
+        running = kept + stages.forward, stages.backward if keeps else stages.program
+    elif costs.exact:
+        invariant, running = nothing, (stages.forward, stages.backward)
+    else:
+        invariant, running = nothing, (kept + stages.transient, stages.saved - kept + stages.transient)
+    of_stage = (stages.parameters, stages.gradients, stages.optimizer, stages.buffers, stages.data, stages.input)
+    return ProgramParts(*(float(part[0, -1]) for part in (*of_stage, kept, invariant, *running)))
+
+
 def _peaks(stages: "_Stages", in_flight: int, recompute: Recompute) -> IntervalMemory:
     if recompute == "layers":
         raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
@@ -496,7 +549,7 @@ class _Stages:
         if not costs.compiled:
             return
         self.narrowed = sums(costs.narrowed) + self.micro_batches * sums(costs.narrowed_input)
-        self.padding = sums(costs.padding)
+        self.padding = sums(costs.padding) + sums(costs.laid_out)
         self.forward, self.backward = highest(costs.forward_level[columns]), highest(costs.backward_level[columns])
         carried_before = np.concatenate([[0.0], np.cumsum(costs.carried)])[firsts][:, None]
         self.program = highest(costs.program_level[columns]) - carried_before

@@ -1,15 +1,19 @@
 """`balance.yaml` and `train_jax.py`: a plan as one JAX program over a mesh with an axis of stages.
 
-All devices of such a program run the same code on arrays of the same shapes. So each of them needs as much of
-everything as the stage that needs most of it; a plan whose stages would no longer fit then is refused.
+All devices of such a program run the same code on arrays of the same shapes, and need more than the fullest stage by
+itself (`planner.core.one_program`); a plan that no longer fits then is refused.
 """
 
+from dataclasses import replace
 from typing import Final
 
-from planner.core.errors import UsageError
-from planner.core.plan import Plan
+from planner.core.costs import costs_at
+from planner.core.errors import InfeasibleError, UsageError
+from planner.core.evaluate import Partition
+from planner.core.one_program import program_memory
+from planner.core.plan import Plan, StageMemory
 from planner.core.profile import Profile
-from planner.core.units import format_bytes
+from planner.core.units import bytes_option, format_bytes
 from planner.emit.layout import Layout
 from planner.emit.native import Emitted, emit_with
 
@@ -24,13 +28,19 @@ def emit_jax(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) 
     Raises:
         UsageError: The plan does not cut the profile's chain, the profile names no model to train, or one program for
             all stages cannot run the plan.
+        InfeasibleError: The program would need more than the cap.
     """
-    layout = Layout.of(plan, profile)
-    _check_program(plan, layout)
-    values = {"predicted_bytes": [stage.memory.total for stage in plan.stages]}
-    return emit_with(
+    _check_program(plan, Layout.of(plan, profile))
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+    memory = program_memory(costs, Partition.of(plan, [layer.name for layer in profile.layers]))
+    cap_bytes = min(stage.memory_bytes for stage in plan.stages)
+    _check_cap(plan, memory, cap_bytes)
+    values = {"predicted_bytes": memory.total, "cap_bytes": cap_bytes}
+    emitted = emit_with(
         "jax_template.py.txt", JAX_SCRIPT, plan, profile, folder=folder, profile_folder=profile_folder, more=values
     )
+    note = f"the program needs about {format_bytes(memory.total)} on every device, the cap is {format_bytes(cap_bytes)}"
+    return replace(emitted, note=note)
 
 
 def _check_program(plan: Plan, layout: Layout) -> None:
@@ -54,18 +64,16 @@ def _check_program(plan: Plan, layout: Layout) -> None:
             "and profile again; or leave out `--format jax`: the bundled executor sums them"
             + (f"; or solve with {together}: one stage from the one to the other" if together else ""),
         )
-    largest = dict(_most_of_each(plan))
-    total, cap = sum(largest.values()), min(stage.memory_bytes for stage in plan.stages)
-    if total > cap:
-        told = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest.items() if size)
-        raise UsageError(
-            f"in one JAX program every device holds as much as the stage with most of it: {told}; "
-            f"that is {format_bytes(total)}, the cap is {format_bytes(cap)}",
-            hint="solve for a smaller cap, which makes stages more alike, or emit for the bundled executor",
-        )
 
 
-def _most_of_each(plan: Plan) -> list[tuple[str, int]]:
-    """The largest of every item of memory over the stages, in bytes."""
-    items = [stage.memory.items() for stage in plan.stages]
-    return [(same[0][0], max(size for _, size in same)) for same in zip(*items, strict=True)]
+def _check_cap(plan: Plan, memory: StageMemory, cap_bytes: int) -> None:
+    if memory.total <= cap_bytes:
+        return
+    fullest = max(stage.memory.total - stage.memory.reserve for stage in plan.stages)
+    told = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.items() if size)
+    raise InfeasibleError(
+        f"in one JAX program every device holds as much as the stage with most of it: {told}; "
+        f"that is {format_bytes(memory.total)}, the cap is {format_bytes(cap_bytes)}",
+        hint=f"leave room for what the program needs beside its fullest stage, `solve --reserve "
+        f"{bytes_option(memory.total - fullest)}`, or emit for the bundled executor",
+    )

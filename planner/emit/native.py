@@ -34,6 +34,8 @@ class Emitted:
     balance: str
     script: str
     name: str
+    note: str = ""
+    """What is to be said of it."""
 
     def write(self, folder: str, *, force: bool = False) -> bool:
         """Writes both files, except a script that was edited after it was emitted: it runs the new `balance.yaml`.

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from planner.core.balance import Balance
+from planner.core.devices import Accelerator, accelerator
 from planner.core.errors import ExitCode, ModelError, PlannerError, UsageError
 from planner.core.printable import printable_lines
 from planner.core.units import format_bytes
@@ -31,9 +32,17 @@ from planner.model import Batch, LoadedModel, in_precision, load_model
 from planner.model.precision import converted
 from planner.model.recording import arguments_of
 from planner.model.statistics import collecting_layers
-from planner.model.torchax_adapter import CHIPS, check_installed, expect_no_tpu, jax_modules, named_chips
+from planner.model.torchax_adapter import (
+    CHIPS,
+    OutOfMemoryError,
+    check_installed,
+    compiled,
+    expect_no_tpu,
+    jax_modules,
+    named_chips,
+)
 
-__all__ = ["JaxArguments", "JaxTraining", "State", "jax_arguments", "jax_training"]
+__all__ = ["CompiledMemory", "JaxArguments", "JaxTraining", "State", "fitting", "jax_arguments", "jax_training"]
 
 _ESTIMATED = 32
 """Micro-batches that running statistics are taken from."""
@@ -59,6 +68,30 @@ class State(NamedTuple):
     fixed: list[Any]
 
 
+class CompiledMemory(NamedTuple):
+    """Of every device of a program, in bytes."""
+
+    held: int
+    """Parameters, optimizer state, and the mini-batch."""
+    temporary: int
+
+
+def fitting(found: CompiledMemory, predicted_bytes: int, *, cap_bytes: int, chip: Accelerator) -> tuple[str, ExitCode]:
+    """Whether a compiled program fits the plan's cap and the chip: in words, and as an exit code."""
+    total = found.held + found.temporary
+    limit_bytes, whose = chip.memory_bytes, f"what programs can use of a {chip.name}"
+    if cap_bytes <= limit_bytes:
+        limit_bytes, whose = cap_bytes, "the plan's cap"
+    fits = total <= limit_bytes
+    told = (
+        f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(found.held)}, "
+        f"temporaries {format_bytes(found.temporary)})\n"
+        f"predicted: {format_bytes(predicted_bytes)}, {predicted_bytes / total:.2f} of that\n"
+        f"{'fits' if fits else 'does not fit'}: {whose} is {format_bytes(limit_bytes)}"
+    )
+    return told, ExitCode.OK if fits else ExitCode.NO
+
+
 def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArguments:
     """Parses the command line; the defaults are the script's own knobs."""
     parser = argparse.ArgumentParser(
@@ -67,7 +100,9 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
     parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
     parser.add_argument("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
     parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), help="which of JAX's platforms; default: its choice")
-    parser.add_argument("--compile", metavar="v2", choices=CHIPS, help="only compile, for TPUs that are not here")
+    parser.add_argument(
+        "--compile", metavar="v2", choices=CHIPS, help="only compile for TPUs that are not here: does it fit?"
+    )
     parser.add_argument("--weights", metavar="FILE", help="begin with a state dict of the whole model")
     parser.add_argument("--save", metavar="FILE", help="write one in the end; .pt or .safetensors")
     given = parser.parse_args()
@@ -105,7 +140,7 @@ class JaxTraining:
         self.balance = read_balance(str(balance_path))
         if given.save:
             check_writable(given.save)
-        self._seed = given.seed
+        self._seed, self._chip = given.seed, given.compile
         torch.manual_seed(given.seed)  # a model that is made while its file is imported starts from it, too
         self.model = _load(self.balance, Path(balance_path).parent)
         torch.manual_seed(given.seed)
@@ -173,24 +208,45 @@ class JaxTraining:
         told = f" (running statistics of {estimated} layers: over {_ESTIMATED} micro-batches)" if estimated else ""
         print(f"wrote {path}{told}", flush=True)
 
-    def print_memory(self, predicted_bytes: Sequence[int]) -> None:
-        """Compiles the step for the chips asked for, and prints what it needs beside what was planned."""
+    def compiled_memory(self) -> "CompiledMemory":
+        """What the compiler says that the step needs on the chips asked for.
+
+        Raises:
+            OutOfMemoryError: More than they have.
+        """
+        memory = compiled(self._lowered()).memory_analysis()
+        # State is both an argument and, in the same place, a result.
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return CompiledMemory(held, memory.temp_size_in_bytes)
+
+    def print_memory(self, predicted_bytes: int, cap_bytes: int) -> ExitCode:
+        """Compiles the step for the chips asked for, and prints what it needs, what was predicted, and whether it fits.
+
+        Args:
+            predicted_bytes: Of every device.
+            cap_bytes: The plan's.
+
+        Returns:
+            `NO` where the program needs more than the plan's cap, or than a chip of this kind has for programs.
+        """
+        try:
+            found = self.compiled_memory()
+        except OutOfMemoryError as error:
+            print(f"predicted: {format_bytes(predicted_bytes)}\ndoes not fit: {error}", flush=True)
+            return ExitCode.NO
+        told, code = fitting(found, predicted_bytes, cap_bytes=cap_bytes, chip=accelerator(f"tpu:{self._chip}"))
+        print(told, flush=True)
+        return code
+
+    # Private methods
+
+    def _lowered(self) -> Any:
+        """The step, ready to be compiled."""
         jax = self._jax
         trained, fixed, inputs, targets, key = self.pipeline.shapes()
         state = State(trained, [list(trained) for _ in range(self._num_states)], fixed)
         number = jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=key.sharding)
-        memory = self._step.lower(state, inputs, targets, key, number).compile().memory_analysis()
-        # State is both an argument and, in the same place, a result.
-        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        total = held + memory.temp_size_in_bytes
-        stages = ", ".join(map(format_bytes, predicted_bytes))
-        print(
-            f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(held)}, "
-            f"temporaries {format_bytes(memory.temp_size_in_bytes)})\npredicted, stage by stage: {stages}",
-            flush=True,
-        )
-
-    # Private methods
+        return self._step.lower(state, inputs, targets, key, number)
 
     def _whole_step(self, state: State, inputs: Any, targets: Any, key: Any, number: Any) -> tuple[Any, State]:
         own = self._jax.random.fold_in(key, number)

@@ -39,9 +39,12 @@ __all__ = [
     "attached_tpu",
     "check_installed",
     "compile_program",
+    "compiled",
+    "environment",
     "expect_no_tpu",
     "filled_between",
     "halves_of",
+    "in_32_bits",
     "jax_modules",
     "layer_function",
     "named_chip",
@@ -276,7 +279,7 @@ def layer_function(
         values: Inputs as they are given to `run`; of tensors only shape and dtype count.
     """
     _, torchax = jax_modules()
-    env = _environment()
+    env = environment()
     # A stage runs the whole model's forward; its own parameters are the model's.
     owner = module._part.model if isinstance(module, ModelStage) else module
     places = [n for n, value in enumerate(values) if isinstance(value, Tensor)]
@@ -285,7 +288,7 @@ def layer_function(
 
     def call(state: Arrays, inputs: Sequence[Any], key: Any) -> list[Any]:
         with (
-            _in_32_bits(),
+            in_32_bits(),
             env.override_property(prng=key),
             env,
             _reparametrize_module(owner, env.j2t_iso(dict(state)), tie_weights=True),
@@ -451,6 +454,21 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("torch", "torchax", "jax", "jaxlib", "libtpu")}
 
 
+def compiled(lowered: Any) -> Any:
+    """A lowered program, compiled.
+
+    Raises:
+        OutOfMemoryError: It alone needs more than the device has.
+    """
+    jax, _ = jax_modules()
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(str(error).splitlines()[0]) from error
+
+
 def compile_program(
     function: Callable[..., Any], shapes: Sequence[Any], device: Any, donated: Sequence[int] = ()
 ) -> Program:
@@ -473,12 +491,7 @@ def compile_program(
     with warnings.catch_warnings():
         # What is donated and cannot be used again is no loss.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        try:
-            executable = jitted.lower(*shapes).compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise OutOfMemoryError(str(error).splitlines()[0]) from error
+        executable = compiled(jitted.lower(*shapes))
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
     return Program(
         argument_bytes=memory.argument_size_in_bytes,
@@ -582,7 +595,7 @@ def _worth_keeping(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 @contextmanager
-def _in_32_bits() -> Iterator[None]:
+def in_32_bits() -> Iterator[None]:
     """Torch's integers have 64 bits, and JAX says each time that its own have 32."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Explicitly requested dtype")
@@ -638,7 +651,7 @@ def _without_named_tensors() -> Iterator[None]:
 
 
 @cache
-def _environment() -> Any:
+def environment() -> Any:
     """Where torch's operators are JAX's."""
     jax, torchax = jax_modules()
 

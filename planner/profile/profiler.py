@@ -25,6 +25,7 @@ from planner.core.planning import GENERATOR
 from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
 from planner.core.rates import Rates, rates_of
 from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
+from planner.model.ghosts import NeedsValuesError
 from planner.model.lean import fill
 from planner.model.load import LoadedModel
 from planner.model.machine import LARGE_BYTES, cpu_name, give_freed_memory_back, keep_freed_memory
@@ -45,7 +46,7 @@ from planner.profile.rewriting import rewritten_bytes
 from planner.profile.sparse import check_ties, sparse_gradients
 from planner.profile.structure import find_chain
 from planner.profile.timing import Samples, Times, enough_to_leave_the_cache, measure_times, time_once, times_of
-from planner.profile.tpu import CompiledLayer, Compiler
+from planner.profile.tpu import CompiledLayer, CompiledStep, Compiler
 from planner.profile.units import Unit, UnitInput, trace_units, with_values
 
 __all__ = ["InterruptedProfileError", "ProfileOptions", "profile_model"]
@@ -647,11 +648,9 @@ class _Compiled(_Estimated):
         targets = tree_leaves(traced[units[-1].digest, size].targets)
         self._num_targets = sum(isinstance(target, Tensor) for target in targets)
         digests = list(inputs)
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
-        compiler = Compiler(self._target.chip, self._target.rates, folder, self._options.repeats)
         self._total += size * len(jobs)
         self._progress(f"{len(jobs)} layers of {size} samples", self._done, self._total)
-        for n, layer in compiler.compile(jobs):
+        for n, layer in self._compiler().compile(jobs):
             self._compiled[digests[n]] = layer
             self.memory[digests[n]] = layer.detail()
             self._done += size
@@ -666,10 +665,52 @@ class _Compiled(_Estimated):
         }
 
     def _measure_optimizer(self) -> None:
-        super()._measure_optimizer()
-        # The compiler fuses an optimizer's step into one pass over parameter, gradient and state.
-        self.optimizer_peaks_add = False
-        self.optimizer = {digest: replace(cost, peak_bytes=0) for digest, cost in self.optimizer.items()}
+        if self.optimizer:
+            return  # no second opinion is needed
+        # The compiler counts operations, and one program steps one array after the other.
+        self.flops, self.optimizer_peaks_add = dict.fromkeys(self._distinct, 0), False
+        self.optimizer = {digest: self._state_of(unit.module) for digest, unit in self._distinct.items()}
+        for digest, step in self._compile_steps().items():
+            cost = self.optimizer[digest]
+            self.optimizer[digest] = replace(cost, step_us=step.step_us, peak_bytes=step.peak_bytes)
+
+    def _state_of(self, module: nn.Module) -> OptimizerCost:
+        measure = partial(measure_optimizer, build=self._loaded.build_optimizer, repeats=1)
+        try:
+            return measure(module, meter=self._meter, clock=self._clock)
+        except NeedsValuesError:
+            # Zeros that nobody writes take no memory, and of large parameters a part is enough.
+            trained = (p for p in module.parameters() if p.requires_grad)
+            values = nn.ParameterList([nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in trained])
+            return measure(values, meter=meter_for(self._device), clock=clock_for(self._device, 1))
+
+    def _compile_steps(self) -> dict[str, CompiledStep]:
+        """The optimizer's step of every distinct layer that has something to train."""
+        trained = {d: [p for p in u.module.parameters() if p.requires_grad] for d, u in self._distinct.items()}
+        digests = [digest for digest, parameters in trained.items() if parameters]
+        steps = dict.fromkeys(self._distinct, CompiledStep(step_us=0.0, peak_bytes=0))
+        untold = set()
+        found = self._compiler().steps([trained[digest] for digest in digests], self._loaded.build_optimizer)
+        for n, step in found:
+            if isinstance(step, str):
+                untold.add(step)
+                step = self._one_pass(digests[n], trained[digests[n]])  # noqa: PLW2901
+            steps[digests[n]] = step
+        for reason in sorted(untold):
+            self._note(
+                f"the compiler cannot be asked about the optimizer's step ({reason}): taken to be one pass over "
+                "parameters, gradients and state"
+            )
+        return steps
+
+    def _one_pass(self, digest: str, trained: Sequence[Tensor]) -> CompiledStep:
+        # Parameters and state are read and written, gradients read.
+        bytes_ = 3 * sum(p.nbytes for p in trained) + 2 * self.optimizer[digest].state_bytes
+        return CompiledStep(step_us=1e6 * bytes_ / self._target.rates.bytes_per_s, peak_bytes=0)
+
+    def _compiler(self) -> Compiler:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
+        return Compiler(self._target.chip, self._target.rates, folder, self._options.repeats)
 
 
 def _run(unit: Unit, given: UnitInput) -> None:

@@ -14,22 +14,19 @@ micro-batch from begin to end, of which the compiler keeps what it likes, in wha
 Times are the compiler's estimates; where it makes none, operations at the peak rate or bytes at the peak bandwidth,
 whichever takes longer.
 
+The optimizer's step over a layer's parameters is a program, too (`planner.model.torchax_optimizer`).
+
 With a TPU attached the same programs are run and timed instead. Compiled layers are remembered on disk, one file each,
 so that an interrupted profile goes on where it was.
 """
 
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
 import statistics
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +34,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from planner.core.errors import ModelError
 from planner.core.profile import BoundaryTensor, MemoryDetail, ProgramMemory
 from planner.core.rates import Rates
 from planner.model.torchax_adapter import (
     Halves,
-    LacksOperatorError,
     LayerFunction,
     OutOfMemoryError,
     Program,
@@ -55,22 +50,18 @@ from planner.model.torchax_adapter import (
     random_key,
     versions,
 )
+from planner.model.torchax_optimizer import Builder, optimizer_description, step_function
 from planner.model.tpu_layouts import padded_bytes
+from planner.profile.compiling import Problem, found_by, raise_problems
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["CompiledLayer", "Compiler", "unit_function"]
+__all__ = ["CompiledLayer", "CompiledStep", "Compiler", "unit_function"]
 
 _REVISION = 2
-"""Of what is remembered of a layer, and of how it is compiled."""
-
-_WORKER_BYTES = 4 * 2**30
-"""A process that compiles needs about so much at most."""
+"""Of what is remembered of a layer or a step, and of how it is compiled."""
 
 _LEAST_FILLING_BYTES = 2**24
 """The compiler would not put this into the core's own memory."""
-
-_LACKING, _TOO_LARGE = "lacking", "too large"
-"""What may be wrong with a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +128,15 @@ class CompiledLayer:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """The optimizer's step over the parameters of one layer."""
+
+    step_us: float
+    peak_bytes: int
+    """Beside parameters, gradients and state."""
+
+
 def unit_function(unit: Unit, given: UnitInput) -> LayerFunction:
     """A unit, its loss included where it is the last, as a function of JAX arrays: inputs, then targets."""
     targets, nest = tree_flatten(given.targets)
@@ -146,22 +146,6 @@ def unit_function(unit: Unit, given: UnitInput) -> LayerFunction:
         return unit.run(values[:num], replace(given, targets=tree_unflatten(values[num:], nest)))
 
     return layer_function(unit.module, run, [*given.values, *targets])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Problem:
-    """Why a layer was not compiled, as it can pass from one process to another."""
-
-    kind: str
-    what: str
-    traceback: str = ""
-
-
-class _WorkerError(Exception):
-    """An exception of another process: its traceback, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 class Compiler:
@@ -187,52 +171,52 @@ class Compiler:
             ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled; all such layers are named.
             MemoryError: A layer alone needs more memory than the chip has.
         """
-        missing = []
-        for n, (unit, given, _) in enumerate(jobs):
-            known = self._remembered(unit, given)
-            if known is None:
-                missing.append(n)
-            else:
-                yield n, known
-        problems: dict[str, dict[str, _Problem]] = {}
-        for n, found in self._compiled([(n, jobs[n][0], jobs[n][1]) for n in missing]):
-            unit, given, _ = jobs[n]
+        paths = [self._path(self._known_of(unit, given)) for unit, given, _ in jobs]
+        works = [partial(self._of_unit, unit, given) for unit, given, _ in jobs]
+        problems: dict[str, dict[str, Problem]] = {}
+        for n, found in found_by(CompiledLayer, paths, works, several=bool(self._chip)):
             if isinstance(found, CompiledLayer):
-                self._remember(unit, given, found)
                 yield n, found
             else:
-                problems.setdefault(found.kind, {})[unit.name] = found
-        _raise(problems)
+                problems.setdefault(found.kind, {})[jobs[n][0].name] = found
+        raise_problems(problems)
+
+    def steps(self, parameters: Sequence[Sequence[Tensor]], build: Builder) -> Iterator[tuple[int, CompiledStep | str]]:
+        """The optimizer's step over the parameters of several layers: place and outcome, as they come.
+
+        Args:
+            parameters: Of each layer, those that are trained; of tensors only shape and dtype count.
+            build: Makes the optimizer.
+
+        Returns:
+            The outcome is a line that says why, where the compiler cannot be asked: torchax cannot trace the optimizer.
+        """
+        paths = [self._path(self._known_of_step(trained, build)) for trained in parameters]
+        works = [partial(self._step, trained, build) for trained in parameters]
+        for n, found in found_by(CompiledStep, paths, works, several=bool(self._chip)):
+            yield n, found if isinstance(found, CompiledStep) else found.what
 
     # Private methods
 
-    def _compiled(self, jobs: Sequence[tuple[int, Unit, UnitInput]]) -> Iterator[tuple[int, CompiledLayer | _Problem]]:
-        global _job  # noqa: PLW0603 - what a forked process inherits
-        workers = _num_workers(len(jobs)) if self._chip else 1
-        if workers == 1:
-            for n, unit, given in jobs:
-                yield n, self._one(unit, given)
-            return
-        _job = [partial(self._one, unit, given) for _, unit, given in jobs]
-        # Forked before jax is imported, so that each has the model as it is here and a jax of its own.
-        with multiprocessing.get_context("fork").Pool(workers, initializer=_quiet) as pool:
-            for place, found in pool.imap_unordered(_run_job, range(len(jobs))):
-                yield jobs[place][0], found
+    def _of_unit(self, unit: Unit, given: UnitInput) -> CompiledLayer:
+        return self._layer(unit_function(unit, given))
 
-    def _one(self, unit: Unit, given: UnitInput) -> CompiledLayer | _Problem:
-        try:
-            return self._layer(unit_function(unit, given))
-        except LacksOperatorError as error:
-            return _Problem(kind=_LACKING, what=str(error))
-        except OutOfMemoryError as error:
-            return _Problem(kind=_TOO_LARGE, what=str(error))
-        except Exception as error:
-            first = str(error).splitlines()[0] if str(error) else ""
-            return _Problem(kind="", what=f"{type(error).__name__}: {first}", traceback=traceback.format_exc())
+    def _step(self, parameters: Sequence[Tensor], build: Builder) -> CompiledStep:
+        function = step_function(parameters, build)
+        given = (function.parameters, function.states, function.parameters)
+        program = compile_program(function.call, given, self._device(), donated=(0, 1))
+        return CompiledStep(
+            step_us=self._time_us(program, given),
+            peak_bytes=program.temporary_bytes + max(0, program.output_bytes - program.alias_bytes),
+        )
+
+    def _device(self) -> Any:
+        jax, _ = jax_modules()
+        return named_chip(self._chip) if self._chip else jax.devices()[0]
 
     def _layer(self, function: LayerFunction) -> CompiledLayer:
         jax, _ = jax_modules()
-        device = named_chip(self._chip) if self._chip else jax.devices()[0]
+        device = self._device()
         halves = halves_of(function)
         state = (function.trained, function.fixed, list(function.inputs), random_key())
         pulled = [halves.outputs[n] for n in halves.differentiable]
@@ -274,76 +258,28 @@ class Compiler:
         # Products are of bfloat16 numbers unless the model asks for another precision.
         return 1e6 * max(program.flops / self._rates.half_flops_per_s, program.accessed_bytes / self._rates.bytes_per_s)
 
-    def _path(self, unit: Unit, given: UnitInput) -> Path | None:
-        if self._folder is None or not self._chip:
+    def _path(self, known: list[Any] | None) -> Path | None:
+        """Where an outcome is remembered, by what decides it."""
+        if known is None or self._folder is None or not self._chip:
             return None
+        digest = hashlib.sha256(json.dumps([_REVISION, self._chip, *known, versions()], sort_keys=True).encode())
+        return self._folder / f"{digest.hexdigest()[:32]}.json"
+
+    @staticmethod
+    def _known_of(unit: Unit, given: UnitInput) -> list[Any]:
         shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in given.values]
         parameters = [
             [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()
         ]
-        known = [_REVISION, self._chip, unit.digest, shapes, str(given.spec), parameters, unit.precision, versions()]
-        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-        return self._folder / f"{digest[:32]}.json"
+        return [unit.digest, shapes, str(given.spec), parameters, unit.precision]
 
-    def _remembered(self, unit: Unit, given: UnitInput) -> CompiledLayer | None:
-        path = self._path(unit, given)
-        if path is None:
-            return None
-        # Whatever is wrong with the file, the layer can be compiled again.
-        with suppress(OSError, ValueError, TypeError):
-            values = json.loads(path.read_text(encoding="utf-8"))
-            return CompiledLayer(**_with_tuples(values))
-        return None
-
-    def _remember(self, unit: Unit, given: UnitInput, layer: CompiledLayer) -> None:
-        path = self._path(unit, given)
-        if path is None:
-            return
-        with suppress(OSError):  # a full disk costs time, not the profile
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps(asdict(layer)), encoding="utf-8")
-            unfinished.replace(path)
+    @staticmethod
+    def _known_of_step(parameters: Sequence[Tensor], build: Builder) -> list[Any] | None:
+        described = optimizer_description(parameters, build)
+        return None if described is None else ["step", described, [[list(p.shape), str(p.dtype)] for p in parameters]]
 
 
 # Private functions
-
-_job: list[Callable[[], Any]] = []
-
-
-def _run_job(place: int) -> tuple[int, Any]:
-    return place, _job[place]()
-
-
-def _quiet() -> None:
-    """Ctrl-C is the parent's business, and so are messages; libtpu's last words when it is ended are many."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _num_workers(num_jobs: int) -> int:
-    if num_jobs < 2 or "jax" in sys.modules or "fork" not in multiprocessing.get_all_start_methods():
-        return 1
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(num_jobs, len(os.sched_getaffinity(0)), memory_bytes // _WORKER_BYTES))
-
-
-def _raise(problems: dict[str, dict[str, _Problem]]) -> None:
-    if _LACKING in problems:
-        told = "; ".join(f'"{layer}": {problem.what}' for layer, problem in problems[_LACKING].items())
-        raise ModelError(
-            f"torchax cannot translate operators of some layers for the TPU: {told}",
-            hint="write these layers with other operators, or profile on another device",
-        )
-    if "" in problems:
-        layer, problem = next(iter(problems[""].items()))
-        others = f" (and {len(problems['']) - 1} more layers)" if len(problems[""]) > 1 else ""
-        raise ModelError(f'layer "{layer}" cannot be compiled for the TPU{others}: {problem.what}') from _WorkerError(
-            problem.traceback
-        )
-    if _TOO_LARGE in problems:
-        layer, problem = next(iter(problems[_TOO_LARGE].items()))
-        raise MemoryError(f'layer "{layer}": {problem.what}')
 
 
 def _layer_of(
@@ -380,10 +316,6 @@ def _layer_of(
         flops=forward.flops,
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
     )
-
-
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _narrowed_bytes(shape: Any) -> int:

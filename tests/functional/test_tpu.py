@@ -1,5 +1,6 @@
 """The road for TPUs without one: profile, solve, show, emit, and the emitted JAX program."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from planner.core.devices import accelerator
 from planner.executor import jax_training as training
 from planner.executor.jax_training import JaxArguments
 from planner.files import read_plan, read_profile
@@ -59,8 +61,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def train(folder: Path, *arguments: str) -> str:
-    """What the emitted script prints."""
+def train(folder: Path, *arguments: str, code: int = 0) -> str:
+    """What the emitted script prints; it must end with the exit code `code`."""
     done = subprocess.run(
         [sys.executable, "train_jax.py", *arguments],
         cwd=folder,
@@ -70,7 +72,7 @@ def train(folder: Path, *arguments: str) -> str:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stdout
 
 
@@ -97,9 +99,29 @@ def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture
     saved = torch.load("model.pt", weights_only=True)
     assert saved.keys() == model.state_dict().keys()
     assert all(torch.allclose(saved[name], value, atol=1e-3) for name, value in model.state_dict().items())
-    told = train(here, "--compile", "v2")
-    assert told.startswith("every device: ")
-    assert "predicted, stage by stage: " in told
+    script = (here / "train_jax.py").read_text()
+    (here / "train_jax.py").write_text(re.sub(r"CAP_BYTES = \d+", "CAP_BYTES = 1000", script))
+    compiled, predicted, verdict = train(here, "--compile", "v2", code=1).splitlines()
+    assert compiled.startswith("every device: ")
+    assert predicted.startswith("predicted: ")
+    assert verdict == "does not fit: the plan's cap is 1000 B"
+
+
+@pytest.mark.parametrize(
+    ("temporary", "cap", "last", "code"),
+    [
+        (5 * 2**30, 6 * 2**30, "fits: the plan's cap is 6.00 GiB", 0),
+        (6 * 2**30, 6 * 2**30, "does not fit: the plan's cap is 6.00 GiB", 1),
+        (6 * 2**30, 9 * 2**30, "fits: what programs can use of a tpu:v2 is 7.48 GiB", 0),
+        (7 * 2**30, 9 * 2**30, "does not fit: what programs can use of a tpu:v2 is 7.48 GiB", 1),
+    ],
+)
+def test_a_compiled_program_fits_or_does_not(temporary: int, cap: int, last: str, code: int) -> None:
+    """The plan's cap and the chip's memory both count; the answer is the exit code, too."""
+    found = training.CompiledMemory(held=2**30, temporary=temporary)
+    told, answer = training.fitting(found, 2**30, cap_bytes=cap, chip=accelerator("tpu:v2"))
+    assert told.splitlines()[-1] == last
+    assert answer == code
 
 
 @installed
@@ -207,7 +229,7 @@ def test_stages_too_unlike_for_one_program_are_refused(here: Path, capsys: pytes
     cut = ("--balance", "1,3", "--micro-batches", "8")
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
     refused = call(capsys, "emit", "--format", "jax")
-    assert refused.code == 2
+    assert refused.code == 1
     assert "every device holds as much as the stage with most of it" in refused.error
 
 

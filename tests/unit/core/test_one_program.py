@@ -1,0 +1,101 @@
+"""Peak memory of plans that are one program for all devices, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core.costs import ChainCosts, costs_at
+from planner.core.evaluate import Partition
+from planner.core.memory import stage_memory
+from planner.core.one_program import program_memory
+from planner.core.plan import Recompute
+from planner.core.profile import ProgramMemory
+from tests.support.chains import chain, layer
+
+M = 4
+FIRST = replace(
+    layer(
+        "a",
+        parameter_bytes=500,
+        optimizer_bytes=3000,
+        output_bytes=10,
+        saved_bytes=500,
+        forward_peak_bytes=7,
+        backward_peak_bytes=20,
+    ),
+    program=(
+        ProgramMemory(
+            carried_bytes=300,
+            peak_bytes=450,
+            narrowed_bytes=50,
+            padding_bytes=3,
+            input_bytes=4,
+            narrowed_input_bytes=2,
+            laid_out_bytes=60,
+        ),
+    ),
+)
+SECOND = replace(
+    layer(
+        "b",
+        parameter_bytes=200,
+        optimizer_bytes=900,
+        output_bytes=1,
+        saved_bytes=800,
+        forward_peak_bytes=9,
+        backward_peak_bytes=25,
+    ),
+    program=(ProgramMemory(carried_bytes=600, peak_bytes=750, narrowed_bytes=100, padding_bytes=5, target_bytes=2),),
+)
+STATE, DATA = 500 + 3000, M * 4 + M * 2
+INVARIANT = 50 + 2 * 3 + M * 30  # the first stage's, which has the mini-batch in 16 bits as its layer wants it
+
+
+def costs() -> ChainCosts:
+    """Of a chain of two layers."""
+    return costs_at(chain(FIRST, SECOND), 1)
+
+
+def partition(*recompute: Recompute, balance: tuple[int, ...] = (1, 1)) -> Partition:
+    """Under GPipe."""
+    return Partition(schedule="gpipe", micro_batches=M, balance=balance, recompute=recompute)
+
+
+def test_every_device_holds_the_most_of_everything() -> None:
+    """The first stage's parameters, the second's activations: places for M of these, one being made, one a result."""
+    memory = program_memory(costs(), partition("never", "never"))
+    assert (memory.parameters, memory.optimizer, memory.gradients) == (500, 3000, 0)
+    forward = (800 + 10) + 10 + (800 + 9)
+    assert memory.total == STATE + DATA + M * (800 + 10) + INVARIANT + forward
+
+
+@pytest.mark.parametrize("choice", ["always", "except-last"])
+def test_a_stage_that_is_computed_again_is_fullest_in_its_backward(choice: Recompute) -> None:
+    """Nothing but what is received is kept; the gradients are there, and gaps."""
+    memory = program_memory(costs(), partition(choice, choice))
+    assert memory.gradients == 500
+    assert memory.total == pytest.approx(STATE + DATA + M * 10 + INVARIANT + 500 + 10 + 2 * 10 + 1.1 * 750, abs=1)
+
+
+def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
+    """In 16 bits it takes half of it only where it had 32."""
+    (program,) = FIRST.program
+    as_it_is = replace(FIRST, program=(replace(program, narrowed_input_bytes=0),))
+    half, whole = (
+        program_memory(costs_at(chain(first, SECOND), 1), partition("never", "never")) for first in (FIRST, as_it_is)
+    )
+    assert whole.total - half.total == M * 30
+
+
+def test_one_stage_is_a_stage_by_itself() -> None:
+    """There is no other to choose."""
+    alone = stage_memory(costs(), 0, 2, micro_batches=M, in_flight=M, recompute="always")
+    assert program_memory(costs(), partition("always", balance=(2,))) == alone
+
+
+def test_without_records_of_programs_a_transient_stands_for_a_branch() -> None:
+    """As in the additive bound; nothing is known of copies and padding."""
+    plain = costs_at(chain(replace(FIRST, program=()), replace(SECOND, program=())), 1)
+    memory = program_memory(plain, partition("never", "never"))
+    forward = (800 + 10) + 10 + (800 + 25)
+    assert memory.total == STATE + M * (800 + 10) + forward
