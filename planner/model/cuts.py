@@ -2,7 +2,7 @@
 
 A cut is a time of the recording: what ran before it is in front. Calls that are over at a cut are not run again behind
 it; what they returned is received where it is needed. What the code of the calls that are still open did in front of
-the cut is done again behind it, on what was received.
+the cut is done again behind it, on what was received; but for joins, which cross themselves.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,9 @@ import networkx as nx
 from torch import nn
 
 from planner.core.profile import Granularity
-from planner.model.recording import END, Call, Operator, Recording
+from planner.model.joins import joins_of
+from planner.model.recording import END, Call, Join, Operator, Recording
+from planner.model.repetition import Repetition
 
 __all__ = ["Crossing", "Cuts"]
 
@@ -49,10 +51,15 @@ class Cuts:
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._running = [self._runner(call) for call in recording.calls]
+        self._repetition = Repetition(recording)
+        self._joins = joins_of(recording, self._repetition)
+        self._joins_in: dict[tuple[int, int], list[Join]] = {}
+        for join in self._joins.values():
+            self._joins_in.setdefault((join.call, join.gap), []).append(join)
         flow = recording.flow.nodes
         self._lives = [(v, data["made"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]]
         self._num_bytes: dict[tuple[int, bool], int] = {}
+        self._cut_behind: dict[int, int] = {}
         self._creator: dict[int, int] = {}
         for data in flow.values():
             self._creator.setdefault(data["storage"], data["operator"])
@@ -87,24 +94,31 @@ class Cuts:
             self._num_bytes[key] = sum(self.recording.values[n][1].nbytes for n in crossing.values)
         return self._num_bytes[key]
 
+    @property
+    def joins(self) -> tuple[Join, ...]:
+        """What the code between modules makes that crosses as it is, where that code is run again."""
+        return tuple(self._joins.values())
+
     def repeated(self, operator: int, cut: int) -> bool:
         """Whether an operator in front of a cut is run again behind it."""
-        done = self.recording.operators[operator]
-        return done.time < cut <= self.recording.calls[self._running[done.call]].exit
+        return self._repetition.repeats(operator, cut)
 
-    def is_exposed(self, call: int, cut: int) -> bool:
-        """Whether the results of a call come into sight of code that is run again behind a cut."""
-        if call < 0:
-            return True
-        made = self.recording.calls[call]
-        return made.exit < cut and self._running[call] == call and cut <= self._exit_of(self._running[made.parent])
+    def exposed(self, storage: int, cut: int) -> set[int]:
+        """The values in which a storage comes into sight of code that is run again behind a cut."""
+        return self._repetition.exposed(storage, cut)
+
+    def join(self, operator: int, cut: int) -> Join | None:
+        """What an operator made that crosses a cut, though code that is run again behind it made it in front."""
+        join = self._joins.get(operator)
+        return join if join is not None and join.exit < cut and self.repeated(operator, cut) else None
 
     def parts(self, cut: int) -> tuple[int, int]:
         """How many tensors cross a cut only for code in front of it, which is run again, and how many that makes."""
         read = {self.recording.flow.nodes[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
         made = (self.recording.flow.nodes[v]["operator"] for v, made, last, _ in self._lives if made < cut <= last)
-        return len(crossing - read), sum(number >= 0 and self.repeated(number, cut) for number in made)
+        again = (number for number in made if number >= 0 and self.repeated(number, cut))
+        return len(crossing - read), sum(self.join(number, cut) is None for number in again)
 
     def holds(self, first: int, end: int) -> frozenset[str]:
         """Parameters and buffers that must be there to run what lies between two cuts."""
@@ -129,7 +143,9 @@ class Cuts:
         for version in self._behind_unread:
             data = self.recording.flow.nodes[version]
             number = data["operator"]
-            if number >= 0 and (data["made"] >= cut or self.repeated(number, cut)):
+            if number >= 0 and self.join(number, cut) is not None:
+                is_there = data["storage"] in received
+            elif number >= 0 and (data["made"] >= cut or self.repeated(number, cut)):
                 operator = self.recording.operators[number]
                 is_there = holds.issuperset(operator.holds) and missing.isdisjoint(self.recording.reads[number])
             elif number < 0 and data["storage"] not in self.recording.exposures:
@@ -149,7 +165,7 @@ class Cuts:
         problems: list[str] = []
         ends = set(self._no_wider_than_around(self._possible(members, problems), members))
         possible = self._no_wider_than_around(self._possible(others, problems), calls[1:])
-        small = {call.exit + 1 for call in others if not any(map(self._trains_itself, self._below(call)))}
+        small = {self._behind(call) for call in others if not any(map(self._trains_itself, self._below(call)))}
         ends.update(cut for cut in possible if cut not in small)
         ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
         chosen = self._without_empty(sorted(ends))
@@ -170,15 +186,6 @@ class Cuts:
         unread = self.recording.unread
         return sorted(unread.union(*(nx.ancestors(self.recording.flow, version) for version in unread)))
 
-    def _runner(self, call: Call) -> int:
-        """The call whose end decides whether what `call` does is done again: a constant one always is, with it."""
-        while call.constant and call.parent >= 0:
-            call = self.recording.calls[call.parent]
-        return call.number
-
-    def _exit_of(self, call: int) -> int:
-        return self.recording.calls[call].exit
-
     def _is_member(self, call: Call) -> bool:
         container, _, name = call.path.rpartition(".")
         holder = self._modules[container] if name else None
@@ -193,12 +200,25 @@ class Cuts:
         """Cuts behind calls, as far as there are parameters behind them."""
         possible = []
         for call in filter(self._is_tried, calls):
-            problem = self.crossing(call.exit + 1).problem
+            cut = self._behind(call)
+            problem = self.crossing(cut).problem
             if problem is None:
-                possible.append(call.exit + 1)
+                possible.append(cut)
             else:
                 problems.append(f'behind "{call.path}": {problem}')
         return sorted(set(possible))
+
+    def _behind(self, call: Call) -> int:
+        """The cut behind a call: at once, or behind what is joined there, where that is narrower."""
+        if call.number not in self._cut_behind:
+            parent = self.recording.calls[call.parent]
+            gap = parent.children.index(call.number) + 1
+            # Behind the last one its parent ends, and has a cut of its own.
+            joins = self._joins_in.get((parent.number, gap), []) if gap < len(parent.children) else []
+            cuts = [call.exit + 1, *(join.exit + 1 for join in joins)]
+            fit = [cut for cut in cuts if self.crossing(cut).problem is None]
+            self._cut_behind[call.number] = min(fit, key=self.num_bytes, default=cuts[0])
+        return self._cut_behind[call.number]
 
     def _is_tried(self, call: Call) -> bool:
         return not call.constant and call.exit <= self._last_trained
@@ -280,14 +300,14 @@ class _Needs:
                 continue
             self._seen.add(version)
             data = flow.nodes[version]
-            exposed = [
-                number
-                for number, call in recording.exposures.get(data["storage"], ())
-                if self._cuts.is_exposed(call, self._cut)
-            ]
+            exposed = self._cuts.exposed(data["storage"], self._cut)
             self.values.update(exposed)
             number = data["operator"]
             if number < 0:
+                continue
+            join = self._cuts.join(number, self._cut)
+            if join is not None:
+                self.values.add(join.value)
                 continue
             done = recording.operators[number]
             if not self._cuts.repeated(number, self._cut):

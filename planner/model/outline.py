@@ -5,7 +5,7 @@ of batches of different size, tell how the shapes of all tensors grow with the b
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from planner.model.cuts import Cuts
 from planner.model.layout import dense_strides
 from planner.model.leaves import Constant, counted
 from planner.model.nests import put_together, take_apart
-from planner.model.recording import END, Call, Leaf, Recording, Value, record
+from planner.model.recording import END, Call, Join, Leaf, Recording, Value, record
 from planner.model.refusals import raised_by
 
 __all__ = ["SIZES", "Outline", "outline_of"]
@@ -66,6 +66,8 @@ class Outline:
     and again behind; and how many results that has."""
     prevented: str
     """Why there are few cuts; empty if there is one nearly wherever there could be."""
+    joins: tuple[Join, ...]
+    """What the code between modules makes that crosses the cuts behind it as it is."""
     missing: tuple[frozenset[int], ...]
     """By cut: leaves of the model's output that the loss does not read and that cannot be had behind it."""
 
@@ -78,8 +80,9 @@ class Outline:
             return ""
         return (
             f'{parts} tensors cross the boundary behind "{self.names[layer]}" only for the model\'s own code between '
-            f"its modules, which makes {results} of them and does so again in the next stage (as `x = x + block(x)` "
-            "does); do that at the end of a module's forward (`x = block(x)`), and its result crosses instead"
+            f"its modules, which makes {results} of them and does so again in the next stage (as "
+            "`x = torch.cat([x, block(x)])` does); do that at the end of a module's forward (`x = block(x)`), and its "
+            "result crosses instead"
         )
 
     def times(self, first: int, end: int) -> tuple[int, int]:
@@ -143,6 +146,8 @@ def outline_of(
     """
     recording = _recorded(model, example_inputs, SIZES[0], loss_of)
     other = _recorded(model, example_inputs, SIZES[1])
+    made = _made_for_both(recording, other)
+    recording.made = list(made)
     cuts = Cuts(recording, model)
     chosen, problems = cuts.choose(granularity)
     ends = _names(model, [_modules(recording, span) for span in pairwise([0, *chosen, END])])[:-1]
@@ -159,7 +164,7 @@ def outline_of(
     edges = [0, *chosen, END]
     spans = list(pairwise(edges))
     crossings = tuple(cuts.crossing(cut).values for cut in chosen)
-    shapes = _shapes(recording, other, chosen)
+    shapes = _shapes(recording, other, chosen) | {join.value: made[join] for join in cuts.joins}
     holds = [cuts.holds(*span) for span in spans]
     modules = [_modules(recording, span) for span in spans]
     names = _names(model, modules)
@@ -184,6 +189,7 @@ def outline_of(
             for first, end in spans
         ),
         parts=tuple(map(cuts.parts, chosen)),
+        joins=cuts.joins,
         prevented=_prevented(problems, cuts.num_tried),
         missing=tuple(
             cuts.missing_outputs(cut, frozenset[str]().union(*holds[n:])) for n, cut in enumerate(chosen, start=1)
@@ -275,19 +281,45 @@ def _check_growth(
     names: Sequence[str],
 ) -> None:
     """Refuses shapes at cuts that are not so much larger for every sample more: they depend on the data."""
-    step = SIZES[1] - SIZES[0]
     for name, values in zip(names, crossings, strict=False):
         if any(value not in shapes for value in values):
             raise _returns_else(name)
         for one, two in (shapes[value] for value in values):
-            growth = [b - a for a, b in zip(one, two, strict=True)]
-            if any(g % step or not 0 <= g // step * SIZES[0] <= a for a, g in zip(one, growth, strict=True)):
+            if not _grows(one, two):
                 raise ModelError(
                     f'what crosses the boundary behind "{name}" has shape {list(one)} for {SIZES[0]} samples and '
                     f"{list(two)} for {SIZES[1]}: it depends on the data",
                     hint="let shapes follow from the batch size alone: pad to a fixed length, in place of "
                     "`pack_padded_sequence`, a choice by mask or routing between modules",
                 )
+
+
+def _grows(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
+    """Whether a shape is so much larger for every sample more."""
+    step = SIZES[1] - SIZES[0]
+    growth = [b - a for a, b in zip(one, two, strict=True)]
+    return all(g % step == 0 and 0 <= g // step * SIZES[0] <= a for a, g in zip(one, growth, strict=True))
+
+
+def _made_for_both(recording: Recording, other: Recording) -> dict[Join, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What may be a join for batches of either size; and its shapes."""
+    known = {place: other.values[join.value][1].shape for place, join in _placed(other)}
+    made = {}
+    for place, join in _placed(recording):
+        shape, its = recording.values[join.value][1].shape, known.get(place, ())
+        if len(shape) == len(its) and _grows(shape, its):
+            made[join] = shape, its
+    return made
+
+
+def _placed(recording: Recording) -> Iterator[tuple[tuple[Any, ...], Join]]:
+    """What may be a join, by where it is; numbers of calls are others where a module calls more for another batch."""
+    places: list[tuple[int, ...]] = [()] * len(recording.calls)
+    for call in recording.calls:
+        for n, child in enumerate(call.children):
+            places[child] = (*places[call.number], n)
+    for join in recording.made:
+        yield (places[join.call], join.gap, join.called), join
 
 
 def _counted(leaves: Sequence[Leaf], others: Sequence[Leaf]) -> tuple[Leaf, ...]:

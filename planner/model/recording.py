@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.core.errors import PlannerError
 from planner.model.attributes import Attributes, Change
+from planner.model.functions import Called, FunctionWatch
 from planner.model.ghosts import SHAPE_ONLY, ghost_like, storage_of
 from planner.model.held import replaced_tensors
 from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
@@ -38,6 +39,7 @@ __all__ = [
     "Call",
     "Constant",
     "Held",
+    "Join",
     "Leaf",
     "Meta",
     "Operator",
@@ -96,6 +98,23 @@ class Operator:
     """Number of the outermost region around it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """A tensor that a module's own code made behind the first submodule it called, in one call of a torch function."""
+
+    call: int
+    """Whose own code it is."""
+    gap: int
+    """How many submodules that has called before."""
+    called: Called
+    """By what, in this gap."""
+    enter: int
+    exit: int
+    value: int
+    """Number of the tensor in `Recording.values`."""
+    version: int
+
+
 @dataclass(kw_only=True)
 class Recording:
     """One forward of a model."""
@@ -117,6 +136,8 @@ class Recording:
     """By operator: the versions it reads."""
     regions: list[Region] = field(default_factory=list)
     """What backward runs as a whole."""
+    made: list[Join] = field(default_factory=list)
+    """Floating-point tensors that may cross a cut though no call returns them, in the order in which they were made."""
     outputs: tuple[int, ...] = ()
     """By leaf of what the model returned: the version that it is, or -1 where it is no tensor."""
     output_nest: Nest = field(default_factory=Nest)
@@ -189,6 +210,7 @@ class _Recorder(TorchDispatchMode):
         self._values: dict[tuple[int, Meta], int] = {}
         self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
         self._finder = RegionFinder(type(self).run.__code__, self.recording.regions)
+        self._watch = FunctionWatch()
 
     def output_of(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; whatever torch refuses is told of the module whose code did it."""
@@ -198,6 +220,8 @@ class _Recorder(TorchDispatchMode):
             path = self.recording.calls[self._stack[-1]].path if self._stack else ""
             with in_place_told(f'"{path}"' if path else "the model's own code"):
                 raise
+        finally:
+            self._watch.end_gap()
 
     def know_model(self, model: nn.Module) -> None:
         """Parameters and buffers by storage; a parameter taints what is computed from it."""
@@ -242,6 +266,7 @@ class _Recorder(TorchDispatchMode):
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a module's forward."""
+        self._watch.end_gap()
         calls = self.recording.calls
         parent = self._stack[-1] if self._stack else -1
         call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
@@ -256,6 +281,7 @@ class _Recorder(TorchDispatchMode):
         self._stack.append(call.number)
         self._finder.enter()
         result = forward(*args, **kwargs)
+        self._watch.end_gap()
         self._finder.leave()
         self._stack.pop()
         leaves, call.nest = take_apart(result)
@@ -266,12 +292,39 @@ class _Recorder(TorchDispatchMode):
         )
         call.exit = self._tick()
         self._finder.around(sys._getframe(1), call.exit)
+        if self._stack:
+            self._watch.begin_gap(self._function)
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
+        return result
+
+    def _function(self, called: Called, run: Callable[[], Any]) -> Any:
+        """One call of a torch function by a module's own code."""
+        recording = self.recording
+        call = recording.calls[self._stack[-1]]
+        gap, enter = len(call.children), self._tick()
+        result = run()
+        end = self._tick()
+        if isinstance(result, Tensor) and result.is_floating_point() and len(call.children) == gap:
+            version = self._version_of(result)
+            is_new = recording.flow.nodes[version]["made"] > enter
+            if is_new and version in self._tainted and call.function < 0:
+                value = self._value(result, call.number, exposed=False).number
+                recording.made.append(
+                    Join(
+                        call=call.number,
+                        gap=gap,
+                        called=called,
+                        enter=enter,
+                        exit=end,
+                        value=value,
+                        version=version,
+                    )
+                )
         return result
 
     def _modules_in(self, module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,9 +1,9 @@
 """A stage of a model that is no Sequential: the model's own forward, of which only some layers really run.
 
 Modules in front of the stage are not run: they return what was received, or, where nobody needs it, an absent ghost.
-So do parameters of other stages that the model's own code touches on its way. Whatever reaches an output or the next
-stage is checked to be made of none. The forward ends behind the stage's last module. Modules are changed only while a
-stage runs.
+Neither are functions between them that made a join (`joins.py`). Parameters of other stages that the model's own code
+touches on its way are absent ghosts, too. Whatever reaches an output or the next stage is checked to be made of none.
+The forward ends behind the stage's last module, or the join behind that. Modules are changed only while a stage runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.core.errors import ModelError
 from planner.model.attributes import left_behind, put_back, without_leftovers
+from planner.model.functions import Called, FunctionWatch
 from planner.model.ghosts import absent, expect_present
 from planner.model.leaves import Counted
 from planner.model.nests import ABSENT, aligned, leaf_names, put_together, take_apart
 from planner.model.outline import Outline
-from planner.model.recording import END, Call, Constant, Held, Leaf, Passed, Value, arguments_of, wrapped
+from planner.model.recording import END, Call, Constant, Held, Join, Leaf, Passed, Value, arguments_of, wrapped
 from planner.model.regions import without_reentrance
 from planner.model.unread import stand_in
 
@@ -75,6 +76,11 @@ class ModelStage(nn.Module):
         return [self._part.model.get_submodule(path) for path in paths]
 
     @property
+    def needed_to_pass_over(self) -> list[Tensor]:
+        """Parameters and buffers that code in front of the stage reads, for what the stage needs of it."""
+        return [_held(self._part.model, name) for name in self._part.repeated]
+
+    @property
     def model(self) -> nn.Module:
         """The whole model, which the stage runs its part of."""
         return self._part.model
@@ -95,7 +101,9 @@ class _Part:
         self.layer_at: dict[int, int] = {}
         self.when_layer_begins: Callable[[int], None] = _no_layer
         self._watch([self.begin, self.stop])
-        self.absent = sorted(outline.repeated_holds[first - 1].difference(self.held)) if first else []
+        repeated = outline.repeated_holds[first - 1] if first else frozenset[str]()
+        self.repeated = sorted(repeated.intersection(self.held))
+        self.absent = sorted(repeated.difference(self.held))
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         self.leftovers = [c for call in outline.recording.calls for c in call.changes if c.holds_tensors]
         self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
@@ -108,6 +116,11 @@ class _Part:
 
     def _watch(self, times: Sequence[int]) -> None:
         calls = self.outline.recording.calls
+        wanted = {*self.received, *self.sent}
+        self.joins: dict[tuple[int, int], dict[Called, Join]] = {}
+        for join in self.outline.joins:
+            if join.value in wanted or join.exit + 1 in times:
+                self.joins.setdefault((join.call, join.gap), {})[join.called] = join
         self.open = frozenset(c.number for c in calls if any(c.enter < t <= c.exit for t in times)) | {0}
         self.watched = [
             self.model.get_submodule(calls[child].path)
@@ -130,6 +143,9 @@ class _Run:
         self._stack = [0]
         self._next = {0: 0}
         self._inside = False
+        self._watch = FunctionWatch()
+        self._awaited: dict[Called, Join] = {}
+        """Joins of the gap that the code is in."""
         self._tensors: dict[int, Tensor] = {}
         self._begun = stage.begin == 0
         if self._begun:
@@ -162,10 +178,12 @@ class _Run:
             stack.enter_context(without_reentrance())
             stack.enter_context(without_leftovers(self._stage.model, self._stage.leftovers))
             stack.enter_context(wrapped(self._stage.watched, self._run))
+            stack.callback(self._watch.end_gap)
             if self._begun:
                 self._begin_layer(0)
             try:
                 output = self._stage.model(*args, **kwargs)
+                self._end_gap()
             except _Finished:
                 if not self._own:
                     return None
@@ -189,6 +207,7 @@ class _Run:
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._inside:
             return forward(*args, **kwargs)
+        self._end_gap()
         call = self._expected(module)
         if call.exit < self._stage.begin and not call.constant:
             result = self._passed_over(call, take_apart((args, kwargs))[0])
@@ -196,6 +215,7 @@ class _Run:
             self._stack.append(call.number)
             self._next[call.number] = 0
             result = forward(*args, **kwargs)
+            self._end_gap()
             self._stack.pop()
         else:
             self._inside = True
@@ -213,14 +233,49 @@ class _Run:
             self._keep(leaves, call.leaves)
             self._expect_constants(call, leaves)
             self._keep_changes(call)
-        if call.exit + 1 == self._stage.begin:
+        self._reach(call.exit + 1)
+        self._begin_gap()
+        return result
+
+    def _function(self, called: Called, run: Callable[[], Any]) -> Any:
+        """One call of a torch function in a gap with joins."""
+        join = self._awaited.pop(called, None)
+        if join is None:
+            return run()
+        if join.exit < self._stage.begin and join.value in self._tensors:
+            result = self._tensors[join.value]
+        else:
+            result = run()
+            if join.value in self._stage.sent:
+                self._tensors[join.value] = result
+        self._reach(join.exit + 1)
+        return result
+
+    def _begin_gap(self) -> None:
+        """The code of the call at work goes on, behind a submodule."""
+        joins = self._stage.joins.get((self._stack[-1], self._next[self._stack[-1]]))
+        if joins:
+            self._awaited = dict(joins)
+            self._watch.begin_gap(self._function)
+
+    def _end_gap(self) -> None:
+        """It calls the next submodule, or ends."""
+        self._watch.end_gap()
+        if self._awaited:
+            path = self._calls[self._stack[-1]].path
+            name, _ = next(iter(self._awaited))
+            where = f'"{path}"' if path else "its own code"
+            raise _another_path(f"{where} did not call `{name}` between its modules")
+
+    def _reach(self, time: int) -> None:
+        """What begins or ends at a time of the recording does so."""
+        if time == self._stage.begin:
             self._stage.when_begun()
             if not self._own:
                 raise _Finished
-        self._begin_layer(call.exit + 1)
-        if call.exit + 1 == self._stage.stop:
+        self._begin_layer(time)
+        if time == self._stage.stop:
             raise _Finished
-        return result
 
     def _without_missing(self, output: Any) -> Any:
         """The model's output with stand-ins for what is not to be had in this stage, and is not read."""
@@ -315,8 +370,7 @@ class _Run:
             case Passed():
                 return given[leaf.argument]
             case Held():
-                path, _, name = leaf.name.rpartition(".")
-                return getattr(self._stage.model.get_submodule(path), name)
+                return _held(self._stage.model, leaf.name)
             case Constant():
                 return leaf.value
             case Counted():
@@ -364,6 +418,12 @@ def _another_path(what: str) -> ModelError:
         f"the model took another path than when its layers were found: {what}",
         hint="a pipeline needs the same layers for every batch; switch off what skips layers by chance or by the data",
     )
+
+
+def _held(model: nn.Module, full: str) -> Any:
+    """The parameter or buffer of that name."""
+    path, _, name = full.rpartition(".")
+    return getattr(model.get_submodule(path), name)
 
 
 def _holder(root: nn.Module, path: Sequence[str]) -> nn.Module:

@@ -103,15 +103,18 @@ def trace_units(
                 last = index == len(chain.layers) - 1
                 given = _given(value, batch.targets if last else None)
                 tracer = _Tracer()
+                held: list[str] = []
                 if isinstance(layer.module, ModelStage):
-                    # How many modules a stage passes over on the way to its own says nothing about its own.
+                    # How many modules a stage passes over on the way to its own says nothing about its own. But the
+                    # parameters that it needs for that are its own, with gradients and optimizer state.
                     layer.module.call_when_begun(tracer.trace.clear)
+                    held = [_shape(tensor) for tensor in layer.module.needed_to_pass_over]
                 with tracer, saved_tensors_hooks(tracer.saved, _as_it_was), layers_in(loaded.precision, device):
                     value = _call(layer.name, layer.module, value, size)
                     if last:
                         _check_loss(loaded, chain, value, batch.targets)
                 if n == 0:
-                    digests.append(_digest([loaded.precision, *tracer.trace], given, last=last))
+                    digests.append(_digest([loaded.precision, *held, *tracer.trace], given, last=last))
                 inputs.setdefault((digests[index], size), given)
                 if not last:
                     value = _detached(value)

@@ -88,9 +88,13 @@ def tied() -> LoadedModel:
 
 
 def balance_of(
-    loaded: LoadedModel, cuts: Sequence[int], micro_batches: int, recompute: Sequence[Recompute] = ()
+    loaded: LoadedModel,
+    cuts: Sequence[int],
+    micro_batches: int,
+    recompute: Sequence[Recompute] = (),
+    names: Sequence[str] = (),
 ) -> Balance:
-    names = list(loaded.build()._modules)
+    names = names or list(loaded.build()._modules)
     spans = pairwise(accumulate(cuts, initial=0))
     choices = recompute or ["never"] * len(cuts)
     return Balance(
@@ -192,6 +196,37 @@ def test_eight_stages() -> None:
     """More stages than micro-batches: devices wait, and what they hold meanwhile does not matter."""
     loaded = uneven((8,) * 9)
     agrees(loaded, balance_of(loaded, (1, 1, 1, 1, 1, 1, 1, 2), 4))
+
+
+class Added(nn.Module):
+    """Residuals in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.places = nn.Parameter(torch.randn(8))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8) to (b, 8)."""
+        value = self.blocks[0](value) + self.places
+        for block in list(self.blocks)[1:]:
+            value = value + torch.tanh(block(value))
+        return value
+
+
+def test_sums_between_modules_cross_the_cuts() -> None:
+    """Of a model that is no Sequential, as in torch's stages."""
+    torch.manual_seed(0)
+    loaded = model_of(
+        Added(),
+        example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer="sgd",
+    )
+    chain = loaded.chain(loaded.build())
+    assert chain.outline is not None
+    assert [len(values) for values in chain.outline.crossings] == [1, 1, 1]
+    agrees(loaded, balance_of(loaded, (1, 1, 1, 1), 2, ("never", "always", "never", "always"), chain.names))
 
 
 def test_tied_parameters_are_summed_within_a_stage_and_refused_over_two() -> None:

@@ -35,19 +35,19 @@ def block() -> nn.Module:
 
 
 class Scaled(nn.Module):
-    """Its outputs are scaled by a parameter of its own, wherever in the model they are made."""
+    """Its outputs are scaled by parameters of its own, wherever in the model they are made, and wider for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(4))
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(4))
-        self.scales = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in range(4))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(4))
 
     def forward(self, value: Tensor) -> list[Tensor]:
         outputs = []
         for layer, head, scale in zip(self.blocks, self.heads, self.scales, strict=True):
             value = layer(value)
-            outputs.append(F.relu(head(value) * scale))
+            outputs.append(F.relu(head(value)[..., None] * scale))
         return outputs
 
 

@@ -1,12 +1,15 @@
 """Any module is a chain: what it hands from layer to layer crosses the boundaries, whatever its shape."""
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from planner.core.errors import ModelError
 from planner.model.chain import Chain, chain_digest, chain_of, shared_parameters, tied_parameters
@@ -39,6 +42,14 @@ class Blocks(nn.Module):
 def values(batch: int) -> Tensor:
     """Inputs of most models here."""
     return torch.randn(batch, 5, WIDTH)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What lies in a cycle stays."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def loss_of(output: Any) -> Tensor:
@@ -75,10 +86,10 @@ class Skips(Blocks):
 
 
 def test_a_skip_connection_crosses_every_boundary_on_its_way() -> None:
-    """Once each."""
+    """Once each, until it is added to something."""
     result = compared(Skips(), num_stages=4)
     assert result.chain.names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
-    assert result.crossing == [1, 2, 3]
+    assert result.crossing == [1, 2, 2]
 
 
 class Dictionaries(Blocks):
@@ -449,14 +460,142 @@ class Added(Blocks):
         return value
 
 
-def test_sums_between_modules_are_told_of() -> None:
-    """All that they are made of crosses; a skip connection, which is read as it is, is none."""
-    outline = compared(Added()).chain.outline
-    assert outline is not None
-    assert [len(values) for values in outline.crossings] == [1, 2, 3]
-    assert outline.parts == ((0, 0), (0, 0), (2, 1))
+def test_a_sum_between_modules_crosses_in_place_of_what_it_is_made_of() -> None:
+    """The stage in front adds, as often as there are blocks."""
     outline = compared(Added(number=5)).chain.outline
     assert outline is not None
+    assert [len(values) for values in outline.crossings] == [1, 1, 1, 1]
+    assert set(outline.parts) == {(0, 0)}
+    assert not outline.widened
+
+
+def test_a_stage_keeps_no_sum_when_it_has_run(no_collection: None) -> None:
+    """Neither the one that it received nor the one that it sent."""
+    chain = chain_of(Added(), values)
+    received = chain.stage(0, 2)(values(3))
+    sent = chain.stage(2, 3)(received)
+    kept = [weakref.ref(tensor) for tensor in (*received, *sent)]
+    del received, sent
+    assert [tensor() for tensor in kept] == [None, None]
+
+
+class Positioned(Blocks):
+    """Embeds places by a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A residual around two blocks."""
+        value = self.blocks[0](value) + self.places
+        value = value + self.blocks[2](self.blocks[1](value))
+        return self.blocks[3](value)  # type: ignore[no-any-return]
+
+
+def test_a_parameter_that_goes_into_a_sum_is_held_where_that_is_made() -> None:
+    """And by no stage behind, which would share it."""
+    chain = compared(Positioned()).chain
+    assert [layer.name for layer in chain.layers if "places" in layer.parameter_names()] == ["blocks.1"]
+    assert not tied_parameters(chain.layers)
+
+
+class ReadAgain(Blocks):
+    """What a sum is made of is read behind it, too."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """At the very end."""
+        first = self.blocks[0](value)
+        second = self.blocks[1](first)
+        both = first + second
+        third = self.blocks[2](second)
+        return self.blocks[3](third) * both + first - second  # type: ignore[no-any-return]
+
+
+def test_a_sum_of_what_crosses_anyway_is_made_again() -> None:
+    """It would make the cut wider."""
+    assert compared(ReadAgain(), num_stages=4).crossing == [1, 2, 3]
+
+
+class Passing(TorchFunctionMode):
+    """Changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch returns."""
+        return func(*args, **(kwargs or {}))
+
+
+class Modes(Blocks):
+    """Its code adds within modes of torch's, which begin and end behind modules."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """All orders."""
+        value = self.blocks[0](value)
+        with Passing():
+            made = self.blocks[1](value)
+        value = value + made
+        with torch.device("cpu"):
+            value = value + self.blocks[2](value)
+        with Passing():
+            value = value + self.blocks[3](value)
+        made = self.blocks[4](value)
+        with torch.device("cpu"), Passing():
+            value = value + made
+        return self.blocks[5](value)  # type: ignore[no-any-return]
+
+
+def test_a_sum_may_be_made_within_a_mode() -> None:
+    """None is left behind."""
+    assert compared(Modes(number=6), num_stages=6).crossing == [1, 1, 1, 1, 1]
+    assert not _get_current_function_mode_stack()
+
+
+class Moody(Added):
+    """Adds in another way, once it is told to."""
+
+    adds = True
+
+    def forward(self, value: Tensor) -> Tensor:
+        """By another function."""
+        value = self.blocks[0](value)
+        for block in list(self.blocks)[1:]:
+            value = value + block(value) if self.adds else block(value).sub(value, alpha=-1)
+        return value
+
+
+def test_code_that_no_longer_makes_a_sum_is_told_of() -> None:
+    """In the stage that was to send it, and in the one that has received it."""
+    model = Moody()
+    chain = chain_of(model, values)
+    received = chain.stage(0, 2)(values(3))
+    model.adds = False
+    for first, given in ((0, values(3)), (2, received)):
+        with pytest.raises(ModelError, match="own code did not call `add` between its modules"):
+            chain.stage(first, first + 2)(given)
+    assert not _get_current_function_mode_stack()
+
+
+class Concatenated(nn.Module):
+    """Each block's input is all that those before it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(max(1, n) * WIDTH, WIDTH) for n in range(5))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """As wide as its parts."""
+        value = self.blocks[0](value)
+        for block in list(self.blocks)[1:]:
+            value = torch.cat([value, torch.tanh(block(value))], -1)
+        return value
+
+
+def test_what_crosses_in_parts_is_told_of() -> None:
+    """A skip connection, which is read as it is, is no part."""
+    outline = compared(Concatenated()).chain.outline
+    assert outline is not None
+    assert [len(values) for values in outline.crossings] == [1, 2, 3, 4]
+    assert outline.parts == ((0, 0), (0, 0), (2, 1), (3, 1))
     assert '3 tensors cross the boundary behind "blocks.3" only for' in outline.widened
     skips = compared(Skips()).chain.outline
     assert skips is not None

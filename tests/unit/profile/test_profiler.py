@@ -104,6 +104,40 @@ class Block(nn.Module):
         return result
 
 
+class Scaling(nn.Module):
+    """Some blocks get a first value scaled by a parameter of the model's own, others get it as it is."""
+
+    class Pair(nn.Linear):
+        """Of two values."""
+
+        def forward(self, value: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+            """The first, and the second."""
+            return super().forward(value) + other
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.blocks = nn.ModuleList(self.Pair(16, 16) for _ in range(5))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8) to (b, 4)."""
+        value = first = self.first(value)
+        scaled = first * self.scale
+        for n, block in enumerate(self.blocks):
+            value = block(value, scaled if n < 3 else first)
+        result: Tensor = self.last(value)
+        return result
+
+
+def test_parameters_that_code_in_front_of_a_layer_needs_are_the_layers_own() -> None:
+    """Layers with the same operators, some of which hold such a parameter and its optimizer's state."""
+    layers = {layer.name: layer for layer in profile_of_model(loaded_model(Scaling())).layers}
+    scaled, plain = layers["blocks.1"], layers["blocks.3"]
+    assert scaled.parameter_bytes == plain.parameter_bytes + 16 * 4
+    assert scaled.digest == layers["blocks.2"].digest != plain.digest == layers["blocks.4"].digest
+
+
 def test_the_same_layer_on_another_shape_is_another_layer() -> None:
     """A ReLU on 16 numbers and one on 4."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 4))

@@ -44,18 +44,18 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
 def test_a_model_that_sends_more_than_it_need_is_told_so() -> None:
     """Once, when it is profiled."""
 
-    class Added(nn.Module):
+    class Concatenated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+            self.blocks = nn.ModuleList(nn.Linear((n + 1) * 8, 8) for n in range(6))
 
         def forward(self, value: Tensor) -> Tensor:
             for block in self.blocks:
-                value = value + block(value)
+                value = torch.cat([value, block(value)], -1)
             return value
 
     said: list[str] = []
-    profile_model(loaded_model(Added()), OPTIONS, warn=said.append)
+    profile_model(loaded_model(Concatenated()), OPTIONS, warn=said.append)
     assert len(said) == 1
     assert 'cross the boundary behind "blocks.4"' in said[0]
 
