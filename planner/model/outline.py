@@ -34,6 +34,9 @@ _MANY_PREVENTED = 0.25
 SIZES = (2, 4)
 """Samples in the two batches that are run. Not 1, which batch normalization and broadcasting treat in their own way."""
 
+_Shapes = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+"""By value: the shapes for either batch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
@@ -150,7 +153,12 @@ def outline_of(
     recording.made = list(made)
     cuts = Cuts(recording, model)
     chosen, problems = cuts.choose(granularity)
-    ends = _names(model, [_modules(recording, span) for span in pairwise([0, *chosen, END])])[:-1]
+    shapes, unlike = _shapes(recording, other, chosen)
+    shapes |= {join.value: made[join] for join in cuts.joins}
+    chosen = _without(
+        _depending(cuts, chosen, shapes, unlike, _names(model, _spans(recording, chosen))), chosen, problems
+    )
+    ends = _names(model, _spans(recording, chosen))[:-1]
     if uncut:
         chosen = [cut for cut, name in zip(chosen, ends, strict=True) if name not in uncut]
         ends = tuple(name for name in ends if name not in uncut)
@@ -164,11 +172,9 @@ def outline_of(
     edges = [0, *chosen, END]
     spans = list(pairwise(edges))
     crossings = tuple(cuts.crossing(cut).values for cut in chosen)
-    shapes = _shapes(recording, other, chosen) | {join.value: made[join] for join in cuts.joins}
     holds = [cuts.holds(*span) for span in spans]
     modules = [_modules(recording, span) for span in spans]
     names = _names(model, modules)
-    _check_growth(shapes, crossings, names)
     _add_unread(holds, recording, model, spans)
     return Outline(
         recording=recording,
@@ -228,31 +234,29 @@ def _beside(model: nn.Module, inputs: Any) -> Any:
     return put_together((leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves), nest)
 
 
-def _shapes(
-    recording: Recording, other: Recording, cuts: Sequence[int]
-) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes of all that comes into sight between modules that some cut goes through."""
+def _shapes(recording: Recording, other: Recording, cuts: Sequence[int]) -> tuple[_Shapes, list[Call]]:
+    """Of what comes into sight in modules that a cut goes through; and those that call others for another batch."""
+    unlike: list[Call] = []
     shapes = _paired("the model's input", recording.inputs, other.inputs)
-    todo = [0]
+    todo = [(0, 0)]  # their numbers differ behind a call that makes more calls for another batch
     while todo:
-        number = todo.pop()
-        one, two = recording.calls[number], other.calls[number] if number < len(other.calls) else None
-        if two is None or [recording.calls[c].path for c in one.children] != [
-            other.calls[c].path for c in two.children
-        ]:
-            raise _changes(one)
+        one, two = (run.calls[number] for run, number in zip((recording, other), todo.pop(), strict=True))
+        if [recording.calls[c].path for c in one.children] != [other.calls[c].path for c in two.children]:
+            unlike.append(one)
+            continue
         for child, its in zip(one.children, two.children, strict=True):
             call = recording.calls[child]
-            shapes = _paired(call.path, call.leaves, other.calls[its].leaves) | shapes
-            call.leaves = _counted(call.leaves, other.calls[its].leaves)
+            with contextlib.suppress(ModelError):
+                shapes = _paired(call.path, call.leaves, other.calls[its].leaves) | shapes
+                call.leaves = _counted(call.leaves, other.calls[its].leaves)
             call.changes, paired = _left_behind(call, other.calls[its])
             shapes = paired | shapes
             if any(call.enter < cut <= call.exit for cut in cuts):
-                todo.append(child)
+                todo.append((child, its))
     if recording.unread:
         with contextlib.suppress(ModelError):  # it may return what it likes, but then nothing stands in for that
             shapes = _paired("the model", recording.calls[0].leaves, other.calls[0].leaves) | shapes
-    return shapes
+    return shapes, unlike
 
 
 def _paired(
@@ -275,23 +279,51 @@ def _prevented(problems: Sequence[str], num_tried: int) -> str:
     )
 
 
-def _check_growth(
-    shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]],
-    crossings: Sequence[tuple[int, ...]],
-    names: Sequence[str],
-) -> None:
-    """Refuses shapes at cuts that are not so much larger for every sample more: they depend on the data."""
-    for name, values in zip(names, crossings, strict=False):
-        if any(value not in shapes for value in values):
-            raise _returns_else(name)
-        for one, two in (shapes[value] for value in values):
-            if not _grows(one, two):
-                raise ModelError(
-                    f'what crosses the boundary behind "{name}" has shape {list(one)} for {SIZES[0]} samples and '
-                    f"{list(two)} for {SIZES[1]}: it depends on the data",
-                    hint="let shapes follow from the batch size alone: pad to a fixed length, in place of "
-                    "`pack_padded_sequence`, a choice by mask or routing between modules",
-                )
+def _depending(
+    cuts: Cuts, chosen: Sequence[int], shapes: _Shapes, unlike: Sequence[Call], names: Sequence[str]
+) -> dict[int, ModelError]:
+    """The cuts that go through no fixed path, or that something crosses whose shape depends on the data; and why."""
+    found: dict[int, ModelError] = {}
+    for name, cut in zip(names, chosen, strict=False):
+        through = next((call.path for call in unlike if call.enter < cut <= call.exit), None)
+        error = _depends(name, cuts.crossing(cut).values, shapes) if through is None else _changes(through)
+        if error is not None:
+            found[cut] = error
+    return found
+
+
+def _without(errors: dict[int, ModelError], chosen: Sequence[int], problems: list[str]) -> list[int]:
+    """The cuts that are none of these; `ModelError` if there is none, and others were."""
+    left = [cut for cut in chosen if cut not in errors]
+    if errors and not left:
+        raise next(iter(errors.values()))
+    problems.extend(error.message for error in errors.values())
+    return left
+
+
+def _depends(name: str, values: Sequence[int], shapes: _Shapes) -> ModelError | None:
+    """Why no boundary can be behind a layer: what crosses it depends on the data."""
+    if any(value not in shapes for value in values):
+        return ModelError(
+            f'what crosses the boundary behind "{name}" is something else for another batch size',
+            hint="a pipeline needs the same tensors for every batch",
+        )
+    for one, two in (shapes[value] for value in values):
+        if not _grows(one, two):
+            return ModelError(
+                f'what crosses the boundary behind "{name}" has shape {list(one)} for {SIZES[0]} samples and '
+                f"{list(two)} for {SIZES[1]}: it depends on the data",
+                hint="let shapes follow from the batch size alone: pad to a fixed length, in place of "
+                "`pack_padded_sequence`, a choice by mask or routing between modules",
+            )
+    return None
+
+
+def _changes(path: str) -> ModelError:
+    return ModelError(
+        f'"{path or "the model"}" calls other modules for another batch size: it takes no fixed path',
+        hint="a pipeline needs the same layers for every batch",
+    )
 
 
 def _grows(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
@@ -352,13 +384,6 @@ def _returns_else(path: str) -> ModelError:
     )
 
 
-def _changes(call: Call) -> ModelError:
-    return ModelError(
-        f'"{call.path or "the model"}" calls other modules for another batch size: it takes no fixed path',
-        hint="a pipeline needs the same layers for every batch",
-    )
-
-
 def _storages(recording: Recording, time: int, crossings: Sequence[tuple[int, ...]], cuts: Sequence[int]) -> list[int]:
     """Of the tensors that are there at a cut, at the begin or at the end."""
     if time == 0:
@@ -397,6 +422,10 @@ def _modules(recording: Recording, span: tuple[int, int]) -> tuple[str, ...]:
     whole = [call for call in recording.calls[1:] if _is_whole(call, span)]
     tops = [call.path for call in whole if not _is_whole(recording.calls[call.parent], span)]
     return tuple(dict.fromkeys(tops))
+
+
+def _spans(recording: Recording, cuts: Sequence[int]) -> list[tuple[str, ...]]:
+    return [_modules(recording, span) for span in pairwise([0, *cuts, END])]
 
 
 def _names(model: nn.Module, modules: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

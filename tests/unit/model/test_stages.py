@@ -758,6 +758,42 @@ def test_a_path_that_depends_on_the_batch_size_is_refused() -> None:
         chain_of(Sized(), values)
 
 
+class Chosen(nn.Module):
+    """A part for every two samples: how many run, and on what, is another for another batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A sum with what the parts make."""
+        made = torch.zeros_like(value)
+        for n in range(0, len(value), 2):
+            made[n : n + 2] = self.parts[n // 2 % 4](value[n : n + 2])
+        return value + made
+
+
+class Routed(Blocks):
+    """Routes in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Chosen()
+
+    def forward(self, value: Tensor) -> Tensor:
+        """One after the other."""
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+def test_only_cuts_that_depend_on_the_data_are_left_out() -> None:
+    """Not the whole model: what routes is one layer, of which no cut is made, and behind it all is as ever."""
+    chain = chain_of(Routed(), values, granularity="fine")
+    assert [layer.name for layer in chain.layers if "1" in layer.name] == ["blocks.1"]
+    compared(Routed())
+
+
 def test_a_stage_of_a_sequential_is_its_layers() -> None:
     """With the parameter names of the model."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
