@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from planner.core.plan import Recompute
@@ -43,18 +43,22 @@ class Rehearsal:
     num_layers: int
     """How many layers take part; behind the last of them there is the loss only if that is the model's last."""
 
-    def run(self, ends: Sequence[int], recompute: Recompute, *, sign: float = 1.0) -> "Outcome":
+    def run(
+        self, ends: Sequence[int], recompute: Recompute, *, sign: float = 1.0, as_trained: bool = False
+    ) -> "Outcome":
         """One step; its gradients times `sign` are added to those of the parameters.
 
         Args:
             ends: Of all stages: the layer behind their last. A single one: the model in one piece, as it is.
             recompute: Of all stages.
             sign: What the loss is multiplied with.
+            as_trained: Whether what is recomputed runs with a graph the first time, too. Without one torch may take
+                another kernel (of attention, say), whose results differ by rounding errors.
         """
         edges = [0, *ends]
         statistics = [BatchStatistics() for _ in ends]
         modules = [
-            self._stage(StageRange(first, end), recompute, collected)
+            self._stage(StageRange(first, end), recompute, collected, as_trained=as_trained)
             for (first, end), collected in zip(pairwise(edges), statistics, strict=True)
         ]
         total = 0.0
@@ -85,10 +89,16 @@ class Rehearsal:
 
     # Private methods
 
-    def _stage(self, layers: StageRange, recompute: Recompute, statistics: BatchStatistics) -> StageModule:
+    def _stage(
+        self, layers: StageRange, recompute: Recompute, statistics: BatchStatistics, *, as_trained: bool = False
+    ) -> StageModule:
         names = held_names(self.chain, layers.first, layers.end)
+        built = self._layers(self.copies.copy(names), layers)
+        if as_trained:
+            for layer in built:
+                _always_with_a_graph(layer.module)
         module = stage_module_of(
-            self._layers(self.copies.copy(names), layers),
+            built,
             layers,
             self.shapes,
             recompute=recompute,
@@ -123,6 +133,20 @@ def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
     prefixes = tuple(f"{layer.name}." for layer in chain.layers[first:end])
     named = (*chain.model.named_parameters(remove_duplicate=False), *chain.model.named_buffers(remove_duplicate=False))
     return frozenset(name for name, _ in named if name.startswith(prefixes))
+
+
+def _always_with_a_graph(module: nn.Module) -> None:
+    modes: list[bool] = []
+
+    def begin(*_: Any) -> None:
+        modes.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(True)
+
+    def end(*_: Any) -> None:
+        torch.set_grad_enabled(modes.pop())
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
 
 
 class _Flight:

@@ -370,7 +370,7 @@ LANGUAGE: dict[str, RealModel] = {
     "LSTM language model": RealModel(family="recurrent", build=LSTMLanguage, inputs=sentences, loss=_entry),
     "GRU tagger": RealModel(family="recurrent", build=GRUTagger, inputs=_words),
     "LSTM to LSTM": RealModel(family="recurrent", build=Stateful, inputs=sentences),
-    "Packed LSTM": RealModel(family="recurrent", build=Packed, inputs=_of_lengths, refusal="pack_padded_sequence"),
+    "Packed LSTM": RealModel(family="recurrent", build=Packed, inputs=_of_lengths),
     "Residuals at the top": _plain(TopResidual),
     "Mamba by hand": _plain(MambaLike),
     "Encoder, sequence first": _plain(SequenceFirst),

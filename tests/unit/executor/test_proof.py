@@ -153,6 +153,27 @@ def test_what_comes_out_otherwise_when_it_is_run_again_must_not_be_recomputed() 
     assert "differs by" in found.proof.differs_recomputed
 
 
+class Chaotic(nn.Module):
+    """Makes much of a rounding error; where there is no graph, another kernel makes one (attention, for example)."""
+
+    def __init__(self, error: float) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Waves."""
+        return torch.sin(2e5 * (x if torch.is_grad_enabled() else x * (1 + self.error)) + self.shift)
+
+
+@pytest.mark.parametrize(("error", "recomputed"), [(2.5e-7, True), (1e-2, False)])
+def test_another_kernel_where_there_is_no_graph_is_no_other_computation(error: float, *, recomputed: bool) -> None:
+    """As long as it differs by no more than rounding errors do."""
+    found = proven(lambda: nn.Sequential(nn.Linear(8, 4), Chaotic(error), nn.Linear(4, 4)))
+    assert found.proof.recomputed is recomputed
+    assert found.proof.cuts == 2
+
+
 def test_of_what_is_too_large_the_first_layers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many as fit into memory, and into the time; it is said where that ends."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]

@@ -52,12 +52,11 @@ class Packed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(10, WIDTH)
         self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        """(b, words) to (b, words, WIDTH)."""
-        packed = pack_padded_sequence(self.embedding(words), lengths, batch_first=True, enforce_sorted=False)
+        """(b, words, WIDTH) to the same."""
+        packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
         for layer in self.layers:
             packed, _ = layer(packed)
         return pad_packed_sequence(packed, batch_first=True)[0]
@@ -67,7 +66,7 @@ def test_shapes_that_depend_on_the_data_are_told_as_such() -> None:
     """What crosses has as many rows as there are words in all sequences."""
 
     def inputs(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randint(10, (size, 5)), torch.tensor([5, 4, 2, 1][:size])
+        return torch.randn(size, 5, WIDTH), torch.tensor([5, 4, 2, 1][:size])
 
     with pytest.raises(ModelError, match=r"shape \[9, 8\] for 2 samples and \[12, 8\] for 4: it depends") as refused:
         chain_of(Packed(), inputs)
