@@ -370,7 +370,7 @@ LANGUAGE: dict[str, RealModel] = {
     "LSTM language model": RealModel(family="recurrent", build=LSTMLanguage, inputs=sentences, loss=_entry),
     "GRU tagger": RealModel(family="recurrent", build=GRUTagger, inputs=_words),
     "LSTM to LSTM": RealModel(family="recurrent", build=Stateful, inputs=sentences),
-    "Packed LSTM": RealModel(family="recurrent", build=Packed, inputs=_of_lengths),
+    "Packed LSTM": RealModel(family="recurrent", build=Packed, inputs=_of_lengths, refusal="it depends on the data"),
     "Residuals at the top": _plain(TopResidual),
     "Mamba by hand": _plain(MambaLike),
     "Encoder, sequence first": _plain(SequenceFirst),
