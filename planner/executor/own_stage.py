@@ -10,7 +10,6 @@ made from, and the largest single tensor.
 Fake tensors, not the meta device: `nn.init` skips meta tensors, random draws and all.
 """
 
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,8 +66,6 @@ def build_only(
     except BuildError:
         raise
     except Exception as error:
-        # One of torch's frames holds the error, and so itself and whatever its callers hold: the model, a mini-batch.
-        traceback.clear_frames(error.__traceback__)
         raise BuildError(f"{type(error).__name__}: {error}") from error
     if replay.number != len(notes.names) or any(_is_empty(tensor) for tensor in wanted(model)):
         raise BuildError("some tensors are made in a way that cannot be followed")

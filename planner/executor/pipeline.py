@@ -1,5 +1,6 @@
 """A model trained as a pipeline: this process runs a stage of it, or several under interleaved 1F1B."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,6 +125,8 @@ class Pipeline:
                 position=self.position,
                 check_nan=check_nan,
             )
+            # Failed attempts to find or build layers may lie in cycles with their errors, and hold the whole model.
+            gc.collect()
             # What the script draws from here on (the order of its data) is the same on every rank.
             seed_process(seed * 1_000_003 + 7919)
             is_float16 = autocast_dtype(self.balance.dtype) == torch.float16

@@ -1,8 +1,5 @@
 """A rank's own layers, built alone, hold exactly the values of the whole model; the others take no memory."""
 
-import contextlib
-import gc
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
@@ -403,30 +400,3 @@ def test_only_the_own_stage_takes_memory() -> None:
     usage = CpuMeter().measure(lambda: built.append(build_only(build, of_layers(["7"]), seed=SEED)))
     assert layer <= usage.end_bytes <= 1.1 * layer
     assert usage.peak_bytes <= 2.1 * layer
-
-
-def test_a_model_that_cannot_be_followed_leaves_nothing_behind() -> None:
-    """Not what its caller holds, until garbage is collected: the model as a whole, say, or a mini-batch."""
-
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4))
-            try:
-                self.positive = bool(self.weight.sum() > 0)
-            except Exception as error:
-                kept = error  # as libraries do, too: it holds this frame, and this frame it
-                raise kept  # noqa: B904
-
-    def tried() -> "weakref.ref[Tensor]":
-        held = torch.zeros(4)
-        with contextlib.suppress(BuildError):
-            build_only(Looks, lambda model: list(model.parameters()), seed=0)
-        return weakref.ref(held)
-
-    gc.collect()
-    gc.disable()
-    try:
-        assert tried()() is None
-    finally:
-        gc.enable()

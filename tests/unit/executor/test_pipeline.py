@@ -318,6 +318,39 @@ def test_a_step_goes_on_where_it_is_told_to(tmp_path: Path) -> None:
     assert len(set(losses[0])) == 3
 
 
+HOLDING = """import torch, weakref
+from torch import nn
+class Model(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 4))
+        torch.built.append(weakref.ref(self))
+        try:
+            self.positive = bool(self[0].weight.sum() > 0)
+        except Exception as error:
+            kept = error  # as libraries do: it holds this frame, and this frame it
+            raise kept
+def build_model():
+    return Model()
+"""
+
+
+def test_failed_attempts_to_build_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even until garbage is collected: it may be the whole model."""
+    built: list[weakref.ref[nn.Module]] = []
+    monkeypatch.setattr(torch, "built", built, raising=False)
+    path = balance_of(tmp_path, HOLDING + EXAMPLE + LOSS + OPTIMIZER)
+    gc.disable()
+    try:
+        pipeline = Pipeline(str(path))
+        there = [model for model in (reference() for reference in built) if model is not None]
+    finally:
+        gc.enable()
+    own = {id(parameter) for _, parameter in pipeline.named_parameters()}
+    others = [p for model in there for p in model.parameters() if not p.is_meta and id(p) not in own]
+    assert len(built) > len(there)
+    assert others == []
+
+
 def test_what_other_ranks_hold_leaves_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank in the middle gets no data, but knows how much there is."""
     pipeline = Pipeline(balance_of(tmp_path))
