@@ -161,15 +161,17 @@ def test_the_page_of_findings_is_made_from_the_table() -> None:
 def test_what_would_fit_is_true() -> None:
     """The cap that is advised fits; so do the cuts that are advised, under the cap that was asked for."""
     profile = gate.profile()
-    plan = api.solve(profile, devices=3, mem="1MB", batch=4)
+    plan = api.solve(profile, devices=3, mem="1MB", batch=4, schedule="gpipe")
     verdict = api.check(plan, profile=profile, mem="900kB")
     advised = re.search(r"the whole plan fits with `--mem (\S+)`", verdict.would_fit[0])
     assert advised is not None
     assert api.check(plan, profile=profile, mem=advised[1]).fits
     cuts = re.search(r"the cuts \[([\d, ]+)\] with M = (\d+)", verdict.would_fit[1])
     assert cuts is not None
-    assert "--devices 3 --mem 900kB --batch 4`" in verdict.would_fit[1]
-    other = api.solve(profile, devices=3, mem="900kB", batch=4, balance=cuts[1], micro_batches=cuts[2])
+    assert "--devices 3 --mem 900kB --batch 4 --schedule gpipe`" in verdict.would_fit[1]
+    other = api.solve(
+        profile, devices=3, mem="900kB", batch=4, schedule="gpipe", balance=cuts[1], micro_batches=cuts[2]
+    )
     assert max(other.device_bytes()) <= 900_000
 
 
@@ -185,7 +187,7 @@ def test_a_device_is_named_where_it_matters() -> None:
 
 def test_a_comparison_survives_other_stage_counts() -> None:
     """Stages that only one plan has are shown with what there is."""
-    two = api.solve(gate.profile(), devices=2, mem="2MB", batch=4)
+    two = api.solve(gate.profile(), devices=2, mem="2MB", batch=4, schedule="gpipe")
     difference = api.check(gate.plan(), profile=gate.profile(), against=two).difference
     assert difference is not None
     assert [stage.bytes_before is None for stage in difference.stages] == [False, False, True]
