@@ -152,7 +152,7 @@ def test_rules_and_tied_layers_equal_brute_force(problem: Problem) -> None:
     ],
 )
 def test_simulated_schedules_equal_brute_force(features: Features, count: int) -> None:
-    """1F1B, interleaved with chunks given or chosen, and the fastest of all, in bounded effort; nearly always proven."""
+    """1F1B, interleaved with chunks given or chosen, and the fastest of all schedules; nearly always proven."""
     statuses: Counter[str] = Counter()
 
     @examples(count)
