@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile
+from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile
 
 __all__ = ["CHAINS", "Chain", "amoebanet_d", "frozen_backbone", "launch_bound", "random_chain", "tight_cap", "vgg_16"]
 

@@ -36,14 +36,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from planner.core.balance import Balance, StageBalance
-from planner.core.plan import Schedule
-from planner.core.profile import Model
-from planner.core.schedule import actions_of
-from planner.core.simulate import StageTimes, last_end_us
+from planner.core.cost.simulate import StageTimes, last_end_us
+from planner.core.schedule.actions import actions_of
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.plan import Schedule
+from planner.core.values.profile import Model
+from planner.device.machine import cpu_name
 from planner.executor import Pipeline
 from planner.files import write
-from planner.model.machine import cpu_name
 
 UNIT_US = 8_000.0
 """Forward of a stage; backward takes twice as long."""

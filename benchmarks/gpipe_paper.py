@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner import api
+from planner.bridge.torchax_adapter import versions
 from planner.core.errors import InfeasibleError
-from planner.core.plan import Plan
-from planner.core.units import format_bytes
+from planner.core.values.plan import Plan
+from planner.core.values.units import format_bytes
 from planner.model import in_precision, load_model
-from planner.model.torchax_adapter import versions
 from planner.profile import ProfileOptions, profile_model
 
 MODELS = Path(__file__).parent.parent / "sample_models"

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from planner import api
-from planner.core.plan import Plan, Stage
-from planner.core.units import format_bytes, parse_bytes
-from planner.executor.build import build_layers, build_structure
-from planner.executor.stage_module import StageModule, shapes_of
+from planner.core.values.plan import Plan, Stage
+from planner.core.values.units import format_bytes, parse_bytes
+from planner.device.clock import clock_for
+from planner.device.machine import cpu_name, keep_freed_memory
+from planner.device.meter import meter_for
+from planner.executor.build.building import build_layers, build_structure
+from planner.executor.run.stage_module import StageModule, shapes_of
 from planner.model import LoadedModel, load_model
 from planner.model.chain import Chain
 from planner.model.load import to_device
-from planner.model.machine import cpu_name, keep_freed_memory
-from planner.model.meter import meter_for
-from planner.profile.clocks import clock_for
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_DEVICES = 4

@@ -20,9 +20,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from planner.executor.build import build_structure  # noqa: E402
+from planner.device.machine import cpu_name  # noqa: E402
+from planner.executor.build.building import build_structure  # noqa: E402
 from planner.model.load import load_model  # noqa: E402
-from planner.model.machine import cpu_name  # noqa: E402
 from tests.support.training import Case, run_cases  # noqa: E402
 
 _SAMPLES = {

@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 
 from planner.cli.main import run
-from planner.core.verification import Tolerance
+from planner.core.judge.verification import Tolerance
+from planner.device.machine import cpu_name
 from planner.executor import Pipeline
 from planner.files import read_plan, read_profile
-from planner.model.machine import cpu_name
 
 
 @dataclass(frozen=True)

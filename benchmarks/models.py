@@ -24,10 +24,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from planner.core.errors import ModelError
-from planner.core.profile import Granularity
+from planner.core.values.profile import Granularity
+from planner.device.machine import cpu_name
 from planner.executor import prove
 from planner.model import LoadedModel
-from planner.model.machine import cpu_name
 from tests.support.apart import Differences, Whole, compare_apart, even_cuts
 from tests.support.real_models import REAL_MODELS, RealModel
 

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 from planner.cli.main import run
-from planner.core.plan import Plan
-from planner.core.run_report import RunReport
+from planner.core.values.plan import Plan
+from planner.core.values.run_report import RunReport
+from planner.device.machine import cpu_name
 from planner.files import read_plan, read_run
-from planner.model.machine import cpu_name
 
 SAMPLES = Path(__file__).parents[1] / "sample_models"
 CASES = {"transformer_lm": "6,4", "amoebanet_d": "4,8", "resnet": "8,10", "mlp": "9,8"}

@@ -38,7 +38,7 @@ from solve_cases import ONE_CORE, UNLIMITED, Case, inputs_of, request_of, run_ca
 from solve_peers import MIN_MAX, Peer, installed_peers, judge, smallest_cap
 
 from planner import files
-from planner.core.costs import ChainCosts, costs_at
+from planner.core.cost.costs import ChainCosts, costs_at
 from planner.solve import Request, solve
 
 LAYERS, DEVICES = (24, 50, 200, 1000, 4000, 10_000), (8, 32, 128, 1024)
@@ -88,7 +88,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _environment() -> str:
-    cpu = importlib.import_module("planner.model.machine").cpu_name()  # imports torch, which cases must not
+    cpu = importlib.import_module("planner.device.machine").cpu_name()  # imports torch, which cases must not
     packages = {"numpy": "numpy", "torchgpipe": "torchgpipe", "deepspeed": "DeepSpeed", "gpipe-plan": "gpipe-plan"}
     versions = ", ".join(f"{shown} {_version(name)}" for name, shown in packages.items())
     command = shlex.join(["python", *sys.argv])

@@ -19,8 +19,8 @@ from pathlib import Path
 from chains import CHAINS, tight_cap
 
 from planner.core.errors import InfeasibleError
-from planner.core.plan import Inputs, Plan, ProfileReference
-from planner.core.profile import Profile
+from planner.core.values.plan import Inputs, Plan, ProfileReference
+from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 
 __all__ = ["ONE_CORE", "UNLIMITED", "Case", "Outcome", "inputs_of", "request_of", "run_case", "seconds"]

@@ -17,11 +17,11 @@ import numpy as np
 from chains import Chain, FloatArray
 from numpy.typing import NDArray
 
-from planner.core.cluster import Cluster
-from planner.core.costs import ChainCosts
-from planner.core.evaluate import Partition, optimizer_us, timeline
-from planner.core.memory import interval_memory, stage_memory
-from planner.core.plan import Recompute
+from planner.core.cost.costs import ChainCosts
+from planner.core.cost.evaluate import Partition, optimizer_us, timeline
+from planner.core.cost.memory import interval_memory, stage_memory
+from planner.core.values.cluster import Cluster
+from planner.core.values.plan import Recompute
 
 __all__ = ["MIN_MAX", "Peer", "installed_peers", "judge", "smallest_cap"]
 

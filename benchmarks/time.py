@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.core.plan import Inputs, ProfileReference
-from planner.core.profile import LayerProfile, Profile
+from planner.core.values.plan import Inputs, ProfileReference
+from planner.core.values.profile import LayerProfile, Profile
+from planner.device.clock import CpuClock
+from planner.device.machine import cpu_name
 from planner.model import load_model
 from planner.model.load import LoadedModel
-from planner.model.machine import cpu_name
 from planner.model.recording import arguments_of
 from planner.profile import ProfileOptions, profile_model
-from planner.profile.clocks import CpuClock
 from planner.solve import Request, solve
 
 SAMPLES = Path(__file__).parents[1] / "sample_models"

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 
 from planner import api
-from planner.core.balance import Balance, StageBalance
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition
-from planner.core.one_program import program_memory
-from planner.core.plan import Recompute
-from planner.core.profile import Model, Profile
+from planner.bridge.torchax_adapter import expect_no_tpu, jax_modules, named_chip, versions
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.one_program import program_memory
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.plan import Recompute
+from planner.core.values.profile import Model, Profile
 from planner.emit import emit_jax
-from planner.executor.jax_pipeline import JaxPipeline
-from planner.executor.jax_training import JaxArguments, JaxTraining
+from planner.executor.jax.pipeline import JaxPipeline
+from planner.executor.jax.training import JaxArguments, JaxTraining
 from planner.model import LoadedModel, in_precision, load_model
-from planner.model.torchax_adapter import expect_no_tpu, jax_modules, named_chip, versions
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.structure import find_chain
 

@@ -19,11 +19,11 @@ import torch
 
 import planner
 from planner.cli.main import run
-from planner.core.plan import Plan
-from planner.core.units import format_us
-from planner.core.verification import Compared, Verification
+from planner.core.judge.verification import Compared, Verification
+from planner.core.values.plan import Plan
+from planner.core.values.units import format_us
+from planner.device.machine import cpu_name
 from planner.files import read_plan
-from planner.model.machine import cpu_name
 
 HERE = Path(__file__).parent
 SAMPLES = HERE.parent / "sample_models"

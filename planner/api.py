@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from planner import files
-from planner.core import options
-from planner.core.calibration import Calibration, calibrated_executor
-from planner.core.cluster import Link
-from planner.core.comparison import ComparedPlan, Comparison
-from planner.core.devices import accelerator
-from planner.core.difference import difference_of
+from planner.core.cost.calibration import Calibration, calibrated_executor
 from planner.core.errors import FileError, StaleError, UsageError
-from planner.core.figures import claimed_of
-from planner.core.findings import Finding, finding
-from planner.core.options import Numbers, Sizes
-from planner.core.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
-from planner.core.precision import precision_of
-from planner.core.profile import Granularity, Profile
-from planner.core.proof import Proof
-from planner.core.recut import with_cuts
-from planner.core.sweep import Sweep
-from planner.core.units import parse_us
-from planner.core.verdict import Verdict, compared, judge, with_findings
-from planner.core.verification import Tolerance, Verification, verification_of
+from planner.core.judge.comparison import ComparedPlan, Comparison
+from planner.core.judge.difference import difference_of
+from planner.core.judge.figures import claimed_of
+from planner.core.judge.recut import with_cuts
+from planner.core.judge.verdict import Verdict, compared, judge, with_findings
+from planner.core.judge.verification import Tolerance, Verification, verification_of
+from planner.core.values import options
+from planner.core.values.cluster import Link
+from planner.core.values.devices import accelerator
+from planner.core.values.findings import Finding, finding
+from planner.core.values.options import Numbers, Sizes
+from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
+from planner.core.values.precision import precision_of
+from planner.core.values.profile import Granularity, Profile
+from planner.core.values.proof import Proof
+from planner.core.values.sweep import Sweep
+from planner.core.values.units import parse_us
 from planner.show.notebook import plan_html
 
 if TYPE_CHECKING:

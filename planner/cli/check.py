@@ -8,7 +8,7 @@ from planner import api, files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Quiet, check_format
 from planner.core.errors import ExitCode
-from planner.core.verdict import Verdict
+from planner.core.judge.verdict import Verdict
 from planner.show import verdict_text
 
 __all__ = ["check"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from planner.core.errors import FileError, PlannerError
-from planner.core.printable import printable, printable_lines
+from planner.core.values.printable import printable, printable_lines
 from planner.show import Style, style_for
 
 __all__ = ["Closed", "Console", "forget", "style_for_stdout"]

@@ -9,11 +9,11 @@ from planner import files
 from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
 from planner.cli.plans import profile_for, profile_path
-from planner.core.balance import launch_line
 from planner.core.errors import StaleError
-from planner.core.plan import Plan
-from planner.core.profile import Profile
-from planner.core.verdict import judge
+from planner.core.judge.verdict import judge
+from planner.core.values.balance import launch_line
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
 from planner.emit import (
     Emitted,
     EngineFile,

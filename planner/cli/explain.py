@@ -7,7 +7,7 @@ import typer
 
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, check_format
-from planner.core.findings import RULES, rule
+from planner.core.values.findings import RULES, rule
 from planner.files import to_plain
 from planner.show import rules_text
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from planner.core.errors import UsageError
-from planner.core.options import integers
+from planner.core.values.options import integers
 
 __all__ = ["Debug", "Format", "Quiet", "check_format", "integers"]
 

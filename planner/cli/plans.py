@@ -1,12 +1,12 @@
 """A plan together with its profile, wherever the plan says it stands."""
 
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition, timeline
-from planner.core.plan import Plan
-from planner.core.planning import cluster_of
-from planner.core.profile import Profile
-from planner.core.simulate import Event
-from planner.core.step import Step, step_of
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, timeline
+from planner.core.cost.planning import cluster_of
+from planner.core.cost.simulate import Event
+from planner.core.cost.step import Step, step_of
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
 from planner.files import profile_for, profile_path, reference_path
 
 __all__ = ["events_of", "profile_for", "profile_path", "reference_path", "step_of_plan"]

@@ -11,18 +11,18 @@ import typer
 
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
-from planner.core.calibration import calibrated_executor
-from planner.core.cluster import ExecutorCost
+from planner.core.cost.calibration import calibrated_executor
 from planner.core.errors import UsageError
-from planner.core.options import choice, micro_batch_sizes
-from planner.core.options import precision as precision_asked
-from planner.core.precision import PRECISIONS
-from planner.core.profile import Granularity
-from planner.core.units import parse_us
+from planner.core.values.cluster import ExecutorCost
+from planner.core.values.options import choice, micro_batch_sizes
+from planner.core.values.options import precision as precision_asked
+from planner.core.values.precision import PRECISIONS
+from planner.core.values.profile import Granularity
+from planner.core.values.units import parse_us
 
 if TYPE_CHECKING:
-    from planner.core.profile import Profile
-    from planner.core.proof import Proof
+    from planner.core.values.profile import Profile
+    from planner.core.values.proof import Proof
     from planner.model import LoadedModel
 
 __all__ = ["profile"]

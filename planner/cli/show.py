@@ -11,16 +11,16 @@ from planner import files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.cli.plans import events_of, profile_for, profile_path, step_of_plan
-from planner.core.balance import Balance
-from planner.core.calibration import Calibration
+from planner.core.cost.calibration import Calibration
 from planner.core.errors import StaleError, UsageError
-from planner.core.figures import claimed_of
-from planner.core.links import Links
-from planner.core.partial import Partial
-from planner.core.plan import Plan
-from planner.core.profile import Profile
-from planner.core.run_report import RunReport
-from planner.core.verdict import judge
+from planner.core.judge.figures import claimed_of
+from planner.core.judge.verdict import judge
+from planner.core.values.balance import Balance
+from planner.core.values.links import Links
+from planner.core.values.partial import Partial
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+from planner.core.values.run_report import RunReport
 from planner.emit import decisions_digest
 from planner.show import comparison_text, links_text, plan_text, profile_text, run_text
 from planner.show.html import plan_html, profile_html, run_html

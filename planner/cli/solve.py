@@ -10,10 +10,10 @@ from planner import api, files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.cli.plans import events_of
-from planner.core.cluster import Link
-from planner.core.plan import DEFAULT_SCHEDULE, Inputs, Plan
-from planner.core.profile import Profile
-from planner.core.units import bytes_option, format_bytes, format_rate, format_us, parse_us
+from planner.core.values.cluster import Link
+from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan
+from planner.core.values.profile import Profile
+from planner.core.values.units import bytes_option, format_bytes, format_rate, format_us, parse_us
 from planner.show import plan_text
 from planner.show.names import schedule_name
 from planner.show.numbers import percent

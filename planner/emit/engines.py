@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Final
 
-from planner.core.plan import Plan
-from planner.core.profile import Profile
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
 from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.device_map import emit_device_map
 from planner.emit.layout import EngineFile, Layout

@@ -1,19 +1,19 @@
 """`balance.yaml` and `train_jax.py`: a plan as one JAX program over a mesh with an axis of stages.
 
 All devices of such a program run the same code on arrays of the same shapes, and need more than the fullest stage by
-itself (`planner.core.one_program`); a plan that no longer fits then is refused.
+itself (`planner.core.cost.one_program`); a plan that no longer fits then is refused.
 """
 
 from dataclasses import replace
 from typing import Final
 
-from planner.core.costs import costs_at
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.one_program import program_memory
 from planner.core.errors import InfeasibleError, UsageError
-from planner.core.evaluate import Partition
-from planner.core.one_program import program_memory
-from planner.core.plan import Plan, StageMemory
-from planner.core.profile import Profile
-from planner.core.units import bytes_option, format_bytes
+from planner.core.values.plan import Plan, StageMemory
+from planner.core.values.profile import Profile
+from planner.core.values.units import bytes_option, format_bytes
 from planner.emit.layout import Layout
 from planner.emit.native import Emitted, emit_with
 

@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import Any
 
 from planner import __version__
+from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.errors import UsageError
-from planner.core.evaluate import Partition, check_partition
-from planner.core.plan import Plan, Schedule
-from planner.core.printable import spelled_out
-from planner.core.profile import LayerProfile, Profile
+from planner.core.values.plan import Plan, Schedule
+from planner.core.values.printable import spelled_out
+from planner.core.values.profile import LayerProfile, Profile
 from planner.emit.signature import signed
 
 __all__ = ["TORCH_SCHEDULES", "EngineFile", "Layout", "modules_of", "paths_above", "python_values", "shown", "text_of"]

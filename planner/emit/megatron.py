@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Final
 
 from planner.core.errors import UsageError
-from planner.core.profile import LayerProfile
+from planner.core.values.profile import LayerProfile
 from planner.emit.layout import EngineFile, Layout, text_of
 
 __all__ = ["balance_of_layout", "emit_megatron"]

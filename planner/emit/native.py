@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from planner import __version__
-from planner.core.balance import Balance, StageBalance, launch_line
+from planner.core.cost.evaluate import Partition, check_partition
+from planner.core.cost.planning import GENERATOR
 from planner.core.errors import UsageError
-from planner.core.evaluate import Partition, check_partition
-from planner.core.plan import Plan, Stage
-from planner.core.planning import GENERATOR
-from planner.core.precision import precision_of
-from planner.core.profile import Profile
-from planner.core.units import format_bytes, format_speed, format_us
+from planner.core.values.balance import Balance, StageBalance, launch_line
+from planner.core.values.plan import Plan, Stage
+from planner.core.values.precision import precision_of
+from planner.core.values.profile import Profile
+from planner.core.values.units import format_bytes, format_speed, format_us
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
 from planner.files import digest_of, dump, write_text
 

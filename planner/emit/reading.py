@@ -12,10 +12,10 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from planner.core.balance import Balance
 from planner.core.errors import FileError, UsageError
-from planner.core.plan import Plan
-from planner.core.profile import LayerProfile
+from planner.core.values.balance import Balance
+from planner.core.values.plan import Plan
+from planner.core.values.profile import LayerProfile
 from planner.emit.layout import modules_of, paths_above
 from planner.emit.megatron import balance_of_layout
 from planner.files import read

@@ -6,9 +6,9 @@ from string import Template
 
 from planner import __version__
 from planner.core.errors import UsageError
-from planner.core.plan import Plan
-from planner.core.precision import precision_of
-from planner.core.profile import Profile
+from planner.core.values.plan import Plan
+from planner.core.values.precision import precision_of
+from planner.core.values.profile import Profile
 from planner.emit.layout import TORCH_SCHEDULES, Layout
 from planner.emit.native import in_docstring, relocated, stage_table
 from planner.emit.signature import signed

@@ -8,7 +8,7 @@ recomputation for all partitions, no parameters shared between children.
 from typing import Final
 
 from planner.core.errors import UsageError
-from planner.core.plan import Recompute
+from planner.core.values.plan import Recompute
 from planner.emit.layout import EngineFile, Layout, python_values, text_of
 
 __all__ = ["emit_torchgpipe"]

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from planner.core.errors import MeasurementError, UsageError
-from planner.core.plan import Plan
-from planner.core.profile import Profile
-from planner.core.run_report import RunReport
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+from planner.core.values.run_report import RunReport
 from planner.emit.native import emit_native
 from planner.files import read_run
 

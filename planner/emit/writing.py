@@ -5,8 +5,8 @@ from pathlib import Path
 
 from planner import files
 from planner.core.errors import UsageError
-from planner.core.plan import Plan
-from planner.core.profile import Profile
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
 from planner.emit.engines import ENGINES, emit_engine
 from planner.emit.jax_program import JAX_SCRIPT, emit_jax
 from planner.emit.native import emit_native

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from planner.core.errors import UsageError
-from planner.executor.store import job_store
+from planner.executor.watch.store import job_store
 
 __all__ = ["join_job"]
 

@@ -14,34 +14,34 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.core.errors import ModelError, UsageError
-from planner.core.run_report import RunReport
-from planner.executor.assembly import Assembly
-from planner.executor.draws import drawn_alike
-from planner.executor.evaluation import Evaluation, ForwardOnly, Metrics, Observed
-from planner.executor.failure import Watch
-from planner.executor.finite import check_gradients, check_losses
-from planner.executor.gradients import clip_gradients
+from planner.core.values.run_report import RunReport
+from planner.device.machine import keep_freed_memory
+from planner.executor.build.assembly import Assembly
+from planner.executor.build.opening import device_of_rank, load_planned, stage_name
 from planner.executor.job import join_job
-from planner.executor.loader import Loader, checked_state
-from planner.executor.loss_scale import LossScale
-from planner.executor.losses import UNCOUNTED, loss_counts, weights_of
-from planner.executor.opening import device_of_rank, load_planned, stage_name
-from planner.executor.parts import Part, micro_batches_of, parts_of, size_of
-from planner.executor.placement import Groups, place_of
-from planner.executor.position import ANY, Position
-from planner.executor.random_state import StepSeeds, keeping_random_state, seed_process
-from planner.executor.recorder import Recorder
-from planner.executor.relay import Relay
-from planner.executor.reporting import run_report
-from planner.executor.stage_module import StageModule
+from planner.executor.measure.recorder import Recorder
+from planner.executor.measure.reporting import run_report
+from planner.executor.run.draws import drawn_alike
+from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
+from planner.executor.run.finite import check_gradients, check_losses
+from planner.executor.run.gradients import clip_gradients
+from planner.executor.run.loader import Loader, checked_state
+from planner.executor.run.loss_scale import LossScale
+from planner.executor.run.losses import UNCOUNTED, loss_counts, weights_of
+from planner.executor.run.parts import Part, micro_batches_of, parts_of, size_of
+from planner.executor.run.placement import Groups, place_of
+from planner.executor.run.random_state import StepSeeds, keeping_random_state, seed_process
+from planner.executor.run.relay import Relay
+from planner.executor.run.stage_module import StageModule
+from planner.executor.watch.failure import Watch
+from planner.executor.watch.position import ANY, Position
 from planner.files import digest_of, read_balance
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch, to_device
-from planner.model.machine import keep_freed_memory
 from planner.model.precision import to_precision
 
 if TYPE_CHECKING:
-    from planner.core.run_waits import ProcessRun
+    from planner.executor.measure.run_waits import ProcessRun
 
 __all__ = ["Pipeline"]
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
-from planner.core.units import format_bytes, format_speed, format_us, parse_us
-from planner.executor.checkpoint import Checkpoints
-from planner.executor.failure import Stopped, Watch
+from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
+from planner.executor.keep.checkpoint import Checkpoints
+from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
-from planner.executor.trace import trace_json
+from planner.executor.watch.failure import Stopped, Watch
 from planner.files import check_outputs, write, write_text
 
 __all__ = ["Arguments", "arguments", "checkpoints", "pipeline_script", "progress"]

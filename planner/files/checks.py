@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from planner.core.balance import Balance, StageBalance
-from planner.core.calibration import Calibration
-from planner.core.cluster import Link
-from planner.core.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, RATES, SPEEDS
-from planner.core.links import Links
-from planner.core.partial import Partial
-from planner.core.plan import Inputs, Plan, Stage
-from planner.core.profile import Profile
-from planner.core.run_report import RunReport
+from planner.core.cost.calibration import Calibration
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.cluster import Link
+from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, RATES, SPEEDS
+from planner.core.values.links import Links
+from planner.core.values.partial import Partial
+from planner.core.values.plan import Inputs, Plan, Stage
+from planner.core.values.profile import Profile
+from planner.core.values.run_report import RunReport
 from planner.files.strict_yaml import KeyPath, Problem
 
 __all__ = ["problems_of"]

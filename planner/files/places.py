@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 from planner.core.errors import UsageError
-from planner.core.plan import Plan
-from planner.core.profile import Profile
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
 from planner.files.reading import is_replayable, read_profile
 
 __all__ = ["model_path", "profile_for", "profile_path", "reference_path"]

@@ -10,14 +10,14 @@ from typing import Any, TextIO, cast
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from planner.core.balance import BALANCE_SCHEMA, Balance
-from planner.core.calibration import CALIBRATION_SCHEMA, Calibration
+from planner.core.cost.calibration import CALIBRATION_SCHEMA, Calibration
 from planner.core.errors import FileError
-from planner.core.links import LINKS_SCHEMA, Links
-from planner.core.partial import PARTIAL_SCHEMA, Partial
-from planner.core.plan import PLAN_SCHEMA, Plan
-from planner.core.profile import PROFILE_SCHEMA, Profile
-from planner.core.run_report import RUN_SCHEMA, RunReport
+from planner.core.values.balance import BALANCE_SCHEMA, Balance
+from planner.core.values.links import LINKS_SCHEMA, Links
+from planner.core.values.partial import PARTIAL_SCHEMA, Partial
+from planner.core.values.plan import PLAN_SCHEMA, Plan
+from planner.core.values.profile import PROFILE_SCHEMA, Profile
+from planner.core.values.run_report import RUN_SCHEMA, RunReport
 from planner.files.bounds import MAX_BYTES
 from planner.files.checks import problems_of
 from planner.files.strict_yaml import Document, KeyPath, Problem

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from planner.core.errors import FileError
-from planner.core.printable import spelled_out
-from planner.core.run_report import RunReport
+from planner.core.values.printable import spelled_out
+from planner.core.values.run_report import RunReport
 from planner.files.canonical import to_plain
 from planner.files.strict_yaml import StrictLoader
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from planner.core.precision import Precision
+from planner.core.values.precision import Precision
 
 __all__ = ["autocast_dtype", "keeping_casts", "layers_in"]
 

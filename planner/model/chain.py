@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
-from planner.core.precision import Precision
-from planner.core.profile import Granularity, Setting
+from planner.core.values.precision import Precision
+from planner.core.values.profile import Granularity, Setting
 from planner.model.ghosts import storage_of
 from planner.model.outline import Outline, outline_of
 from planner.model.stage import ModelStage

@@ -14,7 +14,7 @@ from functools import cached_property
 import networkx as nx
 from torch import nn
 
-from planner.core.profile import Granularity
+from planner.core.values.profile import Granularity
 from planner.model.joins import joins_of
 from planner.model.recording import END, Call, Join, Operator, Recording
 from planner.model.repetition import Repetition

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.core.errors import FileError, ModelError, UsageError
-from planner.core.precision import Precision
-from planner.core.profile import Granularity, Setting
+from planner.core.values.precision import Precision
+from planner.core.values.profile import Granularity, Setting
 from planner.model.attributes import Attributes
 from planner.model.autocast import layers_in
 from planner.model.chain import Chain, chain_of
@@ -65,7 +65,7 @@ class LoadedModel:
     """Of how many things in the targets `loss_fn` is the mean; None where it is of the samples."""
     granularity: Granularity = "coarse"
     uncut: tuple[str, ...] = ()
-    """Names of layers that no stage may end with; see `planner.core.profile.Model.uncut`."""
+    """Names of layers that no stage may end with; see `planner.core.values.profile.Model.uncut`."""
     precision: Precision = ""
     """What the model is to run in; `build` returns it as it is written all the same (`planner.model.precision`)."""
     default_loss: DefaultLoss | None = None

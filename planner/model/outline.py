@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.core.profile import Granularity
+from planner.core.values.profile import Granularity
 from planner.model.attributes import Change
 from planner.model.cuts import Cuts
 from planner.model.layout import dense_strides

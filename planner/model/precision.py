@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from planner.core.precision import Precision
+from planner.core.values.precision import Precision
 from planner.model.load import Batch, LoadedModel
 
 __all__ = ["convert", "converted", "dtype_of", "in_precision", "to_precision"]

@@ -1,6 +1,6 @@
 """What running statistics of batch normalisations take beside themselves, where they are those of whole mini-batches.
 
-The executor collects them over the micro-batches (`planner.executor.batch_norm`), and the profile counts what it
+The executor collects them over the micro-batches (`planner.executor.run.batch_norm`), and the profile counts what it
 collects in.
 """
 

@@ -1,6 +1,6 @@
 """The memory record of a layer, measured on its own so that the peak of any stage can be composed from it.
 
-What the composition needs (`planner.core.costs`) and how it is taken:
+What the composition needs (`planner.core.cost.costs`) and how it is taken:
 
 - every peak is the allocator's, above what is alive when the layer starts, with the inputs held;
 - inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline; otherwise
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
-from planner.core.profile import BoundaryTensor, MemoryDetail
+from planner.core.values.profile import BoundaryTensor, MemoryDetail
+from planner.device.meter import Meter
 from planner.model.ghosts import storage_of
-from planner.model.meter import Meter
 from planner.profile.sparse import sparse_bytes
 from planner.profile.units import Unit, UnitInput
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.device.clock import Clock
+from planner.device.meter import Meter
 from planner.model.ghosts import storage_of
-from planner.model.meter import Meter
-from planner.profile.clocks import Clock
 from planner.profile.sparse import check_step, sparse_bytes, sparse_copy
 from planner.profile.timing import CACHE_BYTES
 

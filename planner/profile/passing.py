@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from torch.utils._pytree import tree_unflatten
 
+from planner.device.clock import Clock
 from planner.model.stage import ModelStage
-from planner.profile.clocks import Clock
 from planner.profile.units import Unit, UnitInput
 
 __all__ = ["passing_us"]

@@ -16,37 +16,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from planner.core.cluster import ExecutorCost
-from planner.core.costs import saved_bytes
-from planner.core.devices import ACCELERATORS, accelerator
+from planner.bridge.torchax_adapter import attached_tpu, check_installed, expect_no_tpu
+from planner.core.cost.costs import saved_bytes
+from planner.core.cost.planning import GENERATOR
 from planner.core.errors import MeasurementError, ModelError, UsageError
-from planner.core.partial import Measurement, Partial
-from planner.core.planning import GENERATOR
-from planner.core.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
-from planner.core.rates import Rates, rates_of
+from planner.core.values.cluster import ExecutorCost
+from planner.core.values.devices import ACCELERATORS, accelerator
+from planner.core.values.partial import Measurement, Partial
+from planner.core.values.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
+from planner.device.clock import Clock, clock_for
+from planner.device.machine import LARGE_BYTES, cpu_name, give_freed_memory_back, keep_freed_memory
+from planner.device.meter import Meter, meter_for
+from planner.device.reserve import cuda_reserve_bytes
 from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
 from planner.model.ghosts import NeedsValuesError
 from planner.model.lean import fill
 from planner.model.load import LoadedModel
-from planner.model.machine import LARGE_BYTES, cpu_name, give_freed_memory_back, keep_freed_memory
-from planner.model.meter import Meter, meter_for
 from planner.model.precision import dtype_of
 from planner.model.refusals import TooFewSamplesError, in_place_told
 from planner.model.statistics import collecting_bytes
-from planner.model.torchax_adapter import attached_tpu, check_installed, expect_no_tpu
-from planner.profile.clocks import Clock, clock_for
-from planner.profile.estimate import GhostMeter, RooflineClock, estimated_device, ghostly
+from planner.profile.backends.compiled import CompiledLayer, CompiledStep, Compiler
+from planner.profile.backends.estimated import GhostMeter, RooflineClock, estimated_device, ghostly
+from planner.profile.backends.rates import Rates, rates_of
 from planner.profile.flops import forward_flops
 from planner.profile.memory import measure_casts, measure_memory
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
 from planner.profile.passing import passing_us
 from planner.profile.regret import regret
-from planner.profile.reserve import cuda_reserve_bytes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.sparse import check_ties, sparse_gradients
 from planner.profile.structure import find_chain
 from planner.profile.timing import Samples, Times, enough_to_leave_the_cache, measure_times, time_once, times_of
-from planner.profile.tpu import CompiledLayer, CompiledStep, Compiler
 from planner.profile.units import Unit, UnitInput, trace_units, with_values
 
 __all__ = ["InterruptedProfileError", "ProfileOptions", "profile_model"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.core.profile import Profile
-from planner.core.units import format_bytes
+from planner.core.values.profile import Profile
+from planner.core.values.units import format_bytes
 from planner.model.chain import Chain, Layer, chain_digest
 from planner.model.lean import build_lean, move_buffers
 from planner.model.load import LoadedModel

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.profile.clocks import Clock
+from planner.device.clock import Clock
 from planner.profile.memory import start_backward
 from planner.profile.units import Unit, UnitInput
 

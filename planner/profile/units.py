@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
-from planner.core.precision import Precision
+from planner.core.values.precision import Precision
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.chain import Chain
 from planner.model.ghosts import Ghost

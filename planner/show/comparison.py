@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.comparison import ComparedPlan, Comparison
-from planner.core.difference import Difference, StageDifference
-from planner.core.units import format_bytes, format_us
+from planner.core.judge.comparison import ComparedPlan, Comparison
+from planner.core.judge.difference import Difference, StageDifference
+from planner.core.values.units import format_bytes, format_us
 from planner.show.fitting import Rows, fitting_table
 from planner.show.names import schedule_name
 from planner.show.numbers import NOTHING, difference, percent, rate

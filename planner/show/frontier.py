@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.console import RenderableType
 
-from planner.core.plan import FrontierPoint, Plan
-from planner.core.units import format_bytes
+from planner.core.values.plan import FrontierPoint, Plan
+from planner.core.values.units import format_bytes
 from planner.show.names import schedule_name
 from planner.show.numbers import NOTHING, TimeScale, percent, rate
 from planner.show.rendering import Column, flow, heading, table

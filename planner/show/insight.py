@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from rich.console import RenderableType
 
-from planner.core.plan import Insight, Noise, Plan, WhatIf
-from planner.core.units import format_bytes, format_us
+from planner.core.values.plan import Insight, Noise, Plan, WhatIf
+from planner.core.values.units import format_bytes, format_us
 from planner.show.numbers import percent
 from planner.show.rendering import facts, heading, plain
 from planner.show.style import Style

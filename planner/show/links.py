@@ -1,7 +1,7 @@
 """Measured links: what each can do."""
 
-from planner.core.links import Links
-from planner.core.units import format_bytes, format_rate, format_us
+from planner.core.values.links import Links
+from planner.core.values.units import format_bytes, format_rate, format_us
 from planner.show.numbers import NOTHING
 from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.style import Style

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from planner.core.printable import spelled_out
+from planner.core.values.printable import spelled_out
 
 __all__ = ["attributes", "element", "number", "safe"]
 

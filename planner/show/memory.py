@@ -7,8 +7,8 @@ from math import floor
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.plan import Stage, StageMemory
-from planner.core.units import format_bytes
+from planner.core.values.plan import Stage, StageMemory
+from planner.core.values.units import format_bytes
 from planner.show.numbers import NOTHING, percent
 from planner.show.rendering import flow, heading, padded, render
 from planner.show.style import Style

@@ -1,6 +1,6 @@
 """What schedules and solvers are called when people are told of them."""
 
-from planner.core.plan import Plan, Schedule
+from planner.core.values.plan import Plan, Schedule
 
 __all__ = ["method_name", "not_measured", "plans_searched", "schedule_name"]
 

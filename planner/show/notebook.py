@@ -2,8 +2,8 @@
 
 from html import escape
 
-from planner.core.plan import Plan, Stage
-from planner.core.units import counted, format_bytes, format_us
+from planner.core.values.plan import Plan, Stage
+from planner.core.values.units import counted, format_bytes, format_us
 from planner.show.names import schedule_name
 from planner.show.numbers import percent, rate
 from planner.show.style import UNICODE

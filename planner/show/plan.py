@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.plan import Plan
-from planner.core.simulate import Event
-from planner.core.units import counted, format_us
+from planner.core.cost.simulate import Event
+from planner.core.values.plan import Plan
+from planner.core.values.units import counted, format_us
 from planner.show.frontier import frontier_parts
 from planner.show.insight import insight_parts
 from planner.show.memory import memory_parts

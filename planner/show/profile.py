@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from planner.core.profile import Device, LayerProfile, Profile
-from planner.core.units import counted, format_bytes
+from planner.core.values.profile import Device, LayerProfile, Profile
+from planner.core.values.units import counted, format_bytes
 from planner.show.numbers import NOTHING, TimeScale, format_count, layer_range, percent
 from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.style import Style

@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from planner.core.printable import printable
+from planner.core.values.printable import printable
 from planner.show.style import Style
 
 __all__ = ["BLANK", "Column", "cell", "facts", "flow", "heading", "padded", "plain", "render", "table"]

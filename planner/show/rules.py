@@ -6,7 +6,7 @@ from itertools import chain
 from rich.padding import Padding
 from rich.text import Text
 
-from planner.core.findings import Rule
+from planner.core.values.findings import Rule
 from planner.show.rendering import BLANK, heading, plain, render
 from planner.show.style import Style
 

@@ -10,10 +10,10 @@ from statistics import median
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.calibration import stage_runs
-from planner.core.plan import Plan, Stage
-from planner.core.run_report import RunReport, StageRun
-from planner.core.units import format_bytes
+from planner.core.cost.calibration import stage_runs
+from planner.core.values.plan import Plan, Stage
+from planner.core.values.run_report import RunReport, StageRun
+from planner.core.values.units import format_bytes
 from planner.show.numbers import NOTHING, TimeScale, difference, layer_range, percent, rate
 from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.style import Style

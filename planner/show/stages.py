@@ -8,8 +8,8 @@ from re import fullmatch
 from rich.table import Table
 from rich.text import Text
 
-from planner.core.plan import Plan, Stage
-from planner.core.units import counted, format_bytes
+from planner.core.values.plan import Plan, Stage
+from planner.core.values.units import counted, format_bytes
 from planner.show.memory import share_of_cap
 from planner.show.numbers import TimeScale, layer_range
 from planner.show.rendering import Column, flow, plain, table

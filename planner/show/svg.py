@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.core.step import Span, Step
+from planner.core.cost.step import Span, Step
 from planner.show.markup import element, number, safe
 from planner.show.scale import time_ticks
 

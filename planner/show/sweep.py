@@ -2,8 +2,8 @@
 
 from rich.text import Text
 
-from planner.core.sweep import Sweep, SweepCell
-from planner.core.units import counted, exact_bytes_option, format_bytes, format_us
+from planner.core.values.sweep import Sweep, SweepCell
+from planner.core.values.units import counted, exact_bytes_option, format_bytes, format_us
 from planner.show.fitting import Rows, fitting_table
 from planner.show.names import schedule_name
 from planner.show.numbers import NOTHING, percent, rate

@@ -17,8 +17,8 @@ from math import floor
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.simulate import Event
-from planner.core.units import format_us
+from planner.core.cost.simulate import Event
+from planner.core.values.units import format_us
 from planner.show.numbers import TimeScale, percent
 from planner.show.rendering import flow, heading, render
 from planner.show.scale import nice

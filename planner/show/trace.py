@@ -7,8 +7,8 @@ A run's trace (`train.py --trace`) has the same rows.
 
 from collections.abc import Iterator
 
-from planner.core.step import Span, Step
-from planner.core.trace_events import TraceEvent, counter, named, trace_slice, trace_text
+from planner.core.cost.step import Span, Step
+from planner.core.values.trace_events import TraceEvent, counter, named, trace_slice, trace_text
 from planner.show.svg import row_name
 
 __all__ = ["trace_json"]

@@ -4,9 +4,9 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from planner.core.findings import Finding
-from planner.core.units import counted
-from planner.core.verdict import Verdict
+from planner.core.judge.verdict import Verdict
+from planner.core.values.findings import Finding
+from planner.core.values.units import counted
 from planner.show.comparison import difference_parts
 from planner.show.memory import memory_parts
 from planner.show.rendering import BLANK, plain, render

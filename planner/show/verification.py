@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from planner.core.units import format_bytes, format_rate, format_us
-from planner.core.verification import Compared, Verification
+from planner.core.judge.verification import Compared, Verification
+from planner.core.values.units import format_bytes, format_rate, format_us
 from planner.show.numbers import NOTHING, difference, percent
 from planner.show.rendering import BLANK, Column, flow, render, table
 from planner.show.style import Style

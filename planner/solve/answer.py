@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from planner.core.evaluate import Partition
+from planner.core.cost.evaluate import Partition
 from planner.solve.case import Case
 
 __all__ = ["Answer"]

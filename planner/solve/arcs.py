@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.step_time import flow_shop_us
+from planner.core.cost.step_time import flow_shop_us
 
 __all__ = ["ArcProblem", "Plan", "StepCosts", "backward_us_of", "link_us_of", "narrow", "step_us", "timed"]
 
@@ -72,7 +72,7 @@ class ArcProblem:
 
 
 def step_us(problem: ArcProblem, arcs: Sequence[int]) -> float:
-    """Step time of the plan of these arcs, in the order of the chain; see `planner.core.step_time`."""
+    """Step time of the plan of these arcs, in the order of the chain; see `planner.core.cost.step_time`."""
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []
     tail = hidden = 0.0

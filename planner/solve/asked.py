@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import cast
 
-from planner.core import options
-from planner.core.calibration import Calibration, calibrated_executor
-from planner.core.cluster import ExecutorCost, Link
+from planner.core.cost.calibration import Calibration, calibrated_executor
 from planner.core.errors import UsageError
-from planner.core.limits import MOST_BATCH, MOST_DEVICES, at_most, short
-from planner.core.options import Numbers, Sizes
-from planner.core.plan import DEFAULT_SCHEDULE, Inputs, ProfileReference, RecomputePolicy, SchedulePolicy
-from planner.core.precision import precision_of
-from planner.core.profile import Profile
-from planner.core.units import parse_us
+from planner.core.values import options
+from planner.core.values.cluster import ExecutorCost, Link
+from planner.core.values.limits import MOST_BATCH, MOST_DEVICES, at_most, short
+from planner.core.values.options import Numbers, Sizes
+from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, ProfileReference, RecomputePolicy, SchedulePolicy
+from planner.core.values.precision import precision_of
+from planner.core.values.profile import Profile
+from planner.core.values.units import parse_us
 from planner.solve.search import Request, Solver
 
 __all__ = ["request_of"]

@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cluster import Cluster
-from planner.core.costs import ChainCosts
-from planner.core.plan import RecomputePolicy, Schedule
-from planner.core.schedule import num_in_flight
+from planner.core.cost.costs import ChainCosts
+from planner.core.schedule.actions import num_in_flight
+from planner.core.values.cluster import Cluster
+from planner.core.values.plan import RecomputePolicy, Schedule
 from planner.solve.layer_times import LayerTimes
 from planner.solve.problem import Afterwards, ChainProblem, DeviceTable, LinkTimes, prefix
 from planner.solve.tables import LAYERS, NOWHERE, MemoryTable

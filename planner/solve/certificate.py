@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from planner.core.errors import PlannerError, SolverError
-from planner.core.figures import certificate_problems, claimed_of, is_same
-from planner.core.findings import Finding, finding
-from planner.core.plan import FrontierPoint, Plan, SolverReport
-from planner.core.profile import Profile
-from planner.core.verdict import Verdict, with_findings
+from planner.core.judge.figures import certificate_problems, claimed_of, is_same
+from planner.core.judge.verdict import Verdict, with_findings
+from planner.core.values.findings import Finding, finding
+from planner.core.values.plan import FrontierPoint, Plan, SolverReport
+from planner.core.values.profile import Profile
 from planner.solve.insight import frontier_of
 from planner.solve.search import Request, solve
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.costs import ChainCosts
+from planner.core.cost.costs import ChainCosts
 from planner.core.errors import InfeasibleError
-from planner.core.plan import Inputs
-from planner.core.profile import Profile
-from planner.core.units import bytes_option, format_bytes
+from planner.core.values.plan import Inputs
+from planner.core.values.profile import Profile
+from planner.core.values.units import bytes_option, format_bytes
 from planner.solve.case import Case
 from planner.solve.tables import width_for
 

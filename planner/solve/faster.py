@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Final
 
 from planner.core.errors import PlannerError
-from planner.core.plan import Plan
-from planner.core.profile import Profile
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
 from planner.solve.search import Request, faster_plan
 
 __all__ = ["MOST_HINT_S", "faster_schedule"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.core.evaluate import Partition
+from planner.core.cost.evaluate import Partition
 from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import Found, LabelSearch, OutOfTimeError

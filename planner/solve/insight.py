@@ -9,14 +9,14 @@ from statistics import fmean, median
 
 import numpy as np
 
-from planner.core.cluster import Link
-from planner.core.costs import costs_at
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, stage_times, step_us
+from planner.core.cost.planning import cluster_of
 from planner.core.errors import PlannerError
-from planner.core.evaluate import Partition, stage_times, step_us
-from planner.core.plan import FrontierPoint, Inputs, Insight, Noise, Plan, WhatIf
-from planner.core.planning import cluster_of
-from planner.core.profile import LayerProfile, Profile
-from planner.core.units import format_us
+from planner.core.values.cluster import Link
+from planner.core.values.plan import FrontierPoint, Inputs, Insight, Noise, Plan, WhatIf
+from planner.core.values.profile import LayerProfile, Profile
+from planner.core.values.units import format_us
 from planner.solve.search import Request, cases_of, solve
 
 __all__ = ["frontier_of", "insight_of"]

@@ -3,7 +3,7 @@
 A partial plan that covers layers i..L-1 is a label of a few numbers, none of which is ever better when larger. A law
 says how they change when a stage is put in front, and bounds the step time of every way to complete the plan.
 
-**GPipe** (exact, `planner.core.step_time`):
+**GPipe** (exact, `planner.core.cost.step_time`):
 
     T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
 

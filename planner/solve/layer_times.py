@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.costs import ChainCosts
+from planner.core.cost.costs import ChainCosts
 from planner.solve.layerwise import LayerChoice, cheapest_layers, least_again_us
 from planner.solve.tables import windowed
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.core.evaluate import Partition, step_us
+from planner.core.cost.evaluate import Partition, step_us
 from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import Found, LabelSearch, OutOfTimeError

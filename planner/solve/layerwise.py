@@ -1,7 +1,7 @@
 """Which layers of a stage to recompute, each on its own, so that it fits its cap at the least cost in time.
 
-The memory of such a stage is the largest of a few moments (`planner.core.memory`), each of them linear in what a
-micro-batch holds in the end and in the highest level while layers run one by one (`planner.core.layer_memory`):
+The memory of such a stage is the largest of a few moments (`planner.core.cost.memory`), each of them linear in what a
+micro-batch holds in the end and in the highest level while layers run one by one (`planner.core.cost.layer_memory`):
 
     fixed + weight · held + level <= cap
 
@@ -26,10 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.costs import ChainCosts
-from planner.core.layer_memory import AGAIN, KEPT, StageLayers, least_levels, most_savings
-from planner.core.memory import linear_moments
-from planner.core.sparse import accumulated
+from planner.core.cost.costs import ChainCosts
+from planner.core.cost.layer_memory import AGAIN, KEPT, StageLayers, least_levels, most_savings
+from planner.core.cost.memory import linear_moments
+from planner.core.cost.sparse import accumulated
 
 __all__ = ["LayerChoice", "cheapest_layers", "least_again_us"]
 

@@ -5,10 +5,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.device_memory import device_peaks, held_once, moments_of, shared_bytes
-from planner.core.makespan import makespans
-from planner.core.memory import CHUNK_PARTS, chunk_parts
-from planner.core.schedule import Action, actions_of
+from planner.core.cost.device_memory import device_peaks, held_once, moments_of, shared_bytes
+from planner.core.cost.makespan import makespans
+from planner.core.cost.memory import CHUNK_PARTS, chunk_parts
+from planner.core.schedule.actions import Action, actions_of
 from planner.solve.case import Case
 from planner.solve.problem import LinkTimes, prefix
 from planner.solve.tables import CHOICES, allowed_choices, windowed
@@ -59,7 +59,7 @@ class Many:
         )
 
     def step_us(self, cuts: IntArray, choices: IntArray) -> FloatArray:
-        """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.evaluate.step_us`."""
+        """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.cost.evaluate.step_us`."""
         first, end = cuts[:, :-1], cuts[:, 1:]
         overhead = self.case.cluster.overhead_us
         forward = (self._forward[end] - self._forward[first]) / self._speeds

@@ -1,8 +1,8 @@
 """The cuts of a chain for GPipe with a given M as an integer programme: a second opinion on `chain_dp`.
 
 Every possible stage is an arc of layers first..end-1 on a class of devices, with a variable 0 or 1; the chosen arcs
-form a path from layer 0 to layer L. The step time (`planner.core.step_time`), with F the forward of a stage, p and q
-its backward of micro-batches 0..M-2 and M-1, and C the link in front of it,
+form a path from layer 0 to layer L. The step time (`planner.core.cost.step_time`), with F the forward of a stage, p
+and q its backward of micro-batches 0..M-2 and M-1, and C the link in front of it,
 
     T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cluster import Link
-from planner.core.costs import ChainCosts
+from planner.core.cost.costs import ChainCosts
+from planner.core.values.cluster import Link
 from planner.solve.tables import CHOICES, LAYERS, NOWHERE
 
 __all__ = ["Afterwards", "ChainProblem", "DeviceTable", "LinkTimes", "Stages", "prefix"]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.core.cost.evaluate import Partition
 from planner.core.errors import SolverError
-from planner.core.evaluate import Partition
 from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import OutOfTimeError

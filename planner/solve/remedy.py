@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from planner.core.devices import accelerators_with
 from planner.core.errors import InfeasibleError, PlannerError
-from planner.core.plan import DEFAULT_SCHEDULE, Inputs, Plan
-from planner.core.profile import Profile
-from planner.core.units import bytes_option, exact_bytes_option, format_us
+from planner.core.values.devices import accelerators_with
+from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan
+from planner.core.values.profile import Profile
+from planner.core.values.units import bytes_option, exact_bytes_option, format_us
 from planner.solve.search import Request, solve
 
 __all__ = ["what_would_fit"]

@@ -1,9 +1,9 @@
 """Pipelines side by side: how many there may be, and what does not go with them."""
 
+from planner.core.cost.sparse import sparse_layer
 from planner.core.errors import UsageError
-from planner.core.plan import Inputs
-from planner.core.profile import Profile
-from planner.core.sparse import sparse_layer
+from planner.core.values.plan import Inputs
+from planner.core.values.profile import Profile
 
 __all__ = ["check_replicas", "replica_counts"]
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from math import inf, isqrt
 from typing import Final, Literal, NamedTuple, get_args
 
-from planner.core.costs import ChainCosts, CostTable, covers
+from planner.core.cost.costs import ChainCosts, CostTable, covers
+from planner.core.cost.evaluate import Partition, check_partition
+from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.evaluate import Partition, check_partition
-from planner.core.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
-from planner.core.plan import Inputs, Plan, Recompute, Schedule, SolverReport
-from planner.core.planning import build_plan, cluster_of
-from planner.core.profile import Profile
-from planner.core.units import counted
+from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
+from planner.core.values.plan import Inputs, Plan, Recompute, Schedule, SolverReport
+from planner.core.values.profile import Profile
+from planner.core.values.units import counted
 from planner.solve.answer import Answer
 from planner.solve.case import Case, Rules, positions
 from planner.solve.chain_dp import OutOfTimeError

@@ -23,9 +23,9 @@ from math import comb, inf
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cluster import Cluster
+from planner.core.cost.evaluate import Partition
 from planner.core.errors import UsageError
-from planner.core.evaluate import Partition
+from planner.core.values.cluster import Cluster
 from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import LabelSearch, OutOfTimeError

@@ -8,11 +8,11 @@ the largest down, and a search is spared wherever the answer is known.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from planner.core.costs import CostTable
+from planner.core.cost.costs import CostTable
 from planner.core.errors import InfeasibleError, SolverError
-from planner.core.plan import Plan
-from planner.core.profile import Profile
-from planner.core.sweep import Sweep, SweepCell
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+from planner.core.values.sweep import Sweep, SweepCell
 from planner.solve.search import Request, solve
 
 __all__ = ["sweep_of"]

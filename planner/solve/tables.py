@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.costs import ChainCosts
-from planner.core.memory import interval_totals
-from planner.core.plan import Recompute, RecomputePolicy
+from planner.core.cost.costs import ChainCosts
+from planner.core.cost.memory import interval_totals
+from planner.core.values.plan import Recompute, RecomputePolicy
 
 __all__ = ["CHOICES", "LAYERS", "NOWHERE", "MemoryTable", "allowed_choices", "width_for", "windowed"]
 

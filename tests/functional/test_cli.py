@@ -23,9 +23,9 @@ import planner.executor
 from planner import files
 from planner.cli.main import run
 from planner.core.errors import ExitCode
-from planner.core.plan import Plan
-from planner.core.profile import Device
-from planner.core.run_report import RunReport, StageRun
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Device
+from planner.core.values.run_report import RunReport, StageRun
 from planner.emit import decisions_digest
 from tests.support.cli import (
     BUILD,

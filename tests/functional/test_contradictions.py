@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner import files
-from planner.core.plan import Plan
+from planner.core.values.plan import Plan
 from tests.support import gate
 from tests.support.cli import call
 

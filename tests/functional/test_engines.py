@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner import files
-from planner.core.profile import Model, Profile
+from planner.core.values.profile import Model, Profile
 from planner.emit import ENGINES
 from tests.support.chains import chain, layer
 from tests.support.cli import Ran, call

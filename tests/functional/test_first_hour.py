@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner import files
-from planner.core.profile import Profile
+from planner.core.values.profile import Profile
 from tests.support.chains import random_profile
 from tests.support.cli import call
 

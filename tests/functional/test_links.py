@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from planner import files
-from planner.core.cluster import Link
-from planner.core.links import Links, MeasuredLink
-from planner.core.profile import Device, Environment
+from planner.core.values.cluster import Link
+from planner.core.values.links import Links, MeasuredLink
+from planner.core.values.profile import Device, Environment
 from tests.support.cli import call, environment, write_model
 from tests.support.profiles import profile_of
 

@@ -9,7 +9,7 @@ import pytest
 from planner import files
 from planner.cli.console import Console
 from planner.core.errors import FileError, PlannerError
-from planner.core.printable import printable, printable_lines, spelled_out
+from planner.core.values.printable import printable, printable_lines, spelled_out
 from tests.support.cli import call
 from tests.support.profiles import profile_of
 

@@ -12,8 +12,8 @@ import pytest
 
 from planner import files
 from planner.cli.main import main
-from planner.core.plan import Inputs, ProfileReference
-from planner.core.profile import Model
+from planner.core.values.plan import Inputs, ProfileReference
+from planner.core.values.profile import Model
 from planner.solve import Request, solve
 from tests.support.chains import random_profile
 from tests.support.cli import environment, spawn

@@ -88,7 +88,15 @@ def test_messages_need_no_stderr(folder: Path) -> None:
         assert "no such file" not in ran.out
 
 
-MODULES = ["planner.cli.main", "typer", "planner.cli.console", "numpy", "pydantic", "planner.api", "planner.core.costs"]
+MODULES = [
+    "planner.cli.main",
+    "typer",
+    "planner.cli.console",
+    "numpy",
+    "pydantic",
+    "planner.api",
+    "planner.core.cost.costs",
+]
 
 
 @pytest.mark.parametrize("module", [*MODULES, "the end"])

@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from planner.core.devices import accelerator
-from planner.executor import jax_training as training
-from planner.executor.jax_training import JaxArguments
+from planner.bridge import torchax_adapter
+from planner.core.values.devices import accelerator
+from planner.executor.jax import training
+from planner.executor.jax.training import JaxArguments
 from planner.files import read_plan, read_profile
-from planner.model import torchax_adapter
 from tests.support.cli import EXAMPLE, HEAD, LOSS, call, environment, write_model
 from tests.support.training import Case, write_balance
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import pytest
 
-from planner.core.costs import costs_at
+from planner.core.cost.costs import costs_at
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model

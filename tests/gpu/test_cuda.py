@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.core.costs import costs_at
-from planner.core.memory import stage_memory
-from planner.core.plan import Recompute
-from planner.executor.recorder import WARM_UP_STEPS, Recorder
+from planner.core.cost.costs import costs_at
+from planner.core.cost.memory import stage_memory
+from planner.core.values.plan import Recompute
+from planner.device.clock import CudaClock, clock_for
+from planner.device.meter import CudaMeter, Usage, meter_for
+from planner.device.reserve import cuda_reserve_bytes
+from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
-from planner.model.meter import CudaMeter, Usage, meter_for
 from planner.profile import ProfileOptions, profile_model
-from planner.profile.clocks import CudaClock, clock_for
-from planner.profile.reserve import cuda_reserve_bytes
 from tests.support.measure import loaded_model
 
 pytestmark = [

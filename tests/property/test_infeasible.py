@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from planner.core.errors import InfeasibleError
-from planner.core.profile import Profile
-from planner.core.units import parse_bytes
+from planner.core.values.profile import Profile
+from planner.core.values.units import parse_bytes
 from planner.solve import Request, solve
 from tests.support.brute_force import Space
 from tests.support.random_problems import Features, Problem, problems

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.core.costs import costs_at
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, optimizer_us, step_us, timeline
+from planner.core.cost.planning import cluster_of
 from planner.core.errors import InfeasibleError
-from planner.core.evaluate import Partition, optimizer_us, step_us, timeline
-from planner.core.plan import Plan
-from planner.core.planning import cluster_of
-from planner.core.verdict import judge
+from planner.core.judge.verdict import judge
+from planner.core.values.plan import Plan
 from planner.solve import Request, solve
 from tests.support.brute_force import EQUAL
 from tests.support.random_problems import Features, Problem, problems

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten
 
-from planner.core.plan import Recompute
-from planner.core.profile import Granularity
-from planner.executor.batch_norm import BatchStatistics
-from planner.executor.build import StageRange, build_stages, build_structure
-from planner.executor.random_state import StepSeeds
-from planner.executor.stage_module import Shapes, StageModule, shapes_of
+from planner.core.values.plan import Recompute
+from planner.core.values.profile import Granularity
+from planner.executor.build.building import StageRange, build_stages, build_structure
+from planner.executor.run.batch_norm import BatchStatistics
+from planner.executor.run.random_state import StepSeeds
+from planner.executor.run.stage_module import Shapes, StageModule, shapes_of
 from planner.model.chain import Chain, Layer
 from planner.model.load import Batch, LoadedModel, model_of
 from planner.model.recording import arguments_of

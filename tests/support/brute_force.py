@@ -14,16 +14,16 @@ from itertools import chain, combinations, pairwise, permutations, product
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.costs import ChainCosts, costs_at, covers
-from planner.core.device_memory import chunk_memory, device_peaks, held_once, moments_of, shared_bytes
+from planner.core.cost.costs import ChainCosts, costs_at, covers
+from planner.core.cost.device_memory import chunk_memory, device_peaks, held_once, moments_of, shared_bytes
+from planner.core.cost.evaluate import Partition, own_step_us, stages_of, step_us
+from planner.core.cost.makespan import makespans
+from planner.core.cost.memory import CHUNK_PARTS, interval_memory, stage_memory
+from planner.core.cost.planning import cluster_of
 from planner.core.errors import UsageError
-from planner.core.evaluate import Partition, own_step_us, stages_of, step_us
-from planner.core.makespan import makespans
-from planner.core.memory import CHUNK_PARTS, interval_memory, stage_memory
-from planner.core.plan import Inputs, Recompute, Schedule
-from planner.core.planning import cluster_of
-from planner.core.profile import Profile
-from planner.core.schedule import Action, actions_of, num_in_flight
+from planner.core.schedule.actions import Action, actions_of, num_in_flight
+from planner.core.values.plan import Inputs, Recompute, Schedule
+from planner.core.values.profile import Profile
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planner.core.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, ProgramMemory
+from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, ProgramMemory
 
 # AmoebaNet-D (18, 512) on a V100, batch 8, from DAPPLE's profile: forward and backward of 24 layers, in ms.
 AMOEBANET_FORWARD_MS = (

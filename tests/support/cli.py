@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 from planner.cli.main import run
-from planner.core.cluster import ExecutorCost, Link
+from planner.core.values.cluster import ExecutorCost, Link
 
 HEAD: Final = "import torch\nfrom torch import nn\n"
 BUILD: Final = """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.core.profile import Granularity
+from planner.core.values.profile import Granularity
 from planner.model.chain import Chain, chain_of
 from planner.model.recording import arguments_of
 

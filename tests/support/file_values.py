@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from planner.core.balance import Balance, StageBalance
-from planner.core.calibration import Calibration
-from planner.core.cluster import ExecutorCost, Link
-from planner.core.links import Links, MeasuredLink
-from planner.core.partial import Measurement, Partial
-from planner.core.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
-from planner.core.profile import Device, Environment, Generator, LayerProfile, Model, Profile, ProgramMemory
-from planner.core.proof import Proof
-from planner.core.run_report import BoundaryRun, RunReport, StageRun
+from planner.core.cost.calibration import Calibration
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.cluster import ExecutorCost, Link
+from planner.core.values.links import Links, MeasuredLink
+from planner.core.values.partial import Measurement, Partial
+from planner.core.values.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
+from planner.core.values.profile import Device, Environment, Generator, LayerProfile, Model, Profile, ProgramMemory
+from planner.core.values.proof import Proof
+from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 from planner.solve import Request, solve
 from tests.support.chains import record, tensor
 from tests.support.profiles import inputs_of

@@ -38,7 +38,7 @@ def _whole() -> dict[str, bytes]:
 
 def prepare() -> None:
     """Imports what reading them needs, and makes the whole ones."""
-    import planner.executor.weights  # noqa: F401 - for what it imports
+    import planner.executor.keep.weights  # noqa: F401 - for what it imports
 
     _whole()
 
@@ -72,7 +72,7 @@ def read_weights(path: str) -> None:
     """Loads a file into a small model."""
     import torch
 
-    from planner.executor.weights import load_weights
+    from planner.executor.keep.weights import load_weights
 
     tensors = {"a.weight": torch.empty(3, 4), "a.bias": torch.empty(3), "count": torch.tensor(0)}
     load_weights(path, tensors, {name: name for name in tensors})

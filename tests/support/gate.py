@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from planner import files
-from planner.core.plan import Inputs, Plan, ProfileReference
-from planner.core.profile import Profile
-from planner.core.verdict import Verdict, compared, judge
+from planner.core.judge.verdict import Verdict, compared, judge
+from planner.core.values.plan import Inputs, Plan, ProfileReference
+from planner.core.values.profile import Profile
 from planner.solve import Request, solve, what_would_fit
 from tests.support.chains import chain, layer
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from planner.core.profile import MemoryDetail, Profile, Setting
+from planner.core.values.profile import MemoryDetail, Profile, Setting
+from planner.device.meter import CpuMeter
 from planner.model.load import Batch, LoadedModel
-from planner.model.meter import CpuMeter
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.memory import measure_memory
 from planner.profile.units import Unit, UnitInput

@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from planner.core.costs import costs_at
-from planner.core.plan import Recompute
-from planner.core.profile import Setting
-from planner.core.verification import Tolerance
+from planner.core.cost.costs import costs_at
+from planner.core.judge.verification import Tolerance
+from planner.core.values.plan import Recompute
+from planner.core.values.profile import Setting
 from planner.model.load import load_model
 from tests.support.measure import profile_of_model
 from tests.support.ranks import run_ranks

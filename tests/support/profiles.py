@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from planner.core.cluster import Link
-from planner.core.plan import Inputs, ProfileReference, RecomputePolicy
-from planner.core.profile import Device, LayerProfile, Profile
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy
+from planner.core.values.profile import Device, LayerProfile, Profile
 
 UNLIMITED = 10**18
 

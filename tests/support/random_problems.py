@@ -10,9 +10,9 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from planner.core.cluster import Link
-from planner.core.plan import Inputs, RecomputePolicy, SchedulePolicy
-from planner.core.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Inputs, RecomputePolicy, SchedulePolicy
+from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile
 from tests.support.brute_force import Space
 from tests.support.profiles import UNLIMITED, inputs_of
 

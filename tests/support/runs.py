@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from planner.core.cluster import Cluster
-from planner.core.costs import ChainCosts
-from planner.core.evaluate import Partition, stage_times, step_us, timeline
-from planner.core.plan import Plan
-from planner.core.profile import Device
-from planner.core.run_report import RunReport, StageRun
-from planner.core.run_times import RunSpan, RunStep, typical_us
-from planner.core.run_waits import ProcessRun, Waits
+from planner.core.cost.costs import ChainCosts
+from planner.core.cost.evaluate import Partition, stage_times, step_us, timeline
+from planner.core.values.cluster import Cluster
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Device
+from planner.core.values.run_report import RunReport, StageRun
+from planner.executor.measure.run_times import RunSpan, RunStep, typical_us
+from planner.executor.measure.run_waits import ProcessRun, Waits
 
 STEPS = 5
 _WARM_UP = 2

@@ -10,14 +10,14 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from planner.core.balance import Balance, StageBalance
-from planner.core.cluster import Cluster
-from planner.core.costs import ChainCosts
-from planner.core.evaluate import Partition, stages_of
-from planner.core.plan import Recompute, Schedule
-from planner.core.precision import Precision
-from planner.core.profile import Model, Setting
-from planner.executor.build import build_structure
+from planner.core.cost.costs import ChainCosts
+from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.cluster import Cluster
+from planner.core.values.plan import Recompute, Schedule
+from planner.core.values.precision import Precision
+from planner.core.values.profile import Model, Setting
+from planner.executor.build.building import build_structure
 from planner.files import write
 from planner.model.load import load_model
 from tests.support.ranks import run_ranks

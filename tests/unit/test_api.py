@@ -17,9 +17,9 @@ import typer
 import planner
 from planner import api, files
 from planner.cli.main import run
-from planner.core.cluster import Link
 from planner.core.errors import FileError, InfeasibleError, StaleError, UsageError
-from planner.core.profile import Model
+from planner.core.values.cluster import Link
+from planner.core.values.profile import Model
 from tests.support import gate
 from tests.support.cli import environment
 from tests.support.docs import blocks

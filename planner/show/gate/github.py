@@ -3,9 +3,9 @@
 Escapes as the runner's own toolkit writes them: github.com/actions/toolkit, packages/core/src/command.ts.
 """
 
-from planner.core.findings import Finding, rule
-from planner.core.printable import printable, spelled_out
-from planner.core.verdict import Verdict
+from planner.core.judge.verdict import Verdict
+from planner.core.values.findings import Finding, rule
+from planner.core.values.printable import printable, spelled_out
 from planner.show.gate.place import Place, full_message
 from planner.show.verdict import answer
 

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterable
 from xml.etree import ElementTree as ET
 
-from planner.core.findings import Finding, rule
-from planner.core.plan import Stage
-from planner.core.units import format_bytes
-from planner.core.verdict import Verdict
+from planner.core.judge.verdict import Verdict
+from planner.core.values.findings import Finding, rule
+from planner.core.values.plan import Stage
+from planner.core.values.units import format_bytes
 from planner.show.gate.place import Place, full_message
 
 __all__ = ["junit_xml"]

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from planner.core.comparison import Comparison
-from planner.core.difference import Difference
-from planner.core.findings import Rule
-from planner.core.plan import Plan
-from planner.core.printable import printable
-from planner.core.sweep import Sweep
-from planner.core.units import format_bytes, format_us
-from planner.core.verdict import Verdict
+from planner.core.judge.comparison import Comparison
+from planner.core.judge.difference import Difference
+from planner.core.judge.verdict import Verdict
+from planner.core.values.findings import Rule
+from planner.core.values.plan import Plan
+from planner.core.values.printable import printable
+from planner.core.values.sweep import Sweep
+from planner.core.values.units import format_bytes, format_us
 from planner.show.comparison import comparison_rows, difference_rows
 from planner.show.gate.place import Place
 from planner.show.memory import share_of_cap

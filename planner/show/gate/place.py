@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from planner.core.findings import Finding
-from planner.core.verdict import Verdict
+from planner.core.judge.verdict import Verdict
+from planner.core.values.findings import Finding
 
 __all__ = ["Place", "full_message"]
 

@@ -5,8 +5,8 @@ import json
 from typing import Any, Final
 
 from planner import __version__
-from planner.core.findings import RULES, Finding, Rule
-from planner.core.verdict import Verdict
+from planner.core.judge.verdict import Verdict
+from planner.core.values.findings import RULES, Finding, Rule
 from planner.show.gate.place import Place, full_message
 
 __all__ = ["SARIF_SCHEMA", "sarif_log"]

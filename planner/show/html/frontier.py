@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.core.plan import FrontierPoint, Plan
-from planner.core.units import format_bytes, format_us
+from planner.core.values.plan import FrontierPoint, Plan
+from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, details, note, table
 from planner.show.markup import element, number, safe
 from planner.show.numbers import percent

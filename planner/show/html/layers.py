@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.core.plan import Plan
-from planner.core.profile import LayerProfile, Profile
-from planner.core.units import counted, format_bytes, format_us
+from planner.core.values.plan import Plan
+from planner.core.values.profile import LayerProfile, Profile
+from planner.core.values.units import counted, format_bytes, format_us
 from planner.show.html.parts import Section, details, layer_name, legend, note, scroll, table
 from planner.show.markup import element, number, safe
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 from math import isfinite
 from statistics import median
 
-from planner.core.plan import Plan
-from planner.core.run_report import RunReport
-from planner.core.units import format_bytes, format_us
+from planner.core.values.plan import Plan
+from planner.core.values.run_report import RunReport
+from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import STYLE, Section, bar, layer_name, legend, note, table
 from planner.show.markup import element, number, safe
 from planner.show.numbers import NOTHING, difference, layer_range, percent

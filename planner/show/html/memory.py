@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from planner.core.plan import Plan, Stage, StageMemory
-from planner.core.units import format_bytes
+from planner.core.values.plan import Plan, Stage, StageMemory
+from planner.core.values.units import format_bytes
 from planner.show.html.parts import KINDS, Section, bar, legend, scroll, words
 from planner.show.markup import element, number
 from planner.show.memory import share_of_cap

@@ -8,11 +8,11 @@ from importlib import resources
 from string import Template
 
 from planner import __version__
-from planner.core.plan import Plan
-from planner.core.profile import Profile
-from planner.core.run_report import RunReport
-from planner.core.step import Step
-from planner.core.units import counted, format_bytes, format_rate, format_us
+from planner.core.cost.step import Step
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+from planner.core.values.run_report import RunReport
+from planner.core.values.units import counted, format_bytes, format_rate, format_us
 from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section

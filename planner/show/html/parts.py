@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.core.plan import StageMemory
+from planner.core.values.plan import StageMemory
 from planner.show.markup import element, number, safe
 from planner.show.style import Style
 

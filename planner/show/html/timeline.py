@@ -2,9 +2,9 @@
 
 import json
 
-from planner.core.plan import Plan
-from planner.core.step import Span, Step
-from planner.core.units import format_us
+from planner.core.cost.step import Span, Step
+from planner.core.values.plan import Plan
+from planner.core.values.units import format_us
 from planner.show.html.parts import STYLE, Section, legend, note
 from planner.show.markup import element
 from planner.show.numbers import layer_range, percent

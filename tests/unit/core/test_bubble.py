@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.core.cost.makespan import makespans
+from planner.core.cost.simulate import StageTimes, simulate
+from planner.core.cost.step_time import gpipe_step
 from planner.core.errors import UsageError
-from planner.core.makespan import makespans
-from planner.core.plan import Schedule
-from planner.core.schedule import actions_of
-from planner.core.simulate import StageTimes, simulate
-from planner.core.step_time import gpipe_step
+from planner.core.schedule.actions import actions_of
+from planner.core.values.plan import Schedule
 
 MOST_STAGES = 16
 MOST_MICRO_BATCHES = 64

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.calibration import calibration_of
-from planner.core.cluster import Link
-from planner.core.costs import costs_at
+from planner.core.cost.calibration import calibration_of
+from planner.core.cost.costs import costs_at
+from planner.core.cost.planning import cluster_of
 from planner.core.errors import MeasurementError, UsageError
-from planner.core.plan import ProfileReference
-from planner.core.planning import cluster_of
-from planner.core.verification import Tolerance, verification_of
+from planner.core.judge.verification import Tolerance, verification_of
+from planner.core.values.cluster import Link
+from planner.core.values.plan import ProfileReference
 from planner.solve import Request, request_of, solve
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from planner.core.costs import ChainCosts, costs_at, covers
+from planner.core.cost.costs import ChainCosts, costs_at, covers
+from planner.core.cost.memory import stage_memory
 from planner.core.errors import UsageError
-from planner.core.memory import stage_memory
-from planner.core.plan import StageMemory
+from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
 
 ARRAYS = [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from planner.core.devices import ACCELERATORS, accelerator, accelerators_with
 from planner.core.errors import UsageError
+from planner.core.values.devices import ACCELERATORS, accelerator, accelerators_with
 
 
 def test_names_are_unique_and_lower_case() -> None:

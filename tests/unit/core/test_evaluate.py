@@ -5,10 +5,8 @@ import dataclasses
 import pytest
 
 from planner import __version__
-from planner.core.cluster import Link
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.errors import UsageError
-from planner.core.evaluate import (
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.evaluate import (
     Partition,
     check_partition,
     predict,
@@ -17,11 +15,13 @@ from planner.core.evaluate import (
     step_us,
     timeline,
 )
-from planner.core.memory import stage_memory
-from planner.core.plan import Predicted, Recompute, Schedule, SolverReport
-from planner.core.planning import build_plan, cluster_of
-from planner.core.profile import Profile
-from planner.core.simulate import StageTimes
+from planner.core.cost.memory import stage_memory
+from planner.core.cost.planning import build_plan, cluster_of
+from planner.core.cost.simulate import StageTimes
+from planner.core.errors import UsageError
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Predicted, Recompute, Schedule, SolverReport
+from planner.core.values.profile import Profile
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from planner import api
-from planner.core.figures import certificate_problems
-from planner.core.plan import Plan, Predicted, SolverReport
+from planner.core.judge.figures import certificate_problems
+from planner.core.values.plan import Plan, Predicted, SolverReport
 from tests.support import gate
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from planner import api, files
 from planner.core.errors import UsageError
-from planner.core.findings import RULES, finding, rule
-from planner.core.proof import Proof
-from planner.core.verdict import Verdict, judge, with_findings
+from planner.core.judge.verdict import Verdict, judge, with_findings
+from planner.core.values.findings import RULES, finding, rule
+from planner.core.values.proof import Proof
 from planner.show.gate import rules_markdown
 from planner.solve import Request, solve
 from tests.support import gate

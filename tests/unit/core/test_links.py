@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from planner.core.cluster import Cluster, Link
-from planner.core.links import fit_link
+from planner.core.values.cluster import Cluster, Link
+from planner.core.values.links import fit_link
 
 SIZES = [1024 * 4**n for n in range(8)]
 

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from planner.core.makespan import makespans
-from planner.core.plan import Schedule
-from planner.core.schedule import Action, actions_of
-from planner.core.simulate import StageTimes, simulate
+from planner.core.cost.makespan import makespans
+from planner.core.cost.simulate import StageTimes, simulate
+from planner.core.schedule.actions import Action, actions_of
+from planner.core.values.plan import Schedule
 
 SCHEDULES: list[tuple[Schedule, int]] = [
     ("gpipe", 1),

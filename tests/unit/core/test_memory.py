@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.memory import interval_memory, stage_memory
-from planner.core.plan import Recompute, StageMemory
-from planner.core.profile import BoundaryTensor
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.memory import interval_memory, stage_memory
+from planner.core.values.plan import Recompute, StageMemory
+from planner.core.values.profile import BoundaryTensor
 from tests.support.chains import chain, layer, random_profile, record, tensor
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.device_memory import chunk_memory
-from planner.core.memory import stage_memory
-from planner.core.plan import Recompute, StageMemory
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.device_memory import chunk_memory
+from planner.core.cost.memory import stage_memory
+from planner.core.values.plan import Recompute, StageMemory
 from tests.support.chains import chain, even_chain, layer
 
 

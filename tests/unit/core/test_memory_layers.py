@@ -7,10 +7,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.layer_memory import StageLayers, least_levels, most_savings
-from planner.core.memory import interval_memory, linear_moments, stage_memory
-from planner.core.plan import StageMemory
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.layer_memory import StageLayers, least_levels, most_savings
+from planner.core.cost.memory import interval_memory, linear_moments, stage_memory
+from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
 
 COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))

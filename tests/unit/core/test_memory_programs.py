@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.memory import stage_memory
-from planner.core.plan import Recompute, StageMemory
-from planner.core.profile import ProgramMemory
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.memory import stage_memory
+from planner.core.values.plan import Recompute, StageMemory
+from planner.core.values.profile import ProgramMemory
 from tests.support.chains import chain, layer
 
 FIRST = replace(

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core import costs as costs_module
-from planner.core.cluster import Cluster
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.evaluate import Partition, stages_of
-from planner.core.plan import Recompute, Schedule, StageMemory
+from planner.core.cost import costs as costs_module
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.values.cluster import Cluster
+from planner.core.values.plan import Recompute, Schedule, StageMemory
 from tests.support.chains import even_chain
 
 MANY = 10**9

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.evaluate import Partition
-from planner.core.memory import stage_memory
-from planner.core.one_program import program_memory
-from planner.core.plan import Recompute
-from planner.core.profile import ProgramMemory
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.memory import stage_memory
+from planner.core.cost.one_program import program_memory
+from planner.core.values.plan import Recompute
+from planner.core.values.profile import ProgramMemory
 from tests.support.chains import chain, layer
 
 M = 4

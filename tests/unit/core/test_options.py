@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.core import options
-from planner.core.cluster import Link
 from planner.core.errors import UsageError
-from planner.core.plan import Schedule
+from planner.core.values import options
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Schedule
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from planner.core.errors import UsageError
-from planner.core.plan import Plan, RecomputePolicy, SchedulePolicy
-from planner.core.recut import with_cuts
-from planner.core.verdict import judge
+from planner.core.judge.recut import with_cuts
+from planner.core.judge.verdict import judge
+from planner.core.values.plan import Plan, RecomputePolicy, SchedulePolicy
 from planner.files import digest_of
 from planner.solve import Request, solve
 from tests.support.profiles import inputs_of, profile_of

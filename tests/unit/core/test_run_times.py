@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.core.run_times import RunSpan, RunStep, typical_us, waiting_of, waits_of
+from planner.executor.measure.run_times import RunSpan, RunStep, typical_us, waiting_of, waits_of
 
 
 def f(stage, micro_batch, start, end):

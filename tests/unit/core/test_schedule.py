@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from planner.core.errors import UsageError
-from planner.core.plan import Schedule
-from planner.core.schedule import Action, actions_of, execution_order, num_in_flight
+from planner.core.schedule.actions import Action, actions_of, execution_order, num_in_flight
+from planner.core.values.plan import Schedule
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 SIZES = [(1, 1), (1, 5), (2, 2), (2, 3), (3, 7), (4, 4), (4, 9), (8, 8), (8, 32)]

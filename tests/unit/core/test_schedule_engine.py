@@ -19,8 +19,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from planner.core.errors import UsageError
-from planner.core.plan import Schedule
-from planner.core.schedule import actions_of
+from planner.core.schedule.actions import actions_of
+from planner.core.values.plan import Schedule
 
 KINDS = {_ComputationType.FORWARD: "F", _ComputationType.FULL_BACKWARD: "B"}
 DEVICES = range(1, 9)

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe, _ComputationType
 from torch.distributed.pipelining.stage import PipelineStage
 
-from planner.core.plan import Schedule
-from planner.core.schedule import actions_of
+from planner.core.schedule.actions import actions_of
+from planner.core.values.plan import Schedule
 
 KINDS = {_ComputationType.FORWARD: "F", _ComputationType.FULL_BACKWARD: "B"}
 ENGINE: dict[Schedule, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from planner.core.plan import Schedule
-from planner.core.schedule import Action, actions_of
-from planner.core.simulate import Event, StageTimes, simulate
+from planner.core.cost.simulate import Event, StageTimes, simulate
+from planner.core.schedule.actions import Action, actions_of
+from planner.core.values.plan import Schedule
 
 # With the chunks of a device.
 SCHEDULES: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)]

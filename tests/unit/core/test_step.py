@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from planner.core.cluster import Link
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition, stages_of
-from planner.core.planning import cluster_of
-from planner.core.step import step_of
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.cost.planning import cluster_of
+from planner.core.cost.step import step_of
+from planner.core.values.cluster import Link
 from tests.support.chains import random_profile
 from tests.unit.show.samples import interleaved, plan, profile, step_of_sample, unlike
 

@@ -5,13 +5,13 @@ from fractions import Fraction
 
 import pytest
 
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition, predict, step_us
-from planner.core.plan import Recompute, Schedule
-from planner.core.planning import cluster_of
-from planner.core.schedule import actions_of
-from planner.core.simulate import StageTimes, simulate
-from planner.core.step_time import StepTime, flow_shop_us, gpipe_step, optimizer_tail_us
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, predict, step_us
+from planner.core.cost.planning import cluster_of
+from planner.core.cost.simulate import StageTimes, simulate
+from planner.core.cost.step_time import StepTime, flow_shop_us, gpipe_step, optimizer_tail_us
+from planner.core.schedule.actions import actions_of
+from planner.core.values.plan import Recompute, Schedule
 from tests.support.profiles import inputs_of, profile_of
 
 

@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from planner.core.device_memory import counts_of, moments_of
-from planner.core.memory import CHUNK_PARTS
-from planner.core.schedule import Instruction, actions_of, with_transfers
+from planner.core.cost.device_memory import counts_of, moments_of
+from planner.core.cost.memory import CHUNK_PARTS
+from planner.core.schedule.actions import Instruction, actions_of, with_transfers
 
 Rows = Sequence[Sequence[Instruction]]
 

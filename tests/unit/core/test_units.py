@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from planner.core.errors import UsageError
-from planner.core.units import (
+from planner.core.values.units import (
     format_bytes,
     format_rate,
     format_us,

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from planner.core.cluster import Link
 from planner.core.errors import UsageError
-from planner.core.plan import Inputs, Plan, StageMemory
-from planner.core.profile import Profile
-from planner.core.verdict import Verdict, judge
+from planner.core.judge.verdict import Verdict, judge
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Inputs, Plan, StageMemory
+from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer
 from tests.support.profiles import inputs_of

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.core.costs import ChainCosts, Tie, costs_at
-from planner.core.memory import interval_memory, stage_memory, stage_moments
-from planner.core.waiting import waiting_in, waiting_rows
+from planner.core.cost.costs import ChainCosts, Tie, costs_at
+from planner.core.cost.memory import interval_memory, stage_memory, stage_moments
+from planner.core.cost.waiting import waiting_in, waiting_rows
 from tests.support.chains import even_chain
 
 PARAMETERS = (80, 0, 100, 0, 100, 0)

@@ -15,8 +15,8 @@ from torch import nn
 
 from planner import __version__
 from planner.core.errors import FileError, UsageError
-from planner.core.plan import Inputs, Plan, ProfileReference, RecomputePolicy, SchedulePolicy
-from planner.core.profile import LayerProfile, Profile
+from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, SchedulePolicy
+from planner.core.values.profile import LayerProfile, Profile
 from planner.emit import ENGINES, EngineFile, emit_engine, is_edited, read_balance_list
 from planner.emit.jax_program import emit_jax
 from planner.solve import Request, solve

@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 
 from planner.core.errors import UsageError
-from planner.core.plan import Inputs, Plan, ProfileReference
-from planner.core.profile import Environment, Model, Profile
+from planner.core.values.plan import Inputs, Plan, ProfileReference
+from planner.core.values.profile import Environment, Model, Profile
 from planner.emit import decisions_digest, emit_native, is_edited
 from planner.files import digest_of, read_balance
 from planner.solve import Request, solve

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from planner.core.errors import UsageError
-from planner.core.plan import Plan
-from planner.core.profile import Environment, Model, Profile
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Environment, Model, Profile
 from planner.emit import emit_standalone
 from planner.emit.standalone import OPTIMIZER_CODE
 from planner.model.optimizers import OPTIMIZERS

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.executor.batch_norm import BatchStatistics
+from planner.device.meter import CpuMeter
+from planner.executor.run.batch_norm import BatchStatistics
 from planner.model.chain import chain_of
-from planner.model.meter import CpuMeter
 from planner.model.statistics import collecting_bytes
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.executor.build import StageRange, build_layers, build_stages, build_structure
-from planner.executor.stage_module import shapes_of
+from planner.device.meter import CpuMeter
+from planner.executor.build.building import StageRange, build_layers, build_stages, build_structure
+from planner.executor.run.stage_module import shapes_of
 from planner.model.chain import chain_digest, chain_of, tied_parameters
 from planner.model.load import LoadedModel
-from planner.model.meter import CpuMeter
 from tests.support.measure import loaded_model
 from tests.support.models.memory_kinds import WORDS, Recurrent
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.core.cluster import ExecutorCost, Link
-from planner.executor import calibrate
-from planner.executor.calibrate import executor_cost, measure_executor
+from planner.core.values.cluster import ExecutorCost, Link
+from planner.executor.measure import calibrate
+from planner.executor.measure.calibrate import executor_cost, measure_executor
 
 COST = ExecutorCost(overhead_us=12.5, link=Link(latency_us=3.0, bytes_per_s=1e9, blocking=True))
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import TrainingError
-from planner.executor import explain
-from planner.executor.failure import Watch
-from planner.executor.finite import check_gradients, check_losses, check_output
-from planner.executor.position import ANY, Position
+from planner.executor.run.finite import check_gradients, check_losses, check_output
+from planner.executor.watch import explain
+from planner.executor.watch.failure import Watch
+from planner.executor.watch.position import ANY, Position
 from tests.support.ranks import run_ranks
 
 
@@ -113,7 +113,7 @@ def test_a_signal_ends_a_process_alone_at_once_or_after_its_step() -> None:
 
 LEAVES_LATER = """
 import time
-from planner.executor.failure import Watch
+from planner.executor.watch.failure import Watch
 
 with Watch(60.0) as watch:
     watch._store.wait(["at/0", "at/1"])

@@ -5,8 +5,8 @@ from typing import Final, get_args
 
 import pytest
 
-from planner.core.costs import costs_at
-from planner.core.plan import Recompute
+from planner.core.cost.costs import costs_at
+from planner.core.values.plan import Recompute
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.core.balance import Balance, StageBalance
 from planner.core.errors import UsageError
-from planner.core.plan import Recompute
-from planner.core.profile import Model
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.plan import Recompute
+from planner.core.values.profile import Model
 from planner.model import LoadedModel, model_of
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
@@ -122,7 +122,7 @@ def agrees(
     """Runs both, and compares loss and every gradient; `options` are the compiler's."""
     import jax
 
-    from planner.executor.jax_pipeline import JaxPipeline
+    from planner.executor.jax.pipeline import JaxPipeline
 
     model = loaded.build()
     pipeline = JaxPipeline(loaded, loaded.chain(model), balance, jax.devices()[: len(balance.balance)])
@@ -231,7 +231,7 @@ def test_sums_between_modules_cross_the_cuts() -> None:
 
 def test_tied_parameters_are_summed_within_a_stage_and_refused_over_two() -> None:
     """A silent copy of a weight would train as two."""
-    from planner.executor.jax_pipeline import JaxPipeline
+    from planner.executor.jax.pipeline import JaxPipeline
 
     loaded = tied()
     agrees(loaded, balance_of(loaded, (4,), 2))
@@ -241,7 +241,7 @@ def test_tied_parameters_are_summed_within_a_stage_and_refused_over_two() -> Non
 
 def test_losses_that_are_no_mean_over_samples_are_refused() -> None:
     """Their mean over micro-batches would be another loss, silently."""
-    from planner.executor.jax_pipeline import JaxPipeline
+    from planner.executor.jax.pipeline import JaxPipeline
 
     loaded = replace(uneven(), loss_count=lambda target: target.numel())
     with pytest.raises(UsageError, match="`loss_count` says otherwise"):
@@ -253,7 +253,7 @@ def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
     import jax
     import numpy as np
 
-    from planner.executor.jax_pipeline import Packing
+    from planner.executor.jax.pipeline import Packing
 
     def shapes(*sizes: tuple[int, ...]) -> list[Any]:
         return [jax.ShapeDtypeStruct(size, np.float32) for size in sizes]

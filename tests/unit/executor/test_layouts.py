@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from planner.core.plan import Schedule
+from planner.core.values.plan import Schedule
 from tests.support.peaks import PROMISED, predictions
 from tests.support.training import Case, run_cases
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from planner.executor import loss_scale
-from planner.executor.loss_scale import LossScale
+from planner.executor.run import loss_scale
+from planner.executor.run.loss_scale import LossScale
 
 FIRST = 2.0**16
 

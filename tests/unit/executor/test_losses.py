@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from planner.core.errors import ModelError, UsageError
-from planner.executor.losses import loss_counts, nothing_of, weights_of
-from planner.executor.parts import micro_batches_of, parts_of, size_of
+from planner.executor.run.losses import loss_counts, nothing_of, weights_of
+from planner.executor.run.parts import micro_batches_of, parts_of, size_of
 from planner.model.load import Batch
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.executor.own_stage import BuildError, build_only
+from planner.device.meter import CpuMeter
+from planner.executor.build.own_stage import BuildError, build_only
 from planner.model.chain import chain_of
 from planner.model.load import load_model
-from planner.model.meter import CpuMeter
 
 SAMPLE_MODELS = Path(__file__).parents[3] / "sample_models"
 SMALL: dict[str, dict[str, str]] = {

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.core.balance import Balance, StageBalance
 from planner.core.errors import ModelError, UsageError
-from planner.core.profile import Model
-from planner.core.run_report import RunReport
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.profile import Model
+from planner.core.values.run_report import RunReport
+from planner.device.meter import CpuMeter
 from planner.executor import Arguments, Pipeline, pipeline_script, progress
 from planner.executor import pipeline as pipeline_module
-from planner.executor.recorder import Recorder
+from planner.executor.measure.recorder import Recorder
 from planner.files import read_balance, read_run, write
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import load_model
-from planner.model.meter import CpuMeter
 from tests.support.cli import BUILD, EXAMPLE, HEAD, LOSS, MODEL, write_model
 from tests.support.measure import profile_of_model
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from planner.core.balance import Balance, StageBalance
 from planner.core.errors import UsageError
-from planner.core.plan import Schedule
-from planner.core.profile import Model
-from planner.executor.placement import place_of
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.plan import Schedule
+from planner.core.values.profile import Model
+from planner.executor.run.placement import place_of
 
 
 def balance_of(

@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.executor import proof
-from planner.executor.proof import Proven, prove
+from planner.executor.build import proof
+from planner.executor.build.proof import Proven, prove
 from planner.model.cuts import Cuts
 from planner.model.nests import tensors_in
 from planner.model.stage import _Run

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.memory import stage_memory
-from planner.executor.build import build_structure
-from planner.executor.random_state import StepSeeds
-from planner.executor.recompute import Recomputed, recomputing
-from planner.executor.stage_module import Shapes, StageModule, shapes_of
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.memory import stage_memory
+from planner.device.meter import CpuMeter
+from planner.executor.build.building import build_structure
+from planner.executor.run.random_state import StepSeeds
+from planner.executor.run.recompute import Recomputed, recomputing
+from planner.executor.run.stage_module import Shapes, StageModule, shapes_of
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
-from planner.model.meter import CpuMeter
 from tests.support.measure import loaded_model, profile_of_model
 
 ROOT = Path(__file__).parents[3]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.executor.recorder import WARM_UP_STEPS, Recorder
-from planner.model.meter import CpuMeter
+from planner.device.meter import CpuMeter
+from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 
 CPU = torch.device("cpu")
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.core.costs import costs_at
+from planner.core.cost.costs import costs_at
 from planner.core.errors import ModelError
-from planner.core.plan import Recompute, Schedule
-from planner.executor.build import StageRange, build_stages, build_structure
-from planner.executor.replay import LayerState
-from planner.executor.stage_module import StageModule, shapes_of
+from planner.core.values.plan import Recompute, Schedule
+from planner.device.meter import CpuMeter
+from planner.executor.build.building import StageRange, build_stages, build_structure
+from planner.executor.run.replay import LayerState
+from planner.executor.run.stage_module import StageModule, shapes_of
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
-from planner.model.meter import CpuMeter
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model
 from tests.support.peaks import measured_peaks

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
-from planner.executor import replicas as replicas_module
-from planner.executor.replicas import ReplicaGradients
+from planner.executor.run import replicas as replicas_module
+from planner.executor.run.replicas import ReplicaGradients
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import FileError, UsageError
-from planner.executor import Pipeline, folder_lock, latest_checkpoint, saved
-from planner.executor.checkpoint import Checkpoints
-from planner.executor.folder_lock import FolderLock
-from planner.executor.lineage import Lineage
+from planner.executor import Pipeline, latest_checkpoint
+from planner.executor.keep import folder_lock, saved
+from planner.executor.keep.checkpoint import Checkpoints
+from planner.executor.keep.folder_lock import FolderLock
+from planner.executor.keep.lineage import Lineage
 from tests.support.cli import MODEL, call
 from tests.support.training import ROOT
 from tests.unit.executor.test_checkpoint import GROUPS, train
@@ -192,7 +193,7 @@ def test_a_loop_that_ends_early_leaves_its_end(path: Path, folder: Path, capsys:
 HOLDS = """
 import sys, time
 from pathlib import Path
-from planner.executor.folder_lock import FolderLock
+from planner.executor.keep.folder_lock import FolderLock
 
 lock = FolderLock(Path(sys.argv[1]))
 print("holds", flush=True)

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.core.errors import ModelError
-from planner.executor.gradients import dense_part
-from planner.executor.placement import Place
-from planner.executor.replicas import ReplicaGradients
-from planner.executor.ties import TiedGradients
+from planner.executor.run.gradients import dense_part
+from planner.executor.run.placement import Place
+from planner.executor.run.replicas import ReplicaGradients
+from planner.executor.run.ties import TiedGradients
 
 
 def table() -> nn.Embedding:

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.core.cluster import Cluster
-from planner.core.costs import costs_at
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, stage_times
 from planner.core.errors import ModelError
-from planner.core.evaluate import Partition, stage_times
-from planner.core.plan import Recompute
-from planner.executor.stage_module import Boundary, Shapes, StageModule, shapes_of
+from planner.core.values.cluster import Cluster
+from planner.core.values.plan import Recompute
+from planner.device.meter import CpuMeter
+from planner.executor.run.stage_module import Boundary, Shapes, StageModule, shapes_of
 from planner.model.chain import Layer, chain_of
-from planner.model.meter import CpuMeter
 from tests.support.measure import loaded_model, profile_of_model
 
 

@@ -7,7 +7,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from planner.core.errors import TrainingError
-from planner.executor import store as store_module
+from planner.executor.watch import store as store_module
 
 SOON = timedelta(seconds=20)
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition
-from planner.core.planning import cluster_of
-from planner.executor.trace import trace_json
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.planning import cluster_of
+from planner.executor.measure.trace import trace_json
 from tests.support.runs import STEPS, runs_of
 from tests.unit.show.samples import interleaved, plan, profile
 

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from planner.core.errors import FileError, UsageError
 from planner.executor import Pipeline
-from planner.executor.checkpoint import Checkpoints
-from planner.executor.inert import InertError, read_inert
-from planner.executor.rank_state import as_data, packed
-from planner.executor.stored import index_digest, read_folder
-from planner.executor.weights import export_weights, first_names, load_weights
+from planner.executor.keep.checkpoint import Checkpoints
+from planner.executor.keep.inert import InertError, read_inert
+from planner.executor.keep.rank_state import as_data, packed
+from planner.executor.keep.stored import index_digest, read_folder
+from planner.executor.keep.weights import export_weights, first_names, load_weights
 from tests.support.cli import MODEL, call
 from tests.unit.executor.test_checkpoint import GROUPS, train
 from tests.unit.executor.test_pipeline import balance_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.weights import export_weights, first_names, load_weights
+from planner.executor.keep.weights import export_weights, first_names, load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

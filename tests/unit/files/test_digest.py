@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from planner.core.profile import BoundaryTensor, Generator, MemoryDetail, Profile
+from planner.core.values.profile import BoundaryTensor, Generator, MemoryDetail, Profile
 from planner.files import digest_of, dump, read_profile, to_plain, write
 from tests.support.file_values import full_plan, full_profile
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.core.cluster import Link
 from planner.core.errors import FileError
+from planner.core.values.cluster import Link
 from planner.files import dump, read, read_balance, read_calibration, read_links, read_plan, read_profile, read_run
 from tests.support.file_values import full_balance, full_links, full_partial, full_plan, full_profile, full_run
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from planner.core.cluster import Link
-from planner.core.evaluate import Partition
-from planner.core.profile import Device, Profile, Setting
-from planner.core.verdict import judge
+from planner.core.cost.evaluate import Partition
+from planner.core.judge.verdict import judge
+from planner.core.values.cluster import Link
+from planner.core.values.profile import Device, Profile, Setting
 from planner.files import (
     dump,
     read,

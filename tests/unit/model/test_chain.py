@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.core.profile import Setting
+from planner.core.values.profile import Setting
 from planner.model.chain import Layer, chain_digest, chain_of, run_layers, tied_parameters
 from tests.support.cli import environment
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import FileError, ModelError, UsageError
-from planner.core.profile import Setting
+from planner.core.values.profile import Setting
 from planner.model.inputs import input_tensor
 from planner.model.load import Batch, LoadedModel, load_model, to_device
 from planner.model.optimizers import OPTIMIZERS, optimizer_builder

@@ -7,7 +7,7 @@ import pytest
 
 MEASURED = """
 import torch
-from planner.model.machine import give_freed_memory_back, keep_freed_memory
+from planner.device.machine import give_freed_memory_back, keep_freed_memory
 
 def resident_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

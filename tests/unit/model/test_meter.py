@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.model.meter import CpuMeter, Usage, meter_for, recorded_allocations
+from planner.device.meter import CpuMeter, Usage, meter_for, recorded_allocations
 
 KEPT: list[Tensor] = []
 

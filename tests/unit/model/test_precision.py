@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.core.precision import PRECISIONS, Precision, precision_of
+from planner.core.values.precision import PRECISIONS, Precision, precision_of
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.load import Batch
 from planner.model.precision import convert, converted, in_precision

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from planner.core.errors import ModelError, UsageError
-from planner.core.profile import Profile
-from planner.executor.parts import size_of
+from planner.core.values.profile import Profile
+from planner.executor.run.parts import size_of
 from planner.model.chain import chain_of
 from planner.model.load import Batch, load_model
 from planner.profile import ProfileOptions, profile_model

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.bridge import torchax_adapter
+from planner.bridge.torchax_adapter import Halves, LayerFunction, check_installed, halves_of, layer_function
 from planner.core.errors import UsageError
-from planner.model import torchax_adapter
-from planner.model.torchax_adapter import Halves, LayerFunction, check_installed, halves_of, layer_function
 
 installed = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 

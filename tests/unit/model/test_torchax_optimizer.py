@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.bridge.torchax_optimizer import optimizer_description, step_function
 from planner.model.optimizers import OPTIMIZERS
-from planner.model.torchax_optimizer import optimizer_description, step_function
 
 installed = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.memory import stage_memory
-from planner.core.plan import Recompute
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.memory import stage_memory
+from planner.core.values.plan import Recompute
+from planner.device.meter import CpuMeter
 from planner.model.chain import Layer, chain_of, run_layers
 from planner.model.load import LoadedModel, load_model
-from planner.model.meter import CpuMeter
 from tests.support.measure import profile_of_model
 
 SAMPLE_MODELS = Path(__file__).parents[3] / "sample_models"

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from planner.core.costs import costs_at
+from planner.core.cost.costs import costs_at
+from planner.core.cost.memory import stage_memory
 from planner.core.errors import ModelError, UsageError
-from planner.core.memory import stage_memory
-from planner.core.plan import ProfileReference
-from planner.core.profile import Profile
-from planner.core.rates import RATES, rates_of
+from planner.core.values.plan import ProfileReference
+from planner.core.values.profile import Profile
+from planner.device.reserve import ASSUMED_BYTES
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
 from planner.profile import ProfileOptions, profile_model
-from planner.profile.estimate import GhostMeter, RooflineClock
-from planner.profile.reserve import ASSUMED_BYTES
+from planner.profile.backends.estimated import GhostMeter, RooflineClock
+from planner.profile.backends.rates import RATES, rates_of
 from planner.show import Style, profile_text
 from planner.solve import request_of, solve
 from tests.support.measure import loaded_model, mean_loss, profile_of_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.core.profile import Profile
+from planner.core.values.profile import Profile
 from planner.model.chain import chain_of
 from planner.model.lean import build_lean, fill
 from planner.model.load import LoadedModel

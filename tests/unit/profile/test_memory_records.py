@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.core.costs import costs_at
-from planner.core.profile import BoundaryTensor
+from planner.core.cost.costs import costs_at
+from planner.core.values.profile import BoundaryTensor
 from tests.support.measure import loaded_model, memory_of, profile_of_model
 
 B, N = 4, 1024

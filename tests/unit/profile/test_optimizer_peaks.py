@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.core.costs import costs_at
-from planner.core.memory import stage_memory
-from planner.model.meter import CpuMeter
+from planner.core.cost.costs import costs_at
+from planner.core.cost.memory import stage_memory
+from planner.device.meter import CpuMeter
 from tests.support.measure import loaded_model, profile_of_model
 
 Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]

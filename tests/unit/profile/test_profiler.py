@@ -15,12 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from planner.core.errors import ModelError, UsageError
-from planner.core.profile import Profile
+from planner.core.values.profile import Profile
+from planner.device.clock import CpuClock, clock_for
+from planner.device.meter import CpuMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
-from planner.model.meter import CpuMeter
 from planner.profile import ProfileOptions, profile_model, profiler
-from planner.profile.clocks import CpuClock, clock_for
 from planner.profile.optimizer import measure_optimizer
 from planner.profile.units import trace_units
 from tests.support.measure import loaded_model, profile_of_model

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from planner.core.partial import Partial
-from planner.core.plan import ProfileReference
-from planner.core.profile import Device, Environment, Generator, Model
-from planner.profile.reserve import cuda_reserve_bytes
+from planner.core.values.partial import Partial
+from planner.core.values.plan import ProfileReference
+from planner.core.values.profile import Device, Environment, Generator, Model
+from planner.device.reserve import cuda_reserve_bytes
 from planner.solve.asked import request_of
 from tests.support.chains import random_profile
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from planner import api
-from planner.core.costs import costs_at
+from planner.core.cost.costs import costs_at
+from planner.core.cost.memory import stage_memory
+from planner.core.cost.sparse import accumulated, sparse_layer
 from planner.core.errors import ModelError, UsageError
-from planner.core.memory import stage_memory
-from planner.core.profile import Profile
-from planner.core.sparse import accumulated, sparse_layer
-from planner.model.meter import CpuMeter
+from planner.core.values.profile import Profile
+from planner.device.meter import CpuMeter
 from tests.support.measure import loaded_model, profile_of_model
 
 Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]

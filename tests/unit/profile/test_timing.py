@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import MeasurementError, ModelError
-from planner.core.partial import Partial
-from planner.core.profile import Profile
+from planner.core.values.partial import Partial
+from planner.core.values.profile import Profile
+from planner.device.clock import CpuClock
 from planner.model.load import LoadedModel
 from planner.profile import InterruptedProfileError, ProfileOptions, profile_model, profiler, timing
-from planner.profile.clocks import CpuClock
 from planner.profile.timing import measure_times
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from benchmarks.tpu_composition import RUNS, compare, compiled_bytes, predicted_bytes
 from planner import api
+from planner.bridge import compiling
 from planner.core.errors import MeasurementError, ModelError, UsageError
-from planner.core.profile import Profile
-from planner.core.rates import rates_of
+from planner.core.values.profile import Profile
 from planner.model import LoadedModel, in_precision, load_model, model_of
 from planner.model.optimizers import OPTIMIZERS
-from planner.profile import ProfileOptions, compiling, profile_model, tpu
+from planner.profile import ProfileOptions, profile_model
+from planner.profile.backends import compiled as tpu
+from planner.profile.backends.compiled import CompiledStep, Compiler
+from planner.profile.backends.rates import rates_of
 from planner.profile.structure import find_chain
-from planner.profile.tpu import CompiledStep, Compiler
 from planner.profile.units import trace_units
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")

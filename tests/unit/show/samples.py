@@ -4,10 +4,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from planner.core.cluster import Link
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition, timeline
-from planner.core.plan import (
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, timeline
+from planner.core.cost.planning import build_plan, cluster_of
+from planner.core.cost.simulate import Event, StageTimes, simulate
+from planner.core.cost.step import Step, step_of
+from planner.core.judge.verdict import Verdict, judge
+from planner.core.judge.verification import Tolerance, Verification, verification_of
+from planner.core.schedule.actions import actions_of
+from planner.core.values.cluster import Link
+from planner.core.values.plan import (
     FrontierPoint,
     Inputs,
     Insight,
@@ -21,14 +27,8 @@ from planner.core.plan import (
     StageMemory,
     WhatIf,
 )
-from planner.core.planning import build_plan, cluster_of
-from planner.core.profile import Device, Environment, LayerProfile, Model, Profile
-from planner.core.run_report import RunReport, StageRun
-from planner.core.schedule import actions_of
-from planner.core.simulate import Event, StageTimes, simulate
-from planner.core.step import Step, step_of
-from planner.core.verdict import Verdict, judge
-from planner.core.verification import Tolerance, Verification, verification_of
+from planner.core.values.profile import Device, Environment, LayerProfile, Model, Profile
+from planner.core.values.run_report import RunReport, StageRun
 from planner.show import (
     Style,
     comparison_text,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from planner.core.plan import FrontierPoint
+from planner.core.values.plan import FrontierPoint
 from planner.show import plan_text
 from tests.unit.show.samples import explained, plan, style
 

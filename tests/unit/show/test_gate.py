@@ -8,9 +8,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from planner import api, files
-from planner.core.findings import RULES, Finding
-from planner.core.printable import spelled_out
-from planner.core.verdict import Verdict
+from planner.core.judge.verdict import Verdict
+from planner.core.values.findings import RULES, Finding
+from planner.core.values.printable import spelled_out
 from planner.show import verdict_text
 from planner.show.comparison import plans_text
 from planner.show.gate import (

@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition
-from planner.core.plan import SolverReport
-from planner.core.planning import cluster_of
-from planner.core.step import step_of
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.planning import cluster_of
+from planner.core.cost.step import step_of
+from planner.core.values.plan import SolverReport
 from planner.show.html import plan_html, profile_html, run_html
 from planner.show.html.parts import KINDS
 from tests.unit.show.samples import explained, interleaved, plan, profile, report, step_of_sample, unlike

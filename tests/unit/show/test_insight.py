@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from planner.core.plan import Insight, WhatIf
-from planner.core.units import format_us
+from planner.core.values.plan import Insight, WhatIf
+from planner.core.values.units import format_us
 from planner.show import plan_text
 from tests.unit.show.samples import MIB, explained, interleaved, plan, style
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.plan import SolverReport
-from planner.core.units import format_bytes, format_us
+from planner.core.values.plan import SolverReport
+from planner.core.values.units import format_bytes, format_us
 from planner.show import plan_text
 from tests.unit.show.samples import MIB, events_of, interleaved, plan, profile, style, unlike
 

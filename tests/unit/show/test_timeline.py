@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from planner.core.schedule import actions_of
-from planner.core.simulate import Event, StageTimes, simulate
+from planner.core.cost.simulate import Event, StageTimes, simulate
+from planner.core.schedule.actions import actions_of
 from planner.show import timeline_text
 from planner.show.timeline import Scale, boxes_of, idle_share
 from tests.unit.show.samples import equal_stages, events_of, plan, style

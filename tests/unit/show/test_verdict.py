@@ -1,6 +1,6 @@
 """The verdict on a plan."""
 
-from planner.core.verdict import Finding, Verdict, judge
+from planner.core.judge.verdict import Finding, Verdict, judge
 from planner.show import verdict_text
 from tests.unit.show.samples import MIB, interleaved, plan, profile, style, verdict
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from planner.core.verification import Tolerance, verification_of
+from planner.core.judge.verification import Tolerance, verification_of
 from planner.show import verification_text
 from tests.unit.show.samples import plan, profile, report, style, verification
 

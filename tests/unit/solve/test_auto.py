@@ -9,8 +9,8 @@ from planner import api
 from planner.cli.solve import solve as solve_command
 from planner.cli.sweep import sweep as sweep_command
 from planner.core.errors import UsageError
-from planner.core.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
-from planner.core.profile import Device, Profile
+from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
+from planner.core.values.profile import Device, Profile
 from planner.solve import Request, faster_schedule, many, request_of, solve
 from planner.solve.search import MOST_ACTIONS_OF_AUTO
 from tests.support.chains import random_profile

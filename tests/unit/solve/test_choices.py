@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from planner.core.cluster import Link
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition, step_us
-from planner.core.planning import cluster_of
-from planner.core.profile import Profile
-from planner.core.verdict import judge
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, step_us
+from planner.core.cost.planning import cluster_of
+from planner.core.judge.verdict import judge
+from planner.core.values.cluster import Link
+from planner.core.values.profile import Profile
 from planner.files import dump
 from planner.solve import Request, solve
 from tests.support.brute_force import best_step_us, partitions

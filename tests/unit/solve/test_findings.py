@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition, step_us
-from planner.core.plan import Plan, Schedule
-from planner.core.planning import cluster_of
-from planner.core.profile import Profile
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, step_us
+from planner.core.cost.planning import cluster_of
+from planner.core.values.plan import Plan, Schedule
+from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 from tests.support.brute_force import partitions
 from tests.support.chains import AMOEBANET_BACKWARD_MS, AMOEBANET_FORWARD_MS, chain, layer

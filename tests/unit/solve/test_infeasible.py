@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from planner.core.costs import costs_at
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.cost.planning import cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.evaluate import Partition, stages_of
-from planner.core.plan import Inputs, RecomputePolicy, Schedule
-from planner.core.planning import cluster_of
-from planner.core.profile import Profile
-from planner.core.units import parse_bytes
-from planner.core.verdict import judge
+from planner.core.judge.verdict import judge
+from planner.core.values.plan import Inputs, RecomputePolicy, Schedule
+from planner.core.values.profile import Profile
+from planner.core.values.units import parse_bytes
 from planner.solve import Request, solve
 from planner.solve.explain import smallest_cap_bytes
 from planner.solve.search import cases_of

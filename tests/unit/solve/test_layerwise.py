@@ -7,8 +7,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from planner.core.costs import ChainCosts, costs_at
-from planner.core.memory import stage_memory
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.memory import stage_memory
 from planner.solve.layerwise import LayerChoice, cheapest_layers, least_again_us
 from tests.support.chains import chain, layer, random_profile, record, tensor, with_programs
 

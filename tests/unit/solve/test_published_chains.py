@@ -5,9 +5,9 @@ from itertools import accumulate, combinations, pairwise
 
 import pytest
 
-from planner.core.costs import costs_at
-from planner.core.evaluate import Partition, step_us
-from planner.core.planning import cluster_of
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition, step_us
+from planner.core.cost.planning import cluster_of
 from planner.solve import Request, solve
 from tests.support.chains import AMOEBANET_BACKWARD_MS, AMOEBANET_FORWARD_MS, VGG16_MS
 from tests.support.profiles import inputs_of, profile_of

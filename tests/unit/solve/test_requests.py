@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from planner.core.cluster import Link
 from planner.core.errors import UsageError
-from planner.core.plan import Inputs
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Inputs
 from planner.solve import Request, solve
 from planner.solve.search import micro_batch_counts
 from tests.support.chains import random_profile

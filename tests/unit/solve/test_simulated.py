@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.cluster import Link
-from planner.core.plan import RecomputePolicy
+from planner.core.values.cluster import Link
+from planner.core.values.plan import RecomputePolicy
 from planner.solve import Request, solve
 from planner.solve.chain_dp import LabelSearch
 from planner.solve.laws import OneForwardOneBackwardLaw

@@ -8,8 +8,8 @@ import pytest
 import planner.solve.sweep
 from planner import api
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.plan import Plan
-from planner.core.profile import Profile
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
 from tests.support import gate
 from tests.support.chains import random_profile
 

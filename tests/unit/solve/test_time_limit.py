@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.core.cluster import Link
 from planner.core.errors import InfeasibleError, SolverError
-from planner.core.plan import Inputs, Plan, SchedulePolicy
-from planner.core.profile import Profile
-from planner.core.verdict import judge
+from planner.core.judge.verdict import judge
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Inputs, Plan, SchedulePolicy
+from planner.core.values.profile import Profile
 from planner.files import dump
 from planner.solve import Request, solve
 from tests.support.chains import random_profile

@@ -1,0 +1,115 @@
+"""An optimizer's step over some parameters as a function of JAX arrays: torch's own code, traced through torchax.
+
+What the step finds in its state that is no array of the parameter's shape (how many steps there were, say) is taken as
+it is after the first one.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.bridge.torchax_adapter import environment, in_32_bits, jax_modules, shape_of
+
+__all__ = ["StepFunction", "optimizer_description", "step_function"]
+
+Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+_SMALL = 2
+"""Rows and columns of parameters that an optimizer is asked about its state with."""
+
+
+@dataclass(frozen=True)
+class StepFunction:
+    """(parameters, states, gradients) -> (parameters, states), all lists; of the first two the shapes are known."""
+
+    call: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+    parameters: list[Any]
+    states: list[Any]
+
+
+def step_function(parameters: Sequence[Tensor], build: Builder) -> StepFunction:
+    """One step, not the first, over `parameters`, of which only shape and dtype count."""
+    jax, _ = jax_modules()
+    env = environment()
+    small, made = _stepped(parameters, build)
+    states = [
+        (n, name) for n, p in enumerate(small) for name, value in made.state[p].items() if _is_per_number(value, p)
+    ]
+    shapes = [shape_of(parameter) for parameter in parameters]
+
+    def call(
+        parameters: Sequence[Any], states_: Sequence[Any], gradients: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        with in_32_bits(), env:
+            own = [nn.Parameter(env.j2t_iso(array)) for array in parameters]
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = env.j2t_iso(gradient)
+            optimizer = build(iter(own))
+            for group in optimizer.param_groups:
+                # A program has no use for kernels that take several parameters at once.
+                group.update({name: False for name in ("foreach", "fused") if name in group})
+            for parameter, before in zip(own, small, strict=True):
+                optimizer.state[parameter].update(
+                    {
+                        name: _copy(value)
+                        for name, value in made.state[before].items()
+                        if not _is_per_number(value, before)
+                    }
+                )
+            for (n, name), array in zip(states, states_, strict=True):
+                optimizer.state[own[n]][name] = env.j2t_iso(array)
+            optimizer.step()
+            stepped = [env.t2j_iso(parameter.detach()) for parameter in own]
+            return stepped, [env.t2j_iso(optimizer.state[own[n]][name]) for n, name in states]
+
+    dtypes = [shape_of(made.state[small[n]][name]).dtype for n, name in states]
+    return StepFunction(
+        call,
+        shapes,
+        [jax.ShapeDtypeStruct(shapes[n].shape, dtype) for (n, _), dtype in zip(states, dtypes, strict=True)],
+    )
+
+
+def optimizer_description(parameters: Sequence[Tensor], build: Builder) -> list[Any] | None:
+    """What decides the step beside the parameters; None for an optimizer that is not torch's, whose code may change."""
+    small = _small(parameters)
+    optimizer = build(iter(small))
+    module = inspect.getmodule(type(optimizer))
+    if module is None or not module.__name__.startswith("torch.optim."):
+        return None
+    places = {id(parameter): n for n, parameter in enumerate(small)}
+    groups = [
+        [[places[id(p)] for p in group["params"]], sorted((k, repr(v)) for k, v in group.items() if k != "params")]
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, groups]
+
+
+# Private functions
+
+
+def _small(parameters: Sequence[Tensor]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros((_SMALL,) * p.dim(), dtype=p.dtype)) for p in parameters]
+
+
+def _stepped(parameters: Sequence[Tensor], build: Builder) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Small parameters like these, and their optimizer after a step."""
+    small = _small(parameters)
+    for parameter in small:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = build(iter(small))
+    optimizer.step()
+    return small, optimizer
+
+
+def _is_per_number(value: Any, parameter: Tensor) -> bool:
+    """Whether a state has as many numbers as its parameter, one for each."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,1 @@
+"""The laws: what a partition of the chain costs in time and in memory."""

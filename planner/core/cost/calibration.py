@@ -1,0 +1,149 @@
+"""What a run of a plan says of the machine that the profile could not: measured side by side with its neighbours.
+
+These are the values behind `calibration.yaml`; `docs/file-formats.md` describes every field.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from planner.core.cost.costs import ChainCosts
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.planning import GENERATOR, cluster_of
+from planner.core.errors import UsageError
+from planner.core.values.cluster import Cluster, ExecutorCost, Link
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Device, Environment, Generator
+from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
+
+__all__ = ["CALIBRATION_SCHEMA", "Calibration", "calibrated_executor", "calibration_of", "peak_bytes_of", "stage_runs"]
+
+CALIBRATION_SCHEMA: Final = "gpipe-plan/calibration/v1"
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What to predict with instead of what a profile brings."""
+
+    __pydantic_config__ = _FORBID
+    schema: Literal["gpipe-plan/calibration/v1"] = CALIBRATION_SCHEMA
+    generator: Generator | None = None
+    plan_digest: str = ""
+    """Of the plan that was run, as in the run report."""
+    steps: int = 0
+    """Measured, warm-up not counted."""
+    device: Device
+    environment: Environment = field(default_factory=Environment)
+    compute: float = 1.0
+    """Forward and backward over what the profile says: what neighbours on the same machine cost, mostly."""
+    overhead_us: float
+    """The executor's own time per micro-batch, stage and direction."""
+    link: Link | None = None
+    """Between neighbours; None where nothing was sent, or where links were measured one by one."""
+    reserve_bytes: int
+    """What a device needs beside what the plan counts."""
+
+
+def calibration_of(plan: Plan, costs: ChainCosts, report: RunReport) -> Calibration:
+    """What a run of `plan` measured, as corrections of what it was predicted with.
+
+    Args:
+        plan: As predicted now.
+        costs: Of its profile, at the size of its micro-batches.
+        report: Of a run under it.
+    """
+    overhead_us = plan.inputs.overhead_us if report.overhead_us is None else report.overhead_us
+    return Calibration(
+        generator=GENERATOR,
+        plan_digest=report.plan_digest,
+        steps=max(0, len(report.step_us) - report.warmup_steps),
+        device=replace(report.device, memory_bytes=0, executor=None),
+        environment=report.environment,
+        compute=round(_compute(plan, report), 4),
+        overhead_us=overhead_us,
+        link=_link(plan, costs, report, overhead_us),
+        reserve_bytes=_reserve(plan, report),
+    )
+
+
+def calibrated_executor(found: Calibration, kind: str, known: ExecutorCost | None = None) -> ExecutorCost:
+    """What the executor costs on a device of this kind; of `known` the link, where none was calibrated.
+
+    Raises:
+        UsageError: The calibration is of another kind of device.
+    """
+    if found.device.kind != kind:
+        raise UsageError(
+            f"the calibration is of {found.device.kind}, the profile of {kind}",
+            hint="calibrate where the plan will run: `gpipe-plan verify`",
+        )
+    return ExecutorCost(overhead_us=found.overhead_us, link=found.link or (known.link if known else Link()))
+
+
+def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
+    """The stages of a pipeline: of several side by side the slowest times and the highest peaks."""
+    runs: dict[int, StageRun] = {}
+    for run in report.stages:
+        known = runs.get(run.index, run)
+        runs[run.index] = replace(
+            run,
+            replica=0,
+            forward_us=max(known.forward_us, run.forward_us),
+            backward_us=max(known.backward_us, run.backward_us),
+            peak_bytes=max(known.peak_bytes, run.peak_bytes),
+            outside_bytes=max(known.outside_bytes, run.outside_bytes),
+        )
+    return tuple(runs[index] for index in sorted(runs))
+
+
+def peak_bytes_of(plan: Plan) -> tuple[int, ...]:
+    """Predicted peak of every device, as its allocator sees it: the reserve is for what that does not see."""
+    return tuple(need - plan.inputs.reserve_bytes for need in plan.device_bytes())
+
+
+# Private functions
+
+
+def _compute(plan: Plan, report: RunReport) -> float:
+    """Measured over profiled time of the stages' forwards and backwards."""
+    measured = sum(run.forward_us + run.backward_us for run in stage_runs(report))
+    overhead_us = 2 * plan.inputs.overhead_us * len(plan.stages)
+    predicted = sum(stage.forward_us + stage.backward_us for stage in plan.stages) - overhead_us
+    # What the plan was predicted with already is part of the answer.
+    return plan.inputs.compute * measured / predicted if measured > 0 < predicted else plan.inputs.compute
+
+
+def _link(plan: Plan, costs: ChainCosts, report: RunReport, overhead_us: float) -> Link | None:
+    """The link that the plan counted on, slower or faster by one factor; all sizes that were sent tell of it."""
+    inputs = plan.inputs
+    if not report.boundaries or inputs.links or inputs.inter_link is not None:
+        return None
+    # A receiver cannot tell the engine's own time from the transfer.
+    times_us = [max(0.0, time - overhead_us) for boundary in report.boundaries for time in _both(boundary)]
+    partition, cluster = Partition.of(plan, costs.names), cluster_of(inputs)
+    predicted_us = [_predicted_us(partition, cluster, costs, b.index) for b in report.boundaries for _ in _both(b)]
+    blocking = inputs.link.blocking or report.device.kind == "cpu"
+    if sum(predicted_us) <= 0:
+        return Link(latency_us=round(sum(times_us) / len(times_us), 1), blocking=blocking)
+    factor = sum(times_us) / sum(predicted_us)
+    rate = inputs.link.bytes_per_s / factor if factor > 0 else 0.0
+    latency_us = round(inputs.link.latency_us * factor, 1)
+    return Link(latency_us=latency_us, bytes_per_s=float(f"{rate:.4g}"), blocking=blocking)
+
+
+def _both(boundary: BoundaryRun) -> tuple[float, ...]:
+    """Times of both directions; a direction in which nothing was seen is left out."""
+    return tuple(time for time in (boundary.forward_us, boundary.backward_us) if time > 0)
+
+
+def _predicted_us(partition: Partition, cluster: Cluster, costs: ChainCosts, boundary: int) -> float:
+    end = partition.intervals()[boundary][1]
+    return cluster.link.transfer_us(float(costs.output[end - 1]))
+
+
+def _reserve(plan: Plan, report: RunReport) -> int:
+    """The most that any device had in use beyond the peak that is predicted for its allocator."""
+    runs, count = stage_runs(report), plan.num_devices
+    measured = [max((run.peak_bytes + run.outside_bytes for run in runs[d::count]), default=0) for d in range(count)]
+    return max(0, *(has - need for has, need in zip(measured, peak_bytes_of(plan), strict=True)))

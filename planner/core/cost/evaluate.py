@@ -1,0 +1,323 @@
+"""A partition judged by the cost model: the one place where cuts, micro-batches and recomputation become a plan.
+
+Solver, `check` and emitter all come here, so a plan means the same to each of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from planner.core.cost.costs import ChainCosts
+from planner.core.cost.device_memory import (
+    ChunkMemory,
+    SharedBytes,
+    chunk_memory,
+    device_memory,
+    moments_of,
+    shared_bytes,
+)
+from planner.core.cost.memory import stage_memory
+from planner.core.cost.simulate import Event, StageTimes, last_end_us, simulate
+from planner.core.cost.step_time import gpipe_step, optimizer_tail_us
+from planner.core.errors import UsageError
+from planner.core.schedule.actions import Action, actions_of, num_in_flight
+from planner.core.values.cluster import Cluster
+from planner.core.values.limits import short
+from planner.core.values.plan import Plan, Predicted, Recompute, Schedule, Stage, StageMemory
+from planner.core.values.units import counted
+
+__all__ = [
+    "Partition",
+    "check_partition",
+    "chunks_on",
+    "optimizer_us",
+    "own_step_us",
+    "predict",
+    "stage_times",
+    "stages_of",
+    "step_us",
+    "timeline",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """The answer of a planner, without its consequences."""
+
+    schedule: Schedule
+    micro_batches: int
+    """M, of each pipeline."""
+    balance: tuple[int, ...]
+    recompute: tuple[Recompute, ...]
+    recomputed: tuple[tuple[int, ...], ...] = ()
+    """Per stage, the layers (counted along the chain) that are recomputed where its choice is `layers`."""
+    chunks: int = 1
+    """V: stage s is chunk s // K of device s % K."""
+    replicas: int = 1
+    devices: tuple[int, ...] = ()
+    """Per stage, which device of the cluster runs it; empty for the usual order."""
+
+    @classmethod
+    def of(cls, plan: Plan, names: Sequence[str]) -> "Partition":
+        """What `plan` decides.
+
+        Args:
+            plan: The plan.
+            names: The layers of the chain, in order.
+
+        Raises:
+            UsageError: A recomputed layer does not exist.
+        """
+        some = any(stage.recomputed for stage in plan.stages)
+        usual = all(stage.device is None for stage in plan.stages)
+        return cls(
+            schedule=plan.schedule,
+            micro_batches=plan.micro_batches,
+            balance=plan.balance,
+            recompute=tuple(stage.recompute for stage in plan.stages),
+            recomputed=tuple(_positions(stage, names) for stage in plan.stages) if some else (),
+            chunks=plan.chunks,
+            replicas=plan.replicas,
+            devices=() if usual else tuple(plan.device_of(stage) for stage in plan.stages),
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """K: devices of one pipeline."""
+        return len(self.balance) // self.chunks
+
+    def intervals(self) -> tuple[tuple[int, int], ...]:
+        """First layer and end of every stage."""
+        return tuple(pairwise(accumulate(self.balance, initial=0)))
+
+    def device_of(self, stage: int) -> int:
+        """The device of the cluster that runs `stage`."""
+        return self.devices[stage] if self.devices else stage % self.num_devices
+
+    def recomputed_in(self, stage: int) -> tuple[int, ...]:
+        """The layers that are recomputed one by one in `stage`."""
+        return self.recomputed[stage] if self.recomputed else ()
+
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """What every device does, in order; raises `UsageError` where the schedule cannot run so."""
+        return actions_of(
+            self.schedule, num_stages=self.num_devices, micro_batches=self.micro_batches, chunks=self.chunks
+        )
+
+
+def _positions(stage: Stage, names: Sequence[str]) -> tuple[int, ...]:
+    places = {name: n for n, name in enumerate(names)}
+    for name in stage.recomputed:
+        if name not in places:
+            raise UsageError(f'stage {stage.index} recomputes the layer "{name}", the profile has no such layer')
+    return tuple(sorted(places[name] for name in stage.recomputed))
+
+
+def check_partition(partition: Partition, *, num_layers: int, num_devices: int) -> None:
+    """Every layer exactly once, no empty stage, not more devices than there are, recomputed layers where they belong.
+
+    Raises:
+        UsageError: An invariant does not hold.
+    """
+    balance, chunks, replicas = partition.balance, partition.chunks, partition.replicas
+    if not balance or min(balance) < 1:
+        raise UsageError(f"every stage needs at least one layer, got the balance {short(list(balance), 200)}")
+    if sum(balance) != num_layers:
+        raise UsageError(
+            f"the balance {short(list(balance), 200)} adds up to {counted(sum(balance), 'layer')}, "
+            f"the profile has {num_layers}",
+            hint="every layer belongs to exactly one stage: make the sum right",
+        )
+    if chunks < 1 or len(balance) % chunks or (chunks > 1 and partition.schedule != "interleaved"):
+        raise UsageError(
+            f"{len(balance)} stages cannot be {chunks} chunks on each device of a {partition.schedule} pipeline",
+            hint="make the number of stages a multiple of `chunks`; chunks above 1 need the interleaved schedule",
+        )
+    if replicas < 1 or partition.num_devices * replicas > num_devices:
+        pipelines = f"{replicas} pipelines of {partition.num_devices}" if replicas > 1 else f"{len(balance)} stages"
+        raise UsageError(f"{pipelines} need {partition.num_devices * replicas} devices, there are {num_devices}")
+    if len(partition.recompute) != len(balance):
+        raise UsageError(f"{len(balance)} stages, but {len(partition.recompute)} recompute choices")
+    if partition.devices and len(set(partition.devices)) != len(balance):
+        raise UsageError(f"every stage needs a device of its own, got {list(partition.devices)}")
+    for k, (first, end) in enumerate(partition.intervals()):
+        layers = partition.recomputed_in(k)
+        if bool(layers) != (partition.recompute[k] == "layers"):
+            raise UsageError(f"stage {k}: `recompute: layers` and a list of `recomputed` layers belong together")
+        if layers and not first <= min(layers) <= max(layers) < end:
+            raise UsageError(f"stage {k} recomputes a layer that it does not run")
+    partition.actions()
+
+
+def stage_times(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple[StageTimes, ...]:
+    """What each stage needs for one micro-batch (design section 6: F_k, B_k = W_k + R_k, C_k)."""
+    times = []
+    for k, (first, end) in enumerate(partition.intervals()):
+        speed = cluster.speed(partition.device_of(k))
+        forward = float(costs.forward_us[first:end].sum()) / speed
+        backward = float(costs.backward_us[first:end].sum()) / speed
+        again, last_again = _recompute_us(costs, partition, k, speed)
+        crosses = end < costs.num_layers
+        link = cluster.link_behind(
+            k % partition.num_devices, num_devices=partition.num_devices, replicas=partition.replicas
+        )
+        times.append(
+            StageTimes(
+                forward_us=forward + cluster.overhead_us,
+                backward_us=backward + again + cluster.overhead_us,
+                last_backward_us=backward + last_again + cluster.overhead_us,
+                send_us=link.transfer_us(float(costs.output[end - 1])) if crosses else 0.0,
+                blocking=crosses and link.blocking,
+                recompute_us=again,
+                last_recompute_us=last_again,
+            )
+        )
+    return tuple(times)
+
+
+def _recompute_us(costs: ChainCosts, partition: Partition, stage: int, speed: float) -> tuple[float, float]:
+    """Recomputation of one micro-batch, and of the last one; nothing where there is no backward."""
+    first, end = partition.intervals()[stage]
+    has_backward = costs.has_backward
+    match partition.recompute[stage] if has_backward[end - 1] else "never":
+        case "never":
+            return 0.0, 0.0
+        case "layers":
+            again = [n for n in partition.recomputed_in(stage) if has_backward[n]]
+            layers = float(costs.forward_us[again].sum()) / speed
+            return layers, layers
+        case choice:
+            whole = float(costs.forward_us[first:end].sum()) / speed
+            return whole, whole if choice == "always" else 0.0
+
+
+def timeline(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple[Event, ...]:
+    """Simulated events of one step (the optimizer's step left out)."""
+    return simulate(partition.actions(), stage_times(costs, partition, cluster))
+
+
+def optimizer_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
+    """By how much summing gradients over replicas and the optimizers' steps delay the next step."""
+    num_devices = partition.num_devices
+    own = [0.0] * num_devices
+    for k, (first, end) in enumerate(partition.intervals()):
+        own[k % num_devices] += own_step_us(
+            costs, first, end, cluster, device=partition.device_of(k), replicas=partition.replicas
+        )
+    # The chunk that a device runs last, and first again in the next step, is the first of its chunks.
+    return optimizer_tail_us(stage_times(costs, partition, cluster)[:num_devices], own)
+
+
+def own_step_us(
+    costs: ChainCosts, first: int, end: int, cluster: Cluster, *, device: int = 0, replicas: int = 1
+) -> float:
+    """What follows the last backward on a stage: its gradients summed over the replicas, then its optimizer's step."""
+    own = float(costs.optimizer_us[first:end].sum()) / cluster.speed(device)
+    if replicas > 1:
+        tied = sum(tie.gradient_bytes for tie in costs.ties if first <= tie.first and tie.second < end)
+        own += cluster.allreduce_us(float(costs.gradients[first:end].sum()) - tied, replicas)
+    return own
+
+
+def step_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
+    """Step time: closed form for GPipe, simulated for other schedules; and the optimizers' steps."""
+    if partition.schedule == "gpipe":
+        pipeline_us = gpipe_step(stage_times(costs, partition, cluster), micro_batches=partition.micro_batches).step_us
+    else:
+        pipeline_us = last_end_us(partition.actions(), stage_times(costs, partition, cluster))
+    return pipeline_us + optimizer_us(costs, partition, cluster)
+
+
+def predict(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Predicted:
+    """The figures of a whole step."""
+    times = stage_times(costs, partition, cluster)
+    num_devices, micro_batches = partition.num_devices, partition.micro_batches
+    total_us = step_us(costs, partition, cluster)
+    pipeline_us = total_us - optimizer_us(costs, partition, cluster)
+    busy = sum(micro_batches * (t.forward_us + t.backward_us) - t.backward_us + t.last_backward_us for t in times)
+    again = sum((micro_batches - 1) * t.recompute_us + t.last_recompute_us for t in times)
+    pair_us = [t.forward_us + t.backward_us for t in times]
+    device_us = [sum(pair_us[d::num_devices]) for d in range(num_devices)]
+    samples = micro_batches * costs.micro_batch_size * partition.replicas
+    return Predicted(
+        step_us=total_us,
+        samples_per_s=samples / total_us * 1e6 if total_us else 0.0,
+        bubble=1 - busy / (num_devices * pipeline_us) if pipeline_us else 0.0,
+        ideal_bubble=(num_devices - 1) / (partition.chunks * micro_batches + num_devices - 1),
+        imbalance=max(device_us) / (sum(device_us) / num_devices) if sum(device_us) else 1.0,
+        recompute_share=again / busy if busy else 0.0,
+        bottleneck_stage=pair_us.index(max(pair_us)),
+    )
+
+
+def stages_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple[Stage, ...]:
+    """Every stage with its times and itemised memory.
+
+    Complexity: O(K L).
+    """
+    times = stage_times(costs, partition, cluster)
+    memories = _memories(costs, partition, cluster)
+    stages = []
+    for k, ((first, end), memory) in enumerate(zip(partition.intervals(), memories, strict=True)):
+        stages.append(
+            Stage(
+                index=k,
+                first=costs.names[first],
+                last=costs.names[end - 1],
+                layers=end - first,
+                device=partition.device_of(k) if partition.devices else None,
+                recompute=partition.recompute[k],
+                recomputed=tuple(costs.names[n] for n in partition.recomputed_in(k)),
+                forward_us=times[k].forward_us,
+                backward_us=times[k].backward_us,
+                memory=memory,
+                memory_bytes=cluster.memory_bytes[partition.device_of(k)],
+            )
+        )
+    return tuple(stages)
+
+
+def chunks_on(device: int, costs: ChainCosts, partition: Partition) -> dict[int, ChunkMemory]:
+    """What every stage needs that a device of an interleaved pipeline runs; parameters that they share count once."""
+    intervals = partition.intervals()
+    cuts = np.array([[0, *(end for _, end in intervals)]])
+    shared = shared_bytes(costs, cuts, partition.num_devices)
+    return {
+        k: chunk_memory(
+            costs.of_replicas(partition.replicas),
+            *intervals[k],
+            micro_batches=partition.micro_batches,
+            recompute=partition.recompute[k],
+            recomputed=partition.recomputed_in(k),
+        ).without(SharedBytes(*(item[:, k : k + 1] for item in shared)), exact=costs.exact)
+        for k in range(device, len(intervals), partition.num_devices)
+    }
+
+
+def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
+    if partition.schedule == "interleaved":
+        return _chunk_memories(costs, partition, cluster)
+    return [
+        stage_memory(
+            costs.of_replicas(partition.replicas),
+            first,
+            end,
+            micro_batches=partition.micro_batches,
+            in_flight=num_in_flight(partition.schedule, k, len(partition.balance), partition.micro_batches),
+            recompute=partition.recompute[k],
+            recomputed=partition.recomputed_in(k),
+            reserve_bytes=cluster.reserve_bytes,
+        )
+        for k, (first, end) in enumerate(partition.intervals())
+    ]
+
+
+def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
+    memories = [StageMemory()] * len(partition.balance)
+    for device, moments in enumerate(moments_of(partition.actions())):
+        chunks = chunks_on(device, costs, partition)
+        for k, memory in zip(chunks, device_memory(list(chunks.values()), moments, cluster.reserve_bytes), strict=True):
+            memories[k] = memory
+    return memories

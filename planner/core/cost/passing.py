@@ -1,0 +1,138 @@
+"""Tensors that pass by: what a stage receives and sends on as it is, and what its output and its layers both hold.
+
+A skip connection crosses every boundary between the layer that makes it and the last one that reads it. To a stage on
+its way it is input and output at once, in one storage; so is its gradient on the way back, unless a layer there reads
+the tensor, too, and adds to it.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.cost.costs import ChainCosts
+from planner.core.cost.waiting import Backward, waiting_rows
+
+__all__ = ["Passing"]
+
+_BLOCK = 512
+"""Stages with so many different last layers are looked at together."""
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+class Passing:
+    """Of the stages of layers first..e, for every first (rows) and every last layer e (columns), whole bytes.
+
+    Arrays are of that shape, or broadcast to it. Where a stage works on a copy of its input, the copy is what goes on,
+    and counts: nothing passes by.
+
+    Args:
+        costs: The chain.
+        firsts: First layers, in any order.
+        layers: Last layers, one after the other.
+    """
+
+    def __init__(self, costs: ChainCosts, firsts: IntArray, layers: IntArray) -> None:
+        self._is_first = layers[None, :] == firsts[:, None]
+        self._behind_first = layers[None, :] > firsts[:, None]
+
+        def spans(sizes: FloatArray) -> FloatArray:
+            # Of a storage: from the layer behind its maker to the one in front of the last that it is handed to.
+            return _spanning(costs.storage_from + 1, costs.storage_until - 1, np.rint(sizes), firsts, layers)
+
+        received = (costs.copied_input[firsts] == 0)[:, None]
+        by_readers = spans(costs.kept_by_readers)
+        self.unkept = spans(costs.kept_by_nobody) * received
+        """What is received and sent on, and no layer of the chain keeps."""
+        self.all = self.unkept + (by_readers + spans(costs.kept_by_maker)) * received
+        """All that is received and sent on."""
+        self._relays = costs.relayed_first - 1, costs.relayed_last, np.rint(costs.relayed)
+        self._costs, self._firsts, self._layers = costs, firsts, layers
+        self.kept = _passed_by(costs)[layers] - by_readers
+        """What layers of the stage make, the last one left out, and some layer keeps that gets it, and is sent."""
+
+    def in_front(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
+        """Of what goes into each of `layers`, the part that the stage received: `own_input` of its first layer.
+
+        Args:
+            sizes: `unkept` or `all`.
+            own_input: For each of `layers`.
+        """
+        return np.where(self._is_first, own_input, _one_layer_later(sizes))
+
+    def gradients(self, ends: IntArray) -> FloatArray:
+        """Gradients that the stage receives and its layers hand on as they are, down to each of `layers`, in bytes.
+
+        The layer that they are handed to, which made the tensor or adds to its gradient, is the last to hold them.
+
+        Args:
+            ends: Last layers of stages, one after the other.
+
+        Returns:
+            Of shape (layers, ends), or broadcast to it.
+        """
+        return _spanning(*self._relays, self._layers, ends)
+
+    def highest_backward(self, tops: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
+        """The highest of the layers' backwards, beside the stage's output and its gradient, each held once.
+
+        Args:
+            tops: Of each of `layers`.
+            end_twice: What of the last layer's counts twice then (`ChainCosts.end_twice`), for each of `layers`.
+            backward: Which it is, if gradients that wait for those of other layers are to be counted.
+        """
+        inside = self._is_first | self._behind_first
+        blocks = range(0, len(self._layers), _BLOCK)
+        in_front = np.concatenate(
+            [self._highest_in_front(tops, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
+        )
+        highest = np.maximum(in_front, tops - end_twice - self.kept) - self.all
+        return np.where(inside, highest, 0.0)
+
+    def _highest_in_front(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
+        """Of the layers in front of the last one, for the last layers in `block`; those that are none are -inf."""
+        ends = self._layers[block]
+        levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
+        rows = self._highest_from(levels)
+        if backward is not None:
+            for waiting in waiting_rows(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
+                rows[waiting.rows] = self._highest_from(levels + waiting.bytes)[waiting.rows]
+        return rows
+
+    def _highest_from(self, levels: FloatArray) -> FloatArray:
+        from_here = np.maximum.accumulate(levels[::-1], axis=0)[::-1]
+        rows: FloatArray = from_here[self._firsts - self._layers[0]]
+        return rows
+
+
+def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
+    """Bytes of the spans of layers `begins`..`ends` that cover a stage; of shape (1, 1) if there are none.
+
+    Complexity: O(spans + firsts · layers).
+    """
+    some = (begins <= ends) & (begins <= firsts.max()) & (ends >= layers[0]) & (sizes > 0)
+    if not some.any():
+        return np.zeros((1, 1))
+    order = np.argsort(firsts)
+    found = np.zeros((len(firsts), len(layers)))
+    rows = np.searchsorted(firsts[order], begins[some])
+    np.add.at(found, (rows, np.minimum(ends[some] - layers[0], len(layers) - 1)), sizes[some])
+    covered = np.empty_like(found)
+    covered[order] = np.cumsum(np.cumsum(found, axis=0)[:, ::-1], axis=1)[:, ::-1]
+    return covered
+
+
+def _passed_by(costs: ChainCosts) -> FloatArray:
+    """Bytes that pass by each layer and some layer keeps that gets them, shape (L,)."""
+    sizes, begins = np.rint(costs.kept_by_readers), costs.storage_from + 1
+    change = np.zeros(costs.num_layers + 2)
+    np.add.at(change, begins, sizes)
+    np.add.at(change, np.maximum(costs.storage_until, begins), -sizes)
+    passed: FloatArray = np.cumsum(change)[: costs.num_layers]
+    return passed
+
+
+def _one_layer_later(values: FloatArray) -> FloatArray:
+    if values.shape[1] == 1:
+        return values  # nothing at all, or a single layer, which has none in front
+    return np.concatenate([np.zeros((len(values), 1)), values[:, :-1]], axis=1)

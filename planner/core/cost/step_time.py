@@ -1,0 +1,95 @@
+"""Step time of GPipe in closed form.
+
+Forward and backward are two flow shops in a row (all stages finish their forwards before stage K-1 starts its first
+backward): M jobs pass the machines stage 0, link 0, stage 1, …, stage K-1, and back. For M equal jobs the makespan of
+a flow shop is the sum of the machine times plus (M-1) times the largest (Johnson 1954; every critical path takes M-1
+extra jobs on one machine). Where `except-last` spares the last micro-batch its recomputation, the last job differs,
+and the critical path is found by the recursion in `flow_shop_us`.
+
+The optimizer's steps follow. Stage k ends its last backward before stage 0 does, and begins the next step later: it
+has that much time for its own optimizer. What goes beyond delays the next step (`optimizer_tail_us`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.core.cost.simulate import StageTimes
+
+__all__ = ["StepTime", "flow_shop_us", "gpipe_step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Parts of one step, in microseconds."""
+
+    forward_us: float
+    backward_us: float
+    optimizer_us: float
+    """By how much the optimizers' steps delay the next step."""
+
+    @property
+    def step_us(self) -> float:
+        """The whole step."""
+        return self.forward_us + self.backward_us + self.optimizer_us
+
+
+def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> float:
+    """Makespan of `num_jobs` jobs over machines in order, all alike but the last job.
+
+    Args:
+        machines: Per machine, the time of jobs 1..n-1 and the time of job n.
+        num_jobs: n, at least 1.
+
+    Returns:
+        max over k of sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q, with p, q a machine's two times: the last job
+        follows the others up to machine k and runs free behind it.
+    """
+    sum_p = max_p = done = 0.0
+    for p, q in machines:
+        if num_jobs == 1:
+            done += q
+            continue
+        sum_p, max_p = sum_p + p, max(max_p, p)
+        done = max(done, sum_p + (num_jobs - 2) * max_p) + q
+    return done
+
+
+def optimizer_tail_us(stages: Sequence[StageTimes], optimizer_us: Sequence[float]) -> float:
+    """How long after the last backward the next step can begin, if steps follow each other without a break.
+
+    Args:
+        stages: The stages.
+        optimizer_us: The optimizer's step of each.
+
+    Returns:
+        max over k of U_k - sum_{j<k} (F_j + W_j + 2 C_j): the drain behind stage k and the fill in front of it hide
+        at least that much of its optimizer's step. Never less than U_0. Recomputation in the drain is left out: it may
+        not make the drain any longer, where a slower stage is behind it.
+    """
+    tail = hidden = 0.0
+    for stage, own in zip(stages, optimizer_us, strict=True):
+        tail = max(tail, own - hidden)
+        hidden += stage.forward_us + stage.last_backward_us - stage.last_recompute_us + 2 * stage.send_us
+    return tail
+
+
+def gpipe_step(
+    stages: Sequence[StageTimes], *, micro_batches: int, optimizer_us: Sequence[float] | None = None
+) -> StepTime:
+    """Step time of GPipe over `stages` with M micro-batches, and with the optimizer's step of each stage."""
+    forward: list[tuple[float, float]] = []
+    backward: list[tuple[float, float]] = []  # collected from stage 0 on, run from stage K-1 on
+    received_us = 0.0
+    for stage in stages:
+        boundary_us = stage.send_us if stage.blocking else 0.0
+        forward.append((stage.forward_us + received_us,) * 2)
+        backward.append((stage.backward_us + boundary_us, stage.last_backward_us + boundary_us))
+        if not stage.blocking:
+            forward.append((stage.send_us, stage.send_us))
+            backward.append((stage.send_us, stage.send_us))
+        received_us = boundary_us
+    return StepTime(
+        forward_us=flow_shop_us(forward, micro_batches),
+        backward_us=flow_shop_us(backward[::-1], micro_batches),
+        optimizer_us=optimizer_tail_us(stages, optimizer_us) if optimizer_us is not None else 0.0,
+    )

@@ -1,0 +1,83 @@
+"""A plan with other cuts: what somebody's list would make of it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.evaluate import Partition, check_partition, stages_of
+from planner.core.cost.planning import build_plan, cluster_of
+from planner.core.errors import UsageError
+from planner.core.values.plan import Inputs, Plan, Recompute, SolverReport, StageMemory
+from planner.core.values.profile import Profile
+
+__all__ = ["with_cuts"]
+
+_CHEAPEST_FIRST: Final[tuple[Recompute, ...]] = ("never", "except-last", "always")
+
+
+def with_cuts(
+    plan: Plan, profile: Profile, balance: Sequence[int], *, memory_bytes: tuple[int, ...] | None = None
+) -> Plan:
+    """`plan` cut otherwise: its schedule, micro-batches and devices, with the recomputation that the new stages need.
+
+    Of the choices that the plan's policy allows (whole stages only), each device takes the fastest that fits, or the
+    one that needs least where none does.
+
+    Args:
+        plan: The plan.
+        profile: Its profile.
+        balance: Layers per stage; there may be more or fewer stages than in the plan.
+        memory_bytes: Caps instead of the plan's, one per device.
+
+    Raises:
+        UsageError: The layers or the devices do not add up, or the schedule cannot run so many stages.
+    """
+    inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
+    partition = Partition(
+        schedule=plan.schedule,
+        micro_batches=plan.micro_batches,
+        balance=tuple(balance),
+        recompute=_never(len(balance)),
+        chunks=plan.chunks,
+        replicas=plan.replicas,
+        devices=_devices(plan, len(balance)),
+    )
+    check_partition(partition, num_layers=len(profile.layers), num_devices=inputs.devices)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
+    partition = replace(partition, recompute=_recompute(costs, partition, inputs))
+    return build_plan(costs, partition, inputs=inputs, solver=SolverReport(method="given", status="given"))
+
+
+def _never(num_stages: int) -> tuple[Recompute, ...]:
+    choice: Recompute = "never"
+    return (choice,) * num_stages
+
+
+def _devices(plan: Plan, num_stages: int) -> tuple[int, ...]:
+    """Devices that were put into an order stay in it."""
+    if all(stage.device is None for stage in plan.stages):
+        return ()
+    if num_stages != len(plan.stages):
+        raise UsageError(
+            f"the plan chose an order for {len(plan.stages)} devices, which {num_stages} stages do not have",
+            hint="ask the solver: `gpipe-plan solve --balance …`",
+        )
+    return tuple(plan.device_of(stage) for stage in plan.stages)
+
+
+def _recompute(costs: ChainCosts, partition: Partition, inputs: Inputs) -> tuple[Recompute, ...]:
+    num_stages, num_devices = len(partition.balance), partition.num_devices
+    allowed = [choice for choice in _CHEAPEST_FIRST if inputs.recompute in (choice, "auto", "layers")]
+    cluster = cluster_of(inputs)
+    needs: dict[Recompute, tuple[StageMemory, ...]] = {
+        choice: tuple(s.memory for s in stages_of(costs, replace(partition, recompute=(choice,) * num_stages), cluster))
+        for choice in allowed
+    }
+    chosen: list[Recompute] = []
+    for device in range(num_devices):
+        cap = cluster.memory_bytes[partition.device_of(device)]
+        need = {choice: sum(m.total for m in memories[device::num_devices]) for choice, memories in needs.items()}
+        fits = [choice for choice in allowed if need[choice] <= cap]
+        chosen.append(fits[0] if fits else min(need, key=lambda choice: need[choice]))
+    return tuple(chosen[stage % num_devices] for stage in range(num_stages))

@@ -1,0 +1,236 @@
+"""Does a plan still hold? Everything is recomputed from the profile; the numbers in the plan are compared, not trusted.
+
+What can be found, and what it means, stands in `planner.core.values.findings`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from planner.core.cost.costs import costs_at, covers
+from planner.core.cost.evaluate import Partition, check_partition
+from planner.core.cost.planning import build_plan
+from planner.core.errors import UsageError
+from planner.core.judge.difference import Difference, difference_of, growth
+from planner.core.judge.figures import differing, is_same
+from planner.core.values.devices import Accelerator
+from planner.core.values.findings import Finding, Severity, finding
+from planner.core.values.plan import Plan, SolverReport, Stage
+from planner.core.values.profile import Profile
+from planner.core.values.units import counted, format_bytes
+
+__all__ = ["VERDICT_SCHEMA", "Finding", "Verdict", "compared", "judge", "with_findings"]
+
+VERDICT_SCHEMA: Final = "gpipe-plan/check/v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Findings and the plan as it is under the profile of today."""
+
+    schema: Literal["gpipe-plan/check/v1"] = VERDICT_SCHEMA
+    fits: bool
+    """No finding of severity error, and with `strict` none of severity warning."""
+    findings: tuple[Finding, ...]
+    plan: Plan | None
+    """Recomputed; None where the profile is not the plan's at all."""
+    strict: bool = False
+    """Whether warnings count like errors."""
+    would_fit: tuple[str, ...] = ()
+    """Where a stage is over its cap: the nearest things that would fit, each computed."""
+    difference: Difference | None = None
+    """From another plan, where one was given."""
+
+    @property
+    def refused(self) -> tuple[Severity, ...]:
+        """Severities that make the answer no."""
+        return ("error", "warning") if self.strict else ("error",)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a stage needs more than its cap."""
+        return any(found.code == "GP101" for found in self.findings)
+
+
+def judge(
+    plan: Plan,
+    profile: Profile,
+    *,
+    profile_digest: str,
+    memory_bytes: tuple[int, ...] | None = None,
+    device: Accelerator | None = None,
+    headroom: float = 0.0,
+    strict: bool = False,
+) -> Verdict:
+    """Recomputes `plan` from `profile` and says what is wrong with it.
+
+    Args:
+        plan: The plan as read.
+        profile: The profile as it is now.
+        profile_digest: Its digest.
+        memory_bytes: Caps to judge against instead of the plan's, one per device.
+        device: What to take for every device instead: its memory is the cap.
+        headroom: Share of the cap that should stay free, in [0, 1).
+        strict: Whether warnings make the answer no.
+
+    Raises:
+        UsageError: The plan breaks an invariant (a layer lost, an empty stage, …).
+    """
+    stale = profile_digest != plan.inputs.profile.digest
+    findings = [_stale(plan, profile_digest)] if stale else []
+    partition = Partition.of(plan, [layer.name for layer in profile.layers])
+    misfit = _misfit(plan, partition, profile, stale=stale)
+    uncovered = stale and not covers(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+    if misfit is not None or uncovered:
+        return _verdict([*findings, *([misfit] if misfit else [])], None, strict=strict)
+    if device is not None:
+        memory_bytes = (device.memory_bytes,) * plan.inputs.devices
+        findings.extend(_elsewhere(profile, device))
+    if memory_bytes is not None and len(memory_bytes) != plan.inputs.devices:
+        raise UsageError(f"{len(memory_bytes)} caps for {plan.inputs.devices} devices")
+    check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
+    inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
+    now = build_plan(costs, partition, inputs=inputs, solver=plan.solver)
+    if abs(now.predicted.step_us - plan.predicted.step_us) > _same_us(now):
+        # The certificate was for other cuts, or another profile.
+        given = SolverReport(method="given", status="given")
+        now = build_plan(costs, partition, inputs=inputs, solver=given)
+    for place in range(now.num_devices):
+        findings.extend(_memory_findings(now.stages[place :: now.num_devices], headroom))
+    findings.extend(_unproven(profile, now))
+    if not stale and memory_bytes is None:
+        findings.extend(_edited(plan, now))
+    findings.extend(_how_sure(now, profile))
+    return _verdict(findings, now, strict=strict)
+
+
+def with_findings(verdict: Verdict, found: Sequence[Finding]) -> Verdict:
+    """`verdict` with more findings, judged anew."""
+    return _verdict([*verdict.findings, *found], verdict.plan, strict=verdict.strict)
+
+
+def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
+    """`verdict` with what its plan has become beside `before`; as it is where it has no plan."""
+    if verdict.plan is None:
+        return verdict
+    difference = difference_of(before, verdict.plan, against=against, recomputed=recomputed)
+    return replace(verdict, difference=difference, findings=(*verdict.findings, *growth(difference)))
+
+
+def _verdict(findings: list[Finding], plan: Plan | None, *, strict: bool) -> Verdict:
+    verdict = Verdict(fits=True, findings=tuple(findings), plan=plan, strict=strict)
+    return replace(verdict, fits=all(found.severity not in verdict.refused for found in findings))
+
+
+def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
+    profiled = profile.device
+    called = profiled.name or profiled.kind
+    if device.is_called(called):
+        return []
+    message = f"memory is judged for {device.name}, times are those of {called}, where the profile was taken"
+    return [finding("GP204", message)]
+
+
+def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
+    """What is not known of the stages, or known to be wrong; nothing of a profile that is of no model."""
+    proof = profile.proof
+    if not profile.model.digest or len(plan.stages) == 1:
+        return []
+    if proof is None:
+        return [finding("GP303", "nobody has held the stages against the model in one piece", hint="profile again")]
+    if not proof.cuts:
+        return [finding("GP303", f"the stages were {proof}")]
+    findings = [finding("GP304", f"the stages are {proof}")] if proof.reason else []
+    recomputed = [stage.index for stage in plan.stages if stage.recompute != "never"]
+    if proof.differs_recomputed and recomputed:
+        which = ", ".join(map(str, recomputed))
+        message = f"stage {which} is recomputed, which does not come out the same: {proof.differs_recomputed}"
+        findings.append(finding("GP302", message, hint="solve again with `--recompute never`", stage=recomputed[0]))
+    return findings
+
+
+def _how_sure(plan: Plan, profile: Profile) -> list[Finding]:
+    """Where the figures come from, if not from measurements at this very size."""
+    found = []
+    if profile.device.how != "measured":
+        called = profile.device.name or profile.device.kind
+        found.append(finding("GP207", f"the profile is {profile.device.how} for {called}, not measured"))
+    if not covers(profile, plan.micro_batch_size, extrapolate=False):
+        sizes = profile.micro_batch_sizes
+        message = (
+            f"micro-batches of {plan.micro_batch_size} lie outside the profiled sizes {min(sizes)} to {max(sizes)}"
+        )
+        found.append(finding("GP208", message))
+    return found
+
+
+def _same_us(plan: Plan) -> float:
+    """Step times that differ by no more are the same, written to 0.1 us."""
+    return 0.1 + 1e-6 * plan.predicted.step_us
+
+
+def _stale(plan: Plan, digest: str) -> Finding:
+    was = plan.inputs.profile
+    message = f"the plan was made from another profile: `{was.path}` was {was.digest[:19]}…, is now {digest[:19]}…"
+    return finding(
+        "GP201",
+        message,
+        hint=f"solve again: `gpipe-plan solve {was.path} --devices {plan.inputs.devices} …`",
+    )
+
+
+def _misfit(plan: Plan, partition: Partition, profile: Profile, *, stale: bool) -> Finding | None:
+    """Whether the plan names or counts other layers. Of its own profile a wrong count is an error, not a finding."""
+    if sum(partition.balance) == len(profile.layers) and min(partition.balance, default=0) > 0:
+        return _renamed(plan, partition, profile)
+    return _other_length(partition, profile) if stale else None
+
+
+def _renamed(plan: Plan, partition: Partition, profile: Profile) -> Finding | None:
+    for stage, (first, end) in zip(plan.stages, partition.intervals(), strict=True):
+        for name, layer in ((stage.first, first), (stage.last, end - 1)):
+            # A hand-edited balance moves cuts without renaming: only names the profile does not have are wrong.
+            if name not in {other.name for other in profile.layers}:
+                message = f'stage {stage.index} names the layer "{name}", the profile has no such layer'
+                hint = f'layer {layer} is "{profile.layers[layer].name}" now: solve again'
+                return finding("GP202", message, hint=hint, stage=stage.index)
+    return None
+
+
+def _other_length(partition: Partition, profile: Profile) -> Finding:
+    message = f"the plan cuts {counted(sum(partition.balance), 'layer')}, the profile has {len(profile.layers)}"
+    return finding("GP202", message, hint="profile and solve again")
+
+
+def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
+    """Of the stages that share a device: one, but for interleaved schedules."""
+    stage, cap = chunks[0], chunks[0].memory_bytes
+    need = sum(chunk.memory.total for chunk in chunks)
+    if len(chunks) == 1:
+        layers = f'stage {stage.index} ("{stage.first}" to "{stage.last}")'
+    else:
+        layers = f"device {stage.index} (stages {', '.join(str(chunk.index) for chunk in chunks)})"
+    if need > cap:
+        message = f"{layers} needs {format_bytes(need)}, {format_bytes(need - cap)} over its cap of {format_bytes(cap)}"
+        return [finding("GP101", message, hint="solve again, or give more with `--mem`", stage=stage.index)]
+    if need > cap * (1 - headroom):
+        message = f"{layers} needs {format_bytes(need)}, which leaves {1 - need / cap:.1%} of {format_bytes(cap)} free"
+        hint = f"{headroom:.0%} headroom was asked for"
+        return [finding("GP102", message, hint=hint, stage=stage.index)]
+    return []
+
+
+def _edited(plan: Plan, now: Plan) -> list[Finding]:
+    was_us, is_us = plan.predicted.step_us, now.predicted.step_us
+    changed = [k for k, (a, b) in enumerate(zip(plan.stages, now.stages, strict=True)) if a.memory != b.memory]
+    others = [f"`{place}`" for place in differing(plan, now) if ".memory." not in place]
+    if not others and not changed:
+        return []
+    message = f"the plan says {was_us / 1e3:.1f} ms per step, the profile {is_us / 1e3:.1f} ms"
+    if is_same("step_us", was_us, is_us):
+        more = f" and {len(others) - 6} more" if len(others) > 6 else ""
+        message = f"not what the profile gives: {', '.join(others[:6])}{more}" if others else "memory is another"
+    if changed:
+        message += f"; memory differs in stage {', '.join(map(str, changed))}"
+    return [finding("GP203", message, hint="the plan's decisions were edited by hand")]

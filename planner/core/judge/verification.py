@@ -1,0 +1,133 @@
+"""A run of a plan judged against its prediction: are step time and memory what was predicted?"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, Literal
+
+from planner.core.cost.calibration import Calibration, calibration_of, peak_bytes_of, stage_runs
+from planner.core.cost.costs import costs_at
+from planner.core.errors import MeasurementError
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+from planner.core.values.proof import Proof
+from planner.core.values.run_report import RunReport
+
+__all__ = ["VERIFICATION_SCHEMA", "Compared", "Tolerance", "Verification", "verification_of"]
+
+VERIFICATION_SCHEMA: Final = "gpipe-plan/verify/v1"
+
+Quantity = Literal["step_us", "bubble", "forward_us", "backward_us", "peak_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """How far a prediction may be off, as shares unless it says otherwise."""
+
+    step: float
+    """Of the predicted step time, in either direction."""
+    memory_below: float
+    """How far a predicted peak may lie below the measured one."""
+    memory_above: float
+    """How far above it."""
+    memory_slack_bytes: int = 64 * 2**10
+    """In either direction, and beside the shares: of a stage of some kilobytes a number or two are percents."""
+
+    def allows_peak(self, *, predicted: float, measured: float) -> bool:
+        """Whether a predicted peak is near enough to the measured one."""
+        lowest = measured * (1 - self.memory_below) - self.memory_slack_bytes
+        return lowest <= predicted <= measured * (1 + self.memory_above) + self.memory_slack_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One figure, predicted and measured."""
+
+    what: Quantity
+    index: int | None = None
+    """Of the stage; of the device for a peak."""
+    predicted: float
+    measured: float
+    agrees: bool | None = None
+    """None where it is shown without being judged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The answer."""
+
+    schema: Literal["gpipe-plan/verify/v1"] = VERIFICATION_SCHEMA
+    agrees: bool
+    """Whether everything that is judged is within its tolerance."""
+    compared: tuple[Compared, ...]
+    tolerance: Tolerance
+    notes: tuple[str, ...]
+    proof: Proof | None = None
+    """What the plan's stages computed, held against the model in one piece."""
+    calibration: Calibration
+    run: RunReport
+
+
+def verification_of(
+    plan: Plan,
+    profile: Profile,
+    report: RunReport,
+    tolerance: Tolerance,
+    *,
+    crowded: str = "",
+    proof: Proof | None = None,
+    wrong: Sequence[str] = (),
+) -> Verification:
+    """Sets a run beside what is predicted of it.
+
+    Args:
+        plan: As predicted now.
+        profile: Its profile.
+        report: Of a run under it.
+        tolerance: How far it may be off.
+        crowded: Why times say nothing here, if they do not: they are not judged then.
+        proof: What its stages computed, held against the model in one piece.
+        wrong: What they did not compute as the model does.
+
+    Raises:
+        MeasurementError: The run was over before anything was measured.
+    """
+    steps = report.step_us[report.warmup_steps :]
+    if not steps:
+        raise MeasurementError(f"{len(report.step_us)} steps are all warm-up", hint="run more: `--steps 12`")
+    compared = (*_times(plan, report, median(steps), None if crowded else tolerance), *_peaks(plan, report, tolerance))
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+    return Verification(
+        agrees=all(row.agrees is not False for row in compared) and not wrong,
+        compared=compared,
+        tolerance=tolerance,
+        notes=(*wrong, *([crowded] if crowded else [])),
+        proof=proof,
+        calibration=calibration_of(plan, costs, report),
+        run=report,
+    )
+
+
+# Private functions
+
+
+def _times(plan: Plan, report: RunReport, step_us: float, tolerance: Tolerance | None) -> Iterator[Compared]:
+    predicted = plan.predicted
+    near = None if tolerance is None else abs(step_us - predicted.step_us) <= tolerance.step * predicted.step_us
+    yield Compared(what="step_us", predicted=predicted.step_us, measured=step_us, agrees=near)
+    if report.bubble is not None:
+        yield Compared(what="bubble", predicted=predicted.bubble, measured=report.bubble)
+    pairs = list(zip(plan.stages, stage_runs(report), strict=True))
+    for stage, run in pairs:
+        yield Compared(what="forward_us", index=stage.index, predicted=stage.forward_us, measured=run.forward_us)
+    for stage, run in pairs:
+        yield Compared(what="backward_us", index=stage.index, predicted=stage.backward_us, measured=run.backward_us)
+
+
+def _peaks(plan: Plan, report: RunReport, tolerance: Tolerance) -> Iterator[Compared]:
+    runs, count = stage_runs(report), plan.num_devices
+    for device, need in enumerate(peak_bytes_of(plan)):
+        # All chunks of a device share its allocator.
+        peak = max(run.peak_bytes for run in runs[device::count])
+        near = tolerance.allows_peak(predicted=need, measured=peak)
+        yield Compared(what="peak_bytes", index=device, predicted=need, measured=peak, agrees=near)

@@ -1,0 +1,1 @@
+"""Schedules: which device does what in which order."""

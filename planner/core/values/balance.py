@@ -1,0 +1,94 @@
+"""The balance configuration: what the executor needs of a plan. These are the values behind `balance.yaml`."""
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from planner.core.values.plan import Recompute, Schedule
+from planner.core.values.precision import Precision
+from planner.core.values.profile import Generator, Model
+
+__all__ = ["BALANCE_SCHEMA", "Balance", "StageBalance", "launch_line"]
+
+BALANCE_SCHEMA: Final = "gpipe-plan/balance/v1"
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBalance:
+    """One stage: its layers by module path."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"device"})
+    index: int
+    device: int | None = None
+    """Which of a pipeline's devices runs it; None where it is the usual one: `index`, modulo K."""
+    recompute: Recompute
+    layers: tuple[str, ...]
+    recomputed: tuple[str, ...] = ()
+    """Those of `layers` that are recomputed, each on its own, where `recompute` is `layers`."""
+    peak_bytes: int = 0
+    """Memory that the plan predicts for it, to be told when there is too little; 0 where nothing is predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """The cuts by name, so that a model whose layers moved is caught, and how to run them."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"chunks", "replicas"})
+    schema: Literal["gpipe-plan/balance/v1"] = BALANCE_SCHEMA
+    generator: Generator | None = None
+    plan_digest: str
+    model: Model
+    """`source` is relative to the folder of this file."""
+    optimizer: str = ""
+    dtype: Precision = ""
+    """As `profile --dtype`; empty where the model runs as it is built."""
+    device: str = "cpu"
+    threads: int = 1
+    schedule: Schedule
+    chunks: int = 1
+    """V: stages per device, which are K apart in the chain."""
+    replicas: int = 1
+    """R: pipelines side by side, each with batch/R samples."""
+    batch: int
+    """Samples per optimizer step, over all replicas."""
+    micro_batches: int
+    """M, of each pipeline."""
+    balance: tuple[int, ...]
+    stages: tuple[StageBalance, ...] = field(default=())
+
+    @property
+    def num_stages(self) -> int:
+        """K V: stages of one pipeline."""
+        return len(self.balance)
+
+    @property
+    def num_devices(self) -> int:
+        """K: devices of one pipeline."""
+        return len(self.balance) // self.chunks
+
+    @property
+    def num_processes(self) -> int:
+        """K R: one process per device of every pipeline."""
+        return self.num_devices * self.replicas
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples per optimizer step of one pipeline."""
+        return self.batch // self.replicas
+
+    @property
+    def device_order(self) -> tuple[int, ...]:
+        """Which of the pipeline's devices each stage of a round is on, counted among those that it uses."""
+        named = [stage.index if stage.device is None else stage.device for stage in self.stages[: self.num_devices]]
+        return tuple(sorted(named).index(device) for device in named)
+
+
+def launch_line(num_processes: int, script: str, *, nodes: int = 1) -> str:
+    """How to start `script` on one machine, or on each of `nodes` machines."""
+    if nodes == 1:
+        return f"torchrun --nproc-per-node {num_processes} {script}"
+    several = f"torchrun --nnodes {nodes} --nproc-per-node {num_processes // nodes}"
+    return f"{several} --rdzv-backend c10d --rdzv-endpoint HOST:29400 {script}"

@@ -1,0 +1,247 @@
+"""What users ask for, as text from a command line or as values from Python, made into values of the core.
+
+Each function takes either form and refuses what it cannot mean, naming the option.
+"""
+
+import re
+from collections.abc import Sequence
+from math import inf
+from typing import get_args
+
+from planner.core.errors import UsageError
+from planner.core.values.cluster import Link
+from planner.core.values.devices import ACCELERATORS
+from planner.core.values.limits import LARGEST, MOST_DEVICES, SPEEDS, at_most, short
+from planner.core.values.precision import PRECISIONS, Precision, precision_of
+from planner.core.values.units import parse_bytes, parse_bytes_per_s, parse_share, parse_us
+
+__all__ = [
+    "Numbers",
+    "Sizes",
+    "caps",
+    "choice",
+    "count_or_auto",
+    "integers",
+    "link",
+    "micro_batch_sizes",
+    "names",
+    "nodes",
+    "one",
+    "precision",
+    "share",
+    "size",
+    "sizes",
+    "speeds",
+    "two_shares",
+]
+
+Numbers = str | int | Sequence[int]
+"""`1,2,4`, or the numbers."""
+
+Sizes = str | int | Sequence[str | int]
+"""`24GB,24GB,80GB`, or each as `24GB` or as a number of bytes."""
+
+
+def choice(option: str, text: str, choices: object) -> str:
+    """`text`, if it is one of the literals `choices`.
+
+    Raises:
+        UsageError: It is not.
+    """
+    allowed = get_args(choices)
+    if text not in allowed:
+        raise UsageError(f"unknown `{option} {text}`", hint=f"one of {', '.join(allowed)}")
+    return text
+
+
+def integers(option: str, asked: Numbers, *, least: int = 1) -> tuple[int, ...]:
+    """`1,2,4` as numbers.
+
+    Raises:
+        UsageError: Something else, or a number below `least`.
+    """
+    text = _shown(asked)
+    parts = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
+    try:
+        numbers = tuple(int(part) for part in parts)
+    except (TypeError, ValueError):
+        raise UsageError(f"expected whole numbers with commas between them, got `{option} {text}`") from None
+    if not numbers:
+        raise UsageError(f"expected whole numbers, got none for `{option}`")
+    if min(numbers) < least:
+        raise UsageError(f"`{option} {text}`: {short(min(numbers))} is below {least}")
+    if max(numbers) > LARGEST:
+        raise UsageError(f"`{option} {text}` is too large to compute with")
+    return numbers
+
+
+def one(option: str, asked: Numbers) -> int:
+    """One number of at least 1; raises `UsageError` for anything else."""
+    numbers = integers(option, asked)
+    if len(numbers) > 1:
+        raise UsageError(f"expected one number, got `{option} {_shown(asked)}`")
+    return numbers[0]
+
+
+def count_or_auto(option: str, asked: str | int) -> int:
+    """A count, or 0 for `auto`, where the solver may choose."""
+    return 0 if asked == "auto" else one(option, asked)
+
+
+def size(asked: str | int) -> int:
+    """`8GB`, or an accelerator's name (`tpu:v2`), in bytes; from Python also a number of bytes.
+
+    Raises:
+        UsageError: Not a size, or negative.
+    """
+    if isinstance(asked, str):
+        named = next((known for known in ACCELERATORS if known.name == asked.strip().lower()), None)
+        return parse_bytes(asked) if named is None else named.memory_bytes
+    if not 0 <= asked <= LARGEST:
+        raise UsageError(f"a size is from 0 to 2^60 bytes, got {short(asked)}")
+    return asked
+
+
+def sizes(asked: Sizes) -> tuple[int, ...]:
+    """Several sizes in bytes; raises as `size`."""
+    parts = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
+    return tuple(size(part) for part in parts)
+
+
+def caps(asked: Sizes, devices: int) -> tuple[int, ...]:
+    """`8GB` for every device, or `24GB,24GB,80GB` one by one, in bytes.
+
+    Raises:
+        UsageError: Not sizes, or not as many as devices.
+    """
+    found = sizes(asked)
+    if len(found) not in (1, devices):
+        raise UsageError(
+            f"`--mem {_shown(asked)}` names {len(found)} caps for {devices} devices", hint="give one, or one each"
+        )
+    return found * devices if len(found) == 1 else found
+
+
+def micro_batch_sizes(asked: Numbers, batch: int | None) -> tuple[int, ...]:
+    """The sizes to profile, in ascending order: `1,2,4`, or for `auto` the powers of two up to the batch (8), and it.
+
+    Raises:
+        UsageError: Not sizes; or both sizes and a batch.
+    """
+    if asked != "auto":
+        if batch is not None:
+            raise UsageError(f"`--batch {batch}` and `--batch-sizes {_shown(asked)}`: give one of them")
+        return tuple(sorted(set(integers("--batch-sizes", asked))))
+    most = 8 if batch is None else batch
+    if most < 1:
+        raise UsageError(f"`--batch {batch}`: at least 1 sample is needed")
+    # The batch itself too, so that every number that divides it lies between measured sizes.
+    return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
+
+
+def precision(asked: str | None) -> Precision:
+    """`bf16-mixed` and so on; empty where nothing is asked.
+
+    Raises:
+        UsageError: No such precision.
+    """
+    if asked is None:
+        return ""
+    if not precision_of(asked):
+        raise UsageError(f"unknown precision `--dtype {asked}`", hint=f"one of {', '.join(PRECISIONS)}")
+    return precision_of(asked)
+
+
+def speeds(asked: str | float | Sequence[float], devices: int) -> tuple[float, ...]:
+    """`1,1,2.5`: one for each device, or one for all.
+
+    Raises:
+        UsageError: Not numbers above 0, or not as many as devices.
+    """
+    text = _shown(asked)
+    parts = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, (int, float)) else asked
+    try:
+        numbers = tuple(float(part) for part in parts)
+    except ValueError:
+        raise UsageError(f"expected numbers with commas between them, got `--speed {text}`") from None
+    slowest, fastest = SPEEDS
+    if not all(0 < number < inf for number in numbers):
+        raise UsageError(f"`--speed {text}`: a speed is above 0", hint="1 is the profiled device, 2 is twice as fast")
+    if not all(slowest <= number <= fastest for number in numbers):
+        raise UsageError(f"`--speed {text}`: a speed is from {slowest:g} to {fastest:g} times the profiled device's")
+    if len(numbers) not in (1, devices):
+        raise UsageError(f"`--speed {text}` names {len(numbers)} speeds for {devices} devices", hint="give one each")
+    return numbers * devices if len(numbers) == 1 else numbers
+
+
+def names(option: str, asked: str | Sequence[str]) -> tuple[str, ...]:
+    """`wte,lm_head`: two or more layers.
+
+    Raises:
+        UsageError: Fewer than two different ones.
+    """
+    layers = tuple(part.strip() for part in (asked.split(",") if isinstance(asked, str) else asked))
+    if len(set(layers)) < 2 or len(set(layers)) < len(layers):
+        raise UsageError(f"expected different layers with commas between them, got `{option} {_shown(asked)}`")
+    return layers
+
+
+def link(asked: str | Link, option: str = "--link") -> Link:
+    """`25GB/s`, `25GB/s,5us` or `1GB/s,100us,blocking`.
+
+    Raises:
+        UsageError: Something else.
+    """
+    if isinstance(asked, Link):
+        return asked
+    rate, _, rest = asked.partition(",")
+    latency, _, mode = rest.partition(",")
+    if mode not in ("", "blocking"):
+        raise UsageError(f"unknown kind of link `{mode}` in `{option} {asked}`", hint="`blocking`, or nothing")
+    return Link(
+        bytes_per_s=parse_bytes_per_s(rate),
+        latency_us=parse_us(latency) if latency else 0.0,
+        blocking=mode == "blocking",
+    )
+
+
+def share(asked: str | float) -> float:
+    """`5%` as a fraction of one; from Python also 0.05.
+
+    Raises:
+        UsageError: Not from 0 to below 1.
+    """
+    if isinstance(asked, str):
+        return parse_share(asked)
+    if not 0 <= asked < 1:
+        raise UsageError(f"a share is at least 0 and below 1, got {asked}", hint="0.05 is 5%")
+    return asked
+
+
+def two_shares(option: str, asked: str | Sequence[str | float]) -> tuple[float, float]:
+    """`1%,5%`, or the two shares.
+
+    Raises:
+        UsageError: Something else.
+    """
+    parts = asked.split(",") if isinstance(asked, str) else list(asked)
+    if len(parts) != 2:
+        raise UsageError(f"`{option} {_shown(asked)}`: two shares are needed", hint=f"`{option} 1%,5%`")
+    return share(parts[0]), share(parts[1])
+
+
+def nodes(asked: str) -> tuple[int, int]:
+    """`4x8`: how many nodes, and how many devices in each.
+
+    Raises:
+        UsageError: Something else.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", asked, re.ASCII)
+    if found is None:
+        raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {short(asked)}`")
+    at_most("--nodes", int(found[1]) * int(found[2]), MOST_DEVICES, "devices")
+    return int(found[1]), int(found[2])
+
+
+def _shown(asked: object) -> str:
+    return short(",".join(map(short, asked[:40])) if isinstance(asked, (list, tuple)) else short(asked), 80)

@@ -1,0 +1,50 @@
+"""An interrupted profile: what had been measured by then, so that the same command can go on from there.
+
+These are the values behind `profile.yaml.partial`; `docs/file-formats.md` describes every field.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from planner.core.values.profile import Device, Environment, Generator, MemoryDetail, Model
+
+__all__ = ["PARTIAL_SCHEMA", "Measurement", "Partial"]
+
+PARTIAL_SCHEMA: Final = "gpipe-plan/partial/v1"
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What is known of one layer at one micro-batch size."""
+
+    __pydantic_config__ = _FORBID
+    digest: str
+    """The layer's."""
+    micro_batch_size: int
+    memory: MemoryDetail
+    forward_us: tuple[float, ...] = ()
+    """One per repeat."""
+    backward_us: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Measurements, and all that must be the same for them to be of use."""
+
+    __pydantic_config__ = _FORBID
+    schema: Literal["gpipe-plan/partial/v1"] = PARTIAL_SCHEMA
+    generator: Generator
+    model: Model
+    device: Device
+    environment: Environment
+    optimizer: str
+    measurements: tuple[Measurement, ...]
+
+    def differences(self, other: "Partial") -> list[str]:
+        """Names of what makes the measurements of one useless for the other."""
+        names = ("generator", "model", "device", "environment", "optimizer")
+        # What other programs hold of the device at the moment changes no measurement.
+        mine, others = (replace(one, device=replace(one.device, reserve_bytes=0)) for one in (self, other))
+        return [name for name in names if getattr(mine, name) != getattr(others, name)]

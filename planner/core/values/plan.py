@@ -1,0 +1,306 @@
+"""The plan: which stage runs which layers, with how many micro-batches, and what that is predicted to cost.
+
+These are the values behind `plan.yaml`; `docs/file-formats.md` describes every field. `inputs` is what was asked,
+`schedule`, `micro_batches`, `balance` and `stages[].recompute` are the answer, everything else is derived from
+the profile and never trusted when a plan is read back.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Final, Literal
+
+from planner.core.values.cluster import Link
+from planner.core.values.precision import Precision
+from planner.core.values.profile import Generator
+
+__all__ = [
+    "DEFAULT_SCHEDULE",
+    "PLAN_SCHEMA",
+    "FrontierPoint",
+    "Inputs",
+    "Insight",
+    "Noise",
+    "Plan",
+    "Predicted",
+    "ProfileReference",
+    "Recompute",
+    "RecomputePolicy",
+    "Schedule",
+    "SchedulePolicy",
+    "SolverReport",
+    "Stage",
+    "StageMemory",
+    "WhatIf",
+]
+
+PLAN_SCHEMA: Final = "gpipe-plan/plan/v1"
+
+Recompute = Literal["never", "except-last", "always", "layers"]
+"""On which micro-batches a stage drops its activations and computes them again in backward.
+
+`layers`: on every micro-batch, but only those of the layers that `Stage.recomputed` names, each on its own.
+"""
+
+RecomputePolicy = Literal["auto", "never", "except-last", "always", "layers"]
+"""What the user allows; `auto` lets the solver choose stage by stage, `layers` layer by layer as well."""
+
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+
+SchedulePolicy = Literal["gpipe", "1f1b", "interleaved", "auto"]
+"""What the user allows; `auto` is the fastest of them that fits."""
+
+DEFAULT_SCHEDULE: Final[SchedulePolicy] = "auto"
+"""What is asked where nothing else is: of `solve`, `sweep` and the functions behind them."""
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileReference:
+    """The profile a plan was made from."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"how"})
+    path: str
+    digest: str
+    how: Literal["measured", "compiled", "estimated"] = "measured"
+    """Where the profile's numbers come from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What was asked, with every option resolved."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset(
+        {
+            *("speeds", "node_devices", "links", "chunks", "replicas", "together", "apart", "any_order", "inter_link"),
+            *("allreduce", "dtype", "compute"),
+        }
+    )
+    profile: ProfileReference
+    model_digest: str = ""
+    devices: int
+    """Of all replicas together."""
+    memory_bytes: tuple[int, ...]
+    """Cap of each device, in pipeline order."""
+    speeds: tuple[float, ...] = ()
+    """How many times faster than the profiled device each device is; empty where all are as fast as it."""
+    compute: float = 1.0
+    """How many times what was profiled all computing takes: from a calibration."""
+    batch: int
+    """Mini-batch: samples per optimizer step, over all replicas."""
+    link: Link = field(default_factory=Link)
+    inter_link: Link | None = None
+    """Between nodes, where it differs from `link`, which then is the one within a node."""
+    node_devices: int = 0
+    """Devices per node; 0 where all are in one."""
+    links: tuple[Link, ...] = ()
+    """The one behind every device but the last, where each was measured; `link` and nodes do not count then."""
+    allreduce: Link | None = None
+    """What replicas sum their gradients over; None where that costs nothing."""
+    reserve_bytes: int = 0
+    overhead_us: float = 0.0
+    schedule: SchedulePolicy = "gpipe"
+    chunks: int = 1
+    """Stages per device of the interleaved schedule; 0 lets the solver choose."""
+    replicas: int = 1
+    """Pipelines side by side; 0 lets the solver choose."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """Groups of layers that must be in one stage."""
+    apart: tuple[tuple[str, ...], ...] = ()
+    """Groups of layers of which no two may be in one stage."""
+    any_order: bool = False
+    """Whether devices may be put into any order."""
+    recompute: RecomputePolicy = "auto"
+    optimizer: str = ""
+    dtype: Precision = ""
+    """What `profile --dtype` asked for; empty where the model runs as it is built."""
+    extrapolate: bool = False
+    """Whether micro-batch sizes outside the profiled range were allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """How good the answer is, and how that is known."""
+
+    __pydantic_config__ = _FORBID
+    method: str
+    status: Literal["optimal", "feasible", "given"]
+    """`given`: the cuts came from the user and were only evaluated."""
+    gap: float = 0.0
+    """(step time - lower bound) / step time."""
+    lower_bound_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Peak memory of one stage over a step, in bytes, itemised at the moment of the peak."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"casts"})
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    casts: int = 0
+    """Low-precision copies of weights, which autocast keeps while the schedule runs."""
+    in_flight: int = 0
+    """Inputs, outputs and saved activations of the micro-batches waiting for their backward."""
+    transfer: int = 0
+    """Buffers of the engine: gradients being received or sent."""
+    working: int = 0
+    """The micro-batch being computed: what it saves (again) and its transient peak, or the optimizer's step."""
+    reserve: int = 0
+    total: int = 0
+
+    @classmethod
+    def of(cls, **items: int) -> "StageMemory":
+        """The sum of `items`, itemised."""
+        return cls(**items, total=sum(items.values()))
+
+    def items(self) -> tuple[tuple[str, int], ...]:
+        """Name and bytes of every item, the total left out."""
+        return tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "total")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage: layers `first` to `last` of the chain on one device. Times are for one micro-batch."""
+
+    __pydantic_config__ = _FORBID
+    index: int
+    device: int | None = None
+    """Index into `Inputs.memory_bytes`; None where it is the usual one: `index`, modulo K."""
+    first: str
+    last: str
+    layers: int
+    recompute: Recompute
+    recomputed: tuple[str, ...] = ()
+    """The layers that are recomputed, where `recompute` is `layers`."""
+    forward_us: float
+    backward_us: float
+    """Recomputation included."""
+    memory: StageMemory
+    """Of a stage that shares its device with other chunks: its part of the device's peak."""
+    memory_bytes: int
+    """The cap of the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the cost model says of a whole step."""
+
+    __pydantic_config__ = _FORBID
+    step_us: float
+    samples_per_s: float
+    bubble: float
+    """Share of device time spent idle between the first forward and the last backward."""
+    ideal_bubble: float
+    """(K-1)/(M+K-1): what equal stages would have."""
+    imbalance: float
+    """Largest over mean forward + backward time of a stage."""
+    recompute_share: float
+    """Share of compute time spent computing activations again."""
+    bottleneck_stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """The best plan with one number of micro-batches (and of replicas)."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"replicas"})
+    micro_batches: int
+    micro_batch_size: int
+    replicas: int = 1
+    fits: bool = True
+    """Whether there is a plan at all; if not, the figures are 0."""
+    schedule: Schedule = "gpipe"
+    devices: int = 0
+    """K of that plan."""
+    step_us: float = 0.0
+    samples_per_s: float = 0.0
+    bubble: float = 0.0
+    peak_bytes: int = 0
+    """Of the device that needs most."""
+    recompute_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """What one change of the devices would bring: the best plan then."""
+
+    __pydantic_config__ = _FORBID
+    change: str
+    step_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """What errors of measurement do to the plan, from profiles drawn around the measured one."""
+
+    __pydantic_config__ = _FORBID
+    draws: int
+    spread: float
+    """Median over layers of the relative half-width of the 95 % interval."""
+    mean_regret: float
+    """By how much the plan is slower than the best plan of a drawn profile, under that profile."""
+    worst_regret: float
+    same_plan: float
+    """Share of the draws whose best plan has the same cuts and M."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Insight:
+    """Why the plan is as it is, and what would change it."""
+
+    __pydantic_config__ = _FORBID
+    pace: str
+    """What sets the pace: a stage's forward and backward, or a link."""
+    tightest_device: int
+    free_bytes: int
+    """Below the cap of that device."""
+    what_if: tuple[WhatIf, ...] = ()
+    noise: Noise | None = None
+    """None where the profile has no spread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A partition of the chain into stages, with its schedule and predictions."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"chunks", "replicas"})
+    schema: Literal["gpipe-plan/plan/v1"] = PLAN_SCHEMA
+    generator: Generator | None = None
+    inputs: Inputs
+    solver: SolverReport
+    schedule: Schedule
+    chunks: int = 1
+    """V: stages per device, which are `num_devices` apart in the chain."""
+    replicas: int = 1
+    """R: pipelines side by side, each with batch/R samples."""
+    micro_batches: int
+    """M, of each pipeline."""
+    micro_batch_size: int
+    balance: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    predicted: Predicted
+    frontier: tuple[FrontierPoint, ...] = ()
+    """The trade-off over M, where it was asked for."""
+    insight: Insight | None = None
+    """An explanation, where it was asked for."""
+
+    @property
+    def num_devices(self) -> int:
+        """K: devices of one pipeline."""
+        return len(self.balance) // self.chunks
+
+    def device_of(self, stage: Stage) -> int:
+        """Index into `Inputs.memory_bytes` of the device that runs `stage`."""
+        return stage.index % self.num_devices if stage.device is None else stage.device
+
+    def device_bytes(self) -> tuple[int, ...]:
+        """Peak memory of every device of one pipeline, in pipeline order."""
+        count = self.num_devices
+        return tuple(sum(s.memory.total for s in self.stages[d::count]) for d in range(count))

@@ -1,0 +1,242 @@
+"""The profile: what a chain of layers costs, layer by layer and micro-batch size by micro-batch size.
+
+These are the values behind `profile.yaml`; `docs/file-formats.md` describes every field. Lists follow
+`Profile.micro_batch_sizes`. An empty list means zeros.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from planner.core.values.cluster import ExecutorCost
+from planner.core.values.proof import Proof
+
+__all__ = [
+    "PROFILE_SCHEMA",
+    "BoundaryTensor",
+    "Device",
+    "Environment",
+    "Generator",
+    "Granularity",
+    "LayerProfile",
+    "MemoryDetail",
+    "Model",
+    "Profile",
+    "ProgramMemory",
+    "Setting",
+]
+
+PROFILE_SCHEMA: Final = "gpipe-plan/profile/v1"
+
+Setting = bool | int | float | str
+"""A value given by `--set name=value`."""
+
+Granularity = Literal["coarse", "fine"]
+"""How finely a model is cut into layers: about one per block, or parts of blocks too."""
+
+# pydantic, which only `planner.files` knows, reads this attribute: unknown keys are errors.
+_FORBID = {"extra": "forbid"}
+# `planner.files` reads `__compact__`: fields that hold their default are not written; `__quiet__` names single ones.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generator:
+    """The tool that wrote a file."""
+
+    __pydantic_config__ = _FORBID
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Which model was profiled."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"uncut"})
+    source: str = ""
+    """`path/to/model.py:entry` as given on the command line."""
+    settings: dict[str, Setting] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    """The `--input` options, where the model file has no `example_batch`."""
+    granularity: Granularity = "coarse"
+    uncut: tuple[str, ...] = ()
+    """Layers that were to end a stage, by their names then, and that the stages behind did not come out right of: each
+    is one layer with the next now."""
+    digest: str = ""
+    """`sha256:…` over structure, names, shapes, dtypes and settings; weights do not count."""
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What the numbers were taken on."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"reserve_bytes"})
+    kind: str
+    name: str = ""
+    memory_bytes: int = 0
+    reserve_bytes: int = 0
+    """What of it no tensor can have (context, libraries): the solver's default for `--reserve`."""
+    how: Literal["measured", "compiled", "estimated"] = "measured"
+    executor: ExecutorCost | None = None
+    """What the bundled executor costs between two processes there: the solver's default for link and overhead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Versions and settings the numbers depend on."""
+
+    __pydantic_config__ = _FORBID
+    torch: str = ""
+    python: str = ""
+    dtype: str = "float32"
+    """Of the parameters, as the model is built; else what `--dtype` asked for (`planner.core.values.precision`)."""
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryTensor:
+    """One tensor that crosses the boundary behind a layer, for one micro-batch."""
+
+    __pydantic_config__ = _FORBID
+    __compact__ = True
+    bytes: int
+    """Size of its storage."""
+    kept: bool
+    """Whether the layer itself keeps that storage for backward."""
+    alias: int = -1
+    """Whose storage it shares (a view, or written in place): the input of that index, or, counting on behind the
+    inputs, an output before it; -1 for a storage of its own."""
+    relayed: bool = False
+    """Whether it is an input that only passes by: its gradient, if it has one, becomes that input's as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryDetail:
+    """Exact memory record of one layer at one micro-batch size, from which the peak of any stage is composed.
+
+    Peaks are bytes above what is alive when the layer starts (its input included in what is alive).
+    """
+
+    __pydantic_config__ = _FORBID
+    __compact__ = True
+    internal_bytes: int
+    """Kept for backward, neither input, output, parameter nor buffer."""
+    inputs: tuple[BoundaryTensor, ...]
+    outputs: tuple[BoundaryTensor, ...]
+    forward_peak_bytes: int
+    """Highest during forward with gradients."""
+    no_grad_peak_bytes: int
+    """Highest during forward without gradients: what a forward that will be recomputed needs."""
+    first_backward_peak_bytes: int
+    """Highest during the first micro-batch's backward, which allocates the gradients; what forward kept included."""
+    backward_peak_bytes: int
+    """Highest during a later backward, which accumulates into the gradients (not counted)."""
+    end_first_backward_peak_bytes: int | None = None
+    """As `first_backward_peak_bytes`, outputs and their gradients held throughout, as where a stage ends; counted."""
+    end_backward_peak_bytes: int | None = None
+    writes_input: bool = False
+    """Whether it writes into its input: a stage that begins with it works on a copy."""
+    target_bytes: int = 0
+    """Last layer only: the targets its loss reads."""
+    sparse_parameter_bytes: int = 0
+    """Parameters whose gradients are sparse, which `gradient_bytes` counts as if they were dense."""
+    sparse_gradient_bytes: int = 0
+    """Indices and values of these gradients: every micro-batch adds as much, until the optimizer's step is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramMemory:
+    """What a layer of a compiled profile needs within one program, at one micro-batch size; padding included.
+
+    A compiler that sees forward and backward of a micro-batch at once keeps less than a loop over micro-batches can,
+    whose arrays say what is kept; and it lets go of a layer's part when its backward is done.
+    """
+
+    __pydantic_config__ = _FORBID
+    __compact__ = True
+    carried_bytes: int
+    """Held from the layer's forward to its backward, its output included if a layer behind reads that."""
+    peak_bytes: int
+    """Highest of forward and backward above what layers in front hold, gradients of input and output included."""
+    narrowed_bytes: int = 0
+    """Copies of its weights as products take them, which a loop over micro-batches holds from begin to end."""
+    padding_bytes: int = 0
+    """Of its trained parameters, and once more of their gradients."""
+    input_bytes: int = 0
+    """First layer only: of the mini-batch's part."""
+    narrowed_input_bytes: int = 0
+    """First layer only: likewise, a copy as products take it, which a loop holds of the whole mini-batch."""
+    laid_out_bytes: int = 0
+    """First layer only: the same as the layer wants it to lie, of the micro-batch that runs."""
+    target_bytes: int = 0
+    """Last layer only: likewise, the targets its loss reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """Costs of one layer. Times in microseconds and bytes are for one micro-batch, one per micro-batch size."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"cast_bytes", "rewritten_bytes", "optimizer_sparse_peak", "program"})
+    name: str
+    modules: tuple[str, ...] = ()
+    """Paths of its modules in execution order, where it is more than the one that it is named after."""
+    digest: str = ""
+    """Layers with the same digest run the same operators on the same shapes and were measured once."""
+    parameter_bytes: int
+    gradient_bytes: int | None = None
+    """Defaults to `parameter_bytes`."""
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+    """Buffers, and what running statistics of whole mini-batches are collected in."""
+    cast_bytes: int = 0
+    """Low-precision copies of parameters that autocast makes once and keeps until it is left."""
+    rewritten_bytes: int = 0
+    """Buffers and frozen parameters that each forward writes: a micro-batch that is to be recomputed keeps the old."""
+    tied: tuple[str, ...] = ()
+    """Names of parameters in other layers that share storage with one of this layer."""
+    tied_bytes: int = 0
+    """How many of `parameter_bytes` are so shared."""
+    optimizer_us: float = 0.0
+    """The optimizer's step over this layer's parameters, once per mini-batch."""
+    optimizer_peak_bytes: int = 0
+    """Transient bytes of that step."""
+    optimizer_sparse_peak: float = 0.0
+    """Transient bytes of that step per byte of sparse gradients."""
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    """Recomputation not included."""
+    spread: tuple[float, ...] = ()
+    """Relative half-width of the 95 % interval of forward + backward."""
+    output_bytes: tuple[int, ...]
+    """Everything that crosses the boundary behind this layer."""
+    saved_bytes: tuple[int, ...]
+    """What this layer adds to what is held for backward; see `docs/cost-model.md`."""
+    forward_peak_bytes: tuple[int, ...] = ()
+    backward_peak_bytes: tuple[int, ...] = ()
+    forward_flops: tuple[int, ...] = ()
+    detail: tuple[MemoryDetail, ...] = ()
+    program: tuple[ProgramMemory, ...] = ()
+    """Of a compiled profile, in place of `detail`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Everything the planner knows of a model and a device."""
+
+    __pydantic_config__ = _FORBID
+    __quiet__ = frozenset({"proof"})
+    schema: Literal["gpipe-plan/profile/v1"] = PROFILE_SCHEMA
+    generator: Generator | None = None
+    model: Model = field(default_factory=Model)
+    proof: Proof | None = None
+    """What its stages were found to compute; None where nobody has looked."""
+    device: Device
+    environment: Environment = field(default_factory=Environment)
+    optimizer: str = ""
+    optimizer_peak: Literal["largest", "sum"] = "largest"
+    """How layers' `optimizer_peak_bytes` add up: parameter by parameter, or all at once (`foreach`)."""
+    micro_batch_sizes: tuple[int, ...]
+    layers: tuple[LayerProfile, ...]

@@ -1,0 +1,183 @@
+"""Quantities with units, as people type and read them.
+
+Decimal and binary prefixes are different things (`8GB` = 8·10^9 B, `8GiB` = 8·2^30 B); a number without a unit is
+refused, because nobody agrees on what `--mem 8` means.
+"""
+
+import math
+import re
+from fractions import Fraction
+
+from planner.core.errors import UsageError
+from planner.core.values.limits import LARGEST, RATES, short
+
+__all__ = [
+    "bytes_option",
+    "counted",
+    "exact_bytes_option",
+    "format_bytes",
+    "format_rate",
+    "format_speed",
+    "format_us",
+    "parse_bytes",
+    "parse_bytes_per_s",
+    "parse_share",
+    "parse_us",
+]
+
+_BYTES = {
+    "b": 1,
+    **{f"{p}b": 1000**n for n, p in enumerate("kmgtp", 1)},
+    **{f"{p}ib": 1024**n for n, p in enumerate("kmgtp", 1)},
+}
+_TIMES_US = {"us": Fraction(1), "µs": Fraction(1), "μs": Fraction(1), "ms": Fraction(1000), "s": Fraction(1_000_000)}
+_QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµμ/%]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as `8GB`, `7.5GiB`, `512 MiB` in bytes, rounded down to a whole byte.
+
+    Raises:
+        UsageError: Not a number with a unit of bytes.
+    """
+    number, unit = _split(text, "8GB or 7.5GiB")
+    factor = _BYTES.get(unit.lower())
+    if factor is None:
+        raise _refuse(text, "a size", "B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB", "8GB or 7.5GiB", unit)
+    size_bytes: int = math.floor(_bounded(number * factor, text))
+    return size_bytes
+
+
+def parse_bytes_per_s(text: str) -> float:
+    """A rate such as `25GB/s` in bytes per second.
+
+    Raises:
+        UsageError: Not a number with a unit of bytes per second, or zero.
+    """
+    number, unit = _split(text, "25GB/s")
+    size, slash, per = unit.partition("/")
+    factor = _BYTES.get(size.lower())
+    if factor is None or slash == "" or per.lower() != "s":
+        raise _refuse(text, "a rate", "B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s", "25GB/s", unit)
+    if number == 0:
+        raise UsageError(f"a rate of zero never moves anything: `{text}`")
+    rate = number * factor
+    if not RATES[0] <= rate <= RATES[1]:
+        raise UsageError(f"a rate is from 1 B/s to 10^18 B/s, got `{short(text)}`")
+    return float(rate)
+
+
+def parse_us(text: str) -> float:
+    """A duration such as `5us`, `1.5ms`, `60s` in microseconds.
+
+    Raises:
+        UsageError: Not a number with a unit of time.
+    """
+    number, unit = _split(text, "5us or 1.5ms")
+    factor = _TIMES_US.get(unit)
+    if factor is None:
+        raise _refuse(text, "a time", "us, ms, s", "5us or 1.5ms", unit)
+    return float(_bounded(number * factor, text))
+
+
+def parse_share(text: str) -> float:
+    """A share such as `5%` as a fraction of one (0.05).
+
+    Raises:
+        UsageError: Not a percentage from 0 % to below 100 %.
+    """
+    number, unit = _split(text, "5%")
+    if unit != "%":
+        raise _refuse(text, "a share", "%", "5%", unit)
+    if number >= 100:
+        raise UsageError(f"a share must be below 100%: `{text}`")
+    return float(number / 100)
+
+
+def bytes_option(size_bytes: int) -> str:
+    """A size rounded up to two decimals, as options take it: `8.21GB`."""
+    for unit, factor in _DECIMAL:
+        if size_bytes >= factor:
+            return _two_decimals(-(-size_bytes * 100 // factor), unit)
+    return f"{size_bytes}B"
+
+
+def exact_bytes_option(size_bytes: int) -> str:
+    """A size to the byte, as options take it: `8GB`, `1.5GiB`, `8000000001B`."""
+    binary = tuple((f"{p}iB", 1024**n) for n, p in ((4, "T"), (3, "G"), (2, "M"), (1, "K")))
+    for unit, factor in (*_DECIMAL, *binary):
+        if size_bytes >= factor and size_bytes * 100 % factor == 0:
+            return _two_decimals(size_bytes * 100 // factor, unit)
+    return f"{size_bytes}B"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Bytes for a person, in binary units with three significant digits: `7.45 GiB`."""
+    return _in_units(float(size_bytes), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Bytes per second for a person, in decimal units, as links are sold: `25.0 GB/s`."""
+    return _in_units(float(bytes_per_s), 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def format_speed(samples_per_s: float) -> str:
+    """Samples per second for a person: `1,234 samples/s`."""
+    text = f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
+    return f"{text} samples/s"
+
+
+def format_us(time_us: float) -> str:
+    """Microseconds for a person, in the unit that reads best: `812 ms`."""
+    return _in_units(float(time_us), 1000, ("us", "ms", "s"))
+
+
+_LONGEST = 100
+"""Characters of a quantity: no more digits than anybody means."""
+
+_DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+
+
+def _two_decimals(hundredths: int, unit: str) -> str:
+    whole, rest = divmod(hundredths, 100)
+    return f"{whole}{f'.{rest:02d}'.rstrip('0') if rest else ''}{unit}"
+
+
+def _split(text: str, sample: str) -> tuple[Fraction, str]:
+    match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
+    if match is None:
+        raise UsageError(f"not a quantity: `{short(text)}`", hint=f"write a number with its unit, such as {sample}")
+    return Fraction(match["number"]), match["unit"]
+
+
+def _bounded(value: Fraction, text: str) -> Fraction:
+    if value > LARGEST:
+        raise UsageError(f"`{short(text)}` is too large to compute with")
+    return value
+
+
+def _refuse(text: str, what: str, units: str, sample: str, unit: str) -> UsageError:
+    problem = "has no unit" if unit == "" else f"has the unknown unit `{unit}`"
+    return UsageError(f"{what} is needed, `{text}` {problem}", hint=f"use one of {units}: for example {sample}")
+
+
+def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
+    """`value` in the largest unit in which it is at least 1 once it is rounded to three significant digits."""
+    index = 0
+    while index < len(units) - 1 and abs(float(_three_digits(value))) >= step:
+        value, index = value / step, index + 1
+    text = f"{value:.0f}" if units[index] == "B" else _three_digits(value)
+    return f"{text} {units[index]}"
+
+
+def _three_digits(value: float) -> str:
+    for digits in (2, 1):
+        text = f"{value:.{digits}f}"
+        if len(text.lstrip("-").replace(".", "")) <= 3:
+            return text
+    return f"{value:.0f}"
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun: `1 stage`, `4 micro-batches`."""
+    return f"{count} {noun}{'' if count == 1 else plural}"

@@ -1,0 +1,1 @@
+"""How a rank's stage comes into being, and the proof that it computes what the model does."""

@@ -1,0 +1,210 @@
+"""Puts a process's stages together: their modules, what is summed between processes, and engines for mini-batches."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache, cached_property, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from planner.core.values.balance import Balance
+from planner.core.values.plan import Recompute
+from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
+from planner.executor.keep.weights import first_names
+from planner.executor.measure.recorder import Recorder
+from planner.executor.run.batch_norm import BatchStatistics
+from planner.executor.run.engine import Engine, EngineStage
+from planner.executor.run.parts import Part
+from planner.executor.run.placement import Groups, Place
+from planner.executor.run.replicas import ReplicaGradients
+from planner.executor.run.stage_module import Shapes, StageModule, evaluating, shapes_of
+from planner.executor.run.ties import TiedGradients
+from planner.executor.watch.position import Position
+from planner.model.chain import Layer, shared_parameters
+from planner.model.computation import computation_of
+from planner.model.load import LoadedModel
+
+__all__ = ["Assembly", "stage_module_of"]
+
+
+class Assembly:
+    """The stages that one process runs.
+
+    Args:
+        balance: The balance configuration.
+        model: The model that it is for.
+        place: Where this process is.
+        groups: The processes that it talks with.
+        device: Where the stages run.
+        seed: Of initial parameters.
+        example_inputs: Inputs of a mini-batch, of which shapes are taken.
+        recorder: Times forwards and backwards.
+        position: Is told what this process does and waits for.
+        check_nan: Whether every output must be finite.
+
+    Raises:
+        ModelError: The model is not the one that was planned, or cannot be built or trained in micro-batches.
+    """
+
+    def __init__(
+        self,
+        balance: Balance,
+        model: LoadedModel,
+        *,
+        place: Place,
+        groups: Groups,
+        device: torch.device,
+        seed: int,
+        example_inputs: Any,
+        recorder: Recorder,
+        position: Position,
+        check_nan: bool,
+    ) -> None:
+        self._balance, self._model = balance, model
+        self._place, self._groups, self._device = place, groups, device
+        self._recorder, self._position, self._check_nan = recorder, position, check_nan
+        # Shapes alone: a mini-batch that stays would be memory that no plan counts on.
+        self._example_inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example_inputs)
+        self._chain = build_structure(model)
+        check_same_model(balance, model, self._chain)
+        self.first_names = first_names(self._chain.model)
+        """Name in the model's state dict: the first of the names that its tensor has there."""
+        cuts = list(accumulate(balance.balance, initial=0))
+        self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
+        # What a last smaller mini-batch needs is made when it comes.
+        self._shapes: Callable[..., Shapes] = cache(self._shapes_for)
+        self.engine: Callable[[int, int], Engine] = cache(self._engine_for)
+        """For so many micro-batches of such a size."""
+        self.statistics = BatchStatistics()
+        shapes = self._shapes(self.micro_batch_size, training=True)
+        built = build_stages(model, self._chain, self._ranges, seed=seed, device=device)
+        stages = zip(place.stages, self._ranges, built, strict=True)
+        self.modules = [self._module(shapes, *stage) for stage in stages]
+        stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]
+        named = {name: p for module in self.modules for name, p in module.named_parameters(remove_duplicate=False)}
+        layers = self._chain.layers
+        trained = {name for layer in layers for name, p in layer.parameter_names().items() if p.requires_grad}
+        self.tied = TiedGradients(shared_parameters(layers), named, place, stage_of, trained=trained)
+        self.replicas = self._replica_gradients()
+        self.engine(balance.micro_batches, self.micro_batch_size)
+
+    @cached_property
+    def computation(self) -> dict[str, str]:
+        """Digests of what the whole model computes."""
+        return computation_of(self._chain.model, self._model)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples in a micro-batch, as planned."""
+        return self._balance.replica_batch // self._balance.micro_batches
+
+    def expect(self, part: Part, *, training: bool) -> None:
+        """Lets the stages know the shapes of what they receive of `part`."""
+        boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
+        for module, layers in zip(self.modules, self._ranges, strict=True):
+            module.received = boundaries[layers.first]
+            module.sent = None if module.sent is None else boundaries[layers.end]
+
+    # Private methods
+
+    def _shapes_for(self, size: int, *, training: bool) -> Shapes:
+        inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self._example_inputs)
+        with nullcontext() if training else evaluating(self._chain.model):
+            return shapes_of(self._chain, inputs, precision=self._balance.dtype, device=self._device)
+
+    def _module(self, shapes: Shapes, index: int, layers: StageRange, built: Sequence[Layer]) -> StageModule:
+        stage, is_last = self._balance.stages[index], index == self._place.num_stages - 1
+        module = stage_module_of(
+            built,
+            layers,
+            shapes,
+            recompute=stage.recompute,
+            recomputed=[stage.layers.index(name) for name in stage.recomputed],
+            micro_batches=self._balance.micro_batches,
+            loss_fn=self._model.loss_fn if is_last else None,
+            statistics=self.statistics,
+        )
+        module.timed_again = partial(self._recorder.timed_again, stage=index)
+        return module
+
+    def _replica_gradients(self) -> ReplicaGradients | None:
+        if self._groups.replicas is None:
+            return None
+        tied = set(self.tied.parameters)  # summed over the replicas, too
+        own = [[p for p in module.parameters() if p.requires_grad and p not in tied] for module in self.modules]
+        return ReplicaGradients(own, self._groups.replicas, keeps_earlier=self._place.replica == 0)
+
+    def _engine_for(self, micro_batches: int, size: int) -> Engine:
+        shapes = self._shapes(size, training=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        place, last = self._place, self._place.num_stages - 1
+        stages = [
+            EngineStage(
+                module=module,
+                index=index,
+                received=shapes.boundaries[layers.first].tensors,
+                sent=(loss,) if index == last else shapes.boundaries[layers.end].tensors,
+                timer=partial(self._recorder.timed, stage=index),
+                last_backward=partial(self.replicas.last_backward, n) if self.replicas else nullcontext,
+            )
+            for n, (index, module, layers) in enumerate(zip(place.stages, self.modules, self._ranges, strict=True))
+        ]
+        return Engine(
+            stages,
+            num_stages=place.num_stages,
+            ranks=[place.rank_of(position) for position in range(place.num_devices)],
+            device=self._device,
+            schedule=self._balance.schedule,
+            micro_batches=micro_batches,
+            group=self._groups.pipeline,
+            precision=self._balance.dtype,
+            position=self._position,
+            check_nan=self._check_nan,
+        )
+
+
+def stage_module_of(
+    built: Sequence[Layer],
+    layers: StageRange,
+    shapes: Shapes,
+    *,
+    recompute: Recompute,
+    recomputed: Sequence[int] = (),
+    micro_batches: int,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    statistics: BatchStatistics,
+) -> StageModule:
+    """The module of a stage.
+
+    Args:
+        built: Its layers.
+        layers: Which they are of the chain.
+        shapes: What crosses the boundaries of the whole chain.
+        recompute: On which micro-batches it is recomputed as a whole.
+        recomputed: The layers that are recomputed on their own, counted from the stage's first.
+        micro_batches: M.
+        loss_fn: The loss, on the last stage.
+        statistics: Collects for the batch normalisations of all stages of this process.
+
+    Raises:
+        ModelError: A layer cannot be trained in micro-batches.
+    """
+    first, end = layers.first, layers.end
+    behind = shapes.boundaries[end]
+    return StageModule(
+        built,
+        received=shapes.boundaries[first],
+        sent=behind if loss_fn is None else None,
+        recompute=recompute,
+        micro_batches=micro_batches,
+        loss_fn=loss_fn,
+        # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
+        copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
+        carries=() if loss_fn is not None else [tensor.requires_grad for tensor in behind.tensors],
+        recomputed={n: shapes.recomputed(first + n, end) for n in recomputed},
+        first_layer=first,
+        statistics=statistics,
+    )

@@ -1,0 +1,194 @@
+"""Stages one after the other in this process, as the executor builds and runs them, without processes and transfers.
+
+What is sent becomes a leaf on the other side, and a gradient that did not come about is sent as zeros, as between two
+processes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from planner.core.values.plan import Recompute
+from planner.executor.build.assembly import stage_module_of
+from planner.executor.build.building import StageRange
+from planner.executor.build.copies import Copies
+from planner.executor.run.batch_norm import BatchStatistics
+from planner.executor.run.random_state import StepSeeds
+from planner.executor.run.stage_module import Shapes, StageModule
+from planner.model.autocast import keeping_casts, layers_in
+from planner.model.chain import Chain, Layer, outlined
+from planner.model.load import Batch, LoadedModel
+
+__all__ = ["Rehearsal", "held_names"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """A step of the first layers of a model, to be run in one piece or in stages."""
+
+    loaded: LoadedModel
+    chain: Chain
+    shapes: Shapes
+    copies: Copies
+    micro_batches: tuple[Batch, ...]
+    micro_batch_size: int
+    num_layers: int
+    """How many layers take part; behind the last of them there is the loss only if that is the model's last."""
+
+    def run(
+        self, ends: Sequence[int], recompute: Recompute, *, sign: float = 1.0, as_trained: bool = False
+    ) -> "Outcome":
+        """One step; its gradients times `sign` are added to those of the parameters.
+
+        Args:
+            ends: Of all stages: the layer behind their last. A single one: the model in one piece, as it is.
+            recompute: Of all stages.
+            sign: What the loss is multiplied with.
+            as_trained: Whether what is recomputed runs with a graph the first time, too. Without one torch may take
+                another kernel (of attention, say), whose results differ by rounding errors.
+        """
+        edges = [0, *ends]
+        statistics = [BatchStatistics() for _ in ends]
+        modules = [
+            self._stage(StageRange(first, end), recompute, collected, as_trained=as_trained)
+            for (first, end), collected in zip(pairwise(edges), statistics, strict=True)
+        ]
+        total = 0.0
+        with keeping_casts(self.loaded.precision, _CPU):
+            flights = []
+            for number, batch in enumerate(self.micro_batches):
+                flights.append(_Flight(modules, number, batch, self.loaded))
+                total += flights[-1].loss
+                if len(modules) == 1:
+                    flights.pop().backward(sign / len(self.micro_batches))
+            while flights:
+                flights.pop(0).backward(sign / len(self.micro_batches))
+        for collected in statistics:
+            collected.commit()
+        buffers: dict[str, list[Tensor]] = {}
+        for module in modules:
+            for name, buffer in module.named_buffers(remove_duplicate=False):
+                buffers.setdefault(name, []).append(buffer)
+        return Outcome(total / len(self.micro_batches), buffers)
+
+    def in_one_piece(self, *, sign: float = 1.0) -> "Outcome":
+        """The same without cuts and recomputation."""
+        return self.run([self.num_layers], "never", sign=sign)
+
+    def stage(self, layers: StageRange, recompute: Recompute = "never") -> StageModule:
+        """A stage in a copy of its own."""
+        return self._stage(layers, recompute, BatchStatistics())
+
+    # Private methods
+
+    def _stage(
+        self, layers: StageRange, recompute: Recompute, statistics: BatchStatistics, *, as_trained: bool = False
+    ) -> StageModule:
+        names = held_names(self.chain, layers.first, layers.end)
+        built = self._layers(self.copies.copy(names), layers)
+        if as_trained:
+            for layer in built:
+                _always_with_a_graph(layer.module)
+        module = stage_module_of(
+            built,
+            layers,
+            self.shapes,
+            recompute=recompute,
+            micro_batches=len(self.micro_batches),
+            loss_fn=self.loaded.loss_fn if layers.end == len(self.chain.layers) else None,
+            statistics=statistics,
+        )
+        module.seeds = StepSeeds(0, 0)
+        module.targets = [batch.targets for batch in self.micro_batches]
+        return module
+
+    def _layers(self, model: Any, layers: StageRange) -> tuple[Layer, ...]:
+        if self.chain.outline is None:
+            return self.loaded.chain(model).layers[layers.first : layers.end]
+        stage = outlined(self.chain.outline, model).stage(layers.first, layers.end)
+        return (Layer(self.chain.names[layers.first], stage),)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step left behind."""
+
+    loss: float
+    buffers: dict[str, list[Tensor]]
+    """By name, those of every stage that has it."""
+
+
+def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
+    """Names of the parameters and buffers that layers `first`..`end - 1` need."""
+    if chain.outline is not None:
+        return frozenset[str]().union(*chain.outline.holds[first:end])
+    prefixes = tuple(f"{layer.name}." for layer in chain.layers[first:end])
+    named = (*chain.model.named_parameters(remove_duplicate=False), *chain.model.named_buffers(remove_duplicate=False))
+    return frozenset(name for name, _ in named if name.startswith(prefixes))
+
+
+def _always_with_a_graph(module: nn.Module) -> None:
+    modes: list[bool] = []
+
+    def begin(*_: Any) -> None:
+        modes.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(True)
+
+    def end(*_: Any) -> None:
+        torch.set_grad_enabled(modes.pop())
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
+
+
+class _Flight:
+    """One micro-batch on its way through the stages."""
+
+    def __init__(self, modules: Sequence[StageModule], number: int, batch: Batch, loaded: LoadedModel) -> None:
+        self._edges: list[tuple[list[Tensor], list[Tensor]]] = []
+        given = [leaf for leaf in tree_leaves(batch.inputs) if isinstance(leaf, Tensor)]
+        for module in modules:
+            module.micro_batch = number
+            if self._edges:
+                metas = module.received.tensors
+                pairs = zip(given, metas, strict=True)
+                given = [t.detach().requires_grad_(meta.requires_grad) for t, meta in pairs]
+            with layers_in(loaded.precision, _CPU):
+                made = module(*given)
+            outputs = [leaf for leaf in tree_flatten(made)[0] if isinstance(leaf, Tensor)]
+            self._edges.append((given, outputs))
+            given = outputs
+        probes = [_probe(output) for output in given]
+        self.loss = sum(float((t.detach().double() * p).sum()) for t, p in zip(given, probes, strict=True))
+        self._gradients = [p.to(t.dtype) for t, p in zip(given, probes, strict=True) if t.requires_grad]
+
+    def backward(self, factor: float) -> None:
+        """From the last stage to the first."""
+        gradients = [gradient * factor for gradient in self._gradients]
+        while self._edges:
+            received, outputs = self._edges.pop()
+            carrying = [output for output in outputs if output.requires_grad]
+            if carrying:
+                torch.autograd.backward(carrying, gradients)
+            gradients = [_gradient(leaf) for leaf in received if leaf.requires_grad]
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _probe(output: Tensor) -> Tensor:
+    """What the gradient begins with: one for a loss; where the model goes on behind, numbers of either sign."""
+    if output.numel() == 1:
+        return torch.ones_like(output, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(output.numel())
+    signs = torch.randint(0, 2, output.shape, generator=generator, dtype=torch.float64)
+    return (signs * 2 - 1) / math.sqrt(output.numel())

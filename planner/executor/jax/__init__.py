@@ -1,0 +1,1 @@
+"""The pipeline as one JAX program."""

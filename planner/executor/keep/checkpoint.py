@@ -1,0 +1,389 @@
+"""Checkpoints with `torch.distributed.checkpoint`, under the names of the model: any plan can read what another wrote.
+
+    DIR/step-00000100/      one checkpoint: after 100 optimizer steps
+        .metadata, *.distcp     tensors: `model.NAME`, `optimizer.state.NAME.KEY`; per rank: random state and options
+        checkpoint.json         what it is a checkpoint of, for people and for `--resume`
+
+A checkpoint is written into a hidden folder beside it and renamed when every rank has written its part, so a folder
+called `step-…` is always whole (`saved`). It says which run wrote it (`lineage`); a folder is of one run, and of one
+job at a time (`run_folder`). What several ranks hold (tied weights, replicas) is written once, by the lowest.
+
+A stage resumes bit for bit under the plan that wrote. Under another one it finds its parameters and their optimizer
+state by name; only the random state, which belongs to a rank, starts anew.
+"""
+
+import functools
+import json
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from planner.core.errors import FileError, ModelError, PlannerError, UsageError
+from planner.core.values.printable import printable_lines
+from planner.core.values.units import format_bytes
+from planner.executor.keep.description import description_of
+from planner.executor.keep.optimizer_state import OptimizerState
+from planner.executor.keep.rank_state import as_data, packed, restored, unpacked_ranks
+from planner.executor.keep.run_folder import RunFolder
+from planner.executor.keep.same_computation import check_same_computation, computation_of_run
+from planner.executor.keep.saved import check_whole, commit, latest_checkpoint, partial_of, prune, saved_in
+from planner.executor.keep.stored import first_line, read_folder
+from planner.executor.keep.weights import TIED, load_weights
+from planner.executor.run.random_state import HostStates
+from planner.executor.watch.failure import Stopped
+from planner.executor.watch.position import ANY
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from planner.executor.pipeline import Pipeline
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """Restores a run when made, and saves it from then on; every rank makes one, when the optimizer exists.
+
+    Args:
+        pipeline: The pipeline.
+        optimizer: Of this stage's parameters.
+        folder: Where to save; None to save nothing.
+        every: Steps between two checkpoints; besides, the last step is saved.
+        keep: How many of the newest stay.
+        resume: A checkpoint, a folder of them, or `auto`: the latest in `folder`, if there is any. Of a folder, the
+            latest that can be read.
+        weights: A state dict to start from, where nothing is resumed (`planner.executor.keep.weights.load_weights`).
+        steps: Of the whole run.
+        others: What else must go on as it was, by name: anything with `state_dict` and `load_state_dict`, such as a
+            learning-rate schedule. The same on every rank.
+
+    Raises:
+        UsageError: What is to be resumed or loaded does not fit the model; or `folder` is another run's or job's.
+        FileError: It cannot be read.
+    """
+
+    def __init__(
+        self,
+        pipeline: "Pipeline",
+        optimizer: torch.optim.Optimizer,
+        *,
+        folder: str | None = None,
+        every: int = 100,
+        keep: int = 3,
+        resume: str | None = None,
+        weights: str | None = None,
+        steps: int | None = None,
+        **others: Any,
+    ) -> None:
+        self._pipeline = pipeline
+        self._optimizer = OptimizerState(pipeline, optimizer)
+        self._every, self._keep, self._steps = every, keep, steps
+        self._watch = pipeline.watch
+        self._others = others
+        for name, other in others.items():
+            as_data(other.state_dict(), f'the state of "{name}"')
+        self._saved_step = -1
+        self._is_checked = False
+        self._failed: PlannerError | None = None
+        self._is_end = False
+        self._pending: Future[Any] | None = None
+        self._partial: Path | None = None
+        pipeline.position.at("opening the checkpoints", waits_for=ANY)
+        # On CUDA too: what is agreed on here are paths and errors, and files are written from a thread of their own.
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        # In a thread, from a copy in the host's memory. On the CPU the copy would take memory that the plan counts on.
+        self._is_async = pipeline.device.type == "cuda" and self._group is not None
+        self._place = RunFolder(folder, rank=pipeline.rank, group=self._group, tell=self._tell)
+        self._folder = self._place.path
+        pipeline.at_close.append(self._place.release)
+        candidates = self._place.candidates(resume)
+        pipeline.position.at("reading a checkpoint")
+        if candidates:
+            self._resume(candidates)
+        elif weights is not None:
+            load_weights(weights, pipeline.named_tensors(), pipeline.first_names)
+        pipeline.at_end.append(self.close)
+        if self._watch is not None:
+            self._watch.saves_on_stop = self._folder is not None
+        pipeline.position.at("between steps")
+
+    def step_done(self) -> None:
+        """Call it after every step: saves when it is time, and ends the script after a step in which it was told to."""
+        if self._folder is None:
+            return
+        if not self._is_checked:  # a loader has no state before its first batch
+            as_data(self._pipeline.state_dict(), "the state of the run")
+            self._is_checked = True
+        step, signalled = self._pipeline.step_index, 0
+        if self._watch is not None:
+            # Replicas meet at the end of each step only, so one may have begun the next when another has not.
+            signalled = self._watch.stops_after(step, ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
+        is_end = bool(signalled) or step == self._steps
+        if is_end or step % self._every == 0:
+            self._is_end = is_end
+            self.save()
+        elif self._pending is not None and self._pending.done():
+            self.finish()
+        if not is_end:
+            return
+        self.finish()
+        if self._failed is not None:
+            raise self._failed
+        if signalled:
+            name = signal.Signals(signalled).name
+            self._tell(f"stopped by {name} after {step} steps; go on with `--resume auto`")
+            raise Stopped(128 + signalled)
+
+    def close(self) -> None:
+        """Saves the end of a run, where its loop ended before `steps` steps were done (early stopping, say).
+
+        `pipeline_script` does so at the end of its block. A loop of your own calls it behind its last step.
+        """
+        step = self._pipeline.step_index
+        if self._folder is None:
+            return
+        if step not in {0, self._saved_step}:
+            self._is_end = True
+            self.save()
+            if self._steps is not None and step < self._steps:
+                self._tell(f"the loop ended after {step} of {self._steps} steps")
+        self.finish()
+        if self._failed is not None:
+            raise self._failed
+
+    def save(self) -> None:
+        """Saves now. Where that fails the run goes on, is told so, and keeps the checkpoints it has."""
+        assert self._folder is not None
+        self.finish()
+        step = self._pipeline.step_index
+        if step == self._saved_step:
+            return
+        self._pipeline.position.at("a checkpoint", waits_for=ANY)
+        self._partial = partial_of(self._folder, step)
+        self._saved_step = step
+        write: Callable[..., Any] = async_save if self._is_async else save
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a group for the CPU beside NCCL, and of one process alone
+                saved = write(
+                    self._state(),
+                    storage_writer=FileSystemWriter(self._partial),
+                    planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+        except CheckpointException as error:
+            self._save_failed(error)
+        else:
+            if self._is_async:
+                self._pending = saved
+            else:
+                self._commit()
+        self._pipeline.position.at("between steps")
+
+    def finish(self) -> None:
+        """Waits until what is being saved is written."""
+        if self._pending is None:
+            return
+        self._pipeline.position.at("a checkpoint", waits_for=ANY)
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+        except CheckpointException as error:
+            self._save_failed(error)
+        else:
+            self._commit()
+
+    # Private methods: saving
+
+    def _state(self) -> dict[str, Any]:
+        pipeline = self._pipeline
+        names = pipeline.first_names
+        tensors = {names[name]: tensor.detach() for name, tensor in pipeline.named_tensors().items()}
+        mine = {
+            "groups": self._optimizer.groups(),
+            "random": HostStates.now().plain(),
+            "cuda_random": torch.cuda.get_rng_state(pipeline.device) if pipeline.device.type == "cuda" else None,
+            "pipeline": pipeline.state_dict(),
+            "others": {name: other.state_dict() for name, other in self._others.items()},
+        }
+        return {
+            "model": tensors,
+            "optimizer": {"state": self._optimizer.by_name()},
+            "ranks": {str(pipeline.rank): packed(mine)},
+            TIED: json.dumps(names),
+        }
+
+    def _commit(self) -> None:
+        """Makes what all ranks have written a checkpoint, and removes the oldest."""
+        partial, self._failed = self._partial, None
+        if self._pipeline.rank != 0 or partial is None:
+            return
+        try:
+            commit(partial, self._description())
+        except OSError as error:
+            self._save_failed(error)
+            return
+        prune(partial.parent, self._place.lineage, self._keep)
+
+    def _description(self) -> dict[str, Any]:
+        balance = self._pipeline.balance
+        return {
+            "branches": self._place.lineage.branches,
+            "step": self._saved_step,
+            "seed": self._pipeline.seed,
+            "plan_digest": balance.plan_digest,
+            "balance": list(balance.balance),
+            "ranks": dist.get_world_size(),
+            "torch": str(torch.__version__),
+            **computation_of_run(self._pipeline.computation),
+        }
+
+    def _save_failed(self, error: BaseException) -> None:
+        assert self._folder is not None
+        assert self._partial is not None
+        step, self._saved_step = self._saved_step, -1
+        cause = next((e for e, _ in getattr(error, "failures", {}).values()), error)
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if self._pipeline.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        kept = latest_checkpoint(str(self._folder))
+        left = f"{kept.name} stays the latest" if kept is not None else "there is none yet"
+        free = shutil.disk_usage(self._folder).free
+        message = f"the checkpoint of step {step} was not written: {cause} ({format_bytes(free)} free); {left}"
+        self._failed = FileError(message, path=str(self._folder), hint="make room, then `--resume auto`")
+        if not self._is_end:
+            self._tell(f"{self._failed.message}; training goes on", True)
+
+    def _tell(self, text: str, is_warning: bool = False) -> None:  # noqa: FBT001, FBT002 - as `print` has its stream
+        if self._pipeline.rank == 0:
+            line = printable_lines(f"warning: {text}" if is_warning else text)
+            print(line, file=sys.stderr if is_warning else sys.stdout, flush=True)
+
+    # Private methods: resuming
+
+    def _resume(self, candidates: list[Path]) -> None:
+        """Goes on from the first of the candidates that every rank can read."""
+        problems: list[_Problem] = []
+        for source in candidates:
+            problem, held = None, None
+            try:
+                if self._pipeline.rank == 0:
+                    check_whole(source)
+                held = self._read(source)
+            except (UsageError, ModelError):
+                raise
+            except Exception as error:  # whatever it is: there may be an older one that is whole
+                problem = _problem(error, source)
+            everybody: list[_Problem | None] = [problem]
+            if self._group is not None:
+                everybody = [None] * dist.get_world_size()
+                dist.all_gather_object(everybody, problem, group=self._group)
+            bad = next(filter(None, everybody), None)
+            if bad is None:
+                assert held is not None
+                self._go_on_from(source, held)
+                return
+            problems.append(bad)
+            if source is not candidates[-1]:
+                self._tell(f"{bad.message}; trying the checkpoint before", True)
+        older = "" if len(problems) > 1 else _older_hint(candidates[0])
+        more = f" (nor can the {len(problems) - 1} before it)" if len(problems) > 1 else ""
+        message = f"cannot be resumed{more}: {problems[0].message}"
+        raise FileError(message, path=str(candidates[0]), hint=older or problems[0].hint)
+
+    def _read(self, source: Path) -> "_Held":
+        """What is to be restored; weights are read into the model at once."""
+        pipeline = self._pipeline
+        description = description_of(source)
+        check_same_computation(description, pipeline.computation, str(source))
+        stored = read_folder(str(source))
+        ranks, optimizer_state = unpacked_ranks(stored), self._optimizer.stored(stored)
+        same_plan = (description["balance"], description["ranks"]) == (
+            list(pipeline.balance.balance),
+            dist.get_world_size(),
+        )
+        mine = ranks.get(pipeline.rank if same_plan else 0)
+        if mine is None:
+            raise FileError(f"lacks the state of rank {pipeline.rank if same_plan else 0}", path=str(source))
+        load_weights(str(source), pipeline.named_tensors(), pipeline.first_names)
+        if mine["pipeline"].get("step_index") != description["step"]:
+            raise FileError("holds the state after another number of steps than it says", path=str(source))
+        return _Held(description, optimizer_state, ranks, mine, same_plan)
+
+    def _go_on_from(self, source: Path, held: "_Held") -> None:
+        self._restore(source, held)
+        description = held.description
+        self._place.begin_behind(source, description)
+        self._saved_step = description["step"]
+        how = "" if held.same_plan else f" (written by {description['ranks']} ranks, balance {description['balance']})"
+        self._tell(f"resumed {source} after {description['step']} steps{how}")
+
+    def _restore(self, source: Path, held: "_Held") -> None:
+        pipeline, mine = self._pipeline, held.mine
+        groups = [group for of_rank in held.ranks.values() for group in of_rank["groups"]]
+        self._optimizer.restore(held.optimizer_state, groups)
+        self._restore_others(mine["others"], str(source))
+        restored("the pipeline", pipeline.load_state_dict, mine["pipeline"], str(source))
+        # Outside of steps every rank draws the same, whatever the plan.
+        restored("the random numbers", _go_on_drawing, mine["random"], str(source))
+        if mine.get("cuda_random") is not None and pipeline.device.type == "cuda":
+            on_device = functools.partial(torch.cuda.set_rng_state, device=pipeline.device)
+            restored("the device's random numbers", on_device, mine["cuda_random"], str(source))
+
+    def _restore_others(self, saved: Mapping[str, Any], path: str) -> None:
+        if set(saved) != set(self._others):
+            raise UsageError(
+                f"the checkpoint holds the state of {sorted(saved) or 'nothing else'}, "
+                f"the script keeps that of {sorted(self._others) or 'nothing else'}",
+                hint="give `checkpoints` the same objects under the same names",
+            )
+        for name, other in self._others.items():
+            restored(f'"{name}"', other.load_state_dict, saved[name], path)
+
+
+# Private functions
+
+
+class _Problem(NamedTuple):
+    """Why a checkpoint cannot be read."""
+
+    message: str
+    hint: str
+
+
+class _Held(NamedTuple):
+    """What is restored of a checkpoint, on one rank."""
+
+    description: Mapping[str, Any]
+    optimizer_state: Mapping[str, dict[str, Any]]
+    ranks: Mapping[int, Mapping[str, Any]]
+    mine: Mapping[str, Any]
+    same_plan: bool
+
+
+def _problem(error: BaseException, source: Path) -> _Problem:
+    if isinstance(error, PlannerError):
+        return _Problem(error.message, error.hint)
+    return _Problem(f"{source}: cannot be read ({type(error).__name__}: {first_line(error)[:200]})", "")
+
+
+def _go_on_drawing(plain: Mapping[str, Any]) -> None:
+    HostStates.from_plain(plain).restore()
+
+
+def _older_hint(checkpoint: Path) -> str:
+    older = [path for path in saved_in(checkpoint.parent) if path.name < checkpoint.name]
+    return f"the one before is {older[-1]}: give that to `--resume`" if older else ""

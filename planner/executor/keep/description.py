@@ -1,0 +1,85 @@
+"""`checkpoint.json`: what a checkpoint is one of."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from planner.core.errors import FileError
+from planner.executor.keep.stored import DESCRIPTION
+
+__all__ = ["CHECKPOINT_SCHEMA", "DESCRIPTION", "described", "description_of"]
+
+CHECKPOINT_SCHEMA = "gpipe-plan/checkpoint/v2"
+"""Version 1 kept the state of a rank as a pickle, which is no longer read."""
+
+
+def described(source: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself, whatever its version.
+
+    Raises:
+        FileError: It is none of a run.
+    """
+    try:
+        description = json.loads((source / DESCRIPTION).read_bytes())
+        description["schema"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FileError(
+            f"is no checkpoint of a run (no readable {DESCRIPTION})",
+            path=str(source),
+            hint="to start from weights alone pass `--weights`",
+        ) from error
+    return dict(description)
+
+
+def description_of(source: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself, with every field that a run goes by.
+
+    Raises:
+        FileError: It is none of a run, of another version, or a field is not what it should be.
+    """
+    description = described(source)
+    schema = description["schema"]
+    if schema != CHECKPOINT_SCHEMA:
+        raise FileError(
+            f"has schema {str(schema)[:100]!r}, not {CHECKPOINT_SCHEMA}",
+            path=str(source),
+            hint="to start from its weights alone pass `--weights`",
+        )
+    if not all(_is_count(description.get(name)) for name in ("step", "ranks")):
+        raise FileError(f"{DESCRIPTION} in it does not say how many steps and ranks", path=str(source))
+    bad = [name for name, is_right in _FIELDS.items() if not is_right(description.get(name))]
+    if bad:
+        raise FileError(f'"{bad[0]}" in its {DESCRIPTION} is not what it should be', path=str(source))
+    return description
+
+
+# Private functions
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_branches(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(branch, list) and len(branch) == 2 and isinstance(branch[0], str) and _is_count(branch[1])
+        for branch in value
+    )
+
+
+def _is_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        Path(name).name == name and name not in ("", ".", "..") and _is_count(size) for name, size in value.items()
+    )
+
+
+def _is_computation(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("loss", "layers"))
+
+
+_FIELDS = {
+    "balance": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+    "branches": _is_branches,
+    "files": _is_files,
+    "computation": _is_computation,
+}

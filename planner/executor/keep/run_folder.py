@@ -1,0 +1,165 @@
+"""The folder that a run saves its checkpoints in, as all its ranks see it: one job's at a time, and of one run."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from planner.core.errors import FileError, UsageError
+from planner.executor.keep.folder_lock import FolderLock
+from planner.executor.keep.lineage import Lineage
+from planner.executor.keep.saved import (
+    latest_checkpoint,
+    lineage_of,
+    others_in,
+    remove_leftovers,
+    saved_in,
+    set_aside,
+    step_of,
+)
+from planner.executor.keep.stored import INDEX
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """Every rank makes one; the first one looks and moves things, and tells the others.
+
+    Args:
+        path: The folder; None where nothing is saved.
+        rank: Of this process.
+        group: Of all ranks, for the CPU; None where there is but one.
+        tell: Prints a line on the first rank; `True` beside it for a warning.
+
+    Raises:
+        UsageError: Another job writes there, or a rank does not see it.
+        FileError: It cannot be made.
+    """
+
+    def __init__(
+        self, path: str | None, *, rank: int, group: dist.ProcessGroup | None, tell: Callable[[str, bool], None]
+    ) -> None:
+        self.path = Path(path) if path is not None else None
+        self.lineage = Lineage.new()
+        self._is_first, self._group, self._tell = rank == 0, group, tell
+        self._lock: FolderLock | None = None
+        if self.path is not None:
+            self._open(self.path)
+            self._check_shared(self.path)
+
+    def candidates(self, resume: str | None) -> list[Path]:
+        """Checkpoints to resume, the newest first, the same on every rank; none for a run that begins.
+
+        Raises:
+            UsageError: A run is to begin where there is one already.
+            FileError: There is no checkpoint to resume.
+        """
+        if resume == "auto" and self.path is None:
+            raise UsageError("`--resume auto` needs the folder to look in", hint="add `--checkpoint DIR`")
+        if resume is None:
+            self._check_empty()
+            return []
+        folder = Path(str(self.path) if resume == "auto" else resume)
+        names = ""
+        if self._is_first:
+            there = saved_in(folder)[::-1]
+            if not there or (folder / INDEX).is_file():
+                there = [folder] if latest_checkpoint(str(folder)) else []
+            names = "\n".join(map(str, there))
+        candidates = [Path(name) for name in self.agreed(names).splitlines()]
+        if not candidates and resume != "auto":
+            raise FileError("there is no checkpoint in it", path=resume)
+        return candidates
+
+    def begin_behind(self, source: Path, description: Mapping[str, Any]) -> None:
+        """From here on this run is the one that wrote `source`, or a branch of it.
+
+        Raises:
+            UsageError: The folder holds checkpoints of another run.
+            FileError: What belongs to another branch cannot be moved.
+        """
+        if self.path is None:
+            return
+        written, step = Lineage.of(description), int(description["step"])
+        is_newest, problem = "", ""
+        if self._is_first:
+            there, is_own = saved_in(self.path), source.resolve().parent == self.path.resolve()
+            is_newest = "yes" if is_own and step == step_of(there[-1]) else ""
+            runs = {its.run for path in there if (its := lineage_of(path)) is not None}
+            if not is_own and runs - {written.run or None}:
+                problem = f"{self.path} holds checkpoints of another run than {source} is of"
+        problem, is_newest = self.agreed(problem), self.agreed(is_newest)
+        if problem:
+            raise UsageError(problem, hint="give another folder to `--checkpoint`")
+        self.lineage = written if is_newest and written.branches else written.branched(step)
+        if self._is_first:
+            self._set_others_aside(self.path)
+
+    def agreed(self, value: str) -> str:
+        """The first rank's value, on every rank."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def release(self) -> None:
+        """Lets other jobs have it."""
+        if self._lock is not None:
+            self._lock.release()
+
+    # Private methods
+
+    def _open(self, path: Path) -> None:
+        """Makes it if need be, and frees it of what an earlier job left half-written."""
+        problem = ""
+        if self._is_first:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                self._lock = FolderLock(path)
+                remove_leftovers(path)
+                if self._lock.warning:
+                    self._tell(self._lock.warning, True)
+            except OSError as error:
+                problem = f"cannot be made: {error.strerror}"
+        problem = self.agreed(problem)
+        if problem:
+            raise FileError(problem, path=str(path))
+
+    def _check_shared(self, path: Path) -> None:
+        mark = path / ".shared"
+        if self._is_first:
+            mark.touch()
+        self.agreed("")
+        if self._group is not None:
+            seen: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(seen, mark.exists(), group=self._group)
+            if not all(seen):
+                raise UsageError(
+                    f"rank {seen.index(False)} does not see the checkpoint folder of rank 0 ({path})",
+                    hint="it must lie on a file system that all machines share",
+                )
+        if self._is_first:
+            mark.unlink()
+
+    def _check_empty(self) -> None:
+        """Refuses to begin a run where there is one already: each would take the other's checkpoints for its own."""
+        there = saved_in(self.path) if self.path is not None and self._is_first else []
+        names = self.agreed(" to ".join(dict.fromkeys((there[0].name, there[-1].name))) if there else "")
+        if names:
+            raise UsageError(
+                f"{self.path} holds checkpoints of another run ({names}), and this one is to begin anew",
+                hint="go on with that run (`--resume auto`), or give another folder to `--checkpoint`",
+            )
+
+    def _set_others_aside(self, path: Path) -> None:
+        others = others_in(path, self.lineage)
+        if not others:
+            return
+        names = ", ".join(other.name for other in others)
+        try:
+            aside = set_aside(others)
+        except OSError as error:
+            raise FileError(f"{names} cannot be moved aside: {error.strerror}", path=str(path)) from error
+        self._tell(f"kept apart in {aside}, since this run does not go on from there: {names}", False)

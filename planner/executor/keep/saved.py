@@ -1,0 +1,144 @@
+"""Checkpoints as folders: which there are, whether they are whole, and how one comes and goes at once.
+
+What is called `step-…` is whole: it gets that name when all in it is on the disk, and loses it before anything of it is
+removed. What belongs to another branch of a run is moved aside into `abandoned-…`, where nobody removes it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from planner.core.errors import FileError
+from planner.executor.keep.description import CHECKPOINT_SCHEMA, DESCRIPTION, described, description_of
+from planner.executor.keep.lineage import Lineage
+from planner.executor.keep.stored import INDEX, index_digest
+from planner.files.writing import sync_folder
+
+__all__ = [
+    "check_whole",
+    "commit",
+    "latest_checkpoint",
+    "lineage_of",
+    "others_in",
+    "partial_of",
+    "prune",
+    "remove_leftovers",
+    "saved_in",
+    "set_aside",
+    "step_of",
+]
+_FIRST_SCHEMA = "gpipe-plan/checkpoint/v1"
+
+
+def latest_checkpoint(folder: str) -> Path | None:
+    """`folder` if it is a checkpoint itself, else the latest in it; None if there is none."""
+    path = Path(folder)
+    if (path / INDEX).is_file():
+        return path
+    there = saved_in(path)
+    return there[-1] if there else None
+
+
+def saved_in(folder: Path) -> list[Path]:
+    """All checkpoints in a folder, oldest first."""
+    there = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path.is_dir()]
+    return sorted(there, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Steps after which it was written."""
+    return int(checkpoint.name[5:])
+
+
+def lineage_of(checkpoint: Path) -> Lineage | None:
+    """Whose it is; None where it does not say."""
+    try:
+        return Lineage.of(description_of(checkpoint))
+    except FileError:
+        return None
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Compares the sizes of its files with those that were written; folders of others and of version 1 say none.
+
+    Raises:
+        FileError: One is missing, or has another size.
+    """
+    if not (checkpoint / DESCRIPTION).exists() or described(checkpoint)["schema"] == _FIRST_SCHEMA:
+        return
+    for name, size in description_of(checkpoint)["files"].items():
+        path = checkpoint / name
+        held = path.stat().st_size if path.is_file() else None
+        if held != size:
+            what = "is missing" if held is None else f"has {held} bytes of {size}"
+            raise FileError(f"is not whole: {name} {what}", path=str(checkpoint))
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written until it is whole."""
+    return folder / f".step-{step:08d}.partial"
+
+
+def commit(partial: Path, description: Mapping[str, Any]) -> Path:
+    """Makes what all ranks have written a checkpoint; its path."""
+    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir()) if path.name != DESCRIPTION}
+    text = json.dumps(
+        {"schema": CHECKPOINT_SCHEMA, **description, "files": files, "index_sha256": index_digest(partial)}, indent=1
+    )
+    with (partial / DESCRIPTION).open("w") as file:
+        file.write(f"{text}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(partial)
+    target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+    if target.is_dir():
+        set_aside([target])
+    partial.rename(target)
+    sync_folder(target.parent)
+    return target
+
+
+def prune(folder: Path, lineage: Lineage, keep: int) -> None:
+    """Removes all but the newest of a run's own checkpoints."""
+    own = [path for path in saved_in(folder) if _is_of(path, lineage)]
+    for older in own[:-keep]:
+        doomed = older.with_name(f".{older.name}.old")
+        try:
+            older.rename(doomed)
+        except OSError:  # then it stays
+            continue
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def others_in(folder: Path, lineage: Lineage) -> list[Path]:
+    """Checkpoints that do not lie behind the run."""
+    return [path for path in saved_in(folder) if not _is_of(path, lineage)]
+
+
+def set_aside(checkpoints: Sequence[Path]) -> Path:
+    """Moves checkpoints of one folder where they are neither resumed nor removed; where that is."""
+    folder = checkpoints[0].parent
+    aside = next(path for n in count(1) if not (path := folder / f"abandoned-{n}").exists())
+    aside.mkdir()
+    for checkpoint in checkpoints:
+        checkpoint.rename(aside / checkpoint.name)
+    sync_folder(folder)
+    return aside
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what an earlier run left half-written, or half-removed."""
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+# Private functions
+
+
+def _is_of(checkpoint: Path, lineage: Lineage) -> bool:
+    its = lineage_of(checkpoint)
+    return its is not None and lineage.includes(its, step_of(checkpoint))

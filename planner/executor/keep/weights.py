@@ -1,0 +1,255 @@
+"""Weights of the whole model, read so that a stage takes its own part only, and written for the unpipelined model.
+
+All names are those of the model's own state dict. A tensor that has several (tied weights) is stored in a checkpoint
+once, under the first of them; a file from elsewhere may hold it under any.
+"""
+
+import functools
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import FileError, UsageError
+from planner.executor.keep.inert import InertError, Pairs, read_inert
+from planner.executor.keep.stored import StoredFolder, first_line, read_folder
+from planner.files.writing import sync_folder
+from planner.model.ghosts import storage_of
+
+__all__ = [
+    "TIED",
+    "export_weights",
+    "first_names",
+    "load_weights",
+    "whole_state",
+    "write_weights",
+]
+
+TIED = "tied"
+"""Where a checkpoint keeps `first_names`: what a name left out is the same as."""
+
+_NESTED = ("model", "state_dict", "model_state_dict")
+"""Under what scripts keep the state dict beside other things."""
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name in the model's state dict to the first name of the same tensor."""
+    first: dict[tuple[Any, ...], str] = {}
+    names = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            place = (storage_of(tensor)._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+            names[name] = first.setdefault(place if tensor.numel() else (name,), name)
+    return names
+
+
+def load_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+    """Copies a state dict into the tensors of a stage; of a file, only what they need is read.
+
+    Args:
+        path: A file of `torch.save` or safetensors, or the folder of a `torch.distributed.checkpoint`.
+        tensors: The stage's, by name in the model.
+        names: All names of the model, as `first_names` gives them.
+
+    Raises:
+        FileError: It cannot be read.
+        UsageError: Names are missing in it, or not of the model, or shapes differ.
+    """
+    shapes, read = _opened(path)
+    _check_names(path, shapes, names)
+    known = {names[name]: name for name in shapes}
+    wanted = {known[names[name]]: tensor.detach() for name, tensor in tensors.items()}
+    for name, tensor in wanted.items():
+        if shapes[name] != tensor.shape:
+            raise UsageError(
+                f'{path} does not fit the model: "{name}" is {list(shapes[name])} there, {list(tensor.shape)} here',
+                hint="give the settings that the weights were made with (`gpipe-plan profile --set …`)",
+            )
+    read(wanted)
+
+
+def export_weights(folder: str, path: str) -> int:
+    """Writes the weights in a checkpoint as one state dict, which the unpipelined model's `load_state_dict` takes.
+
+    Args:
+        folder: The checkpoint.
+        path: File to write: safetensors by its suffix, else `torch.save`. Appears only when it is whole.
+
+    Returns:
+        Number of tensors.
+
+    Raises:
+        FileError: There is no checkpoint, or the file cannot be written.
+    """
+    stored = read_folder(folder)
+    state = {name: stored.tensor(key) for name, key in _model_names(stored).items()}
+    if TIED in stored:
+        # In the model's own order, and what is tied is one tensor under all its names.
+        firsts = _tied_names(stored)
+        if not set(firsts.values()) <= set(state):
+            raise FileError("names weights as tied that it lacks", path=folder)
+        state = {name: state[first] for name, first in firsts.items()}
+    write_weights(state, path)
+    return len(state)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a whole model; what is tied is one tensor under all its names."""
+    state = model.state_dict()
+    return {name: state[first].contiguous() for name, first in first_names(model).items()}
+
+
+def write_weights(state: dict[str, Tensor], path: str) -> None:
+    """Writes a state dict to a file that appears only when it is whole.
+
+    Args:
+        state: By name; of tensors that share memory, safetensors takes the first alone.
+        path: Safetensors by its suffix, else `torch.save`.
+
+    Raises:
+        FileError: It cannot be written.
+    """
+    partial = f"{path}.partial"
+    try:
+        _write(state, partial, as_safetensors=path.endswith(".safetensors"))
+        with Path(partial).open("rb+") as file:
+            os.fsync(file.fileno())
+        if Path(path).is_file():
+            Path(partial).chmod(stat.S_IMODE(Path(path).stat().st_mode))
+        Path(partial).replace(path)
+        sync_folder(Path(path).parent)
+    except (OSError, RuntimeError) as error:
+        Path(partial).unlink(missing_ok=True)
+        raise FileError(f"cannot be written: {error}", path=path) from error
+
+
+# Private functions
+
+Reader = Callable[[Mapping[str, Tensor]], None]
+"""Fills tensors with what is stored under their names."""
+
+
+def _opened(path: str) -> tuple[dict[str, torch.Size], Reader]:
+    """Shapes by name, and what reads the tensors."""
+    if Path(path).is_dir():
+        return _opened_folder(path)
+    if not Path(path).is_file():
+        raise FileError("no such file or folder", path=path)
+    return _opened_safetensors(path) if path.endswith(".safetensors") else _opened_file(path)
+
+
+def _opened_folder(path: str) -> tuple[dict[str, torch.Size], Reader]:
+    stored = read_folder(path)
+    keys = _model_names(stored)
+
+    def read(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            stored.read(keys[name], tensor)
+
+    return {name: stored.tensors[key].shape for name, key in keys.items()}, read
+
+
+def _opened_file(path: str) -> tuple[dict[str, torch.Size], Reader]:
+    try:
+        # Mapped: a page is read when its tensor is copied.
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise FileError(
+            f"cannot be read as weights: {type(error).__name__}: {first_line(error)}",
+            path=path,
+            hint="save a state dict: `torch.save(model.state_dict(), path)`",
+        ) from error
+    for key in _NESTED:
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict):
+        raise FileError(f"holds a {type(state).__name__}, not a state dict", path=path)
+    held = {name: tensor for name, tensor in state.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
+
+    def read(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            _copy(tensor, functools.partial(held.__getitem__, name), f'{path}: "{name}"')
+
+    return {name: tensor.shape for name, tensor in held.items()}, read
+
+
+def _opened_safetensors(path: str) -> tuple[dict[str, torch.Size], Reader]:
+    try:
+        from safetensors import safe_open  # noqa: PLC0415 - a package that only such a file needs
+    except ImportError as error:
+        raise FileError("safetensors is not installed", path=path, hint="pip install safetensors") from error
+    try:
+        file: Any = safe_open(path, framework="pt")
+        shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
+    except Exception as error:
+        raise FileError(f"cannot be read as safetensors: {first_line(error)}", path=path) from error
+
+    def read(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            _copy(tensor, functools.partial(file.get_tensor, name), f'{path}: "{name}"')
+
+    return shapes, read
+
+
+def _copy(target: Tensor, read: Callable[[], Tensor], place: str) -> None:
+    try:
+        target.copy_(read())
+    except Exception as error:
+        raise FileError(f"cannot be read: {first_line(error)}", path=place) from error
+
+
+def _model_names(stored: StoredFolder) -> dict[str, str]:
+    """Name in the model to key, of a checkpoint of ours (all under `model`) or of any state dict."""
+    ours = {key.removeprefix("model."): key for key in stored.tensors if key.startswith("model.")}
+    return ours or {key: key for key in stored.tensors}
+
+
+def _tied_names(stored: StoredFolder) -> dict[str, str]:
+    """What `first_names` said when the checkpoint was written; checkpoints of version 1 hold it as a pickle."""
+    held = stored.value(TIED)
+    try:
+        if isinstance(held, bytes):
+            pairs = read_inert(held, admits=lambda _: False)
+            names = pairs.strings() if isinstance(pairs, Pairs) else None
+        else:
+            names = json.loads(held)
+    except (InertError, TypeError, ValueError, RecursionError) as error:
+        raise FileError(f"its names of tied weights cannot be read: {error}", path=stored.folder) from error
+    if not isinstance(names, dict) or not all(isinstance(name, str) for pair in names.items() for name in pair):
+        raise FileError("its names of tied weights are no names", path=stored.folder)
+    return names
+
+
+def _check_names(path: str, given: Iterable[str], names: Mapping[str, str]) -> None:
+    given = set(given)
+    there = {names[name] for name in given if name in names}
+    missing = [name for name, first in names.items() if first == name and first not in there]
+    unexpected = sorted(given - set(names))
+    if missing or unexpected:
+        lacks = [f"it lacks {_some(missing)}"] if missing else []
+        holds = [f"holds {_some(unexpected)}, which the model has not"] if unexpected else []
+        raise UsageError(
+            f"{path} does not fit the model: {' and '.join(lacks + holds)}",
+            hint="the names must be those of the model's own `state_dict()`",
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f'"{name}"' for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def _write(state: dict[str, Tensor], path: str, *, as_safetensors: bool) -> None:
+    if not as_safetensors:
+        torch.save(state, path)
+        return
+    from safetensors.torch import save_file  # noqa: PLC0415 - a package that only such a file needs
+
+    held: dict[int, str] = {}
+    # Tensors that share memory are refused; what reads the file ties them again.
+    save_file({name: tensor for name, tensor in state.items() if held.setdefault(id(tensor), name) == name}, path)

@@ -1,0 +1,1 @@
+"""What a run takes: recorded, calibrated, written down."""

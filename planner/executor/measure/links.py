@@ -1,0 +1,148 @@
+"""Links between neighbouring processes, measured where the pipeline will run: one process per stage, under torchrun.
+
+Over gloo a transfer occupies both sides, and a pipeline's step pays more for it than moving the bytes takes; so it is
+measured in the engine itself, as `planner.executor.measure.calibrate` does for two processes of one machine. NCCL's
+transfers overlap with compute: half of a round trip.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from planner.core.cost.planning import GENERATOR
+from planner.core.errors import MeasurementError, UsageError
+from planner.core.values.links import Links, MeasuredLink, fit_link
+from planner.core.values.profile import Device, Environment
+from planner.device.machine import cpu_name
+from planner.executor.measure.calibrate import overhead_us_of, step_us, transfer_us_of
+
+__all__ = ["measure_links", "round_trip_us"]
+
+_SIZES = tuple(4**n * 1024 for n in range(8))
+"""Bytes: 1 KiB to 16 MiB."""
+
+_WARM_UPS = 3
+_ROUND_TRIPS = 20
+_TIMEOUT = timedelta(minutes=5)
+
+Group = dist.ProcessGroup
+
+
+def measure_links(device: str = "auto", progress: Callable[[str, int, int], None] = lambda *_: None) -> Links | None:
+    """Measures the link from every process to the next, one pair after the other. Every process calls it.
+
+    Args:
+        device: `cpu`, `cuda`, or `auto`: CUDA where every process of this machine has a device of its own.
+        progress: Called with the pair, how many are done, and how many there are.
+
+    Returns:
+        In the first process every link; in the others None.
+
+    Raises:
+        UsageError: There are fewer CUDA devices than processes.
+        MeasurementError: The processes did not reach each other.
+    """
+    on = _device(device)
+    if _on_one_machine():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        # What the processes tell each other goes over gloo, whatever is measured.
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        try:
+            return _measured(on, progress)
+        finally:
+            dist.destroy_process_group()
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise MeasurementError(
+            f"the processes did not reach each other: {first}",
+            hint="did one of them fail before? else see that the hosts of `torchrun` reach each other, and name the "
+            "network interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
+        ) from error
+
+
+def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -> Links | None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    mine: MeasuredLink | None = None
+    for sender in range(world - 1):
+        progress(f"{sender} to {sender + 1}", sender, world - 1)
+        alone, pair = (dist.new_group(ranks, backend=backend) for ranks in ([sender], [sender, sender + 1]))
+        if rank in (sender, sender + 1):
+            measure = _over_nccl if device.type == "cuda" else _over_gloo
+            times = measure(rank - sender, sender, alone, pair, device)
+            if rank == sender:
+                link = fit_link(_SIZES, times, blocking=device.type == "cpu")
+                mine = MeasuredLink(link=link, sample_bytes=_SIZES, sample_us=tuple(times))
+        dist.barrier()
+    everyones: list[MeasuredLink | None] = [None] * world
+    dist.all_gather_object(everyones, mine)
+    if rank > 0:
+        return None
+    return Links(
+        generator=GENERATOR,
+        device=_described(device),
+        environment=Environment(torch=str(torch.__version__), python=platform.python_version()),
+        backend=backend,
+        boundaries=tuple(link for link in everyones if link is not None),
+    )
+
+
+def _over_gloo(index: int, _sender: int, alone: Group, pair: Group, _device: torch.device) -> list[float]:
+    """What a transfer of every size adds to a step, per micro-batch; the receiver's figures mean nothing."""
+    overhead_us = overhead_us_of(step_us(0, 1, _SIZES[0] // 4, alone)) if index == 0 else 0.0
+    return [round(transfer_us_of(step_us(index, 2, size // 4, pair), overhead_us), 1) for size in _SIZES]
+
+
+def _over_nccl(index: int, sender: int, _alone: Group, pair: Group, device: torch.device) -> list[float]:
+    peer = sender + 1 - index
+    return [round(round_trip_us(index, peer, size, pair, device) / 2, 1) for size in _SIZES]
+
+
+def round_trip_us(index: int, peer: int, size_bytes: int, pair: Group, device: torch.device) -> float:
+    """Smallest time of sending so much from the first of two processes to the other and back."""
+    tensor = torch.zeros(size_bytes // 4, device=device)
+    times = []
+    for _ in range(_WARM_UPS + _ROUND_TRIPS):
+        _wait_for(device)
+        begin = time.perf_counter_ns()
+        for move in (dist.send, dist.recv) if index == 0 else (dist.recv, dist.send):
+            move(tensor, peer, group=pair)
+        _wait_for(device)
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    return min(times[_WARM_UPS:])
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device(name: str) -> torch.device:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if name == "cpu" or (name == "auto" and not enough):
+        return torch.device("cpu")
+    if not enough:
+        raise UsageError(
+            f"{torch.cuda.device_count()} CUDA devices for {os.environ.get('LOCAL_WORLD_SIZE', '1')} processes",
+            hint="start as many processes as there are devices, or use `--device cpu`",
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _on_one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
+def _described(device: torch.device) -> Device:
+    if device.type == "cuda":
+        return Device(kind="cuda", name=torch.cuda.get_device_name(device))
+    return Device(kind="cpu", name=cpu_name())

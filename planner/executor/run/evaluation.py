@@ -1,0 +1,169 @@
+"""Micro-batches through the stages of a process without gradients.
+
+No engine: forwards in a row need no schedule, may be of any number, and hold no more than one micro-batch that comes
+in and one that goes out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from planner.core.errors import UsageError
+from planner.core.values.precision import Precision
+from planner.executor.run.parts import Part
+from planner.executor.run.stage_module import StageModule
+from planner.model.autocast import keeping_casts, layers_in
+from planner.model.layout import in_memory_order
+
+__all__ = ["Evaluation", "ForwardOnly", "Metrics", "Observed"]
+
+Metrics = Callable[[Any, Any], Mapping[str, Any]]
+"""Numbers of an output and its target, by name: means over the samples of a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What an evaluation of a batch found."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    """Means over all samples, of all replicas; as the loss the same on every rank."""
+    outputs: Any = None
+    """Of this rank's part of the batch, in the host's memory, on the ranks with the last stage; None elsewhere."""
+
+
+class Observed:
+    """Sees the outputs of the last stage go by.
+
+    Args:
+        metrics: The user's, if any.
+        keeps_outputs: Whether all outputs are kept.
+    """
+
+    def __init__(self, metrics: Metrics | None, *, keeps_outputs: bool) -> None:
+        self._metrics, self._keeps_outputs = metrics, keeps_outputs
+        self._outputs: list[Any] = []
+        self._targets: Sequence[Any] = ()
+        self._size = 0
+        self.samples = 0
+        self.sums: dict[str, float] = {}
+        """Of every metric, over the samples seen."""
+
+    def expect(self, part: Part, targets: Sequence[Any]) -> None:
+        """What comes next are the outputs of these micro-batches."""
+        self._size, self._targets = part.micro_batch_size, targets
+
+    def see(self, micro_batch: int, output: Any) -> None:
+        """One output, as `loss_fn` gets it.
+
+        Raises:
+            UsageError: The metrics are no numbers, or others than of the micro-batch before.
+        """
+        if self._keeps_outputs:
+            self._outputs.append(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output))
+        if self._metrics is not None:
+            now = _numbers(self._metrics(output, self._targets[micro_batch]))
+            if self.samples and set(now) != set(self.sums):
+                raise UsageError(
+                    f"`metrics` gave {sorted(now)} for one micro-batch and {sorted(self.sums)} for another",
+                    hint="give the same names for every micro-batch",
+                )
+            self.sums = {name: self.sums.get(name, 0.0) + value * self._size for name, value in now.items()}
+        self.samples += self._size
+
+    def outputs(self) -> Any:
+        """All that were kept, put together along their first dimension; None where none were.
+
+        What has none (a number of every micro-batch) gets one.
+        """
+        if not self._outputs:
+            return None
+        return tree_map(_together, *self._outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardOnly:
+    """The stages of one process, and where their neighbours are."""
+
+    modules: Sequence[StageModule]
+    device: torch.device
+    precision: Precision
+    before: Sequence[int | None]
+    """By stage, the rank of the one before; None in front of the first."""
+    behind: Sequence[int | None]
+    num_devices: int
+    """K: with several stages on a process so many micro-batches go through one of them before the next has its turn."""
+
+    def run(self, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Forward of every micro-batch, in evaluation mode.
+
+        Args:
+            inputs: With the first stage: the model's input tensors, of every micro-batch. Else an empty one for each.
+
+        Returns:
+            With the last stage: every micro-batch's loss. Else empty.
+        """
+        losses: list[Tensor] = []
+        sent: list[tuple[Any, Tensor]] = []
+        in_turn = len(inputs) if len(self.modules) == 1 else self.num_devices
+        with ExitStack() as stack:
+            for context in (torch.no_grad(), keeping_casts(self.precision, self.device)):
+                stack.enter_context(context)
+            for module in self.modules:
+                stack.enter_context(module.evaluating())
+            for begin in range(0, len(inputs), max(1, in_turn)):
+                for stage in range(len(self.modules)):
+                    for number in range(begin, min(begin + in_turn, len(inputs))):
+                        made = self._forward(stage, number, inputs[number])
+                        _wait(sent)
+                        behind = self.behind[stage]
+                        if behind is None:
+                            losses.append(made)
+                        else:
+                            sent = [(dist.isend(in_memory_order(tensor), behind), tensor) for tensor in made]
+                        del made
+            _wait(sent)
+        return losses
+
+    def _forward(self, stage: int, micro_batch: int, inputs: Sequence[Tensor]) -> Any:
+        module, before = self.modules[stage], self.before[stage]
+        module.micro_batch = micro_batch
+        received = inputs if before is None else self._received(module.received.tensors, before)
+        with layers_in(self.precision, self.device):
+            return module(*received)
+
+    def _received(self, shapes: Sequence[Tensor], before: int) -> list[Tensor]:
+        tensors = [
+            torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=self.device) for shape in shapes
+        ]
+        for tensor in tensors:
+            dist.recv(in_memory_order(tensor), before)
+        return tensors
+
+
+def _wait(sent: list[tuple[Any, Tensor]]) -> None:
+    for work, _ in sent:
+        work.wait()
+    sent.clear()
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in values.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"`metrics(output, target)` gave {str(values)[:80]}, expected a dict of numbers ({error})",
+            hint='such as `{"accuracy": (output.argmax(-1) == target).float().mean()}`',
+        ) from error
+
+
+def _together(*leaves: Any) -> Any:
+    if not isinstance(leaves[0], Tensor):
+        return leaves[0] if all(leaf is leaves[0] for leaf in leaves) else list(leaves)
+    return torch.cat(leaves) if leaves[0].ndim else torch.stack(leaves)

@@ -1,0 +1,181 @@
+"""A loader of the user's whose batches come in the same order on every rank, and go on after a resume.
+
+It draws from random states of its own (`draws`). A loader that has a state itself (`state_dict`, as torchdata's
+`StatefulDataLoader`) goes on from it. Of any other one the epoch is drawn again from where its random states were when
+it began, and the batches that were trained on are passed over: exact, at the price of loading them again.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+
+from planner.core.errors import UsageError
+from planner.executor.run.draws import OwnStates
+from planner.executor.run.random_state import HostStates
+
+__all__ = ["Loader", "checked_state"]
+
+_HOLD_GENERATORS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
+_END = object()
+
+
+class Loader:
+    """Epoch after epoch of a loader, with a state.
+
+    Args:
+        loader: A `DataLoader`, or any iterable of `(inputs, targets)`; the same on every rank. One that can be iterated
+            only once ends with its data.
+        seed: Where its random states begin.
+    """
+
+    def __init__(self, loader: Iterable[Any], seed: int) -> None:
+        self.loader: Any = loader
+        self._states = OwnStates(HostStates.seeded(seed))
+        self._epoch = self._batch = 0
+        self._begun: dict[str, Any] = {}
+        """Random states at the start of the epoch."""
+        self._resumed: Mapping[str, Any] | None = None
+        self._batches = self._run()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Goes on where it was, also when it is asked again."""
+        return self._batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is, between two batches."""
+        return {
+            "epoch": self._epoch,
+            "batch": self._batch,
+            "length": _length(self.loader),
+            "begun": self._begun,
+            "now": self._drawing(),
+            "loader": self.loader.state_dict() if self._begun and _is_stateful(self.loader) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`; before the first batch is drawn.
+
+        Raises:
+            UsageError: The loader is another one.
+        """
+        if not state["begun"]:  # nothing was drawn yet
+            return
+        length = _length(self.loader)
+        if (state["loader"] is not None) != _is_stateful(self.loader) or (state["batch"] and state["length"] != length):
+            raise UsageError(
+                f"the loader is not the one that the checkpoint goes on in: {_named(self.loader, length)} stands where "
+                f"one {'with' if state['loader'] is not None else 'without'} a state and {state['length']} batches was",
+                hint="give `batches` the same loader as before; a new one begins with a new run (`--weights`)",
+            )
+        self._resumed = state
+
+    # Private methods
+
+    def _run(self) -> Iterator[Any]:
+        while True:
+            iterator = self._epoch_begun() if self._resumed is None else self._epoch_resumed(self._resumed)
+            is_resumed, self._resumed = self._resumed is not None, None
+            while following := self._next(iterator):
+                # No variable may hold a whole mini-batch through its step.
+                yield following.pop()
+            if iterator is self.loader:  # it cannot be begun again
+                return
+            if not self._batch and not is_resumed:
+                raise UsageError(
+                    f"{_named(self.loader, _length(self.loader))} gave no batch",
+                    hint="with `drop_last=True` there must be at least one whole mini-batch",
+                )
+            self._epoch, self._batch = self._epoch + 1, 0
+
+    def _next(self, iterator: Iterator[Any]) -> list[Any]:
+        """The next batch, or nothing at the end. It may be anything, and compare as it likes."""
+        with self._states:
+            following = list(islice(iterator, 1))
+        self._batch += len(following)
+        return following
+
+    def _epoch_begun(self) -> Iterator[Any]:
+        self._begun = self._drawing()
+        return self._iterator()
+
+    def _drawing(self) -> dict[str, Any]:
+        """All that the loader draws from."""
+        generators = {name: generator.get_state() for name, generator in _generators(self.loader).items()}
+        return {"host": self._states.states.plain(), "generators": generators}
+
+    def _draw_from(self, states: Mapping[str, Any]) -> None:
+        self._states.states = HostStates.from_plain(states["host"])
+        for name, generator in _generators(self.loader).items():
+            if name in states["generators"]:
+                generator.set_state(states["generators"][name])
+
+    def _epoch_resumed(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        self._epoch, self._begun = state["epoch"], dict(state["begun"])
+        if state["loader"] is not None:
+            self.loader.load_state_dict(state["loader"])
+            iterator = self._iterator()
+            # What it draws when it begins again, the undisturbed run drew at the start of the epoch.
+            self._draw_from(state["now"])
+            self._batch = state["batch"]
+            return iterator
+        self._draw_from(state["begun"])
+        iterator = self._iterator()
+        for self._batch in range(1, state["batch"] + 1):
+            with self._states:
+                if next(iterator, _END) is _END:
+                    break
+        return iterator
+
+    def _iterator(self) -> Iterator[Any]:
+        sampler: Any = getattr(self.loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self._epoch)
+        with self._states:
+            return iter(self.loader)
+
+
+def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """`state`, if it has the form of `Loader.state_dict`; raises, as of one thing or another, where it has not."""
+    if state is None:
+        return None
+    if not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch")):
+        raise ValueError("a place in an epoch that is no number")
+    state["loader"], state["length"]
+    for drawn in (state["begun"], state["now"]) if state["begun"] else ():
+        HostStates.from_plain(drawn["host"])
+        if not all(isinstance(held, torch.Tensor) for held in drawn["generators"].values()):
+            raise TypeError("a generator's state that is no tensor")
+    return state
+
+
+# Private functions
+
+
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # of an iterable nobody knows
+        return None
+
+
+def _named(loader: Any, length: int | None) -> str:
+    return f"a {type(loader).__name__}" + (f" of {length} batches" if length is not None else "")
+
+
+def _generators(loader: Any) -> dict[str, torch.Generator]:
+    """Those that a loader and its samplers draw from beside the global ones, each once."""
+    held: dict[str, torch.Generator] = {}
+    for path in _HOLD_GENERATORS:
+        part = loader
+        for name in path.split(".") if path else ():
+            part = getattr(part, name, None)
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in held.values()):
+            held[path] = generator
+    return held

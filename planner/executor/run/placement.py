@@ -1,0 +1,121 @@
+"""Which process runs which stages: the pipeline's devices one after the other, one replica behind the other.
+
+    rank = replica * K + device
+
+`torchrun` numbers the processes of a machine in a row, so the neighbours of a pipeline, which talk with each other in
+every micro-batch, lie as close together as they can; replicas, which sum their gradients once per step, may lie on
+other machines. That is also what the planner assumes of nodes and links (`planner.core.values.cluster`).
+Device d runs stages d, K + d, 2 K + d, …; only a plan made with `--any-order` has them in another order.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from planner.core.errors import UsageError
+from planner.core.values.balance import Balance, launch_line
+
+__all__ = ["Groups", "Place", "place_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one process is in the job."""
+
+    rank: int
+    replica: int
+    num_replicas: int
+    """R."""
+    position: int
+    """In the pipeline: this process runs every K-th stage from this one on."""
+    num_devices: int
+    """K."""
+    stages: tuple[int, ...]
+    """The stages that it runs, first to last."""
+    order: tuple[int, ...]
+    """Device of each position, first to last."""
+    num_stages: int
+    """K V: of the whole pipeline."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it runs the first stage, and needs inputs."""
+        return self.stages[0] == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it runs the last stage, and needs targets."""
+        return self.stages[-1] == self.num_stages - 1
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The processes that run the same stages, one in every replica."""
+        return tuple(self.rank_of(self.stages[0], replica) for replica in range(self.num_replicas))
+
+    def rank_of(self, stage: int, replica: int | None = None) -> int:
+        """The process that runs `stage`, in this replica unless another one is given."""
+        replica = self.replica if replica is None else replica
+        return replica * self.num_devices + self.order[stage % self.num_devices]
+
+
+def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
+    """The place of process `rank` of `num_processes`.
+
+    Raises:
+        UsageError: The number of processes is not what the plan needs.
+    """
+    devices = balance.num_devices
+    if num_processes != balance.num_processes:
+        raise UsageError(
+            f"the plan needs {_needed(balance)}, but {num_processes} "
+            f"{'process was' if num_processes == 1 else 'processes were'} started",
+            hint=f"run `{launch_line(balance.num_processes, 'train.py')}`",
+        )
+    order = balance.device_order
+    position = order.index(rank % devices)
+    return Place(
+        rank=rank,
+        replica=rank // devices,
+        num_replicas=balance.replicas,
+        position=position,
+        num_devices=devices,
+        stages=tuple(range(position, balance.num_stages, devices)),
+        order=order,
+        num_stages=balance.num_stages,
+    )
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Processes that talk among themselves; None where that is all of them, or nobody else."""
+
+    pipeline: dist.ProcessGroup | None
+    """Those of this replica."""
+    replicas: dist.ProcessGroup | None
+    """Those that run the same stages."""
+
+    @classmethod
+    def of(cls, place: Place) -> "Groups":
+        """Makes the groups of `place`; every process must take part."""
+        if place.num_replicas == 1:
+            return cls(None, None)
+        # Every process makes every group, its own or not.
+        devices, replicas = range(place.num_devices), range(place.num_replicas)
+        pipelines = [dist.new_group([r * place.num_devices + d for d in devices]) for r in replicas]
+        copies = [dist.new_group([r * place.num_devices + d for r in replicas]) for d in devices]
+        return cls(pipelines[place.replica], copies[place.rank % place.num_devices])
+
+
+# Private functions
+
+
+def _needed(balance: Balance) -> str:
+    """`4 processes (2 replicas of 2 devices with 3 stages each)`."""
+    devices, replicas, chunks = balance.num_devices, balance.replicas, balance.chunks
+    what = f"{devices} stage{'s' * (devices > 1)}"
+    if chunks > 1:
+        what = f"{devices} device{'s' * (devices > 1)} with {chunks} stages each"
+    if replicas > 1:
+        what = f"{replicas} replicas of {what}"
+    count = balance.num_processes
+    return f"{count} process{'es' * (count > 1)} ({what})"

@@ -1,0 +1,75 @@
+"""Numbers that the last stage knows, on every rank of its pipeline.
+
+They go from process to process, last to first, behind the gradients: a process waits only for the one whose gradients
+it has just received, never for one that is still at work for it, as a broadcast would make it wait.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.executor.run.placement import Groups, Place
+
+__all__ = ["Relay"]
+
+
+class Relay:
+    """Hands numbers on; every rank of the job must call it, after the same steps.
+
+    Args:
+        place: Where this process is.
+        groups: The processes that it talks with.
+        device: Where tensors lie that are sent.
+    """
+
+    def __init__(self, place: Place, groups: Groups, device: torch.device) -> None:
+        self._place, self._groups, self._device = place, groups, device
+        self._sent: tuple[list[dist.Work], Tensor] | None = None
+
+    def everywhere(self, values: Sequence[Tensor | float], count: int) -> list[float]:
+        """The sums of `values` over all replicas.
+
+        Args:
+            values: With the last stage: the numbers. Elsewhere they are not looked at.
+            count: How many there are.
+        """
+        place = self._place
+        if place.is_last:
+            numbers = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device) for v in values])
+            if self._groups.replicas is not None:
+                dist.all_reduce(numbers, group=self._groups.replicas)
+        else:
+            numbers = torch.empty(count, dtype=torch.float64, device=self._device)
+            for work in self._transfer(dist.irecv, numbers, place.position + 1):
+                work.wait()
+        if place.position > 0:
+            self._wait()  # for those of the step before
+            self._sent = self._transfer(dist.isend, numbers, place.position - 1), numbers
+        found: list[float] = numbers.tolist()
+        return found
+
+    def names(self, names: Sequence[str]) -> list[str]:
+        """What the last stage calls its numbers, on every rank of the pipeline."""
+        box = [sorted(names)]
+        if self._place.num_devices > 1:
+            last = self._place.rank_of(self._place.num_stages - 1)
+            dist.broadcast_object_list(box, src=last, group=self._groups.pipeline, device=self._device)
+        return box[0]
+
+    # Private methods
+
+    def _transfer(self, operation: Callable[..., Any], numbers: Tensor, position: int) -> list[dist.Work]:
+        # As the engine transfers, so that NCCL needs no communicator, and no memory, for a pair of ranks alone.
+        peer = self._place.rank_of(position)
+        works: list[dist.Work] = dist.batch_isend_irecv(
+            [dist.P2POp(operation, numbers, peer, group=self._groups.pipeline)]
+        )
+        return works
+
+    def _wait(self) -> None:
+        if self._sent is not None:
+            for work in self._sent[0]:
+                work.wait()

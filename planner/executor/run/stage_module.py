@@ -1,0 +1,377 @@
+"""One stage as a module: its layers under their original names, recomputed where the plan says.
+
+Over a boundary go plain contiguous tensors; tuples and the like are taken apart at one edge and rebuilt at the next.
+The last stage runs the loss inside its forward. That keeps logits out of what is in flight when the stage recomputes,
+and makes the loss scalar, not the logits, the output that the engine holds for every micro-batch.
+
+Where the plan recomputes single layers, each of them is a checkpoint of its own: its input is kept, and what else it
+saves is computed again just before its backward. The last layer of the last stage is one together with the loss.
+
+Before each layer the random generators are seeded for it (`random_state`), so that it draws the same when it runs
+again. Running statistics of batch normalisations are left alone until the mini-batch is over (`batch_norm`); other
+buffers that a layer writes are, when it runs again, what they were the first time (`replay`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from planner.core.errors import ModelError
+from planner.core.values.plan import Recompute
+from planner.core.values.precision import Precision
+from planner.executor.run.batch_norm import BatchStatistics
+from planner.executor.run.losses import UNCOUNTED, nothing_of
+from planner.executor.run.random_state import StepSeeds
+from planner.executor.run.recompute import Recomputed, recomputing
+from planner.executor.run.replay import LayerState
+from planner.executor.run.shape_run import FakeRun, MetaRun
+from planner.model.autocast import autocast_dtype
+from planner.model.chain import Chain, Layer, register
+from planner.model.layout import laid_out, shape_like
+from planner.model.regions import without_reentrance
+from planner.model.stage import ModelStage
+
+__all__ = ["Boundary", "Shapes", "StageModule", "evaluating", "shapes_of"]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses one boundary for one micro-batch: tensors (on the meta device), constants, and their structure."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, value: Any) -> "Boundary":
+        """The shape of `value`, whose tensors must be on the meta device; gradients are required where it has them."""
+        leaves, spec = tree_flatten(value)
+        return cls(tuple(shape_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are sent, in order."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The value whose tensors are `tensors`."""
+        if self.spec.is_leaf():
+            return tensors[0] if tensors else self.leaves[0]
+        given = iter(tensors)
+        return tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
+
+    def expect(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
+        """Makes sure that what is about to be sent is what the next stage waits for.
+
+        Args:
+            leaves: What is to be sent, taken apart.
+            spec: Its structure.
+            received: What the stage got.
+
+        Raises:
+            ModelError: It is not: the next stage would read something else than what was sent.
+        """
+        same = spec == self.spec and all(
+            (leaf.shape, leaf.dtype) == (known.shape, known.dtype)
+            if isinstance(known, Tensor) and isinstance(leaf, Tensor)
+            else type(leaf) is type(known) and leaf == known
+            for leaf, known in zip(leaves, self.leaves, strict=False)
+        )
+        if not same:
+            raise ModelError(
+                f"a stage that got {_described(received)} was to send {_described(self.leaves)} and has "
+                f"{_described(leaves)}: the next one waits for what the model made of its `example_batch`",
+                hint="give inputs of the same shape in every step (pad or cut them), or plan for these: let "
+                "`example_batch` return them, and profile again",
+            )
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What crosses every boundary of a chain, and what its layers do to their input."""
+
+    boundaries: tuple[Boundary, ...]
+    """In front of every layer, and behind the last."""
+    writes: tuple[bool, ...]
+    """Whether a layer writes into its input."""
+    aliases: tuple[bool, ...]
+    """Whether a layer's output shares storage with its input."""
+
+    def stage_writes_input(self, first: int, end: int) -> bool:
+        """Whether a stage of layers `first`..`end - 1` would write into the tensors it receives."""
+        for layer in range(first, end):
+            if self.writes[layer]:
+                return True
+            if not self.aliases[layer]:
+                return False
+        return False
+
+    def recomputed(self, layer: int, end: int) -> Recomputed:
+        """What must be known to recompute `layer` in a stage that ends in front of layer `end`."""
+        carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
+        if layer == len(self.writes) - 1:
+            carries = (any(carries),)  # of the loss, which belongs to the last layer
+        # The checkpoint begins with this layer, as a stage begins with its first one: what it keeps is read twice.
+        return Recomputed(self.stage_writes_input(layer, end), carries)
+
+
+def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
+    """What crosses the boundaries: known from the outline, or found by running the layers without values.
+
+    Args:
+        chain: The chain, on the meta device.
+        inputs: The model's input for one micro-batch, on any device.
+        precision: What the layers run in.
+        device: Where they run; autocast does other things on the CPU than on CUDA.
+
+    Raises:
+        ModelError: A layer needs real values (`.item()`, data-dependent shapes), does not fit its input, or cannot be
+            trained in micro-batches.
+    """
+    BatchStatistics(chain.model.named_modules())  # here on every rank alike; and running ones need no values
+    given = Boundary.of(tree_map_only(Tensor, lambda t: t.to("meta"), inputs))
+    if chain.outline is None:
+        return _run(chain.layers, given, precision, device)
+    size = next((int(tensor.shape[0]) for tensor in given.tensors), 0)
+    between = (Boundary.of(chain.outline.boundary(n, size)) for n in range(1, len(chain.layers)))
+    behind = Boundary.of(torch.empty((), device="meta", requires_grad=True))  # in place of the output: the loss
+    return Shapes((given, *between, behind), chain.outline.writes, chain.outline.aliases)
+
+
+def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None) -> Shapes:
+    boundaries = [received]
+    writes, aliases = [], []
+    modules = [layer.module for layer in layers]
+    run = MetaRun(modules) if device is None or not autocast_dtype(precision) else FakeRun(modules, precision, device)
+    for layer, module in zip(layers, run.layers, strict=True):
+        # Copies, so that a layer that writes its input does not meet a leaf, and can be seen to write.
+        value = boundaries[-1].rebuild([run.copy(t) for t in boundaries[-1].tensors])
+        given = [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
+        versions = [t._version for t in given]
+        try:
+            with run.context():
+                value = module(value)
+        except Exception as error:
+            raise ModelError(
+                f'layer "{layer.name}" cannot be run on the meta device: {type(error).__name__}: {error}',
+                hint="its output shapes must follow from its input shapes alone",
+            ) from error
+        storages = {t.untyped_storage()._cdata for t in given}
+        results = [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
+        writes.append([t._version for t in given] != versions)
+        aliases.append(any(t.untyped_storage()._cdata in storages for t in results))
+        boundaries.append(Boundary.of(value))
+    return Shapes(tuple(boundaries), tuple(writes), tuple(aliases))
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Modules and all within them in evaluation mode; afterwards each is in the mode that it was in."""
+    parts = [part for module in modules for part in module.modules()]
+    modes = [part.training for part in parts]
+    try:
+        for part in parts:
+            part.training = False
+        yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+
+
+class StageModule(nn.Module):
+    """Layers of one stage, called by the engine with the tensors of one micro-batch.
+
+    `micro_batch` is set before each forward, and before each step `seeds`, `targets` (the last stage's, of every
+    micro-batch), and `micro_batches`, `received` and `sent`, which are others where a mini-batch is smaller than
+    planned.
+
+    Args:
+        layers: The layers.
+        received: What crosses the boundary in front of them.
+        sent: What crosses the one behind them, and how it must lie (contiguous without); none on the last stage.
+        recompute: On which micro-batches the stage is recomputed as a whole; with `layers`, only `recomputed` is.
+        micro_batches: M.
+        loss_fn: The loss, on the last stage.
+        copies_input: Whether the layers must work on a copy of what is received.
+        carries: Which of the tensors behind the stage carry a gradient.
+        recomputed: The layers that are recomputed on their own, counted from the stage's first.
+        first_layer: Place of the first layer in the whole model's chain.
+        statistics: Collects for the batch normalisations of all stages of this process, which may lie in one model.
+
+    Raises:
+        ModelError: A layer cannot be trained in micro-batches.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        received: Boundary,
+        sent: Boundary | None = None,
+        recompute: Recompute,
+        micro_batches: int,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        copies_input: bool,
+        carries: Sequence[bool] = (),
+        recomputed: Mapping[int, Recomputed] | None = None,
+        first_layer: int = 0,
+        statistics: BatchStatistics | None = None,
+    ) -> None:
+        super().__init__()
+        for index, layer in enumerate(layers):
+            if isinstance(layer.module, ModelStage):
+                layer.module.share_with(self)
+                # One for all layers, or one for each.
+                layer.module.call_at_layers(partial(self._seed, index))
+            else:
+                register(self, layer.name, layer.module)
+        self._layers = [layer.module for layer in layers]
+        self.statistics = statistics or BatchStatistics()
+        self.statistics.watch(_named_modules(layers))
+        self._first_layer = first_layer
+        self._running = 0
+        self.seeds = StepSeeds(0, 0)
+        self.received, self.sent = received, sent
+        self._recompute = recompute
+        self.micro_batches = micro_batches
+        self._loss_fn = loss_fn
+        self._copies_input = copies_input
+        self._carries = tuple(carries)
+        self._recomputed = dict(recomputed or {})
+        self._state = LayerState((layer.name, layer.module) for layer in layers)
+        self._states = {n: LayerState([(layers[n].name, layers[n].module)]) for n in self._recomputed}
+        self.micro_batch = 0
+        self.targets: list[Any] = []
+        self.seen: Callable[[int, Any], None] | None = None
+        """On the last stage, is given every micro-batch's output, as the loss function gets it."""
+        self.timed_again: Callable[[Callable[[], Any]], Any] = _called
+        """Calls what may be recomputation, and notes how long that took."""
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The tensors behind this stage, dense; the loss on the last stage."""
+        with self.statistics.collecting():
+            return self._forward(*tensors)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Those of today: a layer may have put another tensor in a buffer's place."""
+        for layer in self._layers:
+            if isinstance(layer, ModelStage):
+                layer.share_with(self)
+        return super().named_buffers(*args, **kwargs)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Every module that it runs in evaluation mode; see `evaluating`."""
+        return evaluating(*(_model_of(layer) for layer in self._layers))
+
+    # Private methods
+
+    def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
+        if not self._recomputes(self.micro_batch) or not self._has_backward(tensors):
+            return self._run(None, self.micro_batch, targets, *tensors)
+        # The re-entrant kind computes without a graph first, and calls no hook for every tensor that is saved. It
+        # wants an input that requires a gradient, which the first stage does not have.
+        anchor = torch.zeros((), requires_grad=True)
+        given = (anchor, self.micro_batch, targets, *tensors)
+        run = self._timed(self._state.replaying(self._run))
+        result: Tensor | tuple[Tensor, ...] = checkpoint(run, *given, use_reentrant=True, preserve_rng_state=False)
+        if isinstance(result, Tensor) or not self._carries:
+            return result
+        # All that this kind returns would want a gradient, and nobody sends one for a mask.
+        return tuple(t if carries else t.detach() for t, carries in zip(result, self._carries, strict=True))
+
+    def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which is called again in backward, noting the time of that."""
+        return lambda *given: self.timed_again(lambda: run(*given))
+
+    def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
+        carrying = any(t.requires_grad for t in (*tensors, *self.parameters()))
+        return carrying and torch.is_grad_enabled()
+
+    def _recomputes(self, micro_batch: int) -> bool:
+        if self._recompute == "except-last":
+            return micro_batch < self.micro_batches - 1
+        return self._recompute == "always"
+
+    def _run(
+        self, _anchor: Tensor | None, micro_batch: int, targets: Any, *tensors: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
+        if self._copies_input:
+            # Received tensors are leaves, and inside a recomputed stage they are read twice: neither may be written.
+            tensors = tuple(tensor.clone() for tensor in tensors)
+        else:
+            # Views: of a leaf, as received ones are, autocast would keep a copy until the end of the step.
+            tensors = tuple(tensor.view_as(tensor) for tensor in tensors)
+        # No reference to what lies between two layers is kept.
+        value = self.received.rebuild(tensors)
+        last = len(self._layers) - 1
+        for index in range(last + 1):
+            run: Callable[[Any], Any] = partial(self._run_layer, index, micro_batch)
+            again = self._recomputed.get(index)
+            if again is None:
+                value = run(value)
+                continue
+            is_all = index == last and self._loss_fn is not None
+            run = self._states[index].replaying(partial(self._loss_of, run, targets) if is_all else run)
+            value = recomputing(self._timed(run), again, value)
+            if is_all:
+                loss: Tensor = value
+                return loss
+        if self._loss_fn is not None:
+            return self._loss(value, targets)
+        leaves, spec = tree_flatten(value)
+        made = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if self.sent is None:
+            return tuple(tensor.contiguous() for tensor in made)
+        self.sent.expect(leaves, spec, tensors)
+        return tuple(laid_out(tensor, shape) for tensor, shape in zip(made, self.sent.tensors, strict=True))
+
+    def _run_layer(self, index: int, micro_batch: int, value: Any) -> Any:
+        vars(self)["_running"] = micro_batch  # a module's own `__setattr__` takes 5 us
+        self._seed(index)
+        with without_reentrance():
+            return self._layers[index](value)
+
+    def _loss_of(self, run: Callable[[Any], Any], targets: Any, value: Any) -> Tensor:
+        return self._loss(run(value), targets)
+
+    def _loss(self, output: Any, targets: Any) -> Tensor:
+        assert self._loss_fn is not None
+        if self.seen is not None:
+            self.seen(self.micro_batch, output)
+        return nothing_of(output) if targets is UNCOUNTED else self._loss_fn(output, targets)
+
+    def _seed(self, index: int, further: int = 0) -> None:
+        self.seeds.plant(self._first_layer + index + further, self._running)
+
+
+# Private functions
+
+
+def _described(leaves: Sequence[Any]) -> str:
+    shown = (
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+    return ", ".join(shown) or "nothing"
+
+
+def _called(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+def _named_modules(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
+    """What the layers run; of a model that is no Sequential, all there is."""
+    for layer in layers:
+        prefix = "" if isinstance(layer.module, ModelStage) else layer.name
+        yield from _model_of(layer.module).named_modules(prefix=prefix)
+
+
+def _model_of(layer: nn.Module) -> nn.Module:
+    return layer.model if isinstance(layer, ModelStage) else layer

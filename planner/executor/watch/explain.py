@@ -1,0 +1,111 @@
+"""What is said of a failure: which stage, where, with how much memory, and the user's own lines."""
+
+import resource
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from planner.core.errors import PlannerError, TrainingError
+from planner.core.values.units import format_bytes
+from planner.executor.watch.position import Position
+
+__all__ = ["explained", "hang", "is_lost_contact", "left_alone", "name_of_rank"]
+
+
+def explained(error: BaseException, position: Position) -> PlannerError:
+    """What to say of an exception in this process."""
+    root = error
+    while root.__cause__ is not None:  # the engine wraps what a stage raises
+        root = root.__cause__
+    who = position.name or "this rank"
+    if _is_out_of_memory(root):
+        return _out_of_memory(root, who, position)
+    if isinstance(root, SystemExit):
+        return TrainingError(
+            f"{who} ended itself {position.where} (SystemExit: {root})\n{_frames(root)}".rstrip(),
+            hint="the other stages have ended, too; a run that is to end early leaves the loop on every rank alike",
+        )
+    first = f"{type(root).__name__}: {root}".strip()
+    return TrainingError(
+        f"{who} failed {position.where}: {first}\n{_frames(root)}".rstrip(),
+        hint="the other stages have ended, too; start again with `--resume auto` once it is mended",
+    )
+
+
+def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
+    """What to say where another rank has ended as if all were done, and this one still waits.
+
+    Args:
+        left: What the other one told of itself.
+        position: Where this one is.
+    """
+    return TrainingError(
+        f"{left['name'] or 'another rank'} ended itself {left['where']} (SystemExit: 0) "
+        f"while {position.name or 'this rank'} waited {position.where}",
+        hint="a run that is to end early leaves the loop on every rank alike; every rank knows the loss",
+    )
+
+
+def hang(told: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
+    """What to say of ranks that all wait, and of who does not."""
+    hint = "raise `--timeout` if it needs that long; else look at what it does there (py-spy dump)"
+    culprits = [rank for rank, at in told.items() if at["waits_for"] is None]
+    waiting = "; ".join(
+        f"{name_of_rank(rank, told)} waits {at['where']}" for rank, at in told.items() if at["waits_for"] is not None
+    )
+    if not culprits:
+        return TrainingError(f"the stages wait for each other for {timeout_s:g} s: {waiting}", hint=hint)
+    who = "; ".join(
+        f"{name_of_rank(rank, told)} has been {told[rank]['where']} for {told[rank]['idle_s']:.0f} s"
+        for rank in culprits
+    )
+    return TrainingError(f"{who}, and holds up the others: {waiting}", hint=hint)
+
+
+def name_of_rank(rank: int, told: Mapping[int, Mapping[str, Any]]) -> str:
+    """What a rank called itself."""
+    return str(told.get(rank, {}).get("name") or f"rank {rank}")
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether it is a transfer that failed."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in ("gloo/", "Connection closed by peer", "NCCL"))
+    )
+
+
+# Private functions
+
+
+def _out_of_memory(error: BaseException, who: str, position: Position) -> PlannerError:
+    predicted = sum(position.predicted_bytes.get(stage, 0) for stage in position.stages)
+    beside = f"; the plan predicts a peak of {format_bytes(predicted)}" if predicted else ""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        held = f"{format_bytes(torch.cuda.memory_allocated())} allocated"
+    else:
+        held = f"{format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} in the process"
+    return TrainingError(
+        f"{who} ran out of memory {position.where}, with {held}{beside}\n  {str(error).strip().splitlines()[0][:300]}",
+        hint="solve again with less memory (`--mem`), more in reserve (`--reserve`), more micro-batches or `--recompute"
+        " always`; what else runs on the device counts, too",
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def _frames(error: BaseException) -> str:
+    """The user's own lines in the traceback; all where there are none."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith((*ours, "<frozen"))]
+    own_code = [frame for frame in theirs if Path(frame.filename) != Path(sys.argv[0]).resolve()]
+    return "".join(traceback.format_list(own_code or theirs or frames)).rstrip()

@@ -1,0 +1,361 @@
+"""When one rank fails, all ranks end soon, and one message says which stage it was, where, and what to do.
+
+Every rank has a watch, a thread beside the training. Twice a second it tells the others, through the store of the
+launcher, where its rank is; so silence means a dead process, and of ranks that wait for each other the one that does
+not wait is what holds up the rest. Whoever finds the failure first claims it and prints it; the others leave quietly
+as soon as their watch sees the claim, even where they hang in a transfer that will never end.
+
+The watch also catches SIGTERM and SIGINT: with checkpoints the ranks agree on a step to stop after, so that all save
+the same one. Python would run a handler only after a hanging transfer; the thread reads the signal from a pipe.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+import torch.distributed as dist
+
+from planner.core.errors import ExitCode, PlannerError, TrainingError
+from planner.core.values.printable import printable_lines
+from planner.executor.watch.explain import explained, hang, is_lost_contact, left_alone, name_of_rank
+from planner.executor.watch.position import ANY, Position
+from planner.executor.watch.store import holds_store, job_store
+
+__all__ = ["Stopped", "Watch"]
+
+_BEAT_S = 0.5
+_SILENT_S = 3.0
+"""A process that is alive tells where it is six times in that time."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(SystemExit):
+    """Ends the script on every rank after the same step, as a signal told it to."""
+
+
+class Watch:
+    """One rank's watch, from before the model is built until the end of the script.
+
+    Args:
+        timeout_s: A rank that has waited for another for so long takes the job for hanging.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.position = Position()
+        self.saves_on_stop = False
+        """Whether a signal to stop is left to `stops_after`."""
+        self._rank, self._world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._timeout_s = timeout_s
+        self._signal = 0
+        self._signalled = 0.0
+        self._asked = 0
+        """On the first rank: the signal that another one got. On the others: the one that the first was told."""
+        self._stop: tuple[int, int] | None = None
+        self._over = threading.Event()
+        self._ending = threading.Event()
+        self._store: Any = _store_of_all() if "RANK" in os.environ and self._world > 1 else None
+        self._wake = socket.socketpair()
+        self._beats = 0
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Begins to watch."""
+        if threading.current_thread() is threading.main_thread():
+            self._wake[1].setblocking(False)
+            self._woken_before = signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
+            self._handled_before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        if self._store is not None:
+            self._thread_store = self._store.clone()
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Ends the process where the block failed."""
+        try:
+            if isinstance(error, SystemExit) and not isinstance(error, Stopped):
+                self._end_by_exit(error)
+            elif error is not None and not isinstance(error, SystemExit):
+                self._end(error)
+        finally:
+            self._stop_watching()
+
+    def stops_after(self, steps: int, *, ahead: int = 1) -> int:
+        """The signal that ends the run now that `steps` steps are done, or 0; every rank must ask after every step.
+
+        The first rank decides, one step ahead: no rank can end a step that the first one has not begun, so all find
+        the decision at the end of the same step.
+
+        Args:
+            steps: Steps done.
+            ahead: How many steps another rank may be ahead of the first, and one more.
+        """
+        if self._store is None:
+            return self._signal
+        if self._rank == 0:
+            if self._stop is None and (self._signal or self._asked):
+                number = self._signal or self._asked
+                self._stop = (steps + ahead, number)
+                what = f"{signal.Signals(number).name}: stopping after {self._stop[0]} steps, with a checkpoint"
+                print(f"{what}; a second one stops at once, without", flush=True)
+                self._store.set("stop", json.dumps(self._stop))
+        else:
+            if self._signal and not self._asked:
+                self._asked = self._signal
+                self._store.set("asked", str(self._signal))
+            if self._stop is None and self._store.check(["stop"]):
+                self._stop = tuple(json.loads(self._store.get("stop")))
+        return self._stop[1] if self._stop is not None and steps >= self._stop[0] else 0
+
+    # Private methods: the main thread
+
+    def _stop_watching(self) -> None:
+        self._over.set()
+        if self._store is not None:
+            self._wake[1].send(b"\0")
+            self._thread.join()
+            with suppress(dist.DistError):  # without torchrun the first rank held the store, and may have left before
+                self._store.set(f"left/{self._rank}", "1")
+        if hasattr(self, "_handled_before"):
+            for number, handler in self._handled_before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._woken_before)
+        for end in self._wake:
+            end.close()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._store is None or not self._thread.is_alive():  # else the thread notes it, from the pipe
+            self._note_signal(number)
+        if self._store is None and not self.saves_on_stop:
+            sys.exit(128 + number)
+
+    def _note_signal(self, number: int) -> None:
+        # The launcher passes on what the terminal sends to all: the same signal twice within a second is one.
+        if self._signal and time.monotonic() - self._signalled > 1.0:
+            self._end_at_once(number)
+        self._signal = self._signal or number
+        self._signalled = time.monotonic()
+
+    def _end_at_once(self, number: int) -> NoReturn:
+        if self._claimed():
+            name = signal.Signals(number).name
+            who = self.position.name or "this rank"
+            told = f"stopped at once by a second {name}: {who} was {self.position.where}"
+            line = printable_lines(f"{told}; what was done since the last checkpoint is lost")
+            print(line, file=sys.stderr, flush=True)
+        self._leave(128 + number)
+
+    def _end_by_exit(self, error: SystemExit) -> None:
+        """Tells the other ranks, which might wait for this one, that the script has left the block by itself."""
+        if self._store is None:
+            return
+        if error.code in {0, None}:  # in order, if all do; whoever waits now finds this
+            self._store.set("quit", json.dumps(self.position.told()))
+            self._store.set(f"left/{self._rank}", "1")
+            # If one still waits then, it tells so, and this process, too, ends as one that failed.
+            self._wait_for_others(_SILENT_S + 4 * _BEAT_S)
+            return
+        self._ending.set()
+        code = error.code if isinstance(error.code, int) else 1
+        if self._claimed():
+            _print(explained(error, self.position))
+            self._leave(code)
+        self._leave_quietly(code)
+
+    def _end(self, error: BaseException) -> NoReturn:
+        """Tells what happened, unless another rank does, and ends this process."""
+        self._ending.set()
+        told: PlannerError | None
+        if isinstance(error, PlannerError):
+            told = error
+        elif self._store is not None and is_lost_contact(error):
+            told = self._lost_contact()
+        else:
+            told = explained(error, self.position)
+        if told is not None and self._claimed():
+            _print(told)
+            self._leave(told.exit_code)
+        self._leave_quietly(128 + self._signal if told is None and self._signal else ExitCode.ERROR)
+
+    def _lost_contact(self) -> PlannerError | None:
+        """Why a transfer failed; None where another rank tells it."""
+        silent = self._silent(self._store)
+        if silent:
+            return self._gone(silent)
+        if silent is None or self._signal:
+            return None
+        with suppress(dist.DistError):
+            if self._store.check(["quit"]):
+                return left_alone(json.loads(self._store.get("quit")), self.position)
+        waits_for = self.position.waits_for
+        name = self.position.names.get(ANY if waits_for is None else waits_for, "another stage")
+        return TrainingError(
+            f"{self.position.name} lost contact with {name} {self.position.where}",
+            hint="all processes still run, so look at the network between them",
+        )
+
+    def _gone(self, silent: Sequence[int]) -> PlannerError:
+        told = self._told(self._store)
+        # One that went soon after its start may not have told its name.
+        names = {rank: self.position.rank_names.get(rank) or name_of_rank(rank, told) for rank in silent}
+        who = " and ".join(names.values())
+        waited = "was" if self.position.waits_for is None else "waited"
+        return TrainingError(
+            f"{who} {'is' if len(silent) == 1 else 'are'} gone while "
+            f"{self.position.name or f'rank {self._rank}'} {waited} {self.position.where}",
+            hint="its process was killed or its machine is lost: see the system's log (out of memory?), then start "
+            "again with `--resume auto`; `torchrun --max-restarts 3` does so by itself",
+        )
+
+    # Private methods: both threads
+
+    def _silent(self, store: Any) -> list[int] | None:
+        """Ranks that give no sign of life and did not leave in order; None where a failure is already told."""
+        try:
+            before = self._told(store)
+            end = time.monotonic() + _SILENT_S
+            while time.monotonic() < end:
+                if store.check(["failure"]):
+                    return None
+                time.sleep(_BEAT_S / 2)
+                now = self._told(store)
+                silent = [
+                    rank
+                    for rank in range(self._world)
+                    if rank != self._rank and rank in before and now[rank]["beat"] == before[rank]["beat"]
+                ]
+                if not silent:
+                    return []
+            return [rank for rank in silent if not store.check([f"left/{rank}"])]
+        except dist.DistError:
+            return [0]  # who held the store
+
+    def _told(self, store: Any) -> dict[int, dict[str, Any]]:
+        keys = {rank: f"at/{rank}" for rank in range(self._world)}
+        try:
+            return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        except dist.DistError:
+            return {}
+
+    def _claimed(self) -> bool:
+        """Whether this rank is the one to tell what happened."""
+        if self._store is None:
+            return True
+        mine = str(self._rank)
+        try:
+            return bool(self._store.compare_set("failure", "", mine) == mine.encode())
+        except dist.DistError:
+            return True
+
+    def _leave_quietly(self, code: int) -> NoReturn:
+        # After who tells it, so that the launcher takes that one for the root cause.
+        time.sleep(2 * _BEAT_S)
+        self._leave(code)
+
+    def _leave(self, code: int) -> NoReturn:
+        if self._store is None:
+            sys.exit(code)
+        if holds_store():  # the others are to see what is in it
+            self._wait_for_others(3 * _BEAT_S)
+        # Not by way of the interpreter's end, which would wait for transfers and files that other ranks never finish.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _wait_for_others(self, seconds: float) -> None:
+        """Until they have left, no longer than so."""
+        others = [f"left/{rank}" for rank in range(self._world) if rank != self._rank]
+        end = time.monotonic() + seconds
+        with suppress(dist.DistError):
+            while time.monotonic() < end and not self._store.check(others):
+                time.sleep(_BEAT_S / 5)
+
+    # Private methods: the thread
+
+    def _run(self) -> None:
+        store = self._thread_store
+        try:
+            while not self._over.is_set():
+                self._beat(store)
+                if not self._ending.is_set():
+                    self._look(store)
+                if select.select([self._wake[0]], [], [], _BEAT_S)[0]:
+                    for number in self._wake[0].recv(16):
+                        if number in _SIGNALS:
+                            self._note_signal(number)
+        except dist.DistError:  # who held the store is gone: the main thread finds out in its next transfer
+            if self._signal:
+                self._leave(128 + self._signal)
+
+    def _beat(self, store: Any) -> None:
+        self._beats += 1
+        store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **self.position.told()}))
+
+    def _look(self, store: Any) -> None:
+        if store.check(["failure"]):
+            self._leave_quietly(ExitCode.ERROR)
+        if self._rank == 0 and not self._asked and store.check(["asked"]):
+            self._asked = int(store.get("asked"))
+        if self.position.waits_for is not None and self.position.idle_s > self._timeout_s:
+            self._tell(self._hanging(store))
+        if self.position.waits_for is not None and self.position.idle_s > _SILENT_S and store.check(["quit"]):
+            self._tell(left_alone(json.loads(store.get("quit")), self.position))
+        if self._signal:
+            # The launcher sends it to all others, too, when a rank has died; then that is what is to be told.
+            silent = self._silent_while_beating(store)
+            if silent:
+                self._tell(self._gone(silent))
+            elif not self.saves_on_stop and time.monotonic() - self._signalled > _SILENT_S + 2 * _BEAT_S:
+                store.set(f"left/{self._rank}", "1")
+                self._leave(128 + self._signal)
+
+    def _silent_while_beating(self, store: Any) -> list[int]:
+        """As `_silent`, a little with every beat."""
+        now = {rank: told["beat"] for rank, told in self._told(store).items() if rank != self._rank}
+        if not hasattr(self, "_seen"):
+            self._seen: dict[int, tuple[int, float]] = {}
+        for rank, beat in now.items():
+            if self._seen.get(rank, (None,))[0] != beat:
+                self._seen[rank] = (beat, time.monotonic())
+        late = [rank for rank in now if time.monotonic() - self._seen[rank][1] > _SILENT_S]
+        return [rank for rank in late if not store.check([f"left/{rank}"])]
+
+    def _tell(self, error: PlannerError | None) -> None:
+        self._ending.set()
+        if error is not None and self._claimed():
+            _print(error)
+            self._leave(ExitCode.ERROR)
+        self._leave_quietly(ExitCode.ERROR)
+
+    def _hanging(self, store: Any) -> PlannerError | None:
+        silent = self._silent(store)
+        if silent is None:
+            return None
+        if silent:
+            return self._gone(silent)
+        return hang(self._told(store), self._timeout_s)
+
+
+# Private functions
+
+
+def _store_of_all() -> Any:
+    try:
+        return job_store(timedelta(minutes=5))
+    except PlannerError as error:  # nobody watches yet
+        _print(error)
+        sys.exit(error.exit_code)
+
+
+def _print(error: PlannerError) -> None:
+    hint = f"\n\n{printable_lines(f'hint: {error.hint}')}" if error.hint else ""
+    print(f"{printable_lines(f'error: {error}')}{hint}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Where the numbers of a profile come from: measured, estimated, or compiled."""

@@ -1,0 +1,177 @@
+"""Costs of layers that never run: memory from ghosts, time from a roofline.
+
+A layer's forward and backward are run on ghosts, tensors without values. The operators that would run, and the sizes of
+what they read and make, are those of a real run; from them come
+
+- memory: storages by when they are made and let go of. What a kernel needs for itself while it runs is not seen;
+- time: each operator takes as long as its floating-point operations at the peak rate, or as long as its bytes at the
+  peak bandwidth, whichever is longer, and no operator takes less than a kernel's launch. No kernel reaches both peaks:
+  real times are longer, by a factor that differs less between layers than the times do.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from planner.core.values.devices import Accelerator
+from planner.core.values.profile import Device
+from planner.device.meter import Usage
+from planner.device.reserve import ASSUMED_BYTES
+from planner.model.chain import Chain
+from planner.model.ghosts import storage_of
+from planner.model.nests import tensors_in
+from planner.model.recording import as_ghosts
+from planner.model.stage import ModelStage
+from planner.profile.backends.rates import Rates
+
+__all__ = ["GhostMeter", "RooflineClock", "estimated_device", "ghostly"]
+
+_LAUNCH_US = 3.0
+"""A kernel that does next to nothing occupies a GPU about so long."""
+
+_ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward"))
+"""Operators that read no more of a table than they return."""
+
+
+def estimated_device(absent: Accelerator, rates: Rates) -> Device:
+    """Name and memory of a device that is not here, and what is taken not to be for tensors."""
+    return Device(
+        kind="cuda",
+        name=rates.full_name,
+        memory_bytes=absent.memory_bytes,
+        reserve_bytes=ASSUMED_BYTES,
+        how="estimated",
+    )
+
+
+@contextmanager
+def ghostly(chain: Chain) -> Iterator[None]:
+    """Meanwhile the parameters and buffers of a chain's model, and of its layers, are ghosts."""
+    stages = [layer.module for layer in chain.layers if isinstance(layer.module, ModelStage)]
+    with as_ghosts(chain.model):
+        for stage in stages:
+            stage.share_with(stage)
+        yield
+    for stage in stages:
+        stage.share_with(stage)
+
+
+class GhostMeter:
+    """Counts the storages that operators make."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def measure(self, work: Callable[[], None]) -> Usage:
+        """Runs `work` once."""
+        before = peak = self._live_bytes()
+
+        def made(given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+            nonlocal peak
+            for tensor in given:
+                self._know(tensor, counts=False)
+            for tensor in results:
+                self._know(tensor, counts=True)
+            peak = max(peak, self._live_bytes())
+
+        with _Watching(lambda _func, given, results, _result: made(given, results)):
+            work()
+        return Usage(peak - before, self._live_bytes() - before)
+
+    def _know(self, tensor: Tensor, *, counts: bool) -> None:
+        # A weak reference keeps the address from being given out again.
+        storage = storage_of(tensor)
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes() if counts else 0
+
+    def _live_bytes(self) -> int:
+        gone = [key for key, (storage, _) in self._storages.items() if storage.expired()]
+        for key in gone:
+            del self._storages[key]
+        return sum(size for _, size in self._storages.values())
+
+
+class RooflineClock:
+    """Adds up what the operators of a piece of work take at least.
+
+    Args:
+        rates: The device's.
+    """
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self.flops = 0
+        """Of the last piece of work."""
+
+    def time_us(self, work: Callable[[], None]) -> float:
+        """Microseconds that `work` would take on the device."""
+        total_us = 0.0
+        self.flops = 0
+
+        def ran(func: Any, given: Sequence[Tensor], results: Sequence[Tensor], result: tuple[Any, Any, Any]) -> None:
+            nonlocal total_us
+            if _moves_nothing(func, given, results):
+                return
+            flops = _flops(func, *result)
+            self.flops += flops
+            half = bool(results) and all(t.element_size() < 4 for t in results if t.is_floating_point())
+            rate = self._rates.half_flops_per_s if half else self._rates.float32_flops_per_s
+            moved = _moved_bytes(func, given, results)
+            total_us += max(_LAUNCH_US, 1e6 * flops / rate, 1e6 * moved / self._rates.bytes_per_s)
+
+        with _Watching(ran):
+            work()
+        return total_us
+
+    def typical_us(self, times_us: list[float]) -> float:
+        """They are all the same."""
+        return times_us[0]
+
+
+class _Watching(TorchDispatchMode):
+    """Tells of every operator: (operator, tensors it is given, tensors it returns, (arguments, keywords, result))."""
+
+    def __init__(self, listener: Callable[[Any, list[Tensor], list[Tensor], tuple[Any, Any, Any]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._listener = listener
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._listener(func, tensors_in((args, kwargs)), tensors_in(result), (args, kwargs, result))
+        return result
+
+
+def _moves_nothing(func: Any, given: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    """Whether an operator makes views only."""
+    if func._schema.is_mutable or not results:
+        return not results
+    storages = {storage_of(tensor)._cdata for tensor in given}
+    return all(storage_of(tensor)._cdata in storages for tensor in results)
+
+
+def _moved_bytes(func: Any, given: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    written = sum(map(_distinct_bytes, results))
+    if func._schema.name in _ROWS_ONLY:
+        return 2 * written
+    return written + sum(map(_distinct_bytes, given))
+
+
+def _distinct_bytes(tensor: Tensor) -> int:
+    # What is expanded is read once, from a cache the other times.
+    return min(tensor.nbytes, storage_of(tensor).nbytes())
+
+
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
