@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from planner.core.cost.simulate import StageTimes, last_end_us
-from planner.core.schedule.actions import actions_of
+from planner.core.schedule import SCHEDULES
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Schedule
 from planner.core.values.profile import Model
@@ -153,7 +153,7 @@ class Case:
             )
             for time_us in self.forward_us
         ]
-        actions = actions_of(self.schedule, num_stages=self.num_stages, micro_batches=self.micro_batches)
+        actions = SCHEDULES[self.schedule].actions(self.num_stages, self.micro_batches)
         return last_end_us(actions, stages)
 
 

@@ -5,6 +5,7 @@ from typing import cast
 
 from planner.core.cost.calibration import Calibration, calibrated_executor
 from planner.core.errors import UsageError
+from planner.core.schedule import GPIPE, schedules_for
 from planner.core.values import options
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.limits import MOST_BATCH, MOST_DEVICES, at_most, short
@@ -140,11 +141,11 @@ def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleP
     """What is asked; where the schedule is left open, GPipe if only that can do the rest of what is asked."""
     policy = cast("SchedulePolicy", options.choice("--schedule", schedule, SchedulePolicy))
     # What trains on a TPU is the JAX program, which knows one schedule.
-    return "gpipe" if policy == "auto" and (only_gpipe or profile.device.kind.startswith("tpu")) else policy
+    return GPIPE.name if policy == "auto" and (only_gpipe or profile.device.kind.startswith("tpu")) else policy
 
 
 def _chunks(chunks: str | int, policy: SchedulePolicy) -> int:
-    if policy in ("interleaved", "auto"):
+    if any(allowed.is_chunked for allowed in schedules_for(policy)):
         return options.count_or_auto("--chunks", chunks)
     if str(chunks) not in ("auto", "1"):
         raise UsageError(f"`--chunks {chunks}` needs `--schedule interleaved`, not `{policy}`")

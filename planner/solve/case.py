@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.costs import ChainCosts
-from planner.core.schedule.actions import num_in_flight
+from planner.core.schedule import Loads, Schedule
 from planner.core.values.cluster import Cluster
-from planner.core.values.plan import RecomputePolicy, Schedule
+from planner.core.values.plan import RecomputePolicy
 from planner.solve.layer_times import LayerTimes
 from planner.solve.problem import Afterwards, ChainProblem, DeviceTable, LinkTimes, prefix
 from planner.solve.tables import LAYERS, NOWHERE, MemoryTable
@@ -96,11 +96,9 @@ class Case:
     @cached_property
     def bound_us(self) -> float:
         """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here."""
-        forward, backward = (self._bottleneck_us(times) for times in (self.costs.forward_us, self.costs.backward_us))
-        if self.schedule == "gpipe":
-            return self.work_us + (self.micro_batches - 1) * (forward + backward)
-        pair = self._bottleneck_us(self.costs.forward_us + self.costs.backward_us)
-        return max(self.micro_batches * pair, self.work_us + (self.micro_batches - 1) * backward * (self.chunks == 1))
+        forward_us, backward_us = self.costs.forward_us, self.costs.backward_us
+        bottlenecks = (self._bottleneck_us(times) for times in (forward_us, backward_us, forward_us + backward_us))
+        return self.schedule.bound_us(Loads(self.work_us, *bottlenecks), self.micro_batches, self.chunks)
 
     @cached_property
     def ideal_us(self) -> float:
@@ -116,15 +114,11 @@ class Case:
         """Forward + backward on the profiled device that no stage of a plan faster than `upper_us` exceeds."""
         if not np.isfinite(upper_us):
             return np.inf
-        if self.schedule == "gpipe":
-            if self.micro_batches == 1:
-                return np.inf
-            return max(0.0, upper_us - self.work_us) / (self.micro_batches - 1) * self.fastest
-        return upper_us / self.micro_batches * self.fastest
+        return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.fastest
 
     def memory(self, width: int, level: int) -> MemoryTable:
         """Peak memory of every stage in a window, if `level` stages are behind it."""
-        in_flight = num_in_flight(self.schedule, 0, level + 1, self.micro_batches)
+        in_flight = self.schedule.in_flight(0, level + 1, self.micro_batches)
         found = self._memory.get((width, in_flight))
         if found is None:
             found = MemoryTable.of(

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.costs import ChainCosts
 from planner.core.errors import InfeasibleError
+from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, schedules_for
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
@@ -66,7 +67,7 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
         yield f"with {devices} the smallest `--mem` is {cap}"
     else:
         yield f"without interleaving, {devices} need at least `--mem` {cap}"
-    counts = inputs.schedule != "interleaved" and asking.balance is None
+    counts = not all(s.is_chunked for s in schedules_for(inputs.schedule)) and asking.balance is None
     if counts and len(set(inputs.memory_bytes)) == 1:
         count = min(filter(None, map(_smallest_count, cases)), default=None)
         if count is not None and count[0] > inputs.devices:
@@ -94,12 +95,13 @@ def _other_choices(asking: Asking) -> Iterator[str]:
 
 def _other_schedules(asking: Asking) -> Iterator[str]:
     inputs = asking.inputs
-    for schedule in ("1f1b", "gpipe"):
-        if inputs.schedule == "gpipe" or (inputs.schedule == "interleaved" and asking.balance is None):
-            other = replace(inputs, schedule=schedule, chunks=1)
-            if schedule != inputs.schedule and _some_fits(asking, asking.profile, other, asking.micro_batches):
-                yield f"`--schedule {schedule}` fits"
-                return
+    if any(s.is_one_forward_one_backward or (s.is_chunked and asking.balance) for s in schedules_for(inputs.schedule)):
+        return  # nothing needs less memory than that, or the cuts are made for several stages on a device
+    for schedule in (ONE_FORWARD_ONE_BACKWARD, GPIPE):
+        other = replace(inputs, schedule=schedule.name, chunks=1)
+        if other.schedule != inputs.schedule and _some_fits(asking, asking.profile, other, asking.micro_batches):
+            yield f"`--schedule {schedule.name}` fits"
+            return
 
 
 def _some_fits(asking: Asking, profile: Profile, inputs: Inputs, micro_batches: int | None) -> bool:
@@ -107,7 +109,7 @@ def _some_fits(asking: Asking, profile: Profile, inputs: Inputs, micro_batches: 
 
 
 def _without_chunks(cases: Sequence[Case]) -> list[Case]:
-    return [case for case in cases if case.schedule != "interleaved"]
+    return [case for case in cases if not case.schedule.is_chunked]
 
 
 def _how(case: Case, inputs: Inputs) -> str:
@@ -146,13 +148,13 @@ def _least_excess_bytes(case: Case, width: int, caps_bytes: Sequence[float]) -> 
     least = np.inf
     # A device's need depends on how many stages are behind it (1F1B), and its cap on its place from the front.
     for count in range(1, case.num_devices + 1):
-        if count < case.num_devices and len(set(caps_bytes)) == 1 and case.schedule == "gpipe":
+        if count < case.num_devices and len(set(caps_bytes)) == 1 and case.schedule.is_forwards_first:
             continue
         best = _start(case.costs)
         for position in range(count):
             need = _needs(case, width, count - 1 - position) - caps_bytes[position]
             longer = np.maximum(_windows(best, width), need).min(axis=1)
-            best = np.minimum(best, longer) if len(set(caps_bytes)) == 1 and case.schedule == "gpipe" else longer
+            best = np.minimum(best, longer) if len(set(caps_bytes)) == 1 and case.schedule.is_forwards_first else longer
         least = min(least, float(best[-1]))
     return least
 
@@ -183,7 +185,7 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
     """Fewest stages (and their M) that fit under the cap of the first device."""
     cap = case.caps_bytes[0]
     width = width_for(case.costs, longest_us=np.inf, cap_bytes=cap)
-    most = min(_MOST_DEVICES, case.costs.num_layers, case.micro_batches if case.schedule != "gpipe" else _MOST_DEVICES)
+    most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))
     behind = np.where(np.arange(case.costs.num_layers + 1) == case.costs.num_layers, True, False)
     # From the last stage to the first, so that a stage's place from the end is known (1F1B).
     for count in range(1, most + 1):

@@ -140,7 +140,7 @@ def _first_by_rank(search: LabelSearch, upper_us: float, best: Found | None) -> 
 def partition_of(case: Case, found: Found) -> Partition:
     """A partition as the cost model wants it."""
     return Partition(
-        schedule=case.schedule,
+        schedule=case.schedule.name,
         micro_batches=case.micro_batches,
         balance=tuple(end - first for first, end in zip(found.cuts[:-1], found.cuts[1:], strict=True)),
         recompute=tuple(CHOICES[choice] for choice in found.choices),

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.device_memory import device_peaks, held_once, moments_of, shared_bytes
-from planner.core.cost.makespan import makespans
 from planner.core.cost.memory import CHUNK_PARTS, chunk_parts
-from planner.core.schedule.actions import Action, actions_of
+from planner.core.cost.simulate import makespans
+from planner.core.schedule import Action
 from planner.solve.case import Case
 from planner.solve.problem import LinkTimes, prefix
 from planner.solve.tables import CHOICES, allowed_choices, windowed
@@ -54,9 +54,7 @@ class Many:
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """What every device does; raises `UsageError` where the schedule cannot run so."""
         case = self.case
-        return actions_of(
-            case.schedule, num_stages=self.num_devices, micro_batches=case.micro_batches, chunks=case.chunks
-        )
+        return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
 
     def step_us(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.cost.evaluate.step_us`."""

@@ -102,7 +102,7 @@ class _Arcs:
         devices = tuple(unused[problem.device[arc]].pop(0) for arc in arcs) if unused else ()
         usual = devices == tuple(range(len(devices)))
         return Partition(
-            schedule=case.schedule,
+            schedule=case.schedule.name,
             micro_batches=case.micro_batches,
             balance=tuple(int(problem.end[arc] - problem.first[arc]) for arc in arcs),
             recompute=tuple(CHOICES[int(self.choice[arc])] for arc in arcs),

@@ -4,14 +4,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isqrt
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple
 
 from planner.core.cost.costs import ChainCosts, CostTable, covers
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
+from planner.core.schedule import GPIPE, SCHEDULES, Schedule, schedules_for
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
-from planner.core.values.plan import Inputs, Plan, Recompute, Schedule, SolverReport
+from planner.core.values.plan import Inputs, Plan, Recompute, SolverReport
+from planner.core.values.plan import Schedule as ScheduleName
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted
 from planner.solve.answer import Answer
@@ -82,10 +84,10 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None)
     return _plan(_tie_broken(best, deadline), min(bound_us, best.step_us), request)
 
 
-def faster_plan(profile: Profile, request: Request, *, upper_us: float, without: Schedule) -> Plan | None:
+def faster_plan(profile: Profile, request: Request, *, upper_us: float, without: ScheduleName) -> Plan | None:
     """The best plan found under any schedule but one, if it beats `upper_us`; raises `UsageError` as `solve`."""
     _check_request(profile, request)
-    cases = [case for case in cases_of(profile, request) if case.schedule != without]
+    cases = [case for case in cases_of(profile, request) if case.schedule.name != without]
     best, bound_us, _ = _searched(cases, request, _deadline(request), upper_us=upper_us)
     return None if best is None else _plan(best, min(bound_us, best.step_us), request)
 
@@ -105,7 +107,7 @@ class _Searched(NamedTuple):
 def _searched(cases: Sequence[Case], request: Request, deadline: float | None, *, upper_us: float = inf) -> _Searched:
     """The best of all cases that beats `upper_us`."""
     is_open = request.inputs.schedule == "auto"
-    left = dict.fromkeys(get_args(Schedule), request.actions)
+    left = dict.fromkeys(SCHEDULES, request.actions)
     best: Answer | None = None
     bound_us, complete = inf, True
     # The most promising case first: its plan rules most others out by their bounds. Where the schedule is left open,
@@ -113,17 +115,17 @@ def _searched(cases: Sequence[Case], request: Request, deadline: float | None, *
     for case in sorted(cases, key=_promise if is_open else _bound):
         if case.bound_us >= upper_us:
             continue
-        if is_open and case.schedule != "gpipe" and case.ideal_us >= upper_us:
+        if is_open and not case.schedule.has_closed_form and case.ideal_us >= upper_us:
             bound_us = min(bound_us, case.bound_us)  # hardly worth the effort, but that proves nothing
             continue
         try:
-            most_actions = left[case.schedule] if is_open else None
+            most_actions = left[case.schedule.name] if is_open else None
             answer = _answer(case, request, upper_us, deadline, most_actions)
         except OutOfTimeError:
             complete = False
             bound_us = min(bound_us, case.bound_us)
             continue
-        left[case.schedule] -= answer.actions
+        left[case.schedule.name] -= answer.actions
         bound_us = min(bound_us, answer.lower_bound_us)
         if answer.partition is not None and answer.step_us < upper_us:
             best, upper_us = answer, answer.step_us
@@ -135,8 +137,8 @@ def _bound(case: Case) -> tuple[float, ...]:
 
 
 def _promise(case: Case) -> tuple[float, ...]:
-    rank = get_args(Schedule).index(case.schedule)
-    return rank, case.bound_us if case.schedule == "gpipe" else case.ideal_us, case.replicas, case.micro_batches
+    rank = list(SCHEDULES).index(case.schedule.name)
+    return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
 
 
 def _tie_broken(answer: Answer, deadline: float | None) -> Answer:
@@ -159,7 +161,7 @@ def _answer(case: Case, request: Request, upper_us: float, deadline: float | Non
         return programme_answer(case, upper_us=upper_us, deadline=deadline, any_order=request.inputs.any_order)
     if case.policy == "layers":
         return layered_answer(case, upper_us=upper_us, deadline=deadline)
-    if case.schedule == "gpipe":
+    if case.schedule.has_closed_form:
         return gpipe_answer(case, upper_us=upper_us, deadline=deadline)
     return simulated_answer(case, upper_us=upper_us, deadline=deadline, most_actions=most_actions)
 
@@ -239,19 +241,13 @@ def _schedules(
 ) -> Iterator[tuple[Schedule, int, int]]:
     """Schedule, chunks, and how many devices a pipeline may have at most."""
     devices = min(inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
-    if inputs.schedule in ("gpipe", "auto"):
-        yield "gpipe", 1, devices
-    if inputs.schedule in ("1f1b", "auto"):
-        # 1F1B does not run with fewer micro-batches than stages.
-        yield "1f1b", 1, min(devices, micro_batches)
-    # One chunk on each device is 1F1B, and a worse one.
-    if inputs.schedule == "interleaved" or (inputs.schedule == "auto" and inputs.chunks != 1):
-        counts = [inputs.chunks] if inputs.chunks else range(2, _MOST_CHUNKS + 1)
-        if inputs.schedule == "auto" and not inputs.chunks:
-            counts = range(2, _MOST_CHUNKS + 1)
-        for chunks in counts:
+    for schedule in schedules_for(inputs.schedule):
+        if not schedule.is_chunked:
+            yield schedule, 1, int(min(devices, schedule.most_devices(micro_batches)))
+            continue
+        for chunks in [inputs.chunks] if inputs.chunks else range(2, _MOST_CHUNKS + 1):
             if num_layers >= 2 * chunks and devices >= 2:
-                yield "interleaved", chunks, min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
+                yield schedule, chunks, min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
 
 
 def micro_batch_counts(
@@ -324,13 +320,14 @@ def _check_request(profile: Profile, request: Request) -> None:
             f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
             hint=f"use `--devices {num_layers}` or fewer, `--replicas auto`, or profile the model in finer layers",
         )
-    if inputs.recompute == "layers" and inputs.schedule != "gpipe":
+    has_closed_form = all(schedule.has_closed_form for schedule in schedules_for(inputs.schedule))
+    if inputs.recompute == "layers" and not has_closed_form:
         raise UsageError(
             f"single layers are recomputed under the GPipe schedule only, not `{inputs.schedule}`",
             hint="use `--schedule gpipe`, or `--recompute auto`",
         )
     _check_solver(request)
-    if inputs.chunks > 1 and inputs.schedule not in ("interleaved", "auto"):
+    if inputs.chunks > 1 and not any(schedule.is_chunked for schedule in schedules_for(inputs.schedule)):
         raise UsageError(f"{inputs.chunks} chunks per device need `--schedule interleaved`, not `{inputs.schedule}`")
     if inputs.chunks > 1 and inputs.chunks * 2 > num_layers:
         raise UsageError(
@@ -347,7 +344,7 @@ def _check_solver(request: Request) -> None:
     what = "`--devices-any-order`" if inputs.any_order else "`--solver milp`"
     if request.solver == "dp":
         raise UsageError(f"{what} needs the integer programme, not `--solver dp`")
-    if inputs.schedule != "gpipe":
+    if not all(schedule.has_closed_form for schedule in schedules_for(inputs.schedule)):
         raise UsageError(f"{what} plans for the GPipe schedule only, not `{inputs.schedule}`")
     if inputs.recompute == "layers":
         raise UsageError(f"{what} recomputes stage by stage only", hint="use `--recompute auto`")
@@ -359,7 +356,7 @@ def _check_solver(request: Request) -> None:
 def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) -> None:
     never: Recompute = "never"
     recompute = tuple(never for _ in balance)
-    given = Partition(schedule="gpipe", micro_batches=1, balance=balance, recompute=recompute)
+    given = Partition(schedule=GPIPE.name, micro_batches=1, balance=balance, recompute=recompute)
     chunks = request.inputs.chunks or _MOST_CHUNKS
     check_partition(given, num_layers=num_layers, num_devices=request.inputs.devices * chunks)
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.evaluate import Partition
 from planner.core.errors import UsageError
+from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
 from planner.solve.answer import Answer
 from planner.solve.case import Case
@@ -84,7 +85,7 @@ def simulated_answer(
     """
     search = _Search(case, upper_us, deadline, most_actions)
     try:
-        (search.one_chunk if case.schedule == "1f1b" else search.several_chunks)()
+        (search.one_chunk if case.schedule.is_one_forward_one_backward else search.several_chunks)()
     except OutOfTimeError:
         if search.best is None:
             raise
@@ -248,7 +249,7 @@ class _Search:
             return even
         # As a pipeline of its own, in which everything fits, it has the same rules and the same shares.
         roomy = Cluster(memory_bytes=(2**62,) * count)
-        alone = replace(case, schedule="gpipe", chunks=1, num_devices=count, replicas=1, cluster=roomy)
+        alone = replace(case, schedule=GPIPE, chunks=1, num_devices=count, replicas=1, cluster=roomy)
         problem = alone.problem(count, width=case.costs.num_layers, exact=True)
         cuts = LabelSearch(problem, GPipeLaw(case.micro_batches), deadline=self._deadline).min_max("backward")
         return None if cuts is None else np.array(cuts)
@@ -300,7 +301,7 @@ class _Search:
         """Simulates partitions that fit, and keeps the best; the step times, infinite for those that do not fit."""
         step_us = np.full(len(cuts), inf)
         fits: NDArray[np.bool_] = np.asarray((choices != NOWHERE).all(axis=1))
-        if self.case.schedule == "interleaved":
+        if not self.case.schedule.is_one_forward_one_backward:
             over = many.over_bytes(cuts, choices) if over is None else over
             fits = fits & (over <= 0)
         if not fits.any():
@@ -311,7 +312,7 @@ class _Search:
         if step_us[at] < self.upper_us * (1 - 1e-12):
             self.upper_us = float(step_us[at])
             self.best = Partition(
-                schedule=self.case.schedule,
+                schedule=self.case.schedule.name,
                 micro_batches=self.case.micro_batches,
                 balance=tuple(int(n) for n in np.diff(cuts[at])),
                 recompute=tuple(CHOICES[c] for c in choices[at]),

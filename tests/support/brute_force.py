@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from planner.core.cost.costs import ChainCosts, costs_at, covers
 from planner.core.cost.device_memory import chunk_memory, device_peaks, held_once, moments_of, shared_bytes
 from planner.core.cost.evaluate import Partition, own_step_us, stages_of, step_us
-from planner.core.cost.makespan import makespans
 from planner.core.cost.memory import CHUNK_PARTS, interval_memory, stage_memory
 from planner.core.cost.planning import cluster_of
+from planner.core.cost.simulate import makespans
 from planner.core.errors import UsageError
-from planner.core.schedule.actions import Action, actions_of, num_in_flight
+from planner.core.schedule import SCHEDULES, Action
 from planner.core.values.plan import Inputs, Recompute, Schedule
 from planner.core.values.profile import Profile
 
@@ -173,9 +173,7 @@ class Block:
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Of every device."""
-        return actions_of(
-            self.schedule, num_stages=self.num_devices, micro_batches=self.micro_batches, chunks=self.chunks
-        )
+        return SCHEDULES[self.schedule].actions(self.num_devices, self.micro_batches, self.chunks)
 
     def _at(self, table: FloatArray) -> FloatArray:
         found: FloatArray = table[self.cuts[:, :-1], self.cuts[:, 1:], self.choices]
@@ -187,7 +185,7 @@ class Block:
         reserve = self.inputs.reserve_bytes
         if self.schedule != "interleaved":
             stages = range(self.num_devices)
-            in_flight = [num_in_flight(self.schedule, k, len(stages), self.micro_batches) for k in stages]
+            in_flight = [SCHEDULES[self.schedule].in_flight(k, len(stages), self.micro_batches) for k in stages]
             return np.stack([self._at(self.tables.bytes(n))[:, k] for k, n in enumerate(in_flight)], axis=1) + reserve
         costs = self.tables.costs
         shared = shared_bytes(costs, self.cuts, self.num_devices)
@@ -330,7 +328,7 @@ class Space:
                 if not cuts:
                     continue
                 try:
-                    actions_of(schedule, num_stages=num, micro_batches=micro_batches, chunks=chunks)
+                    SCHEDULES[schedule].actions(num, micro_batches, chunks)
                 except UsageError:
                     continue
                 every = _with_choices(tuple(cuts), tuple(tuple(tables.counts[i] for i in pairwise(c)) for c in cuts))

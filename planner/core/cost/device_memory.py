@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.costs import ChainCosts
 from planner.core.cost.memory import CHUNK_PARTS, chunk_parts, stage_memory
-from planner.core.schedule.actions import Action, Instruction, with_transfers
+from planner.core.schedule import Action, Instruction, programs
 from planner.core.values.plan import Recompute, StageMemory
 
 __all__ = [
@@ -85,7 +85,7 @@ def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
     """What is there during and after every forward and backward of each device of an interleaved pipeline."""
     chunks = 1 + max(action.chunk for row in actions for action in row)
     last = max(action.micro_batch for action in actions[0])
-    return tuple(_counts(row, chunks, last) for row in with_transfers(actions))
+    return tuple(_counts(row, chunks, last) for row in programs(actions))
 
 
 def _counts(row: Sequence[Instruction], chunks: int, last: int) -> Counts:
@@ -94,16 +94,16 @@ def _counts(row: Sequence[Instruction], chunks: int, last: int) -> Counts:
     during, after = [], []
     for what in row:
         mine = now[what.chunk]
-        match what.kind:
-            case "receive F":
+        match what.do, what.kind:
+            case "receive", "F":
                 mine[_PLACE["input"]] += 1
-            case "receive B":
+            case "receive", "B":
                 mine[_PLACE["output_gradient"]] += 1
-            case "send B":
+            case "send", "B":
                 # With it goes the one before.
                 now[:, _PLACE["input_gradient"]] = 0
                 mine[_PLACE["input_gradient"]] = 1
-            case "F" | "B":
+            case "run", _:
                 running = _begin(mine, what, last)
                 mine[_PLACE[running]] = 1
                 during.append(now.copy())

@@ -22,7 +22,7 @@ from planner.core.cost.memory import stage_memory
 from planner.core.cost.simulate import Event, StageTimes, last_end_us, simulate
 from planner.core.cost.step_time import gpipe_step, optimizer_tail_us
 from planner.core.errors import UsageError
-from planner.core.schedule.actions import Action, actions_of, num_in_flight
+from planner.core.schedule import SCHEDULES, Action, device_of
 from planner.core.values.cluster import Cluster
 from planner.core.values.limits import short
 from planner.core.values.plan import Plan, Predicted, Recompute, Schedule, Stage, StageMemory
@@ -94,7 +94,7 @@ class Partition:
 
     def device_of(self, stage: int) -> int:
         """The device of the cluster that runs `stage`."""
-        return self.devices[stage] if self.devices else stage % self.num_devices
+        return self.devices[stage] if self.devices else device_of(stage, self.num_devices)
 
     def recomputed_in(self, stage: int) -> tuple[int, ...]:
         """The layers that are recomputed one by one in `stage`."""
@@ -102,9 +102,7 @@ class Partition:
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """What every device does, in order; raises `UsageError` where the schedule cannot run so."""
-        return actions_of(
-            self.schedule, num_stages=self.num_devices, micro_batches=self.micro_batches, chunks=self.chunks
-        )
+        return SCHEDULES[self.schedule].actions(self.num_devices, self.micro_batches, self.chunks)
 
 
 def _positions(stage: Stage, names: Sequence[str]) -> tuple[int, ...]:
@@ -130,7 +128,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
             f"the profile has {num_layers}",
             hint="every layer belongs to exactly one stage: make the sum right",
         )
-    if chunks < 1 or len(balance) % chunks or (chunks > 1 and partition.schedule != "interleaved"):
+    if chunks < 1 or len(balance) % chunks or (chunks > 1 and not SCHEDULES[partition.schedule].is_chunked):
         raise UsageError(
             f"{len(balance)} stages cannot be {chunks} chunks on each device of a {partition.schedule} pipeline",
             hint="make the number of stages a multiple of `chunks`; chunks above 1 need the interleaved schedule",
@@ -223,7 +221,7 @@ def own_step_us(
 
 def step_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
     """Step time: closed form for GPipe, simulated for other schedules; and the optimizers' steps."""
-    if partition.schedule == "gpipe":
+    if SCHEDULES[partition.schedule].has_closed_form:
         pipeline_us = gpipe_step(stage_times(costs, partition, cluster), micro_batches=partition.micro_batches).step_us
     else:
         pipeline_us = last_end_us(partition.actions(), stage_times(costs, partition, cluster))
@@ -297,7 +295,7 @@ def chunks_on(device: int, costs: ChainCosts, partition: Partition) -> dict[int,
 
 
 def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
-    if partition.schedule == "interleaved":
+    if SCHEDULES[partition.schedule].is_chunked:
         return _chunk_memories(costs, partition, cluster)
     return [
         stage_memory(
@@ -305,7 +303,7 @@ def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list
             first,
             end,
             micro_batches=partition.micro_batches,
-            in_flight=num_in_flight(partition.schedule, k, len(partition.balance), partition.micro_batches),
+            in_flight=SCHEDULES[partition.schedule].in_flight(k, partition.num_devices, partition.micro_batches),
             recompute=partition.recompute[k],
             recomputed=partition.recomputed_in(k),
             reserve_bytes=cluster.reserve_bytes,

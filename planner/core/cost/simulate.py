@@ -1,19 +1,34 @@
-"""Event simulator: when each action of a schedule starts and ends on stages of given speed, over links of given cost.
+"""The time law: clocks carried through a schedule, for one partition or for many at once.
 
-It knows nothing of the closed forms in `planner.core.cost.step_time`; tests hold the two against each other.
+    start of an action  =  the latest of: its device is free; what it waits for has arrived
+    end                 =  start + its duration
+    arrival behind it   =  end, and over a link that is one after the other: when the link is free, + its transfer
+
 Every device and every direction of every link does one thing at a time, devices in the order of their action lists,
-links in the order in which the sender gets done.
+links in the order in which the sender gets done. A link that blocks lies with the receiver: the transfer keeps it busy
+ahead of its action. What happens in which order does not depend on the times: it is worked out once per schedule, and
+the same walk then carries single numbers (`simulate`, which also tells events) or arrays of them (`makespans`).
+
+It knows nothing of the closed form in `planner.core.cost.step_time`; tests hold the two against each other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Generic, NamedTuple, TypeVar
 
-from planner.core.schedule.actions import Action, execution_order
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Event", "StageTimes", "last_end_us", "simulate"]
+from planner.core.schedule import KINDS, Action, Letter, device_of, execution_order, message_from, message_to
 
-EventKind = Literal["F", "B", "send F", "send B"]
+__all__ = ["Event", "StageTimes", "last_end_us", "makespans", "simulate"]
+
+FloatArray = NDArray[np.float64]
+Clock = TypeVar("Clock", float, FloatArray)
+
+_BLOCK = 1024
+"""Partitions whose clocks are carried together: as many as the processor's cache holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +54,12 @@ class StageTimes:
 class Event:
     """One action (or the transfer that follows it) with its interval. `stage` is the sender for a transfer."""
 
-    kind: EventKind
+    kind: str
+    """`F` or `B`; of a transfer `send F` or `send B`, by what made that which is sent."""
     stage: int
     """Place in the chain."""
     device: int
-    """The device that runs the stage: `stage` modulo K."""
+    """The device that runs the stage."""
     micro_batch: int
     start_us: float
     end_us: float
@@ -52,71 +68,211 @@ class Event:
 def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> tuple[Event, ...]:
     """All events of one step, sorted by start time.
 
-    Stage s runs on device s modulo K. What it computes goes to stage s+1 (forward) or s-1 (backward), over the link
-    between their devices; where K = 1, nothing is sent. Chunks share the links: those of devices K-1 and 0 lead back
-    to the front.
+    What a stage computes goes to the next one in its direction, over the link between their devices; where K = 1,
+    nothing is sent. Chunks share the links: those of devices K-1 and 0 lead back to the front.
 
     Args:
-        actions: Per device (K of them), its actions in order; stage s's F needs stage s-1's F, its B stage s+1's B.
+        actions: Per device (K of them), its actions in order.
         stages: Per stage (K times the chunks of a device), its times, in the order of the chain.
 
     Raises:
         ValueError: The action lists wait for each other in a circle, or the stages are not a multiple of the devices.
     """
-    events = [
-        Event(kind=kind, stage=stage, device=stage % len(actions), micro_batch=micro_batch, start_us=start, end_us=end)
-        for kind, stage, micro_batch, start, end in _laid_out(actions, stages)
-    ]
+    events: list[Event] = []
+
+    def note(step: _Step, is_send: bool, start_us: float, end_us: float) -> None:  # noqa: FBT001 - called by one
+        event = Event(
+            kind=f"send {step.kind}" if is_send else step.kind,
+            stage=step.stage,
+            device=step.device,
+            micro_batch=step.micro_batch,
+            start_us=start_us,
+            end_us=end_us,
+        )
+        events.append(event)
+
+    _walk(actions, stages, note)
     return tuple(sorted(events, key=lambda e: (e.start_us, e.stage, e.micro_batch, e.kind)))
 
 
 def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> float:
     """When the last event of `simulate` ends, several times faster: nothing but the clocks is kept."""
-    return max((end for *_, end in _laid_out(actions, stages)), default=0.0)
+    return _walk(actions, stages)
+
+
+def makespans(
+    actions: Sequence[Sequence[Action]],
+    *,
+    forward_us: FloatArray,
+    backward_us: FloatArray,
+    last_backward_us: FloatArray,
+    send_us: FloatArray,
+    blocking: ArrayLike = False,
+) -> FloatArray:
+    """When the last action ends, for N partitions of a chain into the same number of stages.
+
+    Arrays have shape (N, S), S = K V stages in the order of the chain, and mean what the fields of `StageTimes` mean.
+
+    Args:
+        actions: Per device (K of them), its actions in order.
+        forward_us: Forward of a micro-batch.
+        backward_us: Backward of a micro-batch.
+        last_backward_us: Backward of the last micro-batch.
+        send_us: Crossing the boundary behind each stage; the last column is not read.
+        blocking: Whether receiving over that boundary keeps the receiver busy: shape (S,), or one for all.
+
+    Returns:
+        Shape (N,), microseconds: the latest end of `simulate`, by the same operations.
+
+    Raises:
+        ValueError: As `simulate`, or arrays whose shapes differ.
+
+    Complexity: O(K V M) numpy operations per 1024 partitions.
+    """
+    num_partitions, num_stages = forward_us.shape
+    if {backward_us.shape, last_backward_us.shape, send_us.shape} != {forward_us.shape}:
+        raise ValueError(f"times of {num_stages} stages of {num_partitions} partitions need arrays of one shape")
+    blocks = np.broadcast_to(np.asarray(blocking, dtype=np.bool_), (num_stages,)).tolist()
+    steps = _known_steps(tuple(map(tuple, actions)), num_stages)
+    ends = np.empty(num_partitions)
+    for first in range(0, num_partitions, _BLOCK):
+        block = slice(first, min(first + _BLOCK, num_partitions))
+
+        def rows(times: FloatArray, block: slice = block) -> list[FloatArray]:
+            # A stage to a row, so that the clocks of all partitions lie side by side.
+            return list(np.ascontiguousarray(times[block].T, dtype=np.float64))
+
+        durations: Mapping[Letter, Sequence[FloatArray]] = {"F": rows(forward_us), "B": rows(backward_us)}
+        last = {**durations, "B": rows(last_backward_us)}
+        times = _Times(durations, last, rows(send_us), blocks)
+        ends[block] = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later=np.maximum)
+    return ends
 
 
 # Private functions
 
 
-def _laid_out(
-    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]
-) -> Iterator[tuple[EventKind, int, int, float, float]]:
-    """Kind, stage, micro-batch, start and end of every event; what an event needs comes before it.
+class _Times(NamedTuple, Generic[Clock]):
+    """The times of every stage: of one partition as numbers, of many as arrays."""
 
-    One loop with its clocks in local variables: a plan for 128 stages has 65,000 actions, and `check` waits for them.
-    """
-    num_devices, num_stages = len(actions), len(stages)
-    if not num_devices or num_stages % num_devices:
+    durations: Mapping[Letter, Sequence[Clock]]
+    last_durations: Mapping[Letter, Sequence[Clock]]
+    """Those of the last micro-batch."""
+    sends: Sequence[Clock]
+    blocking: Sequence[bool]
+
+
+class _Step(NamedTuple):
+    """One action, with where everything it reads and writes is found."""
+
+    kind: Letter
+    stage: int
+    device: int
+    micro_batch: int
+    is_last: bool
+    """Whether its micro-batch is the last one."""
+    source: tuple[Letter, int, int] | None
+    """The message that it begins with: kind, sending stage, micro-batch."""
+    received_over: int
+    """The stage in front of the boundary over which that comes; -1 where it comes over none."""
+    sent_over: int
+    """The stage in front of the boundary that its output crosses; -1 where it crosses none."""
+    link: tuple[int, int]
+    """Sending and receiving device: with K = 2 a link carries forwards of one boundary beside backwards of the next."""
+
+
+@lru_cache(maxsize=64)
+def _known_steps(actions: tuple[tuple[Action, ...], ...], num_stages: int) -> tuple[_Step, ...]:
+    return _steps_of(actions, num_stages)
+
+
+def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_Step, ...]:
+    num_devices = len(actions)
+    if not actions or num_stages % num_devices:
         raise ValueError(f"{num_stages} stages cannot lie on {num_devices} devices, each with as many")
-    last_micro_batch = max((action.micro_batch for todo in actions for action in todo), default=-1)
-    device_free = [0.0] * num_devices
-    # By sender and receiver: with K = 2 the link carries forwards of one boundary beside backwards of the next.
-    link_free: dict[tuple[int, int], float] = {}
-    forward_arrival: dict[tuple[int, int], float] = {}
-    backward_arrival: dict[tuple[int, int], float] = {}
+    last_micro_batch = max((action.micro_batch for row in actions for action in row), default=-1)
+    # Neighbours on one device hand over in place; the device's own order then keeps one after the other.
+    crosses = num_devices > 1
+    sources = {(kind, s): message_from(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
+    targets = {(kind, s): message_to(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
+    steps = []
     for stage, action in execution_order(actions, num_stages):
-        times, micro_batch = stages[stage], action.micro_batch
-        if action.kind == "F":
-            step, arrival, duration = 1, forward_arrival, times.forward_us
-        else:
-            step, arrival = -1, backward_arrival
-            duration = times.last_backward_us if micro_batch == last_micro_batch else times.backward_us
-        device = stage % num_devices
-        start = max(arrival.get((stage, micro_batch), 0.0), device_free[device])
-        # Neighbours on one device hand over in place; the device's own order then keeps one after the other.
-        source, target = stage - step, stage + step
-        if num_devices > 1 and 0 <= source < num_stages:
-            boundary = stages[min(stage, source)]
-            if boundary.blocking:
-                start += boundary.send_us
-        end = device_free[device] = start + duration
-        yield action.kind, stage, micro_batch, start, end
-        if num_devices > 1 and 0 <= target < num_stages:
-            boundary = stages[min(stage, target)]
-            if not boundary.blocking:
-                link = device, target % num_devices
-                sent = max(end, link_free.get(link, 0.0))
-                end = link_free[link] = sent + boundary.send_us
-                if boundary.send_us > 0:
-                    yield "send F" if step == 1 else "send B", stage, micro_batch, sent, end
-            arrival[target, micro_batch] = end
+        source = sources[action.kind, stage] if crosses else None
+        target = targets[action.kind, stage] if crosses else None
+        step = _Step(
+            kind=action.kind,
+            stage=stage,
+            device=device_of(stage, num_devices),
+            micro_batch=action.micro_batch,
+            is_last=action.micro_batch == last_micro_batch,
+            source=None if source is None else (action.kind, source, action.micro_batch),
+            received_over=-1 if source is None else min(stage, source),
+            sent_over=-1 if target is None else min(stage, target),
+            link=(device_of(stage, num_devices), -1 if target is None else device_of(target, num_devices)),
+        )
+        steps.append(step)
+    return tuple(steps)
+
+
+def _walk(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None) -> float:
+    """One partition's clocks: when the last action ends."""
+    durations: Mapping[Letter, Sequence[float]] = {
+        "F": [stage.forward_us for stage in stages],
+        "B": [stage.backward_us for stage in stages],
+    }
+    last: Mapping[Letter, Sequence[float]] = {**durations, "B": [stage.last_backward_us for stage in stages]}
+    times = _Times(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
+    steps = _steps_of(actions, len(stages))
+    return _carry(steps, len(actions), times, begin=0.0, later=max, note=note)
+
+
+_Note = Callable[[_Step, bool, float, float], None]
+"""Is told of a step whether it is the transfer behind it, when it starts, and when it ends."""
+
+
+def _carry(
+    steps: Sequence[_Step],
+    num_devices: int,
+    times: _Times[Clock],
+    *,
+    begin: Clock,
+    later: Callable[[Clock, Clock], Clock],
+    note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
+) -> Clock:
+    """When the last action ends.
+
+    Args:
+        steps: In an order in which each comes after what it waits for.
+        num_devices: K.
+        times: What they take.
+        begin: The clocks when the step begins.
+        later: The later of two clocks.
+        note: Is told of every action, and of every transfer that takes time.
+    """
+    device_free = [begin] * num_devices
+    link_free: dict[tuple[int, int], Clock] = {}
+    arrived: dict[tuple[Letter, int, int], Clock] = {}
+    # A transfer of no time starts when it may and holds nobody up, if all of them are such.
+    takes_time = any(np.any(send) for send in times.sends[:-1])
+    for step in steps:
+        start = device_free[step.device]
+        if step.source is not None:
+            start = later(start, arrived.pop(step.source))
+            if times.blocking[step.received_over]:
+                start = start + times.sends[step.received_over]
+        durations = times.last_durations if step.is_last else times.durations
+        end = device_free[step.device] = start + durations[step.kind][step.stage]
+        if note is not None:
+            note(step, False, start, end)
+        if step.sent_over < 0:
+            continue
+        if takes_time and not times.blocking[step.sent_over]:
+            sent = later(end, link_free.get(step.link, begin))
+            end = link_free[step.link] = sent + times.sends[step.sent_over]
+            if note is not None and np.any(times.sends[step.sent_over]):
+                note(step, True, sent, end)
+        arrived[step.kind, step.stage, step.micro_batch] = end
+    latest = begin
+    for free in device_free:
+        latest = later(latest, free)
+    return latest

@@ -16,7 +16,7 @@ from planner.core.cost.device_memory import counts_of, moments_of
 from planner.core.cost.evaluate import Partition, chunks_on, own_step_us, stage_times, stages_of, timeline
 from planner.core.cost.memory import StageMoments, stage_moments
 from planner.core.cost.simulate import Event, StageTimes
-from planner.core.schedule.actions import num_in_flight
+from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Cluster
 
 __all__ = ["Level", "Span", "SpanKind", "Step", "step_of"]
@@ -159,7 +159,7 @@ def _memory(
     levels = []
     for device in range(count):
         law: _StageLaw | _ChunkLaw
-        if partition.schedule == "interleaved":
+        if SCHEDULES[partition.schedule].is_chunked:
             law = _ChunkLaw(costs, partition, device, cluster.reserve_bytes)
         else:
             law = _StageLaw(costs, partition, device, cluster.reserve_bytes)
@@ -187,7 +187,7 @@ class _StageLaw:
     def __init__(self, costs: ChainCosts, partition: Partition, stage: int, reserve: int) -> None:
         first, end = partition.intervals()[stage]
         count = len(partition.balance)
-        self._most = num_in_flight(partition.schedule, stage, count, partition.micro_batches)
+        self._most = SCHEDULES[partition.schedule].in_flight(stage, count, partition.micro_batches)
         self._last = partition.micro_batches - 1
         self._at: StageMoments = stage_moments(
             costs.of_replicas(partition.replicas),

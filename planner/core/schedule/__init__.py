@@ -1,1 +1,64 @@
-"""Schedules: which device does what in which order."""
+"""Schedules: which device does what in which order.
+
+A schedule is a value (`SCHEDULES` has them by name), what it makes devices do is data (`programs`). Everything that has
+to know either reads it from here: names and titles, what runs with how many micro-batches, colours, and bounds.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from planner.core.schedule.base import Action, Loads, Schedule
+from planner.core.schedule.gpipe import GPipe
+from planner.core.schedule.interleaved import Interleaved
+from planner.core.schedule.kinds import KINDS, Kind, Letter
+from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
+from planner.core.schedule.program import (
+    Instruction,
+    Need,
+    device_of,
+    execution_order,
+    message_from,
+    message_to,
+    needed_for,
+    programs,
+    stage_of,
+)
+from planner.core.values.plan import Schedule as Name
+from planner.core.values.plan import SchedulePolicy
+
+__all__ = [
+    "GPIPE",
+    "INTERLEAVED",
+    "KINDS",
+    "ONE_FORWARD_ONE_BACKWARD",
+    "SCHEDULES",
+    "Action",
+    "Instruction",
+    "Kind",
+    "Letter",
+    "Loads",
+    "Need",
+    "Schedule",
+    "device_of",
+    "execution_order",
+    "message_from",
+    "message_to",
+    "needed_for",
+    "programs",
+    "schedules_for",
+    "stage_of",
+]
+
+GPIPE: Final = GPipe()
+ONE_FORWARD_ONE_BACKWARD: Final = OneForwardOneBackward()
+INTERLEAVED: Final = Interleaved()
+
+SCHEDULES: Final[Mapping[Name, Schedule]] = {
+    schedule.name: schedule for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
+}
+"""All schedules by name, in the order in which the solver tries them."""
+
+
+def schedules_for(policy: SchedulePolicy) -> tuple[Schedule, ...]:
+    """The schedules that an option leaves to choose from: all of them, or the one that it names."""
+    return tuple(SCHEDULES.values()) if policy == "auto" else (SCHEDULES[policy],)

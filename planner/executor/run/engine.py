@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
 
-from planner.core.schedule.actions import actions_of, with_transfers
+from planner.core.schedule import INTERLEAVED, programs, stage_of
 from planner.core.values.plan import Schedule
 from planner.core.values.precision import Precision
 from planner.executor.run.finite import check_output
@@ -294,7 +294,7 @@ class _Interleaved(ScheduleInterleaved1F1B):
 
     An output goes after its micro-batch's backward: its gradient has come back, so it was delivered long ago. The
     gradient of an input goes when the next one is sent: with one under way, waiting for those before it blocks nobody
-    (see `planner.core.schedule.actions.with_transfers`), and holds no step up where M is a multiple of K.
+    (see `planner.core.schedule.programs`), and holds no step up where M is a multiple of K.
     """
 
     def __init__(self, stages: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -340,21 +340,24 @@ class _Interleaved(ScheduleInterleaved1F1B):
 
 
 _TYPES = {
-    "F": _ComputationType.FORWARD,
-    "B": _ComputationType.FULL_BACKWARD,
-    "send F": _ComputationType.SEND_F,
-    "send B": _ComputationType.SEND_B,
-    "receive F": _ComputationType.RECV_F,
-    "receive B": _ComputationType.RECV_B,
+    ("run", "F"): _ComputationType.FORWARD,
+    ("run", "B"): _ComputationType.FULL_BACKWARD,
+    ("send", "F"): _ComputationType.SEND_F,
+    ("send", "B"): _ComputationType.SEND_B,
+    ("receive", "F"): _ComputationType.RECV_F,
+    ("receive", "B"): _ComputationType.RECV_B,
 }
 
 
 def _rows(num_devices: int, micro_batches: int, chunks: int) -> dict[int, list[_Action]]:
     """The planner's instructions for every device, in torch's terms."""
-    actions = actions_of("interleaved", num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+    actions = INTERLEAVED.actions(num_devices, micro_batches, chunks)
     return {
-        device: [_Action(what.chunk * num_devices + device, _TYPES[what.kind], what.micro_batch) for what in row]
-        for device, row in enumerate(with_transfers(actions))
+        device: [
+            _Action(stage_of(device, what.chunk, num_devices), _TYPES[what.do, what.kind], what.micro_batch)
+            for what in row
+        ]
+        for device, row in enumerate(programs(actions))
     }
 
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.core.cost.makespan import makespans
-from planner.core.cost.simulate import StageTimes, simulate
+from planner.core.cost.simulate import StageTimes, makespans, simulate
 from planner.core.cost.step_time import gpipe_step
 from planner.core.errors import UsageError
-from planner.core.schedule.actions import actions_of
+from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Schedule
 
 MOST_STAGES = 16
@@ -36,7 +35,7 @@ def equal_stages(forward_us: int, backward_us: int, num_stages: int) -> list[Sta
 
 def ends_of(schedule: Schedule, num_devices: int, micro_batches: int, chunks: int = 1) -> list[int]:
     """Makespans with `TIMES`."""
-    actions = actions_of(schedule, num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+    actions = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
     forward, backward = (np.repeat(np.array(TIMES, dtype=float)[:, [n]], num_devices * chunks, axis=1) for n in (0, 1))
     ends = makespans(
         actions,
@@ -65,7 +64,7 @@ def test_gpipe_has_the_papers_bubble_simulated(
     num_stages: int, micro_batches: int, forward_us: int, backward_us: int
 ) -> None:
     """Any times, drawn."""
-    actions = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
+    actions = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
     events = simulate(actions, equal_stages(forward_us, backward_us, num_stages))
     end = max(event.end_us for event in events)
     idle = num_stages * Fraction(end) - sum(Fraction(event.end_us) - Fraction(event.start_us) for event in events)

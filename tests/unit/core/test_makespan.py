@@ -5,12 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from planner.core.cost.makespan import makespans
-from planner.core.cost.simulate import StageTimes, simulate
-from planner.core.schedule.actions import Action, actions_of
+from planner.core.cost.simulate import StageTimes, makespans, simulate
+from planner.core.schedule import SCHEDULES, Action
 from planner.core.values.plan import Schedule
 
-SCHEDULES: list[tuple[Schedule, int]] = [
+KINDS: list[tuple[Schedule, int]] = [
     ("gpipe", 1),
     ("1f1b", 1),
     ("interleaved", 1),
@@ -41,7 +40,7 @@ def simulated(
     return max(event.end_us for event in simulate(actions, stages))
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
 def test_equal_to_the_simulator(schedule: Schedule, chunks: int) -> None:
     """60 pipelines with 5 partitions each: no links, links, blocking links, and both kinds mixed."""
     draw, rng = random.Random(f"{schedule} {chunks}"), np.random.default_rng(3)
@@ -53,7 +52,7 @@ def test_equal_to_the_simulator(schedule: Schedule, chunks: int) -> None:
             micro_batches = draw.randint(1, 9)
         elif schedule == "interleaved" and draw.random() < 0.2:
             micro_batches = draw.randint(1, num_devices)
-        actions = actions_of(schedule, num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+        actions = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
         num_stages = num_devices * chunks
         times = random_times(rng, 5, num_stages)
         blocking = rng.random(num_stages) < draw.choice([0.0, 0.5, 1.0])
@@ -68,7 +67,7 @@ def test_equal_to_the_simulator(schedule: Schedule, chunks: int) -> None:
 @pytest.mark.parametrize("blocking", [False, True])
 def test_one_flag_for_all_boundaries(*, blocking: bool) -> None:
     """A scalar means every boundary."""
-    actions = actions_of("1f1b", num_stages=4, micro_batches=7)
+    actions = SCHEDULES["1f1b"].actions(4, 7)
     times = random_times(np.random.default_rng(1), 3, 4)
     times["send_us"][:, :-1] = 1.5
     expected = [simulated(actions, times, np.full(4, blocking), n) for n in range(3)]
@@ -77,7 +76,7 @@ def test_one_flag_for_all_boundaries(*, blocking: bool) -> None:
 
 def test_more_partitions_than_fit_in_one_block() -> None:
     """Of 2500 partitions each has the makespan that it has alone; whole numbers will do, inputs are not touched."""
-    actions = actions_of("interleaved", num_stages=2, micro_batches=4, chunks=2)
+    actions = SCHEDULES["interleaved"].actions(2, 4, 2)
     rng = np.random.default_rng(5)
     times = {name: rng.integers(0, 9, (2500, 4)) for name in random_times(rng, 1, 4)}
     before = {name: of.copy() for name, of in times.items()}
@@ -91,7 +90,7 @@ def test_more_partitions_than_fit_in_one_block() -> None:
 def test_no_partitions_have_no_makespans() -> None:
     """N = 0."""
     times = {name: np.zeros((0, 2)) for name in random_times(np.random.default_rng(0), 1, 2)}
-    assert makespans(actions_of("gpipe", num_stages=2, micro_batches=2), **times).shape == (0,)
+    assert makespans(SCHEDULES["gpipe"].actions(2, 2), **times).shape == (0,)
 
 
 def test_what_cannot_run_is_refused_as_by_the_simulator() -> None:
@@ -100,6 +99,6 @@ def test_what_cannot_run_is_refused_as_by_the_simulator() -> None:
     with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
         makespans([[Action("B", 0), Action("F", 0)], [Action("F", 0), Action("B", 0)]], **times)
     with pytest.raises(ValueError, match="2 stages cannot lie on 3 devices"):
-        makespans(actions_of("gpipe", num_stages=3, micro_batches=2), **times)
+        makespans(SCHEDULES["gpipe"].actions(3, 2), **times)
     with pytest.raises(ValueError, match="one shape"):
-        makespans(actions_of("gpipe", num_stages=2, micro_batches=2), **(times | {"send_us": np.zeros((2, 1))}))
+        makespans(SCHEDULES["gpipe"].actions(2, 2), **(times | {"send_us": np.zeros((2, 1))}))

@@ -5,10 +5,11 @@ from itertools import product
 import pytest
 
 from planner.core.errors import UsageError
-from planner.core.schedule.actions import Action, actions_of, execution_order, num_in_flight
+from planner.core.schedule import SCHEDULES, Action, execution_order
+from planner.core.schedule import Schedule as Base
 from planner.core.values.plan import Schedule
 
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+NAMES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 SIZES = [(1, 1), (1, 5), (2, 2), (2, 3), (3, 7), (4, 4), (4, 9), (8, 8), (8, 32)]
 
 
@@ -33,13 +34,13 @@ def most_waiting(actions: tuple[Action, ...]) -> int:
 
 def test_gpipe_does_all_forwards_first() -> None:
     """Forwards of all micro-batches, then backwards in the same order."""
-    stages = actions_of("gpipe", num_stages=2, micro_batches=3)
+    stages = SCHEDULES["gpipe"].actions(2, 3)
     assert [as_text(stage) for stage in stages] == ["F0 F1 F2 B0 B1 B2"] * 2
 
 
 def test_1f1b_alternates_after_its_warm_up() -> None:
     """Stage k warms up with K-k forwards, then a backward follows each forward."""
-    stages = actions_of("1f1b", num_stages=3, micro_batches=4)
+    stages = SCHEDULES["1f1b"].actions(3, 4)
     assert [as_text(stage) for stage in stages] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -47,13 +48,13 @@ def test_1f1b_alternates_after_its_warm_up() -> None:
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
 def test_every_micro_batch_passes_every_stage_once_each_way(
     schedule: Schedule, num_stages: int, micro_batches: int
 ) -> None:
     """Each list holds every forward and every backward once, each kind in the order of the micro-batches."""
-    stages = actions_of(schedule, num_stages=num_stages, micro_batches=micro_batches)
+    stages = SCHEDULES[schedule].actions(num_stages, micro_batches)
     assert len(stages) == num_stages
     for stage in stages:
         for kind in ("F", "B"):
@@ -64,52 +65,56 @@ def test_every_micro_batch_passes_every_stage_once_each_way(
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
 def test_1f1b_keeps_as_many_micro_batches_waiting_as_stages_follow(num_stages: int, micro_batches: int) -> None:
     """Walking the lists counts min(M, K-k) waiting on stage k: what the memory model is told."""
-    stages = actions_of("1f1b", num_stages=num_stages, micro_batches=micro_batches)
+    stages = SCHEDULES["1f1b"].actions(num_stages, micro_batches)
     counted = [most_waiting(stage) for stage in stages]
     assert counted == [min(micro_batches, num_stages - k) for k in range(num_stages)]
-    assert counted == [num_in_flight("1f1b", k, num_stages, micro_batches) for k in range(num_stages)]
+    assert counted == [SCHEDULES["1f1b"].in_flight(k, num_stages, micro_batches) for k in range(num_stages)]
 
 
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
 def test_gpipe_keeps_every_micro_batch_waiting(num_stages: int, micro_batches: int) -> None:
     """All M wait on every stage, the last included."""
-    stages = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
+    stages = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
     assert {most_waiting(stage) for stage in stages} == {micro_batches}
-    assert {num_in_flight("gpipe", k, num_stages, micro_batches) for k in range(num_stages)} == {micro_batches}
+    assert {SCHEDULES["gpipe"].in_flight(k, num_stages, micro_batches) for k in range(num_stages)} == {micro_batches}
 
 
 def test_gpipe_runs_with_fewer_micro_batches_than_stages() -> None:
     """Slowly, but correctly: M = 1 on eight stages is one forward and one backward each."""
-    assert {as_text(stage) for stage in actions_of("gpipe", num_stages=8, micro_batches=1)} == {"F0 B0"}
+    assert {as_text(stage) for stage in SCHEDULES["gpipe"].actions(8, 1)} == {"F0 B0"}
 
 
 def test_1f1b_is_refused_with_fewer_micro_batches_than_stages() -> None:
     """The engine would refuse it late; here the error names M and K, and what to do."""
     with pytest.raises(UsageError, match=r"M = 3, K = 4") as refused:
-        actions_of("1f1b", num_stages=4, micro_batches=3)
+        SCHEDULES["1f1b"].actions(4, 3)
     assert "--schedule gpipe" in refused.value.hint
 
 
 def test_interleaved_runs_chunk_after_chunk() -> None:
     """K = 2, M = 4, V = 2 by hand: chunk 0 with micro-batches 0 and 1, then chunk 1, then chunk 0 with 2 and 3."""
-    stages = actions_of("interleaved", num_stages=2, micro_batches=4, chunks=2)
+    stages = SCHEDULES["interleaved"].actions(2, 4, 2)
     assert [as_text(stage) for stage in stages] == [
         "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
         "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
     ]
 
 
-def test_the_formula_refuses_interleaved() -> None:
-    """One number per stage would be wrong for chunks that share a device."""
-    with pytest.raises(ValueError, match="device_memory"):
-        num_in_flight("interleaved", 0, 2, 4)
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
+def test_formulas_of_what_waits_agree_with_a_walk(schedule: Schedule, num_stages: int, micro_batches: int) -> None:
+    """What GPipe and 1F1B say of themselves is what any schedule would count in its list."""
+    kind = SCHEDULES[schedule]
+    for device in range(num_stages):
+        walked = Base.in_flight(kind, device, num_stages, micro_batches)
+        assert kind.in_flight(device, num_stages, micro_batches) == walked
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
 def test_the_execution_order_keeps_lists_and_needs(schedule: Schedule, chunks: int, num_devices: int) -> None:
     """All actions once, every device's in its own order, each after the neighbour's that it needs."""
-    lists = actions_of(schedule, num_stages=num_devices, micro_batches=2 * num_devices, chunks=chunks)
+    lists = SCHEDULES[schedule].actions(num_devices, 2 * num_devices, chunks)
     num_stages = num_devices * chunks
     order = execution_order(lists, num_stages)
     for device, row in enumerate(lists):
@@ -126,7 +131,7 @@ def test_the_execution_order_keeps_lists_and_needs(schedule: Schedule, chunks: i
 def test_no_pair_of_schedules_is_the_same_by_mistake() -> None:
     """From two stages on, 1F1B and GPipe differ on every stage that does not wait for all M."""
     for num_stages, micro_batches in product((2, 4), (4, 8)):
-        gpipe = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
-        other = actions_of("1f1b", num_stages=num_stages, micro_batches=micro_batches)
+        gpipe = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
+        other = SCHEDULES["1f1b"].actions(num_stages, micro_batches)
         differ = [a != b for a, b in zip(gpipe, other, strict=True)]
         assert differ == [num_stages - k < micro_batches for k in range(num_stages)]

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from planner.core.errors import UsageError
-from planner.core.schedule.actions import actions_of
+from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Schedule
 
 KINDS = {_ComputationType.FORWARD: "F", _ComputationType.FULL_BACKWARD: "B"}
@@ -97,7 +97,7 @@ def executed(
 
 def ours(schedule: Schedule, num_devices: int, micro_batches: int, chunks: int = 1) -> list[list[tuple[str, int, int]]]:
     """Our lists in the same form."""
-    rows = actions_of(schedule, num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+    rows = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
     return [[(a.kind, a.micro_batch, a.chunk * num_devices + d) for a in row] for d, row in enumerate(rows)]
 
 
@@ -157,14 +157,14 @@ def test_refused_exactly_where_the_engine_refuses(schedule: Schedule, chunks: in
     """1F1B below K micro-batches, interleaved where M // K rounds are not equal; GPipe never."""
     refused = 0
     for num_devices, micro_batches in product(DEVICES, range(1, 41)):
-        size = {"num_stages": num_devices, "micro_batches": micro_batches, "chunks": chunks}
+        size = {"num_devices": num_devices, "micro_batches": micro_batches, "chunks": chunks}
         if engine_refuses(schedule, num_devices, micro_batches, chunks):
             refused += 1
             with pytest.raises(UsageError, match=rf"M = {micro_batches}, K = {num_devices}\b") as error:
-                actions_of(schedule, **size)
+                SCHEDULES[schedule].actions(**size)
             assert "`--" in error.value.hint
         else:
-            actions_of(schedule, **size)
+            SCHEDULES[schedule].actions(**size)
     assert (refused > 0) == (schedule != "gpipe")
 
 
@@ -173,7 +173,7 @@ def test_the_number_that_a_refusal_offers_is_accepted() -> None:
     offered = 0
     for num_devices, micro_batches in product(DEVICES, range(1, 41)):
         try:
-            actions_of("interleaved", num_stages=num_devices, micro_batches=micro_batches, chunks=2)
+            SCHEDULES["interleaved"].actions(num_devices, micro_batches, 2)
         except UsageError as error:
             fewer = int(error.hint.split("`--micro-batches ")[1].split("`")[0])
             assert num_devices <= fewer < micro_batches
@@ -186,7 +186,7 @@ def test_the_number_that_a_refusal_offers_is_accepted() -> None:
 def test_chunks_need_the_interleaved_schedule(schedule: Schedule) -> None:
     """The engine gives GPipe and 1F1B one stage per device; fewer than one chunk is no schedule at all."""
     with pytest.raises(UsageError, match=rf"{schedule} .*2 chunks") as refused:
-        actions_of(schedule, num_stages=2, micro_batches=4, chunks=2)
+        SCHEDULES[schedule].actions(2, 4, 2)
     assert "interleaved" in refused.value.hint
     with pytest.raises(UsageError, match="0 chunks"):
-        actions_of("interleaved", num_stages=2, micro_batches=4, chunks=0)
+        SCHEDULES["interleaved"].actions(2, 4, 0)

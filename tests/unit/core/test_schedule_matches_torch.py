@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe, _ComputationType
 from torch.distributed.pipelining.stage import PipelineStage
 
-from planner.core.schedule.actions import actions_of
+from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Schedule
 
 KINDS = {_ComputationType.FORWARD: "F", _ComputationType.FULL_BACKWARD: "B"}
@@ -61,7 +61,7 @@ def announced(schedule: Schedule, num_stages: int, micro_batches: int) -> list[l
 
 def ours(schedule: Schedule, num_stages: int, micro_batches: int) -> list[list[str]]:
     """Our lists as text."""
-    stages = actions_of(schedule, num_stages=num_stages, micro_batches=micro_batches)
+    stages = SCHEDULES[schedule].actions(num_stages, micro_batches)
     return [[str(action) for action in stage] for stage in stages]
 
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 
 from planner.core.cost.simulate import Event, StageTimes, simulate
-from planner.core.schedule.actions import Action, actions_of
+from planner.core.schedule import SCHEDULES, Action
 from planner.core.values.plan import Schedule
 
 # With the chunks of a device.
-SCHEDULES: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)]
+KINDS: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)]
 
 
 def stage(forward: float, backward: float, *, last: float | None = None, send: float = 0.0, blocking: bool = False):
@@ -47,7 +47,7 @@ def test_two_stages_and_two_micro_batches_by_hand() -> None:
     stage 0: F0 0-2, F1 2-4, B0 14-15 (gradient 0 arrives at 14), B1 18-19
     stage 1: F0 3-6, F1 6-9, B0 9-13, B1 13-17; link back 13-14, 17-18
     """
-    actions = actions_of("gpipe", num_stages=2, micro_batches=2)
+    actions = SCHEDULES["gpipe"].actions(2, 2)
     events = simulate(actions, [stage(2, 1, send=1), stage(3, 4)])
     found = {(e.kind, e.stage, e.micro_batch): (e.start_us, e.end_us) for e in events}
     assert found == {
@@ -68,7 +68,7 @@ def test_two_stages_and_two_micro_batches_by_hand() -> None:
 
 def test_a_blocking_link_keeps_the_receiver_busy() -> None:
     """The same two stages: receiving is spent on the receiving stage, there is no event on the link."""
-    actions = actions_of("gpipe", num_stages=2, micro_batches=2)
+    actions = SCHEDULES["gpipe"].actions(2, 2)
     events = simulate(actions, [stage(2, 1, send=1, blocking=True), stage(3, 4)])
     found = {(e.kind, e.stage, e.micro_batch): (e.start_us, e.end_us) for e in events}
     # Stage 1 receives 2-3 and 6-7, stage 0 receives gradients 14-15 and 18-19.
@@ -86,7 +86,7 @@ def test_a_blocking_link_keeps_the_receiver_busy() -> None:
 
 def test_the_last_micro_batch_has_its_own_backward_time() -> None:
     """`except-last` spares micro-batch M-1 its recomputation, no other."""
-    events = simulate(actions_of("gpipe", num_stages=1, micro_batches=3), [stage(1, 5, last=2)])
+    events = simulate(SCHEDULES["gpipe"].actions(1, 3), [stage(1, 5, last=2)])
     assert [(e.micro_batch, e.end_us - e.start_us) for e in events if e.kind == "B"] == [(0, 5), (1, 5), (2, 2)]
 
 
@@ -96,7 +96,7 @@ def track_of(event: Event, num_devices: int) -> tuple[int, int]:
     return event.device, (event.device + step) % num_devices
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
 def test_nothing_does_two_things_at_once(schedule: Schedule, chunks: int) -> None:
     """On 60 random pipelines: per device, and per direction of a link, events follow each other without overlap."""
     rng = random.Random(7)
@@ -107,7 +107,7 @@ def test_nothing_does_two_things_at_once(schedule: Schedule, chunks: int) -> Non
         micro_batches = (
             num_devices * rng.randint(1, 3) if schedule == "interleaved" else num_devices + rng.randint(0, 8)
         )
-        actions = actions_of(schedule, num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+        actions = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
         tracks: dict[tuple[int, int], list[Event]] = {}
         for event in simulate(actions, stages):
             assert event.device == event.stage % num_devices
@@ -122,7 +122,7 @@ def test_nothing_does_two_things_at_once(schedule: Schedule, chunks: int) -> Non
     assert links_seen > 20
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
 def test_nothing_starts_before_what_it_needs(schedule: Schedule, chunks: int) -> None:
     """F waits for the previous stage's F and the transfer, B for the next stage's B and the transfer, in list order."""
     rng = random.Random(11)
@@ -132,7 +132,7 @@ def test_nothing_starts_before_what_it_needs(schedule: Schedule, chunks: int) ->
         num_stages = num_devices * chunks
         stages = random_stages(rng, num_stages)
         micro_batches = 2 * num_devices if schedule == "interleaved" else num_devices + 3
-        actions = actions_of(schedule, num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+        actions = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
         events = {(e.kind, e.stage, e.micro_batch): e for e in simulate(actions, stages)}
         assert len([1 for kind, _, _ in events if kind in "FB"]) == sum(map(len, actions))
         for (kind, at, i), event in events.items():
@@ -151,7 +151,7 @@ def test_nothing_starts_before_what_it_needs(schedule: Schedule, chunks: int) ->
 def test_a_stage_waits_no_longer_than_it_must() -> None:
     """Every action starts when its stage is free or its input arrives, whichever is later; here on unequal stages."""
     stages = [stage(5, 1, send=2), stage(1, 8, send=0.5), stage(4, 4)]
-    actions = actions_of("1f1b", num_stages=3, micro_batches=6)
+    actions = SCHEDULES["1f1b"].actions(3, 6)
     events = {(e.kind, e.stage, e.micro_batch): e for e in simulate(actions, stages)}
     for at, todo in enumerate(actions):
         free = 0.0
@@ -173,7 +173,7 @@ def test_chunks_by_hand() -> None:
     forward: stage 0 on device 0, link 1, stage 1 on device 1, link back to the front 10, stage 2 on device 0, link 2,
     stage 3 on device 1; then back over the same boundaries.
     """
-    actions = actions_of("interleaved", num_stages=2, micro_batches=1, chunks=2)
+    actions = SCHEDULES["interleaved"].actions(2, 1, 2)
     events = simulate(actions, [stage(3, 30, send=1), stage(4, 40, send=10), stage(5, 50, send=2), stage(6, 60)])
     assert [(e.kind, e.stage, e.device, e.start_us, e.end_us) for e in events] == [
         ("F", 0, 0, 0, 3),
@@ -200,7 +200,7 @@ def test_chunks_share_the_direction_of_a_link() -> None:
     later and go out over the same link, each after all of chunk 0 that was ready before.
     """
     stages = [stage(1, 1, send=send) for send in (100, 0, 0, 7, 0, 0)]
-    events = simulate(actions_of("interleaved", num_stages=3, micro_batches=3, chunks=2), stages)
+    events = simulate(SCHEDULES["interleaved"].actions(3, 3, 2), stages)
     sent = [(e.stage, e.micro_batch, e.start_us, e.end_us) for e in events if e.kind == "send F"]
     assert sent == [
         (0, 0, 1, 101),
@@ -216,7 +216,7 @@ def test_chunks_share_the_direction_of_a_link() -> None:
 
 def test_with_two_devices_the_way_round_is_the_link_between_them() -> None:
     """K = 2: device 1 sends forwards of stage 1 to the front where it sends backwards of stage 3, one at a time."""
-    actions = actions_of("interleaved", num_stages=2, micro_batches=4, chunks=2)
+    actions = SCHEDULES["interleaved"].actions(2, 4, 2)
     events = simulate(actions, [stage(2, 1, send=5), stage(1, 3, send=9), stage(2, 2, send=6), stage(1, 1)])
     sent_by = {device: [e for e in events if e.device == device and e.kind not in "FB"] for device in (0, 1)}
     assert {(e.kind, e.stage) for e in sent_by[0]} == {("send F", 0), ("send F", 2), ("send B", 2)}
@@ -228,7 +228,7 @@ def test_with_two_devices_the_way_round_is_the_link_between_them() -> None:
 @pytest.mark.parametrize("blocking", [False, True])
 def test_one_device_sends_nothing_to_itself(*, blocking: bool) -> None:
     """K = 1 with three chunks: everything one after the other, no transfer and no receiving, whatever links cost."""
-    actions = actions_of("interleaved", num_stages=1, micro_batches=4, chunks=3)
+    actions = SCHEDULES["interleaved"].actions(1, 4, 3)
     events = simulate(actions, [stage(1, 2, send=100, blocking=blocking)] * 3)
     assert {e.kind for e in events} == {"F", "B"}
     assert end_of(events) == 3 * 4 * (1 + 2)
@@ -237,14 +237,12 @@ def test_one_device_sends_nothing_to_itself(*, blocking: bool) -> None:
 def test_stages_must_be_shared_out_evenly() -> None:
     """Three stages do not lie on two devices."""
     with pytest.raises(ValueError, match="3 stages cannot lie on 2 devices"):
-        simulate(actions_of("gpipe", num_stages=2, micro_batches=2), [stage(1, 1)] * 3)
+        simulate(SCHEDULES["gpipe"].actions(2, 2), [stage(1, 1)] * 3)
 
 
 def test_events_come_sorted_by_start() -> None:
     """What a picture draws from left to right."""
-    events = simulate(
-        actions_of("1f1b", num_stages=3, micro_batches=5), [stage(1, 2, send=1), stage(3, 1, send=2), stage(2, 2)]
-    )
+    events = simulate(SCHEDULES["1f1b"].actions(3, 5), [stage(1, 2, send=1), stage(3, 1, send=2), stage(2, 2)])
     starts = [event.start_us for event in events]
     assert starts == sorted(starts)
     assert len(events) == 3 * 5 * 2 + 2 * 5 * 2

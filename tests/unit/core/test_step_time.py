@@ -10,7 +10,7 @@ from planner.core.cost.evaluate import Partition, predict, step_us
 from planner.core.cost.planning import cluster_of
 from planner.core.cost.simulate import StageTimes, simulate
 from planner.core.cost.step_time import StepTime, flow_shop_us, gpipe_step, optimizer_tail_us
-from planner.core.schedule.actions import actions_of
+from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Recompute, Schedule
 from tests.support.profiles import inputs_of, profile_of
 
@@ -44,7 +44,7 @@ def test_equal_stages_have_exactly_the_papers_bubble(schedule: Schedule, num_sta
     for micro_batches in (1, 2, 3, 5, 8, 16, 37, 64):
         if schedule == "1f1b" and micro_batches < num_stages:
             continue
-        actions = actions_of(schedule, num_stages=num_stages, micro_batches=micro_batches)
+        actions = SCHEDULES[schedule].actions(num_stages, micro_batches)
         end = max(event.end_us for event in simulate(actions, stages))
         assert end == 3 * (micro_batches + num_stages - 1)
         ideal = Fraction(num_stages - 1, micro_batches + num_stages - 1)
@@ -78,7 +78,7 @@ def test_the_closed_form_is_the_simulators_time() -> None:
                     blocking=rng.random() < 0.5 if kind == "mixed" else kind == "blocking",
                 )
             )
-        actions = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
+        actions = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
         simulated = max(event.end_us for event in simulate(actions, stages))
         closed = gpipe_step(stages, micro_batches=micro_batches)
         assert closed.step_us == pytest.approx(simulated, rel=1e-9)

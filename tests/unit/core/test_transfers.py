@@ -9,7 +9,7 @@ import pytest
 
 from planner.core.cost.device_memory import counts_of, moments_of
 from planner.core.cost.memory import CHUNK_PARTS
-from planner.core.schedule.actions import Instruction, actions_of, with_transfers
+from planner.core.schedule import SCHEDULES, Instruction, programs
 
 Rows = Sequence[Sequence[Instruction]]
 
@@ -18,14 +18,13 @@ SIZES = [(1, 2, 4), (2, 1, 2), (2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 8), (4, 3
 
 
 def rows_of(devices: int, chunks: int, micro_batches: int) -> Rows:
-    return with_transfers(actions_of("interleaved", num_stages=devices, micro_batches=micro_batches, chunks=chunks))
+    return programs(SCHEDULES["interleaved"].actions(devices, micro_batches, chunks))
 
 
 def as_text(row: Sequence[Instruction]) -> str:
     """`sF0.1` and `rF0.1`: sent, received."""
-    short = (what.kind.replace("send ", "s").replace("receive ", "r") for what in row)
-    pairs = zip(short, row, strict=True)
-    return " ".join(f"{kind}{what.micro_batch}" + (f".{what.chunk}" if what.chunk else "") for kind, what in pairs)
+    short = {"run": "", "send": "s", "receive": "r"}
+    return " ".join(f"{short[x.do]}{x.kind}{x.micro_batch}" + (f".{x.chunk}" if x.chunk else "") for x in row)
 
 
 def test_by_hand() -> None:
@@ -45,19 +44,19 @@ def test_every_pair_of_devices_has_its_transfers_in_one_order(devices: int, chun
         received = set()
         for what in row:
             stage = what.chunk * devices + device
-            forward = what.kind.endswith("F")
-            if what.kind in ("F", "B"):
+            forward = what.kind == "F"
+            if what.do == "run":
                 is_given = stage == (0 if forward else devices * chunks - 1)
                 assert is_given or devices == 1 or (what.kind, stage, what.micro_batch) in received
                 continue
-            receives = what.kind.startswith("receive")
+            receives = what.do == "receive"
             if receives:
-                received.add((what.kind[-1], stage, what.micro_batch))
+                received.add((what.kind, stage, what.micro_batch))
             receiver = stage if receives else stage + (1 if forward else -1)
             sender = receiver - (1 if forward else -1)
             pair = transfers.setdefault((min(sender, receiver) % devices, max(sender, receiver) % devices), [[], []])
             pair[int(device == max(sender % devices, receiver % devices))].append(
-                (what.kind[-1], receiver, what.micro_batch)
+                (what.kind, receiver, what.micro_batch)
             )
     merged: dict[frozenset[int], list[list[tuple[str, int, int]]]] = {}
     for (a, b), sides in transfers.items():
@@ -77,11 +76,11 @@ def step_time(rows: Rows, times: dict[str, list[float]], *, waits: bool) -> floa
         for device, row in enumerate(rows):
             while at[device] < len(row):
                 what = row[at[device]]
-                kind, stage = what.kind[-1], what.chunk * devices + device
+                kind, stage = what.kind, what.chunk * devices + device
                 name = kind, stage, what.micro_batch
-                if what.kind.startswith("receive"):
+                if what.do == "receive":
                     posted[name] = clock[device]
-                elif what.kind.startswith("send"):
+                elif what.do == "send":
                     to = kind, stage + (1 if kind == "F" else -1), what.micro_batch
                     sent.setdefault(to, clock[device])
                     if kind == "B":
@@ -116,7 +115,7 @@ def test_waiting_for_all_gradients_but_the_last_costs_nothing(devices: int, chun
 
 def test_counts_by_hand() -> None:
     """Device 1 of K = 2, V = 2, M = 2, action by action: F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1."""
-    counts = counts_of(actions_of("interleaved", num_stages=2, micro_batches=2, chunks=2))[1]
+    counts = counts_of(SCHEDULES["interleaved"].actions(2, 2, 2))[1]
     during = {part: counts.during[:, :, n].tolist() for n, part in enumerate(CHUNK_PARTS)}
     assert during["held"] == [[0, 0], [1, 0], [2, 0], [2, 0], [2, 0], [2, 0], [1, 0], [0, 0]]
     assert during["forward"] == [[1, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
@@ -136,7 +135,7 @@ def test_counts_by_hand() -> None:
 @pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
 def test_only_moments_that_cannot_be_the_peak_are_left_out(devices: int, chunks: int, micro_batches: int) -> None:
     """Whatever the bytes of the parts."""
-    actions = actions_of("interleaved", num_stages=devices, micro_batches=micro_batches, chunks=chunks)
+    actions = SCHEDULES["interleaved"].actions(devices, micro_batches, chunks)
     for (counts, moments), seed in product(zip(counts_of(actions), moments_of(actions), strict=True), range(5)):
         parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(CHUNK_PARTS)))
         parts[:, CHUNK_PARTS.index("optimizer_step")] = 0

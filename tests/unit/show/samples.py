@@ -11,7 +11,7 @@ from planner.core.cost.simulate import Event, StageTimes, simulate
 from planner.core.cost.step import Step, step_of
 from planner.core.judge.verdict import Verdict, judge
 from planner.core.judge.verification import Tolerance, Verification, verification_of
-from planner.core.schedule.actions import actions_of
+from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Link
 from planner.core.values.plan import (
     FrontierPoint,
@@ -188,7 +188,7 @@ def step_of_sample(planned: Plan) -> Step:
 def equal_stages(num_stages: int, micro_batches: int, *, forward_us: float = 1000.0) -> tuple[Event, ...]:
     """One GPipe step on equal stages without links, backward twice forward."""
     times = StageTimes(forward_us=forward_us, backward_us=2 * forward_us, last_backward_us=2 * forward_us)
-    actions = actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches)
+    actions = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
     return simulate(actions, (times,) * num_stages)
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from planner.core.cost.simulate import Event, StageTimes, simulate
-from planner.core.schedule.actions import actions_of
+from planner.core.schedule import SCHEDULES
 from planner.show import timeline_text
 from planner.show.timeline import Scale, boxes_of, idle_share
 from tests.unit.show.samples import equal_stages, events_of, plan, style
@@ -22,13 +22,13 @@ def uneven(num_stages=4, micro_batches=6):
         StageTimes(forward_us=700.0 + 130 * k, backward_us=1900.0 - 210 * k, last_backward_us=900.0, send_us=90.0)
         for k in range(num_stages)
     )
-    return simulate(actions_of("gpipe", num_stages=num_stages, micro_batches=micro_batches), times)
+    return simulate(SCHEDULES["gpipe"].actions(num_stages, micro_batches), times)
 
 
 def interleaved(num_devices, micro_batches, chunks, *, forward_us=6000.0):
     """Equal stages without links, backward as long as forward."""
     times = StageTimes(forward_us=forward_us, backward_us=forward_us, last_backward_us=forward_us)
-    actions = actions_of("interleaved", num_stages=num_devices, micro_batches=micro_batches, chunks=chunks)
+    actions = SCHEDULES["interleaved"].actions(num_devices, micro_batches, chunks)
     return simulate(actions, (times,) * (num_devices * chunks))
 
 

@@ -1,0 +1,140 @@
+"""What a schedule is: a value that names itself, says what it cannot run, and lists what every device does.
+
+    K   devices in a pipeline
+    M   micro-batches of a step
+    V   stages that each device runs, its chunks; stage s = v K + d is chunk v of device d
+
+A new schedule is a module with a class like those beside this one, and its name in `planner.core.schedule.SCHEDULES`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar, NamedTuple
+
+from planner.core.errors import UsageError
+from planner.core.schedule.kinds import KINDS, Letter
+from planner.core.values.limits import MOST_ACTIONS
+from planner.core.values.plan import Schedule as Name
+
+__all__ = ["Action", "Loads", "Schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One kind of work for one micro-batch on one of a device's chunks."""
+
+    kind: Letter
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        """`F3`, and from the second chunk on `F3.1`."""
+        return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+class Loads(NamedTuple):
+    """What one micro-batch costs at least, in microseconds, wherever the chain is cut."""
+
+    work_us: float
+    """Forward and backward of the whole chain on the fastest device."""
+    forward_us: float
+    """Forward on the device that has most of it."""
+    backward_us: float
+    """Backward on the device that has most of it."""
+    pair_us: float
+    """Both on the device that has most of them together."""
+
+
+class Schedule(ABC):
+    """The order in which devices run the forwards and backwards of a step."""
+
+    name: ClassVar[Name]
+    """What options and files call it."""
+    title: ClassVar[str]
+    """What the literature calls it."""
+    torch_name: ClassVar[str]
+    """What torch calls it: `torch.distributed.pipelining.schedules.get_schedule_class` takes that."""
+    is_chunked: ClassVar[bool] = False
+    """Whether a device may run several stages."""
+    is_forwards_first: ClassVar[bool] = False
+    """Whether all forwards of a step come before its first backward on every device."""
+    has_closed_form: ClassVar[bool] = False
+    """Whether `planner.core.cost.step_time` tells its step without walking through it."""
+    is_one_forward_one_backward: ClassVar[bool] = False
+    """Whether a stage with n stages behind it lets at most n + 1 micro-batches wait for their backward."""
+
+    @abstractmethod
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
+        """What `device` does, one thing after the other; the numbers have been checked by `refuse`."""
+
+    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:  # noqa: ARG002 - for those that do
+        """Raises where the schedule cannot run so.
+
+        Args:
+            num_devices: K.
+            micro_batches: M.
+            chunks: V.
+
+        Raises:
+            UsageError: It cannot.
+        """
+        if chunks < 1 or (chunks > 1 and not self.is_chunked):
+            raise UsageError(
+                f"{self.name} runs one stage on each device, got {chunks} chunks",
+                hint="use one chunk, or the interleaved schedule with one or more",
+            )
+
+    def most_devices(self, micro_batches: int) -> float:  # noqa: ARG002 - for those that need so many
+        """How many devices a pipeline of so many micro-batches may have."""
+        return inf
+
+    def round_size(self, num_devices: int) -> int:  # noqa: ARG002 - for those that run in rounds
+        """M must be a multiple of this where it is larger."""
+        return 1
+
+    def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
+        """Most micro-batches that wait on `device` for their backward, where each device runs one stage."""
+        waiting = most = 0
+        for action in self.order(device, num_devices, micro_batches, chunks=1):
+            waiting += KINDS[action.kind].direction
+            most = max(most, waiting)
+        return most
+
+    def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:
+        """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here.
+
+        The busiest device works without a pause; and where every device runs one stage, all micro-batches but one wait
+        for the slowest backward while the other passes through all stages and back.
+        """
+        one_after_the_other = (micro_batches - 1) * loads.backward_us if chunks == 1 else 0.0
+        return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
+
+    def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:  # noqa: ARG002
+        """Forward and backward of a micro-batch that no stage exceeds in a step shorter than `upper_us`.
+
+        Args:
+            upper_us: The step time to beat.
+            work_us: Forward and backward of a micro-batch through all stages.
+            micro_batches: M.
+        """
+        return upper_us / micro_batches
+
+    def actions(self, num_devices: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
+        """What every device does, in order.
+
+        Args:
+            num_devices: K: as many lists are returned.
+            micro_batches: M.
+            chunks: V.
+
+        Raises:
+            UsageError: The schedule cannot run so, or there are too many actions to look at each.
+        """
+        if num_devices * chunks * micro_batches > MOST_ACTIONS:
+            raise UsageError(
+                f"{num_devices * chunks} stages with {micro_batches} micro-batches are more than is simulated",
+                hint=f"stages times micro-batches are at most {MOST_ACTIONS}: use fewer micro-batches",
+            )
+        self.refuse(num_devices, micro_batches, chunks)
+        return tuple(self.order(device, num_devices, micro_batches, chunks) for device in range(num_devices))

@@ -1,0 +1,48 @@
+"""GPipe (Huang et al. 2019, arXiv:1811.06965): all forwards, then all backwards.
+
+    K = 2, M = 3
+    device 0: F0 F1 F2 B0 B1 B2
+    device 1: F0 F1 F2 B0 B1 B2
+
+The paper drains the backward passes in reverse order, torch's `ScheduleGPipe` in the order of the forward passes: so
+does this.
+"""
+
+from functools import lru_cache
+from math import inf
+
+from planner.core.schedule.base import Action, Loads, Schedule
+
+__all__ = ["GPipe"]
+
+
+class GPipe(Schedule):
+    """All forwards, then all backwards in the same order."""
+
+    name = "gpipe"
+    title = "GPipe"
+    torch_name = "GPipe"
+    is_forwards_first = True
+    has_closed_form = True
+
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:  # noqa: ARG002
+        """Every device does the same."""
+        return _order(micro_batches)
+
+    def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:  # noqa: ARG002 - all devices alike
+        """All of them."""
+        return micro_batches
+
+    def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:  # noqa: ARG002 - one chunk
+        """Below the step time of every partition: both flow shops wait for their slowest stage M-1 times."""
+        return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
+
+    def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
+        """What is left of the step for the slowest stage, whose forward and backward come M-1 times more."""
+        return inf if micro_batches == 1 else max(0.0, upper_us - work_us) / (micro_batches - 1)
+
+
+@lru_cache(maxsize=1)  # for every device
+def _order(micro_batches: int) -> tuple[Action, ...]:
+    forwards = tuple(Action("F", i) for i in range(micro_batches))
+    return (*forwards, *(Action("B", i) for i in range(micro_batches)))

@@ -1,0 +1,69 @@
+"""Interleaved 1F1B: Narayanan et al. 2021 (arXiv:2104.04473). Devices run several stages each, their chunks, in turn.
+
+    K = 2, M = 2, two chunks per device (F0.1 is the forward of micro-batch 0 on chunk 1)
+    device 0: F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1
+    device 1: F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1
+
+In the paper M is a multiple of K, and chunks take turns after K micro-batches each; torch's `ScheduleInterleaved1F1B`
+needs only M // K turns of equal length. With one chunk on each device it is 1F1B that warms up with 2 (K-k) - 1
+forwards in place of K-k.
+"""
+
+from collections.abc import Sequence
+
+from planner.core.errors import UsageError
+from planner.core.schedule.base import Action, Schedule
+from planner.core.schedule.kinds import Letter
+
+__all__ = ["Interleaved"]
+
+
+class Interleaved(Schedule):
+    """1F1B whose devices run several stages in turn."""
+
+    name = "interleaved"
+    title = "interleaved 1F1B"
+    torch_name = "Interleaved1F1B"
+    is_chunked = True
+
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
+        """The order of torch's schedule without its idle slots, which are drawn and never executed."""
+        per_round = micro_batches // _num_rounds(num_devices, micro_batches)
+        forwards = _in_rounds("F", range(chunks), micro_batches, per_round)
+        backwards = _in_rounds("B", range(chunks - 1, -1, -1), micro_batches, per_round)
+        warm_up = min(chunks * micro_batches, (chunks - 1) * per_round + 2 * (num_devices - 1 - device))
+        steady = chunks * micro_batches - warm_up
+        actions = forwards[:warm_up]
+        for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
+            actions += (forward, backward)
+        return (*actions, *backwards[steady:])
+
+    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
+        """Raises where the micro-batches do not make rounds of equal length."""
+        super().refuse(num_devices, micro_batches, chunks)
+        rounds = _num_rounds(num_devices, micro_batches)
+        if micro_batches % rounds:
+            fewer = micro_batches - micro_batches % rounds
+            raise UsageError(
+                f"interleaved 1F1B runs the micro-batches in M // K rounds of equal size, got M = {micro_batches}, "
+                f"K = {num_devices}: {rounds} rounds",
+                hint=f"use `--micro-batches {fewer}` or a multiple of {num_devices}, or `--schedule 1f1b`",
+            )
+
+    def round_size(self, num_devices: int) -> int:
+        """A round is as long as there are devices."""
+        return num_devices
+
+
+def _num_rounds(num_devices: int, micro_batches: int) -> int:
+    return max(1, micro_batches // num_devices)
+
+
+def _in_rounds(kind: Letter, chunks: Sequence[int], micro_batches: int, per_round: int) -> list[Action]:
+    """Round by round, every chunk in turn with that round's micro-batches."""
+    return [
+        Action(kind, i, chunk)
+        for first in range(0, micro_batches, per_round)
+        for chunk in chunks
+        for i in range(first, first + per_round)
+    ]

@@ -1,0 +1,69 @@
+"""The kinds of work that a schedule is made of: one row each, from which everything reads what a kind is.
+
+    F  forward: takes what the stage in front sends, makes what the stage behind waits for
+    B  backward: takes the gradient from the stage behind, makes the gradient for the stage in front
+
+What a kind needs and what it sends is told by the direction in which its data flow, so that no other module has to
+know that a forward needs stage s-1 and a backward stage s+1. The last stage of a direction sends nothing; a kind that
+follows another one on the same stage begins with it where the direction begins.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = ["BACKWARD", "COMPUTING", "FORWARD", "KINDS", "Kind", "Letter"]
+
+Letter = Literal["F", "B"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a device computes for one micro-batch on one of its stages."""
+
+    letter: Letter
+    """What people and torch's schedule files call it: `F3` is the forward of micro-batch 3."""
+    label: str
+    """What it is called in words."""
+    direction: Literal[1, -1]
+    """Where its data flow: +1 from the stage in front to the one behind, -1 the other way."""
+    follows: Letter | None
+    """The kind that must be over on the same stage: of the same micro-batch."""
+    paper: tuple[str, ...]
+    """Colours of its boxes in pictures, one for each chunk of a device in turn: hex, with a dash on dark and light."""
+    ink: str
+    """Colour of what is written on them."""
+    terminal: tuple[tuple[int, int], ...]
+    """The same on a terminal of 256 colours: per chunk two shades, in which neighbours take turns."""
+    terminal_ink: int
+    """The colour of what is written on them there."""
+
+
+# Blue and orange: told apart by all eyes, and by brightness alone. Later chunks have other hues in the same
+# brightness: green and yellow, purple and pink, grey; then it begins anew.
+FORWARD: Final = Kind(
+    letter="F",
+    label="forward",
+    direction=1,
+    follows=None,
+    paper=("#2a6db0", "#1d7a68", "#6b4fa0", "#59636f"),
+    ink="#fff",
+    terminal=((25, 32), (22, 29), (54, 91), (236, 240)),
+    terminal_ink=231,
+)
+BACKWARD: Final = Kind(
+    letter="B",
+    label="backward",
+    direction=-1,
+    follows="F",
+    paper=("#f2a65a", "#e6cb5c", "#e7a3c4", "#bcc4cc"),
+    ink="#2b1700",
+    terminal=((214, 172), (228, 185), (218, 175), (254, 249)),
+    terminal_ink=16,
+)
+
+KINDS: Final[Mapping[Letter, Kind]] = {kind.letter: kind for kind in (FORWARD, BACKWARD)}
+"""All kinds by their letters."""
+
+COMPUTING: Final = tuple(KINDS)
+"""The letters, in the order in which they are counted and drawn."""

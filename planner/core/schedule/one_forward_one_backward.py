@@ -1,0 +1,52 @@
+"""1F1B: Narayanan et al. 2019 (PipeDream), 2021 (PipeDream-Flush, arXiv:2006.09503).
+
+    K = 2, M = 3
+    device 0: F0 F1 B0 F2 B1 B2
+    device 1: F0 B0 F1 B1 F2 B2
+
+Stage k warms up with K-k forwards, as many as there are stages from it on; then every forward is followed by the
+backward of the micro-batch that has waited longest.
+"""
+
+from itertools import zip_longest
+
+from planner.core.errors import UsageError
+from planner.core.schedule.base import Action, Schedule
+
+__all__ = ["OneForwardOneBackward"]
+
+
+class OneForwardOneBackward(Schedule):
+    """A few forwards, then one forward and one backward in turn."""
+
+    name = "1f1b"
+    title = "1F1B"
+    torch_name = "1F1B"
+    is_one_forward_one_backward = True
+
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:  # noqa: ARG002
+        """Warm-up, forward and backward in turn, and what backwards are left."""
+        warm_up = self.in_flight(device, num_devices, micro_batches)
+        forwards = [Action("F", i) for i in range(micro_batches)]
+        backwards = [Action("B", i) for i in range(micro_batches)]
+        actions = forwards[:warm_up]
+        for backward, forward in zip_longest(backwards, forwards[warm_up:]):
+            actions += (backward,) if forward is None else (backward, forward)
+        return tuple(actions)
+
+    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
+        """Raises where a stage would have nothing to warm up with, as torch's schedule does."""
+        super().refuse(num_devices, micro_batches, chunks)
+        if micro_batches < num_devices:
+            raise UsageError(
+                f"1F1B needs at least as many micro-batches as stages, got M = {micro_batches}, K = {num_devices}",
+                hint="use `--schedule gpipe`, a larger `--batch`, or fewer devices",
+            )
+
+    def most_devices(self, micro_batches: int) -> int:
+        """As many as there are micro-batches."""
+        return micro_batches
+
+    def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
+        """As many as a stage warms up with."""
+        return min(micro_batches, num_devices - device)
