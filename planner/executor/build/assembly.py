@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from planner.core.schedule import SCHEDULES
 from planner.core.values.balance import Balance
 from planner.core.values.plan import Recompute
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
@@ -157,7 +158,7 @@ class Assembly:
             num_stages=place.num_stages,
             ranks=[place.rank_of(position) for position in range(place.num_devices)],
             device=self._device,
-            schedule=self._balance.schedule,
+            schedule=SCHEDULES[self._balance.schedule],
             micro_batches=micro_batches,
             group=self._groups.pipeline,
             precision=self._balance.dtype,

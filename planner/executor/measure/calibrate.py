@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.spawn import spawn
 
 from planner import __version__
+from planner.core.schedule import GPIPE
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import fit_link
 from planner.device.machine import cpu_name
@@ -119,7 +120,7 @@ def step_us(index: int, num_stages: int, size: int, group: ProcessGroup | None =
         num_stages=num_stages,
         ranks=dist.get_process_group_ranks(group),
         device=torch.device("cpu"),
-        schedule="gpipe",
+        schedule=GPIPE,
         micro_batches=_MICRO_BATCHES,
         group=group,
     )

@@ -1,39 +1,42 @@
-"""The one module that touches `torch.distributed.pipelining`, whose interface moves between releases.
+"""The loop that runs a schedule's program: forwards, backwards and transfers, over `torch.distributed` and autograd.
 
-What is added to torch 2.13's `PipelineStage`: receive buffers exist from receiving to the end of that micro-batch's
-backward (the engine makes one per micro-batch and direction at the start and never lets go), shapes are given and
-never inferred (inference would run later stages on uninitialised memory), the module learns which micro-batch it
-runs, every forward and backward is timed, and what is waited for is noted. Under 1F1B and interleaved 1F1B what was
-sent and received is let go of as soon as it can be.
+    for every instruction of this device's program (`planner.core.schedule.programs`):
+        receive   post a buffer, ahead of its need, so that the transfer overlaps what is computed meanwhile
+        run F     take the input, run the module, keep input and output until the backward
+        run B     take the output's gradient, run autograd, keep the input's gradient until it is sent
+        send      begin to send what was made
+
+The program is what the planner costs: a schedule that is data there is data here, and nothing in this module knows one.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Literal, Protocol
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining._utils import _make_tensor_from_meta
-from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
 
-from planner.core.schedule import INTERLEAVED, programs, stage_of
-from planner.core.values.plan import Schedule
+from planner.core.schedule import (
+    KINDS,
+    Instruction,
+    Letter,
+    Schedule,
+    device_of,
+    message_from,
+    message_to,
+    programs,
+)
 from planner.core.values.precision import Precision
 from planner.executor.run.finite import check_output
 from planner.executor.run.stage_module import StageModule
+from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.position import Position
 from planner.model.autocast import keeping_casts, layers_in
-from planner.model.layout import in_memory_order
 
 __all__ = ["Engine", "EngineStage"]
-
-_LOGGER = logging.getLogger("torch.distributed.pipelining.schedules")
 
 
 class Timer(Protocol):
@@ -56,19 +59,26 @@ class EngineStage:
     """What goes to the stage behind, or the loss."""
     timer: Timer
     last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What the backward of a step's last micro-batch runs in."""
+    """What the backward runs in that is the stage's last one of a step."""
+
+
+class _Waiting(NamedTuple):
+    """What a micro-batch keeps on a stage between its forward and its backward."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
 class Engine:
     """The stages of one process under their schedule.
 
     Args:
-        stages: In the order of the chain; more than one under interleaved 1F1B only.
+        stages: In the order of the chain; more than one only if the schedule is chunked.
         num_stages: Of the whole pipeline.
-        ranks: The processes of the pipeline, the one with the first stage first: stage s is on `ranks[s % K]`.
+        ranks: The processes of the pipeline, the one with the first stage first.
         device: Where the stages run.
         schedule: The order of forwards and backwards.
-        micro_batches: M.
+        micro_batches: M. Fewer than the schedule asks for will do: a last mini-batch may be smaller than planned.
         group: Holds the processes of the pipeline; by default all there are.
         precision: What the layers run in.
         position: Is told what this process does and waits for.
@@ -89,27 +99,23 @@ class Engine:
         position: Position | None = None,
         check_nan: bool = False,
     ) -> None:
-        self._precision = precision
-        self._modules = [stage.module for stage in stages]
-        self._device = device
         self.micro_batches = micro_batches
         self.loss_scale = 1.0
-        kind = {"gpipe": _Stage, "1f1b": _EagerStage, "interleaved": _Stage}[schedule]
-        common: dict[str, Any] = {"num_stages": num_stages, "device": device, "ranks": ranks, "group": group}
-        common |= {"precision": precision, "position": position or Position(), "check_nan": check_nan}
-        parts = [kind(stage, **common) for stage in stages]
-        self._last_part = parts[-1]
-        # The module's output on the last stage is the loss already. The schedule keeps it to the end of the step: it
-        # gets it without its graph, which leads to the received input.
-        settings: dict[str, Any] = {"loss_fn": lambda loss, _target: loss.detach(), "scale_grads": False}
-        self._schedule: Any
-        if schedule == "interleaved":
-            self._schedule = _Interleaved(parts, micro_batches, **settings)
-        else:
-            loop = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-            self._schedule = loop(parts[0], max(micro_batches, num_stages), **settings)
-            # A smaller mini-batch has fewer micro-batches than stages: the loops run it, their constructor refuses it.
-            self._schedule._n_microbatches = micro_batches
+        self._stages = list(stages)
+        self._num_stages, self._ranks = num_stages, ranks
+        self._device, self._precision = device, precision
+        self._position, self._check_nan = position or Position(), check_nan
+        num_devices = len(ranks)
+        order = [schedule.order(d, num_devices, micro_batches, len(stages)) for d in range(num_devices)]
+        self._program = programs(order)[device_of(stages[0].index, num_devices)]
+        self._transfers = Transfers(device, group)
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._gradients: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        """Of a stage's input for a micro-batch, until it is sent."""
+        self._inputs: list[tuple[Tensor, ...]] = []
+        """The model's, of every micro-batch."""
+        self._losses: list[Tensor] = []
+        self._loss_gradients: Sequence[Tensor] = ()
 
     def step(
         self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
@@ -125,264 +131,149 @@ class Engine:
             With the last stage: the loss of every micro-batch times its weight, detached. Else empty. Gradients are
             those of these times `loss_scale`.
         """
-        self._modules[-1].targets = list(targets)
-        for module in self._modules:
-            module.micro_batches = self.micro_batches
-        losses: list[Tensor] = []
+        last = self._stages[-1]
+        last.module.targets = list(targets)
+        for stage in self._stages:
+            stage.module.micro_batches = self.micro_batches
         weight: Tensor | None = None
-        if self._last_part.is_last:
+        if last.index == self._num_stages - 1:
             weight = torch.tensor(weights or [1 / self.micro_batches] * self.micro_batches, dtype=torch.float64)
-            self._last_part.loss_gradients = (weight * self.loss_scale).to(self._device).unbind()
+            self._loss_gradients = (weight * self.loss_scale).to(self._device).unbind()
+        self._inputs = list(zip(*(tensor.tensor_split(self.micro_batches) for tensor in tensors), strict=True))
+        self._losses = [torch.empty(0)] * self.micro_batches
+        backwards_left = [self.micro_batches] * len(self._stages)
         with keeping_casts(self._precision, self._device):
-            # The engine cuts a target into micro-batches and hands them to the loss; ours travel with the module.
-            self._schedule.step(*tensors, target=weight, losses=losses, return_outputs=False)
-        self._modules[-1].targets = []
+            for instruction in self._program:
+                self._do(instruction, backwards_left)
+            self._transfers.finish()
+        last.module.targets = []
+        self._inputs = []
         if weight is None:
             return []
-        together = torch.stack(losses)
+        together = torch.stack(self._losses)
+        self._losses = []
         weight = weight.to(together).reshape(-1, *[1] * (together.ndim - 1))
         return list((together * weight).unbind())
 
+    # Private methods
 
-class _Stage(PipelineStage):
-    def __init__(
-        self,
-        stage: EngineStage,
-        *,
-        num_stages: int,
-        device: torch.device,
-        ranks: Sequence[int],
-        group: ProcessGroup | None,
-        precision: Precision,
-        position: Position,
-        check_nan: bool,
-    ) -> None:
-        given: dict[str, Any] = {"input_args": stage.received, "output_args": stage.sent, "group": group}
-        super().__init__(stage.module, stage.index, num_stages, device, **given)
-        self.timer = stage.timer
-        self._last_backward = stage.last_backward
-        self.after_backward: Callable[[int], None] = lambda _micro_batch: None
-        self.loss_gradients: Sequence[Tensor] = ()
-        """On the last stage, of every micro-batch: what its backward begins with."""
-        self.precision: Precision = precision
-        self._position = position
-        self._check_nan = check_nan
-        self._ranks = ranks
-        # To the schedules a process is its place in the pipeline, whatever its number in the job.
-        self.group_rank = stage.index % len(ranks)
+    def _do(self, instruction: Instruction, backwards_left: list[int]) -> None:
+        stage, micro_batch = self._stages[instruction.chunk], instruction.micro_batch
+        message = Message(instruction.kind, stage.index, micro_batch)
+        match instruction.do, instruction.kind:
+            case "receive", "F":
+                self._transfers.post(message, stage.received, self._rank_of(self._source(message)))
+            case "receive", "B":
+                self._transfers.post(message, _carrying(stage.sent), self._rank_of(self._source(message)))
+            case "send", "F":
+                outputs = self._waiting[stage.index, micro_batch].outputs
+                self._transfers.send_output(message, outputs, self._rank_of(self._target(message)))
+            case "send", "B":
+                gradients = self._gradients.pop((stage.index, micro_batch))
+                self._transfers.send_gradient(
+                    gradients, _carrying(stage.received), self._rank_of(self._target(message))
+                )
+            case "run", "F":
+                self._forward(stage, message)
+            case "run", "B":
+                backwards_left[instruction.chunk] -= 1
+                with nullcontext() if backwards_left[instruction.chunk] else stage.last_backward():
+                    self._backward(stage, message)
 
-    def _resolve_peer_global_rank(self, stage_idx: int) -> int:
-        return self._ranks[stage_idx % len(self._ranks)]
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        vars(self.submod)["micro_batch"] = fwd_chunk_id  # a module's own `__setattr__` takes 5 us
-        self._at("forward", fwd_chunk_id)
-        run = super().forward_one_chunk
+    def _forward(self, stage: EngineStage, message: Message) -> None:
+        micro_batch = message.micro_batch
+        inputs = self._inputs[micro_batch] if stage.index == 0 else self._taken(message)
+        for tensor, shape in zip(inputs, stage.received, strict=True):
+            if stage.index > 0:
+                tensor.requires_grad_(shape.requires_grad)
+        vars(stage.module)["micro_batch"] = micro_batch  # a module's own `__setattr__` takes 5 us
+        self._at(message)
         # Recomputation in backward switches autocast on again by itself; the rest of backward runs without.
-        with layers_in(self.precision, self.device):
-            result = self.timer("forward", lambda: run(fwd_chunk_id, *args, **kwargs), micro_batch=fwd_chunk_id)
+        with layers_in(self._precision, self._device):
+            result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:
             check_output(result, self._position)
-        if not self.is_last:
-            self._at("forward", fwd_chunk_id, waits_for=self.stage_index + 1)
-        return result
+        outputs = result if isinstance(result, tuple) else (result,)
+        self._waiting[stage.index, micro_batch] = _Waiting(inputs, outputs)
+        target = message_to("F", stage.index, self._num_stages)
+        if target is None:
+            # Kept to the end of the step: without its graph, which leads to the received input.
+            self._losses[micro_batch] = outputs[0].detach()
+        elif self._is_here(target):
+            self._transfers.hand_over(Message("F", target, micro_batch), tuple(x.detach() for x in outputs))
+        else:
+            self._at(message, waits_for=target)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._at("backward", bwd_chunk_id)
-        run = super().backward_one_chunk
-        if self.is_last:
-            (kwargs["loss"],), _ = self.fwd_cache[bwd_chunk_id]
-            self._loss_gradient = self.loss_gradients[bwd_chunk_id]
-        with self._last_backward() if kwargs["last_backward"] else nullcontext():
-            self.timer("backward", lambda: run(bwd_chunk_id, *args, **kwargs), micro_batch=bwd_chunk_id)
-        if not self.is_first:
-            self._at("backward", bwd_chunk_id, waits_for=self.stage_index - 1)
-        for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
-            info.buffer = None
-        self.after_backward(bwd_chunk_id)
-
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_last:
+    def _backward(self, stage: EngineStage, message: Message) -> None:
+        micro_batch = message.micro_batch
+        is_last = stage.index == self._num_stages - 1
+        gradients = () if is_last else self._taken(message)
+        inputs, outputs = self._waiting.pop((stage.index, micro_batch))
+        if is_last:
             # What the loss counts for, in place of a factor: one operator less in forward, and one in backward.
-            loss = bwd_kwargs["stage_output"]
-            bwd_kwargs["output_grads"] = self._loss_gradient.to(loss.dtype).reshape(loss.shape)
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
+            (loss,) = outputs
+            gradients = (self._loss_gradients[micro_batch].to(loss.dtype).reshape(loss.shape),)
+        else:
+            outputs = tuple(x for x, shape in zip(outputs, stage.sent, strict=True) if shape.requires_grad)
+        self._at(message)
+        stage.timer("backward", lambda: _run_backward(outputs, gradients), micro_batch=micro_batch)
+        self._transfers.let_go_of_output(Message("F", stage.index, micro_batch))
+        target = message_to("B", stage.index, self._num_stages)
+        if target is None:
+            return
+        made = tuple(_gradient_of(x) for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad)
+        if self._is_here(target):
+            self._transfers.hand_over(Message("B", target, micro_batch), made)
+        else:
+            self._gradients[stage.index, micro_batch] = made
+            self._at(message, waits_for=target)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        self._provide(self.args_recv_info[fwd_chunk_id])
-        if not self.is_first:
-            self._at("forward", fwd_chunk_id, waits_for=self.stage_index - 1)
-        return _in_memory_order(super().get_fwd_recv_ops(fwd_chunk_id))
+    def _taken(self, message: Message) -> tuple[Tensor, ...]:
+        """The tensors of a message; this process waits for them."""
+        self._at(message, waits_for=self._source(message))
+        return self._transfers.take(message)
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        if self.has_backward and not self.is_last:
-            self._provide(self.grad_recv_info[bwd_chunk_id])
-            self._at("backward", bwd_chunk_id, waits_for=self.stage_index + 1)
-        return _in_memory_order(super().get_bwd_recv_ops(bwd_chunk_id))
+    def _source(self, message: Message) -> int:
+        source = message_from(message.kind, message.stage, self._num_stages)
+        assert source is not None
+        return source
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        return _in_memory_order(super().get_fwd_send_ops(fwd_chunk_id))
+    def _target(self, message: Message) -> int:
+        target = message_to(message.kind, message.stage, self._num_stages)
+        assert target is not None
+        return target
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        # The gradient of a leaf that is dense lies as the leaf does: autograd sees to that.
-        return _in_memory_order(super().get_bwd_send_ops(bwd_chunk_id))
+    def _rank_of(self, stage: int) -> int:
+        return self._ranks[device_of(stage, len(self._ranks))]
 
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
-        _release(self.args_recv_info)
-        return prepared
+    def _is_here(self, stage: int) -> bool:
+        return device_of(stage, len(self._ranks)) == device_of(self._stages[0].index, len(self._ranks))
 
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
-        _release(self.grad_recv_info)
-        return prepared
-
-    def _at(self, kind: str, micro_batch: int, *, waits_for: int | None = None) -> None:
-        self._position.at(_named(kind, micro_batch), stage=self.stage_index, waits_for=waits_for)
-
-    def _provide(self, infos: Any) -> None:
-        for info in infos:
-            if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
-                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
-
-
-class _EagerStage(_Stage):
-    """For 1F1B, whose loop in torch keeps in its variables what it sent and received long after that is over.
-
-    Handles of sends hold the tensor over gloo. Those of the last output but one of the warm-up (`send_work`) stay until
-    the cool-down, beside all that is in flight by then; `bwd_recvs` and `bwd_sends` stay through the next forward, and
-    the latter through the next backward too.
-    """
-
-    def __init__(self, stage: EngineStage, **common: Any) -> None:
-        super().__init__(stage, **common)
-        self._outputs_sent: dict[int, list[Tensor]] = {}
-        self._gradients_sent: list[dist.P2POp] = []
-        self._gradients_received: list[dist.P2POp] = []
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        # The loop has waited for them together with the input of this forward.
-        self._gradients_sent.clear()
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._gradients_received.clear()
-        # The loop has waited for this send before it received the gradient. Nobody but its handle, which is out of
-        # reach, still has the tensor: it is our own alias of the output.
-        for tensor in self._outputs_sent.pop(bwd_chunk_id, ()):
-            tensor.data = tensor.new_empty(0)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        ops: list[dist.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
-        for op in ops:
-            op.tensor = op.tensor.detach()
-        self._outputs_sent[fwd_chunk_id] = [op.tensor for op in ops]
-        return ops
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        self._gradients_received = super().get_bwd_recv_ops(bwd_chunk_id)
-        return self._gradients_received
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        self._gradients_sent = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._gradients_sent
+    def _at(self, message: Message, *, waits_for: int | None = None) -> None:
+        self._position.at(_named(message.kind, message.micro_batch), stage=message.stage, waits_for=waits_for)
 
 
-class _Interleaved(ScheduleInterleaved1F1B):
-    """Lets go of what was sent, which torch's loop holds to the end of the step.
-
-    An output goes after its micro-batch's backward: its gradient has come back, so it was delivered long ago. The
-    gradient of an input goes when the next one is sent: with one under way, waiting for those before it blocks nobody
-    (see `planner.core.schedule.programs`), and holds no step up where M is a multiple of K.
-    """
-
-    def __init__(self, stages: list[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(stages, *args, **kwargs)
-        self._parts = {stage.stage_index: stage for stage in stages}
-        self._outputs_sent: dict[tuple[int, int], tuple[list[Tensor], list[dist.Work]]] = {}
-        self._gradients_sent: list[dist.Work] = []
-        # Torch's own order has steps that do nothing here, and so other transfers ahead of their need than planned.
-        self.pipeline_order_with_comms = _rows(self.pp_group_size, self._n_microbatches, len(stages))
-        self._comp_type_to_function_map |= {
-            _ComputationType.SEND_F: self._send_outputs,
-            _ComputationType.SEND_B: self._send_gradients,
-        }
-        for stage in stages:
-            stage.after_backward = partial(self._let_go_of_output, stage.stage_index)
-
-    def _send_outputs(self, action: Any, _context: Any) -> None:
-        ops = self._parts[action.stage_index].get_fwd_send_ops(action.microbatch_index)
-        for op in ops:
-            op.tensor = op.tensor.detach()
-        sent = [op.tensor for op in ops], _batch_p2p(ops)
-        self._outputs_sent[action.stage_index, action.microbatch_index] = sent
-
-    def _send_gradients(self, action: Any, _context: Any) -> None:
-        ops = self._parts[action.stage_index].get_bwd_send_ops(action.microbatch_index)
-        earlier, self._gradients_sent = self._gradients_sent, _batch_p2p(ops)
-        _wait_batch_p2p(earlier)
-
-    def _let_go_of_output(self, stage: int, micro_batch: int) -> None:
-        tensors, works = self._outputs_sent.pop((stage, micro_batch), ([], []))
-        _wait_batch_p2p(works)
-        for tensor in tensors:
-            tensor.data = tensor.new_empty(0)
-
-    def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
-        with _quietly():
-            done = super()._step_microbatches(*args, **kwargs)
-        _wait_batch_p2p(self._gradients_sent)
-        self._gradients_sent = []
-        for sent in list(self._outputs_sent):
-            self._let_go_of_output(*sent)
-        return done
+# Private functions
 
 
-_TYPES = {
-    ("run", "F"): _ComputationType.FORWARD,
-    ("run", "B"): _ComputationType.FULL_BACKWARD,
-    ("send", "F"): _ComputationType.SEND_F,
-    ("send", "B"): _ComputationType.SEND_B,
-    ("receive", "F"): _ComputationType.RECV_F,
-    ("receive", "B"): _ComputationType.RECV_B,
-}
+def _carrying(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Those of the tensors that carry a gradient: of the others nobody sends one."""
+    return tuple(shape for shape in shapes if shape.requires_grad)
 
 
-def _rows(num_devices: int, micro_batches: int, chunks: int) -> dict[int, list[_Action]]:
-    """The planner's instructions for every device, in torch's terms."""
-    actions = INTERLEAVED.actions(num_devices, micro_batches, chunks)
-    return {
-        device: [
-            _Action(stage_of(device, what.chunk, num_devices), _TYPES[what.do, what.kind], what.micro_batch)
-            for what in row
-        ]
-        for device, row in enumerate(programs(actions))
-    }
+def _run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Adds gradients to leaves. Outputs that nothing trained leads to have none: then there is nothing to do."""
+    pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _in_memory_order(ops: list[dist.P2POp]) -> list[dist.P2POp]:
-    for op in ops:
-        op.tensor = in_memory_order(op.tensor)
-    return ops
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without torch's print of the whole schedule where a stage fails: what failed is told by the watch."""
-    before, _LOGGER.disabled = _LOGGER.disabled, True
-    try:
-        yield
-    finally:
-        _LOGGER.disabled = before
+def _gradient_of(tensor: Tensor) -> Tensor:
+    """The gradient of what was received, which is taken away from it; zero where nothing led to it."""
+    gradient, tensor.grad = tensor.grad, None
+    return torch.zeros_like(tensor) if gradient is None else gradient
 
 
 @cache
-def _named(kind: str, micro_batch: int) -> str:
-    return f"{kind} of micro-batch {micro_batch}"
-
-
-def _release(received: dict[int, Any]) -> None:
-    for infos in received.values():
-        for info in infos:
-            info.buffer = None
+def _named(kind: Letter, micro_batch: int) -> str:
+    return f"{KINDS[kind].label} of micro-batch {micro_batch}"
