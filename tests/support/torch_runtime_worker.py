@@ -1,0 +1,82 @@
+"""One rank: the gradients of the executor beside those of torch's own runtime on the same program."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from planner.core.schedule import SCHEDULES, programs, stage_of
+from planner.executor import Pipeline
+
+_KINDS = {
+    ("run", "F"): _ComputationType.FORWARD,
+    ("run", "B"): _ComputationType.FULL_BACKWARD,
+    ("send", "F"): _ComputationType.SEND_F,
+    ("send", "B"): _ComputationType.SEND_B,
+    ("receive", "F"): _ComputationType.RECV_F,
+    ("receive", "B"): _ComputationType.RECV_B,
+}
+
+
+def main() -> None:
+    """Writes down, for every balance, the largest difference of any gradient, and how many there were."""
+    dist.init_process_group("gloo")
+    differences = {}
+    for balance in sys.argv[1:]:
+        pipeline = Pipeline(balance)
+        (batch,) = pipeline.batches(1)
+        with pipeline.step(*batch):
+            ours = {name: p.grad.clone() for name, p in pipeline.named_parameters() if p.grad is not None}
+        theirs = _gradients_of_torch(pipeline, *batch)
+        assert set(ours) == set(theirs)
+        largest = max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+        differences[balance] = largest, len(ours), max(float(g.abs().max()) for g in ours.values())
+        pipeline.close()
+    Path(f"differences{dist.get_rank()}.json").write_text(json.dumps(differences), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _gradients_of_torch(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    balance = pipeline.balance
+    model = pipeline.model.build()
+    model.load_state_dict({name: p.detach().clone() for name, p in pipeline.named_parameters()}, strict=False)
+    rank, num_devices, num_stages = dist.get_rank(), dist.get_world_size(), len(balance.balance)
+    size = balance.batch // balance.micro_batches
+    chunks = num_stages // num_devices
+    stages = []
+    for chunk in range(chunks):
+        index = stage_of(rank, chunk, num_devices)
+        module = nn.Sequential()
+        for name in balance.stages[index].layers:
+            module.add_module(name, model.get_submodule(name))
+        received = torch.zeros(size, inputs.shape[1], requires_grad=index > 0)
+        sent = torch.zeros(size, inputs.shape[1], requires_grad=True)
+        given: dict[str, Any] = {"input_args": received, "output_args": sent}
+        stages.append(PipelineStage(module, index, num_stages, torch.device("cpu"), **given))
+    actions = SCHEDULES[balance.schedule].actions(num_devices, balance.micro_batches, chunks)
+    rows = {
+        device: [_Action(stage_of(device, x.chunk, num_devices), _KINDS[x.do, x.kind], x.micro_batch) for x in row]
+        for device, row in enumerate(programs(actions))
+    }
+    runtime = _PipelineScheduleRuntime(stages, balance.micro_batches, loss_fn=pipeline.model.loss_fn)
+    runtime._prepare_schedule_with_comms(rows, format="compute_comms")
+    losses: list[Tensor] = []
+    first = (inputs,) if rank == 0 else ()
+    last = {"target": targets, "losses": losses} if rank == num_devices - 1 else {}
+    runtime.step(*first, **last)
+    return {
+        name: p.grad / balance.micro_batches
+        for stage in stages
+        for name, p in stage.submod.named_parameters()
+        if p.grad is not None
+    }
+
+
+if __name__ == "__main__":
+    main()
