@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Final
 
 from planner.core.errors import UsageError
+from planner.core.schedule import ONE_FORWARD_ONE_BACKWARD
 from planner.emit.layout import EngineFile, Layout, python_values, text_of
 
 __all__ = ["emit_deepspeed"]
@@ -54,7 +55,7 @@ def emit_deepspeed(layout: Layout) -> EngineFile:
             hint=f"solve with `--together {one},{other}`; or write both as a `TiedLayerSpec` and set PARTS by hand",
         )
     choices = {stage.recompute for stage in plan.stages}
-    notes = layout.schedule_notes(_NAME, "1f1b") + layout.order_notes()
+    notes = layout.schedule_notes(_NAME, ONE_FORWARD_ONE_BACKWARD) + layout.order_notes()
     if choices & {"except-last", "layers"}:
         notes += layout.recompute_notes(
             "DeepSpeed recomputes a whole stage on every micro-batch or not at all: stages that recompute anything do "

@@ -44,7 +44,7 @@ def emit_jax(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) 
 
 
 def _check_program(plan: Plan, layout: Layout) -> None:
-    if plan.schedule != "gpipe":
+    if not layout.schedule.is_forwards_first:
         raise UsageError(
             f"the JAX program runs GPipe's schedule, and the plan is for {plan.schedule}",
             hint="solve with `--schedule gpipe`",

@@ -11,15 +11,13 @@ from typing import Any
 from planner import __version__
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.errors import UsageError
-from planner.core.values.plan import Plan, Schedule
+from planner.core.schedule import SCHEDULES, Schedule
+from planner.core.values.plan import Plan
 from planner.core.values.printable import spelled_out
 from planner.core.values.profile import LayerProfile, Profile
 from planner.emit.signature import signed
 
-__all__ = ["TORCH_SCHEDULES", "EngineFile", "Layout", "modules_of", "paths_above", "python_values", "shown", "text_of"]
-
-TORCH_SCHEDULES: dict[Schedule, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-"""Names of the classes in `torch.distributed.pipelining.schedules` (2.13), as `get_schedule_class` takes them."""
+__all__ = ["EngineFile", "Layout", "modules_of", "paths_above", "python_values", "shown", "text_of"]
 
 _PATH = re.compile(r"\w+(\.\w+)*")
 _WIDTH = 110
@@ -54,6 +52,11 @@ class Layout:
         partition = Partition.of(plan, [layer.name for layer in profile.layers])
         check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
         return cls(plan=plan, stages=tuple(profile.layers[first:end] for first, end in partition.intervals()))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The plan's schedule."""
+        return SCHEDULES[self.plan.schedule]
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
@@ -124,13 +127,12 @@ class Layout:
                 hint="solve with `--schedule 1f1b` or `gpipe`; or emit `--format torch`, `torchtitan` or `megatron`",
             )
 
-    def schedule_notes(self, engine: str, schedule: Schedule) -> list[str]:
-        """Where the engine runs only `schedule`."""
-        if self.plan.schedule == schedule:
+    def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
+        """Where the engine runs other schedules than the plan's, the first of which is to be told."""
+        if self.schedule in runs:
             return []
-        runs, planned = TORCH_SCHEDULES[schedule], TORCH_SCHEDULES[self.plan.schedule]
-        text = f"the plan is for {planned}, {engine} runs {runs}: step time and memory will be others"
-        return [f"{text}; solve with `--schedule {schedule}`"]
+        text = f"the plan is for {self.schedule.torch_name}, {engine} runs {runs[0].torch_name}"
+        return [f"{text}: step time and memory will be others; solve with `--schedule {runs[0].name}`"]
 
     def recompute_notes(self, text: str) -> list[str]:
         """`text` with the choices of the stages, where any of them recomputes."""
@@ -186,7 +188,7 @@ def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Seque
     stages = f"{len(layout.stages)} stage{'s' * (len(layout.stages) > 1)}"
     lines = [
         f"For {engine}: written by `gpipe-plan emit --format {option}` (gpipe-plan {__version__}).",
-        f"Plan: {stages}, {TORCH_SCHEDULES[plan.schedule]}, M = {plan.micro_batches} micro-batches of "
+        f"Plan: {stages}, {layout.schedule.torch_name}, M = {plan.micro_batches} micro-batches of "
         f"{plan.micro_batch_size} sample{'s' * (plan.micro_batch_size > 1)}"
         + (f", {plan.replicas} replicas." if plan.replicas > 1 else "."),
     ]

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Final
 
 from planner.core.errors import UsageError
+from planner.core.schedule import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from planner.core.values.profile import LayerProfile
 from planner.emit.layout import EngineFile, Layout, text_of
 
@@ -44,7 +45,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
         letters.append([letter for (letter, _), _ in groupby(kinds[first:end])])
     text = "|".join("".join(_times(letter, len(list(run))) for letter, run in groupby(stage)) for stage in letters)
     notes = [
-        *(layout.schedule_notes(_NAME, "1f1b") if plan.schedule == "gpipe" else []),
+        *layout.schedule_notes(_NAME, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED),
         *layout.recompute_notes("Megatron-LM recomputes on all stages alike: set `--recompute-granularity`"),
         *layout.order_notes(),
     ]

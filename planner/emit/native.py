@@ -12,6 +12,7 @@ from planner import __version__
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import GENERATOR
 from planner.core.errors import UsageError
+from planner.core.schedule import SCHEDULES
 from planner.core.values.balance import Balance, StageBalance, launch_line
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.precision import precision_of
@@ -160,7 +161,7 @@ def _script(template: str, path: Path, plan: Plan, balance: Balance, more: Mappi
     return text.format(
         model=in_docstring(balance.model.source.rpartition(":")[0]),
         stages=_stages(plan),
-        schedule={"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}[plan.schedule],
+        schedule=SCHEDULES[plan.schedule].title,
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
         num_stages=len(plan.stages),

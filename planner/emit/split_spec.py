@@ -7,7 +7,7 @@ are and in which order they run is said to the schedule, later.
 
 from typing import Final
 
-from planner.emit.layout import TORCH_SCHEDULES, EngineFile, Layout, python_values, text_of
+from planner.emit.layout import EngineFile, Layout, python_values, text_of
 
 __all__ = ["emit_split_spec"]
 
@@ -43,7 +43,7 @@ def emit_split_spec(layout: Layout) -> EngineFile:
     body = "from torch.distributed.pipelining import SplitPoint\n\n"
     body += f"SPLIT_SPEC = {{\n{entries}}}\n" if entries else "SPLIT_SPEC = {}\n"
     body += python_values(
-        SCHEDULE=TORCH_SCHEDULES[plan.schedule],
+        SCHEDULE=layout.schedule.torch_name,
         MICRO_BATCHES=plan.micro_batches,
         MICRO_BATCH_SIZE=plan.micro_batch_size,
     )

@@ -9,7 +9,7 @@ from planner.core.errors import UsageError
 from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
-from planner.emit.layout import TORCH_SCHEDULES, Layout
+from planner.emit.layout import Layout
 from planner.emit.native import in_docstring, relocated, stage_table
 from planner.emit.signature import signed
 
@@ -52,8 +52,8 @@ def emit_standalone(plan: Plan, profile: Profile, *, folder: str, profile_folder
         model=in_docstring(path),
         stages=f"{num_stages} stage{'s' * (num_stages > 1)}",
         num_stages=num_stages,
-        schedule="GPipe" if plan.schedule == "gpipe" else "1F1B",
-        schedule_class=f"Schedule{TORCH_SCHEDULES[plan.schedule]}",
+        schedule=layout.schedule.title,
+        schedule_class=f"Schedule{layout.schedule.torch_name}",
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
         script=in_docstring(Path(folder, "train.py").as_posix()),
@@ -79,7 +79,7 @@ def _check(layout: Layout, profile: Profile) -> None:
     plan = layout.plan
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
-    if plan.schedule == "interleaved":
+    if layout.schedule.is_chunked:
         raise UsageError(
             f"{_NAME} does not do the interleaved schedule",
             hint=f"solve with `--schedule 1f1b` or `gpipe`; or {_OWN}",

@@ -8,6 +8,7 @@ recomputation for all partitions, no parameters shared between children.
 from typing import Final
 
 from planner.core.errors import UsageError
+from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute
 from planner.emit.layout import EngineFile, Layout, python_values, text_of
 
@@ -43,7 +44,7 @@ def emit_torchgpipe(layout: Layout) -> EngineFile:
         )
     choices = [stage.recompute for stage in layout.plan.stages]
     checkpoint = max(choices, key=list(_CHECKPOINT).index)
-    notes = layout.schedule_notes(_NAME, "gpipe") + layout.replica_notes(_NAME)
+    notes = layout.schedule_notes(_NAME, GPIPE) + layout.replica_notes(_NAME)
     if len(set(choices)) > 1 or "layers" in choices:
         policy = "always" if checkpoint == "layers" else checkpoint
         notes += layout.recompute_notes(

@@ -8,7 +8,7 @@ the model's children and, where these are a ModuleList or ModuleDict, at theirs,
 from typing import Any, Final
 
 from planner.core.errors import UsageError
-from planner.emit.layout import TORCH_SCHEDULES, EngineFile, Layout, python_values, text_of
+from planner.emit.layout import EngineFile, Layout, python_values, text_of
 
 __all__ = ["emit_torchtitan"]
 
@@ -36,7 +36,7 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
             )
     parallelism: dict[str, Any] = {
         "pipeline_parallel_degree": plan.num_devices,
-        "pipeline_parallel_schedule": TORCH_SCHEDULES[plan.schedule],
+        "pipeline_parallel_schedule": layout.schedule.torch_name,
         "pipeline_parallel_microbatch_size": plan.micro_batch_size,
         "module_fqns_per_model_part": [list(stage) for stage in paths],
     }
