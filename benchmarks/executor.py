@@ -4,12 +4,12 @@
     python benchmarks/executor.py --quick
 
 A stage is one layer that sleeps in forward and in backward, so that nothing but schedule, transfers and bookkeeping is
-measured. K processes over gloo run every case with the executor and with a bare `ScheduleGPipe` or `Schedule1F1B`, a
-step of the one after a step of the other. The constant per micro-batch, stage and direction is what the even case with
-most micro-batches takes beyond its simulated time, for each K and schedule; the other cases are predicted with it. Each
-schedule has its own, because torch's loops wait differently (1F1B's sends and receives in one call, GPipe's does not),
-and the bare loops differ likewise. `--peers` names a Python with `torch` and `torchgpipe`, which then runs the same
-cases with its threads. A busy machine makes sleeps longer: use a quiet one.
+measured. K processes over gloo run every case with the executor and with torch's own `ScheduleGPipe`, `Schedule1F1B` or
+`ScheduleInterleaved1F1B` as it is, a step of the one after a step of the other. The constant per micro-batch, stage and
+direction is what the even case with most micro-batches takes beyond its simulated time, for each K and schedule; the
+other cases are predicted with it. Interleaved, a device runs two stages, each half as long. `--peers` names a Python
+with `torch` and `torchgpipe`, which then runs the same cases with its threads. A busy machine makes sleeps longer: use a
+quiet one.
 
 Peak memory is that of one more step, in which every layer keeps 4 MiB for its backward: how far the memory of all
 processes rises above what it was before the step (`VmHWM` of Linux, written anew by `/proc/self/clear_refs`).
@@ -34,7 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from planner.core.cost.simulate import StageTimes, last_end_us
 from planner.core.schedule import SCHEDULES
@@ -132,16 +133,21 @@ def build_optimizer(parameters):
 class Case:
     """One pipeline."""
 
-    num_stages: int
+    num_devices: int
     micro_batches: int
     schedule: Schedule
     is_even: bool
 
     @property
+    def chunks(self) -> int:
+        """Stages of a device."""
+        return 2 if SCHEDULES[self.schedule].is_chunked else 1
+
+    @property
     def forward_us(self) -> list[float]:
-        """Of every stage."""
+        """What the forward of every stage takes."""
         shares = (1.0,) if self.is_even else UNEVEN
-        return [UNIT_US * shares[k % len(shares)] for k in range(self.num_stages)]
+        return [UNIT_US / self.chunks * shares[k % len(shares)] for k in range(self.num_devices * self.chunks)]
 
     def step_us(self, constant_us: float = 0.0) -> float:
         """Simulated, which under GPipe is the closed form."""
@@ -153,7 +159,7 @@ class Case:
             )
             for time_us in self.forward_us
         ]
-        actions = SCHEDULES[self.schedule].actions(self.num_stages, self.micro_batches)
+        actions = SCHEDULES[self.schedule].actions(self.num_devices, self.micro_batches, self.chunks)
         return last_end_us(actions, stages)
 
 
@@ -176,8 +182,8 @@ def main() -> None:
     given = parser.parse_args()
     _print_head()
     notes = []
-    for num_stages in (4,) if given.quick else (4, 8):
-        cases = list(_cases(num_stages, (4, 8) if given.quick else (num_stages, 32)))
+    for num_devices in (4,) if given.quick else (4, 8):
+        cases = list(_cases(num_devices, (4, 8) if given.quick else (num_devices, 32)))
         found = _measure(cases)
         constants_us = _constants_us(cases, found)
         peers = _peer_steps(given.peers, cases) if given.peers else [None] * len(cases)
@@ -185,16 +191,16 @@ def main() -> None:
             _print_row(case, measured, constants_us[case.schedule], peer)
         ratio = statistics.median(one.ratio for one in found)
         notes.append(
-            f"K = {num_stages}: per micro-batch, stage and direction beyond the sleep "
-            f"{' and '.join(f'{time_us:.0f} us ({schedule})' for schedule, time_us in constants_us.items())}; "
+            f"K = {num_devices}: per micro-batch, stage and direction beyond the sleep "
+            f"{', '.join(f'{time_us:.0f} us ({schedule})' for schedule, time_us in constants_us.items())}; "
             f"the executor takes {ratio:.3f} of the bare loop's step (median)."
         )
     print("\n" + "\n".join(notes))
 
 
-def _cases(num_stages: int, counts: Sequence[int]) -> Iterator[Case]:
-    for is_even, micro_batches, schedule in product((True, False), counts, ("gpipe", "1f1b")):
-        yield Case(num_stages=num_stages, micro_batches=micro_batches, schedule=schedule, is_even=is_even)
+def _cases(num_devices: int, counts: Sequence[int]) -> Iterator[Case]:
+    for is_even, micro_batches, schedule in product((True, False), counts, SCHEDULES):
+        yield Case(num_devices=num_devices, micro_batches=micro_batches, schedule=schedule, is_even=is_even)
 
 
 def _constants_us(cases: Sequence[Case], found: Sequence[Measured]) -> dict[Schedule, float]:
@@ -214,8 +220,8 @@ def _measure(cases: Sequence[Case]) -> list[Measured]:
         for n, case in enumerate(cases):
             write(str(Path(folder, f"{n}.yaml")), _balance(case))
         Path(folder, "cases.json").write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
-        num_stages = str(cases[0].num_stages)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_stages]
+        num_devices = str(cases[0].num_devices)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_devices]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", _WORKER: "1"}
         done = subprocess.run(
             [*command, __file__], cwd=folder, env=environment, check=False, capture_output=True, text=True
@@ -233,8 +239,9 @@ def _balance(case: Case) -> Balance:
         schedule=case.schedule,
         batch=case.micro_batches,
         micro_batches=case.micro_batches,
-        balance=(1,) * case.num_stages,
-        stages=tuple(StageBalance(index=k, recompute="never", layers=(str(k),)) for k in range(case.num_stages)),
+        chunks=case.chunks,
+        balance=(1,) * len(case.forward_us),
+        stages=tuple(StageBalance(index=k, recompute="never", layers=(str(k),)) for k in range(len(case.forward_us))),
     )
 
 
@@ -270,8 +277,8 @@ def _compare(balance: str, case: Case) -> Measured:
     pairs = [(_timed_us(ours), _timed_us(bare.step)) for _ in range(WARM_UPS + STEPS)]
     counted = pairs[WARM_UPS:]
     dist.barrier()
-    peaks: list[Any] = [0] * case.num_stages
-    dist.all_gather_object(peaks, peak_bytes(pipeline.modules[0], ours))
+    peaks: list[Any] = [0] * case.num_devices
+    dist.all_gather_object(peaks, peak_bytes(torch.nn.ModuleList(pipeline.modules), ours))
     pipeline.close()
     return Measured(
         ours_us=statistics.median(a for a, _ in counted),
@@ -293,13 +300,18 @@ class _Bare:
 
     def __init__(self, model: nn.Module, case: Case) -> None:
         rank = dist.get_rank()
-        layer = model[rank]  # type: ignore[index]
-        self._is_first, self._is_last = rank == 0, rank == case.num_stages - 1
-        given, made = torch.zeros(1, WIDTH, requires_grad=rank > 0), torch.zeros(1, WIDTH, requires_grad=True)
-        stage = PipelineStage(layer, rank, case.num_stages, torch.device("cpu"), input_args=given, output_args=made)
-        loop = ScheduleGPipe if case.schedule == "gpipe" else Schedule1F1B
-        self._schedule = loop(stage, case.micro_batches, loss_fn=lambda output, _target: output.mean())
-        self._optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        self._is_first, self._is_last = rank == 0, rank == case.num_devices - 1
+        num_stages = case.num_devices * case.chunks
+        stages = []
+        for index in range(rank, num_stages, case.num_devices):
+            given, made = torch.zeros(1, WIDTH, requires_grad=index > 0), torch.zeros(1, WIDTH, requires_grad=True)
+            layer = model[index]  # type: ignore[index]
+            device = torch.device("cpu")
+            stages.append(PipelineStage(layer, index, num_stages, device, input_args=given, output_args=made))
+        loop: Any = get_schedule_class(SCHEDULES[case.schedule].torch_name)
+        run = stages if case.chunks > 1 else stages[0]
+        self._schedule = loop(run, case.micro_batches, loss_fn=lambda output, _target: output.mean())
+        self._optimizer = torch.optim.SGD([p for stage in stages for p in stage.submod.parameters()], lr=0.1)
         self._inputs = torch.zeros(case.micro_batches, WIDTH)
         self._targets = torch.zeros(case.micro_batches)
 
@@ -322,7 +334,7 @@ from torchgpipe import GPipe
 sys.path.insert(0, sys.argv[1])
 from model import build_model, peak_bytes
 for case in json.loads(sys.argv[2]):
-    k, m = case["num_stages"], case["micro_batches"]
+    k, m = case["num_devices"], case["micro_batches"]
     piped = GPipe(build_model(case["seconds"]), balance=[1] * k, devices=["cpu"] * k, chunks=m, checkpoint="never")
     optimizer = torch.optim.SGD(piped.parameters(), lr=0.1)
     times = []
@@ -365,7 +377,9 @@ def _print_head() -> None:
     print(
         f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and twice as long backward, one per stage; uneven: ", end=""
     )
-    print(f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps.")
+    print(
+        f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps. Interleaved: two stages on each device, each half as long."
+    )
     print(
         f"Peak memory: of all processes, in a step in which every layer keeps {KEPT >> 20} MiB per micro-batch, beyond "
         "what they held before.\n"
@@ -379,7 +393,7 @@ def _print_head() -> None:
 def _print_row(case: Case, measured: Measured, constant_us: float, peer: tuple[float, int] | None) -> None:
     predicted_us = case.step_us(constant_us)
     cells = (
-        case.num_stages,
+        case.num_devices,
         "even" if case.is_even else "uneven",
         case.micro_batches,
         case.schedule,

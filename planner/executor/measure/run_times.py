@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, NamedTuple
 
+from planner.core.schedule import KINDS
+
 __all__ = [
     "RunSpan",
     "RunSpanKind",
@@ -65,7 +67,7 @@ class Transfer(NamedTuple):
     @property
     def boundary(self) -> int:
         """The stage that lies in front of the boundary."""
-        return self.stage - 1 if self.kind == "forward" else self.stage
+        return min(self.stage, _source_of(self.kind, self.stage))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +203,17 @@ def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[R
 
 
 def _computing(spans: Iterable[RunSpan]) -> list[RunSpan]:
-    return sorted((s for s in spans if s.kind in ("forward", "backward")), key=lambda span: span.start_ns)
+    return sorted((s for s in spans if s.kind in _DIRECTIONS), key=lambda span: span.start_ns)
 
 
 def _source(span: RunSpan) -> tuple[RunSpanKind, int, int]:
     """Where the input of a forward or backward is made."""
-    return span.kind, span.stage + (-1 if span.kind == "forward" else 1), span.micro_batch
+    return span.kind, _source_of(span.kind, span.stage), span.micro_batch
+
+
+def _source_of(kind: RunSpanKind, stage: int) -> int:
+    """The stage whose output a forward or backward takes; at the ends of the chain there is none of that number."""
+    return stage - _DIRECTIONS[kind]
+
+
+_DIRECTIONS: dict[str, int] = {kind.label: kind.direction for kind in KINDS.values()}
