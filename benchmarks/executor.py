@@ -8,8 +8,8 @@ measured. K processes over gloo run every case with the executor and with torch'
 `ScheduleInterleaved1F1B` as it is, a step of the one after a step of the other. The constant per micro-batch, stage and
 direction is what the even case with most micro-batches takes beyond its simulated time, for each K and schedule; the
 other cases are predicted with it. Interleaved, a device runs two stages, each half as long. `--peers` names a Python
-with `torch` and `torchgpipe`, which then runs the same cases with its threads. A busy machine makes sleeps longer: use a
-quiet one.
+with `torch` and `torchgpipe`, which then runs the same cases with its threads. A busy machine makes sleeps longer: use
+a quiet one.
 
 Peak memory is that of one more step, in which every layer keeps 4 MiB for its backward: how far the memory of all
 processes rises above what it was before the step (`VmHWM` of Linux, written anew by `/proc/self/clear_refs`).

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch import Tensor
 __all__ = ["Region", "RegionFinder", "without_reentrance"]
 
 _CHECKPOINT = inspect.unwrap(checkpointing.checkpoint).__code__
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(kw_only=True)
@@ -82,14 +82,13 @@ class RegionFinder:
         known = self._levels[-1]
         now: list[tuple[FrameType, int]] = []
         while frame is not None and frame.f_code is not self._run:
-            if frame.f_code is _CHECKPOINT or frame.f_code is _APPLY:
+            if frame.f_code is _CHECKPOINT or _function_of(frame.f_code):
                 now.append((frame, next((number for one, number in known if one is frame), -1)))
             frame = frame.f_back
         return [(one, self._new(one, time) if number < 0 else number) for one, number in reversed(now)]
 
     def _new(self, frame: FrameType, time: int) -> int:
-        function = frame.f_locals["cls"].__name__ if frame.f_code is _APPLY else ""
-        self._regions.append(Region(begin=time, end=time, function=function))
+        self._regions.append(Region(begin=time, end=time, function=_function_of(frame.f_code)))
         return len(self._regions) - 1
 
 
@@ -117,6 +116,20 @@ class _NotReentrant:
             )
         with torch.no_grad():
             return function(*given)
+
+
+@cache
+def _function_of(code: CodeType) -> str:
+    """The autograd function that runs this code as its forward; empty where none does."""
+    # By its forward, for `apply` has a frame of its own in some releases of torch, and none in others.
+    if code.co_name != "forward":
+        return ""
+    functions = [torch.autograd.Function]
+    for function in functions:  # grows as it goes
+        functions += function.__subclasses__()
+        if getattr(vars(function).get("forward"), "__func__", None) is not None and function.forward.__code__ is code:
+            return function.__name__
+    return ""
 
 
 def _carries_gradient(args: Sequence[Any]) -> bool:

@@ -9,11 +9,15 @@ import math
 import warnings
 from typing import Any
 
-from fvcore.nn import FlopCountAnalysis
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 from planner.profile.units import Unit, UnitInput
+
+with warnings.catch_warnings():
+    # It compiles functions with `torch.jit.script` as it is imported, of which newer releases of torch warn.
+    warnings.simplefilter("ignore")
+    from fvcore.nn import FlopCountAnalysis
 
 __all__ = ["forward_flops"]
 
