@@ -1,4 +1,4 @@
-"""One rank: the gradients of the executor beside those of torch's own runtime on the same program."""
+"""One rank: the gradients of the executor beside those of torch's own runtime in the same order."""
 
 import json
 import sys
@@ -11,17 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from planner.core.schedule import SCHEDULES, programs, stage_of
+from planner.core.schedule import SCHEDULES, stage_of
 from planner.executor import Pipeline
 
-_KINDS = {
-    ("run", "F"): _ComputationType.FORWARD,
-    ("run", "B"): _ComputationType.FULL_BACKWARD,
-    ("send", "F"): _ComputationType.SEND_F,
-    ("send", "B"): _ComputationType.SEND_B,
-    ("receive", "F"): _ComputationType.RECV_F,
-    ("receive", "B"): _ComputationType.RECV_B,
-}
+_KINDS = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
 
 
 def main() -> None:
@@ -60,12 +53,14 @@ def _gradients_of_torch(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> 
         given: dict[str, Any] = {"input_args": received, "output_args": sent}
         stages.append(PipelineStage(module, index, num_stages, torch.device("cpu"), **given))
     actions = SCHEDULES[balance.schedule].actions(num_devices, balance.micro_batches, chunks)
-    rows = {
-        device: [_Action(stage_of(device, x.chunk, num_devices), _KINDS[x.do, x.kind], x.micro_batch) for x in row]
-        for device, row in enumerate(programs(actions))
+    # What is computed when is ours; torch adds transfers of its own, of which it asks for more from release to release.
+    rows: dict[int, list[_Action | None]] = {
+        device: [_Action(stage_of(device, x.chunk, num_devices), _KINDS[x.kind], x.micro_batch) for x in row]
+        for device, row in enumerate(actions)
     }
-    runtime = _PipelineScheduleRuntime(stages, balance.micro_batches, loss_fn=pipeline.model.loss_fn)
-    runtime._prepare_schedule_with_comms(rows, format="compute_comms")
+    loss_fn = pipeline.model.loss_fn
+    runtime = _PipelineScheduleRuntime(stages, balance.micro_batches, loss_fn=loss_fn, scale_grads=False)
+    runtime._prepare_schedule_with_comms(rows)
     losses: list[Tensor] = []
     first = (inputs,) if rank == 0 else ()
     last = {"target": targets, "losses": losses} if rank == num_devices - 1 else {}

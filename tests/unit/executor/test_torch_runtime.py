@@ -1,4 +1,4 @@
-"""The engine that people know stays the reference: the same program in torch's own runtime makes the same gradients."""
+"""The engine that people know stays the reference: the same order in torch's own runtime makes the same gradients."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def balance_of(schedule: Schedule, cuts: tuple[int, ...], micro_batches: int) ->
 
 
 def test_torchs_runtime_makes_the_same_gradients(tmp_path: Path) -> None:
-    """Every schedule, bit for bit: this runtime leaves the division by M to whoever made the program."""
+    """Every schedule, bit for bit; torch divides by M at the end, which is done here, and the executor at the loss."""
     (tmp_path / "model.py").write_text(MODEL)
     cases: dict[str, tuple[Schedule, tuple[int, ...], int]] = {
         "gpipe.yaml": ("gpipe", (2, 4), 4),
