@@ -7,11 +7,40 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from planner.core.values.balance import Balance
+from planner.core.values.plan import FrontierPoint, Inputs, Plan, ProfileReference, StageMemory
+from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, ProgramMemory
+from planner.core.values.proof import Proof
+from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
+
 __all__ = ["digest_of", "to_plain"]
+
+_SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof})
+"""Classes of which every field that holds its default is left out: a profile has thousands of them."""
+
+# What came to the files later than the rest stays out of those that do not use it: they keep their bytes and digests.
+_SPARE_FIELDS: dict[type, frozenset[str]] = {
+    Balance: frozenset({"chunks", "replicas"}),
+    BoundaryRun: frozenset({"replica"}),
+    Device: frozenset({"reserve_bytes"}),
+    FrontierPoint: frozenset({"replicas"}),
+    Inputs: frozenset({"any_order", "chunks", "compute", "node_devices", "replicas"}),
+    LayerProfile: frozenset({"cast_bytes", "optimizer_sparse_peak", "rewritten_bytes"}),
+    Plan: frozenset({"chunks", "replicas"}),
+    ProfileReference: frozenset({"how"}),
+    RunReport: frozenset({"batch"}),
+    StageMemory: frozenset({"casts"}),
+    StageRun: frozenset({"outside_bytes", "replica"}),
+}
+"""Fields of other classes that are left out where they hold their default."""
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses to plain dicts and lists, optional fields that hold nothing left out."""
+    """Dataclasses to plain dicts and lists.
+
+    A field that has a default is left out where it holds nothing (None, or an empty text, list or mapping). Some are
+    left out where they hold any other default, too: see `_SPARE` and `_SPARE_FIELDS`.
+    """
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -37,7 +66,7 @@ def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ..
 def _left_out(field: "Field[Any]", kind: type) -> Callable[[Any], bool] | None:
     if field.default is MISSING and field.default_factory is MISSING:
         return None
-    if getattr(kind, "__compact__", False) or field.name in getattr(kind, "__quiet__", ()):
+    if kind in _SPARE or field.name in _SPARE_FIELDS.get(kind, ()):
         default = field.default
         return lambda value: bool(value == default)
     return lambda value: value is None or value in ("", (), {})

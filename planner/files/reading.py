@@ -1,14 +1,10 @@
-"""Files to values: a strict reader, pydantic in strict JSON mode, checks of meaning; errors name file, line and key."""
+"""Files to values: a strict reader, types, checks of meaning; errors name file, line and key."""
 
 import json
 import re
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO, cast
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
 from planner.core.cost.calibration import CALIBRATION_SCHEMA, Calibration
 from planner.core.errors import FileError
@@ -20,7 +16,8 @@ from planner.core.values.profile import PROFILE_SCHEMA, Profile
 from planner.core.values.run_report import RUN_SCHEMA, RunReport
 from planner.files.bounds import MAX_BYTES
 from planner.files.checks import problems_of
-from planner.files.strict_yaml import Document, KeyPath, Problem
+from planner.files.strict_yaml import Document
+from planner.files.validation import schema_of, validated
 
 __all__ = [
     "is_replayable",
@@ -107,14 +104,8 @@ def _read(path: str, wanted: str | None, text: str | None = None) -> Value:
     schema = _schema(document, wanted)
     if schema == RUN_SCHEMA:
         _read_losses(document.content)
-    try:
-        plain = json.dumps(document.content)
-        value = TypeAdapter(_TYPES[schema]).validate_json(plain, strict=True)
-    except ValidationError as error:
-        keys = _Keys(_TYPES[schema])
-        raise document.refuse(
-            _most_telling([_explain(e, document, keys) for e in error.errors(include_url=False)])
-        ) from None
+    plain = json.dumps(document.content)
+    value = validated(_TYPES[schema], plain, document)
     problems = list(problems_of(value, every_number=_ODD_NUMBER.search(plain) is not None))
     if problems:
         raise document.refuse(problems)
@@ -174,77 +165,10 @@ def _bounded(file: TextIO, path: str) -> str:
     return "".join(pieces)
 
 
-_EXPECTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "a string",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-    "dataclass_type": "a mapping",
-}
-
-
 def _read_losses(content: dict[str, Any]) -> None:
     losses = content.get("losses")
     if isinstance(losses, list):
         content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
-
-
-def _most_telling(problems: list[Problem]) -> list[Problem]:
-    """Mistyped keys first: a required key that is missing is then explained already."""
-    return sorted(problems, key=lambda problem: not problem[2].startswith("did you mean"))
-
-
-class _Keys:
-    """The keys that may stand at each place of a file."""
-
-    def __init__(self, value: type[Value]) -> None:
-        self._schema = TypeAdapter(value).json_schema()
-
-    def at(self, place: KeyPath) -> list[str]:
-        """Keys of the mapping at `place`; empty where there is none."""
-        node: Any = self._schema
-        for step in place:
-            node = self._resolved(node)
-            node = node.get("items", {}) if isinstance(step, int) else node.get("properties", {}).get(step, {})
-        return list(self._resolved(node).get("properties", {}))
-
-    def _resolved(self, node: dict[str, Any]) -> dict[str, Any]:
-        for option in node.get("anyOf", ()):
-            if "$ref" in option:
-                node = option
-        name = node.get("$ref", "").rpartition("/")[2]
-        found: dict[str, Any] = self._schema["$defs"][name] if name else node
-        return found
-
-
-def _explain(error: ErrorDetails, document: Document, keys: _Keys) -> Problem:
-    # A union (`int | None`) appends the name of the member it tried: keep only what is in the file.
-    at = tuple(error["loc"])
-    kind = error["type"]
-    if kind == "missing":
-        return at, "is missing", "see `gpipe-plan schema` for the format"
-    if kind == "unexpected_keyword_argument":
-        absent = [key for key in keys.at(at[:-1]) if (*at[:-1], key) not in document.lines]
-        near = [key for key in absent if key.startswith(f"{at[-1]}_")] or get_close_matches(str(at[-1]), absent, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else "remove it; see `gpipe-plan schema` for the keys there are"
-        return at, "unknown key", hint
-    while at and document.lines and at not in document.lines:
-        at = at[:-1]
-    expected = _EXPECTED.get(kind)
-    if kind == "literal_error":
-        return at, f"expected {error['ctx']['expected']}, got {_shown(error['input'])}", ""
-    if expected is None:
-        return at, str(error["msg"])[:1].lower() + str(error["msg"])[1:], ""
-    return at, f"expected {expected}, got {_shown(error['input'])}", ""
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "…"
 
 
 def _schema(document: Document, wanted: str | None) -> str:
@@ -288,7 +212,7 @@ def _called(schema: str) -> str:
 def json_schema(kind: str) -> dict[str, Any]:
     """The JSON Schema of a kind of file, such as `profile`."""
     by_kind = {_kind(schema): value for schema, value in _TYPES.items()}
-    schema = TypeAdapter(by_kind[kind]).json_schema()
+    schema = schema_of(by_kind[kind])
     # The dataclass has a default for it, the file must not.
     schema["required"] = ["schema", *schema["required"]]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

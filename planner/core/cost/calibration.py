@@ -19,14 +19,11 @@ __all__ = ["CALIBRATION_SCHEMA", "Calibration", "calibrated_executor", "calibrat
 
 CALIBRATION_SCHEMA: Final = "gpipe-plan/calibration/v1"
 
-_FORBID = {"extra": "forbid"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """What to predict with instead of what a profile brings."""
 
-    __pydantic_config__ = _FORBID
     schema: Literal["gpipe-plan/calibration/v1"] = CALIBRATION_SCHEMA
     generator: Generator | None = None
     plan_digest: str = ""

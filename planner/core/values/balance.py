@@ -11,15 +11,11 @@ __all__ = ["BALANCE_SCHEMA", "Balance", "StageBalance", "launch_line"]
 
 BALANCE_SCHEMA: Final = "gpipe-plan/balance/v1"
 
-_FORBID = {"extra": "forbid"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBalance:
     """One stage: its layers by module path."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"device"})
     index: int
     device: int | None = None
     """Which of a pipeline's devices runs it; None where it is the usual one: `index`, modulo K."""
@@ -35,8 +31,6 @@ class StageBalance:
 class Balance:
     """The cuts by name, so that a model whose layers moved is caught, and how to run them."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"chunks", "replicas"})
     schema: Literal["gpipe-plan/balance/v1"] = BALANCE_SCHEMA
     generator: Generator | None = None
     plan_digest: str

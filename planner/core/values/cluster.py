@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 __all__ = ["Cluster", "ExecutorCost", "Link"]
 
 
-_FORBID = {"extra": "forbid"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One connection between neighbouring stages, the same in both directions at once (full duplex).
@@ -17,7 +14,6 @@ class Link:
     with compute. The default link costs nothing.
     """
 
-    __pydantic_config__ = _FORBID
     latency_us: float = 0.0
     bytes_per_s: float = 0.0
     """0 means unlimited."""
@@ -44,7 +40,6 @@ class Link:
 class ExecutorCost:
     """What the bundled executor itself costs on a machine."""
 
-    __pydantic_config__ = _FORBID
     overhead_us: float
     """Per micro-batch, stage and direction."""
     link: Link

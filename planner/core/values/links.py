@@ -16,14 +16,11 @@ __all__ = ["LINKS_SCHEMA", "Links", "MeasuredLink", "fit_link"]
 
 LINKS_SCHEMA: Final = "gpipe-plan/links/v1"
 
-_FORBID = {"extra": "forbid"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
     """One boundary, between a process and the next."""
 
-    __pydantic_config__ = _FORBID
     link: Link
     """What the planner takes the boundary for."""
     sample_bytes: tuple[int, ...] = ()
@@ -35,7 +32,6 @@ class MeasuredLink:
 class Links:
     """Every boundary of a pipeline, in order."""
 
-    __pydantic_config__ = _FORBID
     schema: Literal["gpipe-plan/links/v1"] = LINKS_SCHEMA
     generator: Generator | None = None
     device: Device

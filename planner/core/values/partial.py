@@ -12,14 +12,11 @@ __all__ = ["PARTIAL_SCHEMA", "Measurement", "Partial"]
 
 PARTIAL_SCHEMA: Final = "gpipe-plan/partial/v1"
 
-_FORBID = {"extra": "forbid"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What is known of one layer at one micro-batch size."""
 
-    __pydantic_config__ = _FORBID
     digest: str
     """The layer's."""
     micro_batch_size: int
@@ -33,7 +30,6 @@ class Measurement:
 class Partial:
     """Measurements, and all that must be the same for them to be of use."""
 
-    __pydantic_config__ = _FORBID
     schema: Literal["gpipe-plan/partial/v1"] = PARTIAL_SCHEMA
     generator: Generator
     model: Model

@@ -51,15 +51,11 @@ SchedulePolicy = Literal["gpipe", "1f1b", "interleaved", "auto"]
 DEFAULT_SCHEDULE: Final[SchedulePolicy] = "auto"
 """What is asked where nothing else is: of `solve`, `sweep` and the functions behind them."""
 
-_FORBID = {"extra": "forbid"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileReference:
     """The profile a plan was made from."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"how"})
     path: str
     digest: str
     how: Literal["measured", "compiled", "estimated"] = "measured"
@@ -70,13 +66,6 @@ class ProfileReference:
 class Inputs:
     """What was asked, with every option resolved."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset(
-        {
-            *("speeds", "node_devices", "links", "chunks", "replicas", "together", "apart", "any_order", "inter_link"),
-            *("allreduce", "dtype", "compute"),
-        }
-    )
     profile: ProfileReference
     model_digest: str = ""
     devices: int
@@ -123,7 +112,6 @@ class Inputs:
 class SolverReport:
     """How good the answer is, and how that is known."""
 
-    __pydantic_config__ = _FORBID
     method: str
     status: Literal["optimal", "feasible", "given"]
     """`given`: the cuts came from the user and were only evaluated."""
@@ -136,8 +124,6 @@ class SolverReport:
 class StageMemory:
     """Peak memory of one stage over a step, in bytes, itemised at the moment of the peak."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"casts"})
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
@@ -167,7 +153,6 @@ class StageMemory:
 class Stage:
     """One stage: layers `first` to `last` of the chain on one device. Times are for one micro-batch."""
 
-    __pydantic_config__ = _FORBID
     index: int
     device: int | None = None
     """Index into `Inputs.memory_bytes`; None where it is the usual one: `index`, modulo K."""
@@ -190,7 +175,6 @@ class Stage:
 class Predicted:
     """What the cost model says of a whole step."""
 
-    __pydantic_config__ = _FORBID
     step_us: float
     samples_per_s: float
     bubble: float
@@ -208,8 +192,6 @@ class Predicted:
 class FrontierPoint:
     """The best plan with one number of micro-batches (and of replicas)."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"replicas"})
     micro_batches: int
     micro_batch_size: int
     replicas: int = 1
@@ -230,7 +212,6 @@ class FrontierPoint:
 class WhatIf:
     """What one change of the devices would bring: the best plan then."""
 
-    __pydantic_config__ = _FORBID
     change: str
     step_us: float
 
@@ -239,7 +220,6 @@ class WhatIf:
 class Noise:
     """What errors of measurement do to the plan, from profiles drawn around the measured one."""
 
-    __pydantic_config__ = _FORBID
     draws: int
     spread: float
     """Median over layers of the relative half-width of the 95 % interval."""
@@ -254,7 +234,6 @@ class Noise:
 class Insight:
     """Why the plan is as it is, and what would change it."""
 
-    __pydantic_config__ = _FORBID
     pace: str
     """What sets the pace: a stage's forward and backward, or a link."""
     tightest_device: int
@@ -269,8 +248,6 @@ class Insight:
 class Plan:
     """A partition of the chain into stages, with its schedule and predictions."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"chunks", "replicas"})
     schema: Literal["gpipe-plan/plan/v1"] = PLAN_SCHEMA
     generator: Generator | None = None
     inputs: Inputs

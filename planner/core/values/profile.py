@@ -33,16 +33,11 @@ Setting = bool | int | float | str
 Granularity = Literal["coarse", "fine"]
 """How finely a model is cut into layers: about one per block, or parts of blocks too."""
 
-# pydantic, which only `planner.files` knows, reads this attribute: unknown keys are errors.
-_FORBID = {"extra": "forbid"}
-# `planner.files` reads `__compact__`: fields that hold their default are not written; `__quiet__` names single ones.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
     """The tool that wrote a file."""
 
-    __pydantic_config__ = _FORBID
     name: str
     version: str
 
@@ -51,8 +46,6 @@ class Generator:
 class Model:
     """Which model was profiled."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"uncut"})
     source: str = ""
     """`path/to/model.py:entry` as given on the command line."""
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -71,8 +64,6 @@ class Model:
 class Device:
     """What the numbers were taken on."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"reserve_bytes"})
     kind: str
     name: str = ""
     memory_bytes: int = 0
@@ -87,7 +78,6 @@ class Device:
 class Environment:
     """Versions and settings the numbers depend on."""
 
-    __pydantic_config__ = _FORBID
     torch: str = ""
     python: str = ""
     dtype: str = "float32"
@@ -99,8 +89,6 @@ class Environment:
 class BoundaryTensor:
     """One tensor that crosses the boundary behind a layer, for one micro-batch."""
 
-    __pydantic_config__ = _FORBID
-    __compact__ = True
     bytes: int
     """Size of its storage."""
     kept: bool
@@ -119,8 +107,6 @@ class MemoryDetail:
     Peaks are bytes above what is alive when the layer starts (its input included in what is alive).
     """
 
-    __pydantic_config__ = _FORBID
-    __compact__ = True
     internal_bytes: int
     """Kept for backward, neither input, output, parameter nor buffer."""
     inputs: tuple[BoundaryTensor, ...]
@@ -154,8 +140,6 @@ class ProgramMemory:
     whose arrays say what is kept; and it lets go of a layer's part when its backward is done.
     """
 
-    __pydantic_config__ = _FORBID
-    __compact__ = True
     carried_bytes: int
     """Held from the layer's forward to its backward, its output included if a layer behind reads that."""
     peak_bytes: int
@@ -178,8 +162,6 @@ class ProgramMemory:
 class LayerProfile:
     """Costs of one layer. Times in microseconds and bytes are for one micro-batch, one per micro-batch size."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"cast_bytes", "rewritten_bytes", "optimizer_sparse_peak", "program"})
     name: str
     modules: tuple[str, ...] = ()
     """Paths of its modules in execution order, where it is more than the one that it is named after."""
@@ -226,8 +208,6 @@ class LayerProfile:
 class Profile:
     """Everything the planner knows of a model and a device."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"proof"})
     schema: Literal["gpipe-plan/profile/v1"] = PROFILE_SCHEMA
     generator: Generator | None = None
     model: Model = field(default_factory=Model)

@@ -6,8 +6,6 @@ from planner.core.values.units import counted
 
 __all__ = ["Proof"]
 
-_FORBID = {"extra": "forbid"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
@@ -16,8 +14,6 @@ class Proof:
     The executor's own stages ran one after the other in one process, each in a copy of the model of its own.
     """
 
-    __pydantic_config__ = _FORBID
-    __compact__ = True
     layers: int
     """How many layers took part, from the first one on; where it is not all, time or memory did not suffice."""
     cuts: int

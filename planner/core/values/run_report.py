@@ -9,15 +9,11 @@ __all__ = ["RUN_SCHEMA", "BoundaryRun", "RunReport", "StageRun"]
 
 RUN_SCHEMA: Final = "gpipe-plan/run/v1"
 
-_FORBID = {"extra": "forbid"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
     """What one stage took. Times are medians over the last steps: of one micro-batch, waiting of a whole step."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"replica", "outside_bytes"})
     index: int
     replica: int = 0
     """Which of the pipelines side by side."""
@@ -43,8 +39,6 @@ class StageRun:
 class BoundaryRun:
     """What moving one micro-batch over a boundary took, as the receiver felt it: medians."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"replica"})
     index: int
     """Of the stage in front of it."""
     replica: int = 0
@@ -56,8 +50,6 @@ class BoundaryRun:
 class RunReport:
     """One run of the bundled executor."""
 
-    __pydantic_config__ = _FORBID
-    __quiet__ = frozenset({"batch"})
     schema: Literal["gpipe-plan/run/v1"] = RUN_SCHEMA
     generator: Generator | None = None
     plan_digest: str

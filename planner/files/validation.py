@@ -1,0 +1,128 @@
+"""Plain content to values, by the types of their fields: all that pydantic does for us, and what its errors mean.
+
+The values are dataclasses of the standard library, which say nothing of files. Here alone stands that no key may be in
+a file that their fields do not name.
+"""
+
+import json
+from difflib import get_close_matches
+from typing import Any, NewType, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import ErrorDetails
+from pydantic_core.core_schema import DataclassSchema
+
+from planner.files.strict_yaml import Document, KeyPath, Problem
+
+__all__ = ["schema_of", "validated"]
+
+_T = TypeVar("_T")
+
+
+def validated(kind: type[_T], plain: str, document: Document) -> _T:
+    """The value of class `kind` that a file holds.
+
+    Args:
+        kind: A dataclass.
+        plain: The file's content as JSON.
+        document: The file, for the lines of its keys.
+
+    Raises:
+        FileError: A key is unknown or missing, or its value is of another type; names all of them.
+    """
+    try:
+        return _adapter(kind).validate_json(plain, strict=True)
+    except ValidationError as error:
+        keys = _Keys(kind)
+        problems = [_explain(e, document, keys) for e in error.errors(include_url=False)]
+        raise document.refuse(_most_telling(problems)) from None
+
+
+def schema_of(kind: type[Any]) -> dict[str, Any]:
+    """The JSON Schema of the dataclass `kind`."""
+    return _adapter(kind).json_schema(schema_generator=_Schema)
+
+
+# Private functions
+
+
+class _Schema(GenerateJsonSchema):
+    """A JSON Schema that forbids unknown keys whatever the version of pydantic: not each says so of its own accord."""
+
+    def dataclass_schema(self, schema: DataclassSchema) -> JsonSchemaValue:
+        """The schema of one dataclass."""
+        return {"additionalProperties": False, **super().dataclass_schema(schema)}
+
+
+def _adapter(kind: type[_T]) -> TypeAdapter[_T]:
+    # pydantic takes rules for a dataclass from nothing but an attribute of it, yet those for any other type hold for
+    # the dataclasses within: a new name for the class is such a type.
+    return TypeAdapter(NewType(kind.__name__, kind), config={"extra": "forbid"})  # type: ignore[arg-type]
+
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping",
+}
+
+
+def _most_telling(problems: list[Problem]) -> list[Problem]:
+    """Mistyped keys first: a required key that is missing is then explained already."""
+    return sorted(problems, key=lambda problem: not problem[2].startswith("did you mean"))
+
+
+class _Keys:
+    """The keys that may stand at each place of a file."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        self._schema = schema_of(kind)
+
+    def at(self, place: KeyPath) -> list[str]:
+        """Keys of the mapping at `place`; empty where there is none."""
+        node: Any = self._schema
+        for step in place:
+            node = self._resolved(node)
+            node = node.get("items", {}) if isinstance(step, int) else node.get("properties", {}).get(step, {})
+        return list(self._resolved(node).get("properties", {}))
+
+    def _resolved(self, node: dict[str, Any]) -> dict[str, Any]:
+        for option in node.get("anyOf", ()):
+            if "$ref" in option:
+                node = option
+        name = node.get("$ref", "").rpartition("/")[2]
+        mapping: dict[str, Any] = self._schema["$defs"][name] if name else node
+        return mapping
+
+
+def _explain(error: ErrorDetails, document: Document, keys: _Keys) -> Problem:
+    # A union (`int | None`) appends the name of the member it tried: keep only what is in the file.
+    at = tuple(error["loc"])
+    kind = error["type"]
+    if kind == "missing":
+        return at, "is missing", "see `gpipe-plan schema` for the format"
+    if kind == "unexpected_keyword_argument":
+        absent = [key for key in keys.at(at[:-1]) if (*at[:-1], key) not in document.lines]
+        near = [key for key in absent if key.startswith(f"{at[-1]}_")] or get_close_matches(str(at[-1]), absent, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else "remove it; see `gpipe-plan schema` for the keys there are"
+        return at, "unknown key", hint
+    while at and document.lines and at not in document.lines:
+        at = at[:-1]
+    expected = _EXPECTED.get(kind)
+    if kind == "literal_error":
+        return at, f"expected {error['ctx']['expected']}, got {_shown(error['input'])}", ""
+    if expected is None:
+        return at, str(error["msg"])[:1].lower() + str(error["msg"])[1:], ""
+    return at, f"expected {expected}, got {_shown(error['input'])}", ""
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "…"
