@@ -61,7 +61,7 @@ class Document:
         document = cls(path, text)
         try:
             is_json = text.lstrip()[:1] == "{"
-            document.content = json_content(text) if is_json else quick_content(text, document._piece)
+            document.content = json_content(text) if is_json else quick_content(text, document._rest)
         except (NotQuickError, FileError):
             document.content = document._read()
         return document
@@ -98,12 +98,10 @@ class Document:
         except yaml.YAMLError as error:
             raise FileError(f"is not YAML: {error}", path=self.path) from None
 
-    def _piece(self, text: str) -> Any:
-        """One value of a quick document; its lines mean nothing."""
+    def _rest(self, text: str) -> Any:
+        """What YAML makes of a text whose lines are not those of the file."""
         node = self._composed(text)
-        if node is None or (isinstance(node, yaml.CollectionNode) and not node.flow_style):
-            raise NotQuickError  # by itself it is laid out otherwise than behind its key
-        content = self._plain(node, ())
+        content = None if node is None else self._plain(node, ())
         self._lines = {}
         return content
 

@@ -72,15 +72,38 @@ LINES = [
     "---\na: 1",
     "a: [@x, `y, %z, x%]",
     "a: {b: 2001-01-01, c: 1_000, d: +1}",
+    "a: &x\n- {b: 1}\nc: *x",
+    "a: &x\n- {b: 1}\nc: {d: *x}",
+    "a: 'x\n- {b: 1}\n'",
+    "a: ['x\n- {b: 1}\n', y]",
+    'a: "x\n- {b: 1}\ny"',
+    "|\n- {b: 1}",
+    "a: |\n- {b: 1}",
+    "a:\n- {b: 1}\n  x",
+    "a:\n- {b: 1}\n- '<line 0>'",
+    "a: {b: 1}\nc: <line 0>",
+    "a:\n- {b: 1}\n# x\n- {b: 2}\n\n- [3]",
+    "a: {b: 1}\n- {c: 2}",
+    "a:\n- {b: 1}\n- {b: 1, b: 2}\n- {b: 3}",
+    "- {a: 1}\n- {a: 2}",
+    "a:\n  b: {c: 1}\n  d:\n  - {e: 1}",
+    "a: {b: 1}\n...\n---\nc: 1",
+    "? a\n: {b: 1}",
+    "?\n- {b: 1}\n: c",
 ]
 
 
 @pytest.mark.parametrize("text", LINES)
 def test_whatever_the_text_it_means_what_yaml_says_or_is_refused_as_there(text: str) -> None:
     """Values that JSON and YAML read differently, other layouts, and mistakes."""
-    assert outcome(lambda: Document.parse("profile.yaml", text).content) == outcome(
-        lambda: Document("profile.yaml", text)._read()
-    )
+    quick, read = outcomes_of(text)
+    assert quick == read
+
+
+def outcomes_of(text: str) -> tuple[str, str]:
+    """What `Document` makes of a text, and what the YAML reader alone does."""
+    document = Document("profile.yaml", text)
+    return outcome(lambda: Document.parse("profile.yaml", text).content), outcome(document._read)
 
 
 def outcome(read: Callable[[], Any]) -> str:
@@ -123,3 +146,37 @@ def test_random_scraps_mean_the_same_either_way(tmp_path: Path) -> None:
         assert repr(Document.parse("p.yaml", text).content) == repr(wanted), text
         agreed += 1
     assert agreed > 500
+
+
+def test_random_lines_mean_the_same_either_way() -> None:
+    """Documents thrown together from lines that begin or end something, and lines that are read as JSON."""
+    rng = random.Random(6)
+    quick = ["- {a: 1}", "- [x, 'y, z']", "b: {c: 1}", "d: [2]", "- {a: ', '}"]
+    other = [
+        "e:",
+        "f: &x",
+        "g: *x",
+        "h: '",
+        "'",
+        'i: "',
+        '"',
+        "j: |",
+        "  k",
+        "# l",
+        "",
+        "- m",
+        "n: [",
+        "]",
+        "- ",
+        "? o",
+        "---",
+    ]
+    agreed = 0
+    for _ in range(3000):
+        text = "a: 1\n" + "\n".join(
+            rng.choice(quick if rng.random() < 0.5 else other) for _ in range(rng.randint(2, 6))
+        )
+        outcomes = outcomes_of(text)
+        agreed += outcomes[1][0] == "{"
+        assert outcomes[0] == outcomes[1], text
+    assert agreed > 100
