@@ -57,7 +57,7 @@ class Cuts:
         for join in self._joins.values():
             self._joins_in.setdefault((join.call, join.gap), []).append(join)
         flow = recording.flow.nodes
-        self._lives = [(v, data["made"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]]
+        self._lives = [(v, data["created"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]]
         self._num_bytes: dict[tuple[int, bool], int] = {}
         self._cut_behind: dict[int, int] = {}
         self._creator: dict[int, int] = {}
@@ -77,7 +77,9 @@ class Cuts:
             if made < cut <= last and uses[bisect_left(uses, cut)] < used_before
         ]
         if with_unread:
-            live += [version for version in self.recording.unread if self.recording.flow.nodes[version]["made"] < cut]
+            live += [
+                version for version in self.recording.unread if self.recording.flow.nodes[version]["created"] < cut
+            ]
         needs = _Needs(self, cut)
         needs.follow(live, strict=True)
         for number in self.recording.decisions:
@@ -145,7 +147,7 @@ class Cuts:
             number = data["operator"]
             if number >= 0 and self.join(number, cut) is not None:
                 is_there = data["storage"] in received
-            elif number >= 0 and (data["made"] >= cut or self.repeated(number, cut)):
+            elif number >= 0 and (data["created"] >= cut or self.repeated(number, cut)):
                 operator = self.recording.operators[number]
                 is_there = holds.issuperset(operator.holds) and missing.isdisjoint(self.recording.reads[number])
             elif number < 0 and data["storage"] not in self.recording.exposures:

@@ -7,13 +7,16 @@ there, too.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["loose_tensors", "move_loose_tensors", "replace_loose", "replace_tensors", "replaced_tensors"]
+from planner.model.ghosts import ghost_like
+
+__all__ = ["as_ghosts", "loose_tensors", "move_loose_tensors", "replace_loose", "replace_tensors", "replaced_tensors"]
 
 _HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")
 
@@ -54,6 +57,11 @@ def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> It
             vars(change.part)[change.name] = change.before
 
 
+def as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
+    """Meanwhile parameters and buffers of `module` are ghosts; what is tied stays tied."""
+    return replaced_tensors(module, _ghost)
+
+
 class _Change(NamedTuple):
     """A plain attribute that names another tensor now."""
 
@@ -83,6 +91,12 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
         holds = isinstance(value, Tensor) or (isinstance(value, list | tuple | dict | deque) and len(value) > 0)
         if holds and name not in _HELD_BY_TORCH:
             yield name, value
+
+
+def _ghost(tensor: Tensor) -> Tensor:
+    ghost = ghost_like(tensor, torch.device("cpu"))
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(ghost, requires_grad=tensor.requires_grad) if is_parameter else ghost
 
 
 def _replace(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:

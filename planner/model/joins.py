@@ -18,7 +18,7 @@ __all__ = ["joins_of"]
 
 
 def joins_of(recording: Recording, repetition: Repetition) -> dict[int, Join]:
-    """The joins among `Recording.made`, by the operator that made each."""
+    """The joins among `Recording.candidates`, by the operator that made each."""
     return _Finder(recording, repetition).joins
 
 
@@ -32,7 +32,7 @@ class _Finder:
         for version, data in self._flow.items():
             self._versions.setdefault(data["storage"], []).append(version)
         self.joins: dict[int, Join] = {}
-        for made in recording.made:  # in the order in which they ended: one may be made of others
+        for made in recording.candidates:  # in the order in which they ended: one may be made of others
             number = self._flow[made.version]["operator"]
             if self._is_pure(made) and self._is_narrower(made):
                 self.joins[number] = made
@@ -46,7 +46,7 @@ class _Finder:
         return not any(o.writes_held or o.decides or o.region >= 0 or self._writes_out(o.writes, made) for o in inside)
 
     def _writes_out(self, versions: tuple[int, ...], made: Join) -> bool:
-        return any(self._flow[self._versions[self._flow[v]["storage"]][0]]["made"] < made.enter for v in versions)
+        return any(self._flow[self._versions[self._flow[v]["storage"]][0]]["created"] < made.enter for v in versions)
 
     def _is_narrower(self, made: Join) -> bool:
         """Whether it takes fewer bytes than what would cross for its sake alone, just behind it.

@@ -23,13 +23,14 @@ from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Setting
 from planner.model.attributes import Attributes
 from planner.model.autocast import layers_in
+from planner.model.calling import arguments_of
 from planner.model.chain import Chain, chain_of
 from planner.model.default_loss import DefaultLoss
+from planner.model.growth import SIZES
+from planner.model.held import as_ghosts
 from planner.model.inputs import BATCH_FIRST, input_tensor
 from planner.model.nests import tensors_in
 from planner.model.optimizers import optimizer_builder
-from planner.model.outline import SIZES
-from planner.model.recording import arguments_of, as_ghosts
 from planner.model.user_errors import user_code
 
 __all__ = ["Batch", "LoadedModel", "load_model", "model_of"]

@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.core.errors import ModelError
 from planner.model.attributes import left_behind, put_back, without_leftovers
+from planner.model.calling import arguments_of, wrapped
 from planner.model.functions import Called, FunctionWatch
 from planner.model.ghosts import absent, expect_present
-from planner.model.leaves import Counted
+from planner.model.leaves import Constant, Counted, Held, Leaf, Passed, Value
 from planner.model.nests import ABSENT, aligned, leaf_names, put_together, take_apart
 from planner.model.outline import Outline
-from planner.model.recording import END, Call, Constant, Held, Join, Leaf, Passed, Value, arguments_of, wrapped
+from planner.model.recording import END, Call, Join
 from planner.model.regions import without_reentrance
 from planner.model.unread import stand_in
 

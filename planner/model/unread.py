@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from planner.core.errors import ModelError
+from planner.model.ghosts import SHAPE_ONLY
 from planner.model.nests import tensors_in
-from planner.model.recording import SHAPE_ONLY
 
 __all__ = ["Unread", "stand_in"]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.model.ghosts import storage_of
-from planner.model.recording import written_tensors
+from planner.model.operators import written_tensors
 from planner.model.state import Place, state_owners
 from planner.model.statistics import collecting_layers
 from planner.profile.units import Unit, UnitInput

@@ -22,8 +22,8 @@ from planner.core.values.precision import Precision
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.chain import Chain
 from planner.model.ghosts import Ghost
+from planner.model.held import as_ghosts
 from planner.model.load import Batch, LoadedModel, to_device
-from planner.model.recording import as_ghosts
 from planner.model.refusals import raised_by
 from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage

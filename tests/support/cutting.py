@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.core.values.profile import Granularity
 from planner.model.chain import Chain, chain_of
-from planner.model.recording import arguments_of
+from planner.model.calling import arguments_of
 
 __all__ = ["Compared", "compare"]
 

@@ -38,8 +38,8 @@ from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
 from planner.model import Batch, LoadedModel, in_precision, load_model
+from planner.model.calling import arguments_of
 from planner.model.precision import converted
-from planner.model.recording import arguments_of
 from planner.model.statistics import collecting_layers
 
 __all__ = ["CompiledMemory", "JaxArguments", "JaxTraining", "State", "fitting", "jax_arguments", "jax_training"]

@@ -25,8 +25,8 @@ from planner.device.meter import Usage
 from planner.device.reserve import ASSUMED_BYTES
 from planner.model.chain import Chain
 from planner.model.ghosts import storage_of
+from planner.model.held import as_ghosts
 from planner.model.nests import tensors_in
-from planner.model.recording import as_ghosts
 from planner.model.stage import ModelStage
 from planner.profile.backends.rates import Rates
 

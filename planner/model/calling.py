@@ -1,0 +1,46 @@
+"""How a model is called with its inputs, and how calls of its modules are intercepted."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+__all__ = ["arguments_of", "wrapped"]
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called with its inputs: a tuple is spread, a dict holds keyword arguments."""
+    if isinstance(inputs, dict):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+@contextmanager
+def wrapped(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
+    """Has `run(module, forward, args, kwargs)` called wherever the forward of one of the modules is."""
+    with ExitStack() as stack:
+        for module in dict.fromkeys(modules):
+            stack.callback(_restore, module, vars(module).get("forward"))
+            module.__dict__["forward"] = _wrapper(module, module.forward, run)
+        yield
+
+
+# Private functions
+
+
+def _wrapper(module: nn.Module, forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)  # some libraries look at the signature of a forward
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run(module, forward, args, kwargs)
+
+    return call
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    # A forward may be an attribute of the object, as libraries set it that replace forwards; usually it is the class's.
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward

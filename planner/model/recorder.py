@@ -1,0 +1,339 @@
+"""Records one forward of a model, on ghosts of its parameters where that can be: see `recording.py` for what is kept.
+
+Two watches run at once. A wrapper around the forward of every module sees calls begin and end; a mode of torch's sees
+every operator between, whatever code it comes from. A third, open only in the gaps between submodules, sees the torch
+functions that a module's own code calls: what they make may cross a cut as a join.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.model.attributes import Attributes
+from planner.model.calling import arguments_of, wrapped
+from planner.model.functions import Called, FunctionWatch
+from planner.model.ghosts import SHAPE_ONLY, storage_of
+from planner.model.held import as_ghosts, replaced_tensors
+from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
+from planner.model.loss_reads import addresses_read
+from planner.model.nests import take_apart, tensors_in
+from planner.model.operators import decides, written_tensors
+from planner.model.recording import END, Call, Join, Operator, Recording
+from planner.model.refusals import in_place_told
+from planner.model.regions import RegionFinder, without_reentrance
+
+__all__ = ["record"]
+
+
+def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
+    """Runs `model` on `inputs` once; buffers, gradients and the random state stay as they were.
+
+    Args:
+        model: The model.
+        inputs: Its inputs.
+        loss_of: The loss of what it returns; without it, all of that counts as read.
+        ghosts: Runs it without the values of its parameters and buffers, which takes neither time nor memory. Raises
+            `NeedsValuesError` if the model asks for a value.
+    """
+    recorder = _Recorder(model)
+    with ExitStack() as stack:
+        stack.callback(Attributes(model.named_modules()).restore)
+        stack.enter_context(_quiet())
+        stack.enter_context(torch.random.fork_rng())
+        torch.manual_seed(0)
+        # On values, buffers are copied: a forward writes into them, into running statistics for example.
+        stack.enter_context(as_ghosts(model) if ghosts else replaced_tensors(model, _copied_buffer))
+        recorder.note_model(model)
+        recorder.note_inputs(inputs)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(_forget, _forget))  # there will be no backward
+        stack.enter_context(without_reentrance())
+        args, kwargs = arguments_of(inputs)
+        with wrapped(model.modules(), recorder.run), recorder:
+            output = recorder.output_of(model, *args, **kwargs)
+        recorder.note_outputs(output, None if loss_of is None else addresses_read(loss_of, output))
+    return recorder.recording
+
+
+# Private functions
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes a `Recording` while a model runs under it.
+
+    A version is tainted if a parameter, a floating-point input or a random number went into it. What is not tainted,
+    such as a mask made of positions, every stage can make for itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        self._paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self._time = 0
+        self._stack: list[int] = []  # numbers of the calls that are at work, the model's own first
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
+        self._versions: list[int] = []  # by storage, the newest
+        self._held: dict[int, list[str]] = {}  # by storage, names of parameters and buffers
+        self._tainted: set[int] = set()  # versions
+        self._values: dict[tuple[int, Meta], int] = {}
+        self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+        self._finder = RegionFinder(type(self).run.__code__, self.recording.regions)
+        self._watch = FunctionWatch()
+
+    def output_of(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; whatever torch refuses is told of the module whose code did it."""
+        try:
+            return model(*args, **kwargs)
+        except RuntimeError:
+            path = self.recording.calls[self._stack[-1]].path if self._stack else ""
+            with in_place_told(f'"{path}"' if path else "the model's own code"):
+                raise
+        finally:
+            self._watch.end_gap()
+
+    def note_model(self, model: nn.Module) -> None:
+        """Notes parameters and buffers by storage; a parameter taints what is computed from it."""
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None:
+                    continue
+                storage = self._storage(tensor)
+                names = self._held.setdefault(storage, [])
+                full = f"{path}.{name}" if path else name
+                if full not in names:
+                    names.append(full)
+                if isinstance(tensor, nn.Parameter) or name in module._parameters:
+                    self._tainted.add(self._versions[storage])
+
+    def note_inputs(self, inputs: Any) -> None:
+        """Notes tensors among the inputs; floating-point ones taint what is computed from them."""
+        leaves, nest = take_apart(inputs)
+        noted: list[Leaf] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                noted.append(Constant(leaf))
+                continue
+            value = self._value(leaf, -1)
+            if leaf.is_floating_point() or leaf.is_complex():
+                self._tainted.add(self._versions[self.recording.values[value.number][0]])
+            noted.append(value)
+        self.recording.inputs, self.recording.input_nest = tuple(noted), nest
+
+    def note_outputs(self, output: Any, read: set[int] | None) -> None:
+        """Notes as used the outputs whose storages lie at addresses in `read`; without it, all tensors among them."""
+        leaves, nest = take_apart(output)
+        versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
+        used = {version for version in versions if version >= 0}
+        if read is not None:
+            # The loss may read more than the leaves: what is kept in an object of some class.
+            used = {self._versions[self._storages[address][1]] for address in read if address in self._storages}
+        for version in sorted(used):
+            self._use(version, END)
+        self.recording.outputs, self.recording.output_nest = tuple(versions), nest
+        self.recording.unread = frozenset(versions).difference(used, (-1,))
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs and notes one call of a module's forward."""
+        # The code around this call pauses here: its gap is over, and another begins when the call returns.
+        self._watch.end_gap()
+        call = self._begun(module)
+        around = self._finder.around(sys._getframe(1), call.enter)
+        call.function = next((number for number in around if self.recording.regions[number].function), -1)
+        arguments = take_apart((args, kwargs))[0]
+        attributes = Attributes(self._modules_in(module))
+        # A call may write into an argument and return it: then it is no longer the object that was passed.
+        before = {id(leaf): self._version_of(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
+        self._stack.append(call.number)
+        self._finder.enter()
+        result = forward(*args, **kwargs)
+        self._watch.end_gap()
+        self._finder.leave()
+        self._stack.pop()
+        leaves, call.nest = take_apart(result)
+        call.leaves = tuple(self._leaf(leaf, call, arguments, before) for leaf in leaves)
+        call.changes = tuple(
+            replace(change, leaves=tuple(self._leaf(leaf, call, arguments, before) for leaf in change.leaves))
+            for change in attributes.changes()
+        )
+        call.exit = self._tick()
+        self._finder.around(sys._getframe(1), call.exit)
+        if self._stack:
+            self._watch.begin_gap(self._function)
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    # Private methods
+
+    def _begun(self, module: nn.Module) -> Call:
+        """A new call, of which the innermost one at work is the parent."""
+        calls = self.recording.calls
+        parent = self._stack[-1] if self._stack else -1
+        call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
+        calls.append(call)
+        if parent >= 0:
+            calls[parent].children.append(call.number)
+        return call
+
+    def _function(self, called: Called, run: Callable[[], Any]) -> Any:
+        """Runs one call of a torch function by a module's own code; what it makes may be a join."""
+        recording = self.recording
+        call = recording.calls[self._stack[-1]]
+        gap, enter = len(call.children), self._tick()
+        result = run()
+        end = self._tick()
+        # A function that calls submodules ends in another gap than it began in: a stage could not find it again.
+        if not (isinstance(result, Tensor) and result.is_floating_point() and len(call.children) == gap):
+            return result
+        version = self._version_of(result)
+        is_new = recording.flow.nodes[version]["created"] > enter
+        if is_new and version in self._tainted and call.function < 0:
+            value = self._value(result, call.number, exposed=False).number
+            recording.candidates.append(
+                Join(call=call.number, gap=gap, called=called, enter=enter, exit=end, value=value, version=version)
+            )
+        return result
+
+    def _modules_in(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        if module not in self._below:
+            self._below[module] = list(module.named_modules(prefix=self._paths[module]))
+        return self._below[module]
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Notes an operator that has run, and the versions that it made."""
+        recording, time = self.recording, self._tick()
+        name = func._schema.name
+        arguments = [] if name in SHAPE_ONLY else tensors_in((args, kwargs))
+        storages = list(dict.fromkeys(self._storage(tensor) for tensor in arguments))
+        reads = tuple(self._versions[storage] for storage in storages)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        tainted = random or any(version in self._tainted for version in reads)
+        written = list(dict.fromkeys(self._storage(tensor) for tensor in written_tensors(func, args, kwargs)))
+        call = self._stack[-1] if self._stack else 0
+        operator = Operator(
+            name=name,
+            time=time,
+            call=call,
+            holds=tuple(self._name_in(self._held[storage], call) for storage in storages if storage in self._held),
+            random=random,
+            decides=decides(func, arguments),
+            writes_held=any(storage in self._held for storage in written),
+            writes=tuple(self._versions[storage] for storage in written),
+            region=next(iter(self._finder.around(sys._getframe(1), time)), -1),
+        )
+        number = len(recording.operators)
+        recording.operators.append(operator)
+        recording.reads.append(reads)
+        if operator.decides and reads:
+            recording.decisions.append(number)
+        for version in reads:
+            self._use(version, time)
+        # A result in a storage that was read or written is a view of it: no new version, or the one made below.
+        shared = {*storages, *written}
+        for storage in (self._storage(tensor, operator=number) for tensor in tensors_in(result)):
+            if storage not in shared:
+                self._derive(self._versions[storage], reads, tainted=tainted)
+        for storage in written:
+            self._versions[storage] = self._version(storage, number)
+            self._derive(self._versions[storage], reads, tainted=tainted)
+        if tainted:
+            for above in self._stack:
+                recording.calls[above].constant = False
+
+    def _derive(self, version: int, reads: tuple[int, ...], *, tainted: bool) -> None:
+        self.recording.flow.add_edges_from((read, version) for read in reads if read != version)
+        if tainted:
+            self._tainted.add(version)
+
+    def _leaf(self, leaf: Any, call: Call, arguments: list[Any], before: dict[int, int]) -> Leaf:
+        """A leaf of what a call returned or left behind, written down without the tensor."""
+        argument = next((n for n, other in enumerate(arguments) if other is leaf), -1)
+        if isinstance(leaf, Tensor):
+            storage = self._storage(leaf)
+            if argument >= 0 and before[id(leaf)] == self._versions[storage]:
+                return Passed(argument)
+            if isinstance(leaf, nn.Parameter) and storage in self._held:
+                return Held(self._name_in(self._held[storage], call.number))
+            return self._value(leaf, call.number, exposed=call.function < 0)
+        return Passed(argument) if argument >= 0 and not is_plain(leaf) else Constant(leaf)
+
+    def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> Value:
+        """The number of a tensor, by storage and geometry, that a call returned; it is exposed unless it is a join."""
+        storage, meta = self._storage(tensor), Meta.of(tensor)
+        number = self._values.setdefault((storage, meta), len(self._values))
+        if number == len(self.recording.values):
+            self.recording.values.append((storage, meta))
+        if exposed:
+            self.recording.exposures.setdefault(storage, []).append((number, call))
+        return Value(number, meta)
+
+    def _version_of(self, tensor: Tensor) -> int:
+        return self._versions[self._storage(tensor)]
+
+    def _storage(self, tensor: Tensor, operator: int = -1) -> int:
+        memory = storage_of(tensor)
+        noted = self._storages.get(memory._cdata)
+        if noted is not None:
+            return noted[1]
+        # A weak reference keeps the address from being given out again.
+        storage = len(self._versions)
+        self._storages[memory._cdata] = StorageWeakRef(memory), storage
+        self._versions.append(self._version(storage, operator))
+        return storage
+
+    def _version(self, storage: int, operator: int) -> int:
+        version: int = self.recording.flow.number_of_nodes()
+        created = self.recording.operators[operator].time if operator >= 0 else -1
+        self.recording.flow.add_node(version, storage=storage, operator=operator, created=created, uses=[])
+        return version
+
+    def _use(self, version: int, time: int) -> None:
+        self.recording.flow.nodes[version]["uses"].append(time)
+
+    def _name_in(self, names: list[str], call: int) -> str:
+        """Of several names of a tied parameter, the one in the module at work."""
+        while call >= 0:
+            path = self.recording.calls[call].path
+            inside = [name for name in names if name.startswith(f"{path}.")] if path else []
+            if inside:
+                return inside[0]
+            call = self.recording.calls[call].parent
+        return names[0]
+
+    def _tick(self) -> int:
+        self._time += 1
+        return self._time
+
+
+def _forget(_: Any) -> Any:
+    """Keeps nothing."""
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """An operator that knows no shape without values is an error that is dealt with, not one to be logged."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _copied_buffer(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
