@@ -13,7 +13,7 @@ from planner.executor.build import proof
 from planner.executor.build.proof import Proven, prove
 from planner.model.cuts import Cuts
 from planner.model.nests import tensors_in
-from planner.model.stage import _Run
+from planner.model.stand_ins import StandIns
 from tests.support.measure import loaded_model
 
 WIDTH = 8
@@ -114,7 +114,7 @@ def test_zeros_in_place_of_such_a_parameter_would_be_found(monkeypatch: pytest.M
     found = proven(Scaled)
     assert found.warnings
     assert all(", which another stage has" in warning for warning in found.warnings)
-    monkeypatch.setattr(_Run, "_absent", lambda _self, _name, tensor: torch.zeros(tensor.shape))
+    monkeypatch.setattr(StandIns, "parameter", lambda _self, _name, tensor: torch.zeros(tensor.shape))
     found = proven(Scaled)
     assert found.warnings
     assert any(" differs by " in warning for warning in found.warnings)

@@ -1,0 +1,298 @@
+"""One forward of a stage: the model's own code, followed call by call along its recording.
+
+Say the model's forward calls `embed`, `blocks.0`, `blocks.1` and `head`, and the stage is `blocks.1` alone:
+
+    embed       over before the stage begins: not run, an absent ghost of its result is returned
+    blocks.0    likewise, but what it returned was received: that is returned
+                here the stage begins
+    blocks.1    run; what crosses the cut behind it is kept
+                here it stops: `_Finished` leaves the model's code, and `head` is never reached
+
+A cut may also go through a call, such as that of an encoder that holds the blocks. Such a call is open: its code runs,
+and its children are followed in turn.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import ModelError
+from planner.model.attributes import left_behind, put_back, without_leftovers
+from planner.model.calling import arguments_of, wrapped
+from planner.model.functions import Called, FunctionWatch
+from planner.model.ghosts import expect_present
+from planner.model.leaves import Constant, Counted, Held, Leaf, Passed, Value
+from planner.model.nests import ABSENT, aligned, leaf_names, put_together, take_apart
+from planner.model.recording import END, Call, Join
+from planner.model.regions import without_reentrance
+from planner.model.stage_part import Part
+from planner.model.stand_ins import StandIns
+
+__all__ = ["StageForward", "held_tensor"]
+
+
+class _Finished(BaseException):
+    """The stage's last module is done. No `Exception`: the model's own handlers are not to stop it."""
+
+
+class StageForward:
+    """One forward of a stage.
+
+    Args:
+        part: The stage's part of the model.
+        received: The model's inputs for the first stage; for the others, a tuple of the tensors that they receive.
+        only_pass_over: Whether to end where the stage begins.
+
+    Raises:
+        ModelError: The inputs have another structure than when the layers were found.
+    """
+
+    def __init__(self, part: Part, received: Any, *, only_pass_over: bool = False) -> None:
+        self._part = part
+        self._only_pass_over = only_pass_over
+        self._recording = part.outline.recording
+        self._calls = self._recording.calls
+        self._stack = [0]  # numbers of the open calls that are at work, the model's own first
+        self._next = {0: 0}  # by open call: how many submodules it has called
+        self._inside = False  # whether a call runs as a whole: what it calls is not followed
+        self._watch = FunctionWatch()
+        self._awaited: dict[Called, Join] = {}  # joins of the gap that the code is in
+        self._tensors: dict[int, Tensor] = {}  # by value: what was received, and what is to be sent
+        self._begun = part.begin == 0
+        if self._begun:
+            self._inputs = received
+            self._size = self._size_of_inputs(received)
+        else:
+            self._tensors.update(zip(part.received, received, strict=True))
+            self._size = part.outline.size_of(part.received, received)
+        device = received[0].device if part.received else torch.device("cpu")
+        self._stand_ins = StandIns(part, self._size, device)
+        if not self._begun:
+            self._inputs = self._rebuilt(self._recording.inputs, self._recording.input_nest, [])
+
+    def result(self) -> Any:
+        """What crosses the cut behind the stage, or the model's output; None if it only passed over."""
+        part = self._part
+        args, kwargs = arguments_of(self._inputs)
+        with ExitStack() as stack:
+            stack.enter_context(self._stand_ins.in_model(part.absent))
+            stack.enter_context(without_reentrance())
+            stack.enter_context(without_leftovers(part.model, part.leftovers))
+            stack.enter_context(wrapped(part.watched, self._run))
+            stack.callback(self._watch.end_gap)
+            if self._begun:
+                self._begin_layer(0)
+            try:
+                output = part.model(*args, **kwargs)
+                self._end_gap()
+            except _Finished:
+                return None if self._only_pass_over else self._sent()
+        if part.stop != END:
+            raise _another_path("it ended early")
+        if part.begin == 0:
+            return output
+        if self._recording.unread:
+            output = self._with_stand_ins(output)
+        expect_present(take_apart(output)[0], "the model's output")
+        return output
+
+    # Private methods
+
+    def _size_of_inputs(self, inputs: Any) -> int:
+        leaves, recorded = take_apart(inputs)[0], self._recording.inputs
+        if len(leaves) != len(recorded):
+            raise ModelError("the model's inputs have another structure than those of `example_batch`")
+        self._keep(leaves, recorded)
+        pairs = [(leaf.number, t) for leaf, t in zip(recorded, leaves, strict=True) if isinstance(leaf, Value)]
+        return self._part.outline.size_of([number for number, _ in pairs], [tensor for _, tensor in pairs])
+
+    def _sent(self) -> tuple[Tensor, ...]:
+        if not self._tensors.keys() >= set(self._part.sent):
+            raise _another_path("it did not return what the next stage needs") from None
+        sent = tuple(self._tensors[value] for value in self._part.sent)
+        expect_present(sent, "what is sent to the next stage")
+        return sent
+
+    def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of a watched module: passed over, opened, or run as a whole."""
+        if self._inside:
+            return forward(*args, **kwargs)
+        self._end_gap()
+        call = self._expected(module)
+        # A constant call, such as one that makes a mask of positions, is cheaper to repeat than to send.
+        if call.exit < self._part.begin and not call.constant:
+            result = self._passed_over(call, take_apart((args, kwargs))[0])
+        elif call.number in self._part.open:
+            self._stack.append(call.number)
+            self._next[call.number] = 0
+            result = forward(*args, **kwargs)
+            self._end_gap()
+            self._stack.pop()
+        else:
+            self._inside = True
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                self._inside = False
+        if call.exit >= self._part.begin:
+            self._keep_result(call, result)
+        self._reach(call.exit + 1)
+        self._begin_gap()
+        return result
+
+    def _keep_result(self, call: Call, result: Any) -> None:
+        """Keeps what a call that ran returned and left behind, as far as it is sent."""
+        leaves = take_apart(result)[0]
+        if len(leaves) != len(call.leaves):
+            if not (self._part.begin and call.number in self._part.open):
+                raise _another_path(f'"{call.path}" returned something else')
+            # What it collects from within modules that are passed over is not all there.
+            leaves = aligned(result, call.nest)
+        self._keep(leaves, call.leaves)
+        self._expect_constants(call, leaves)
+        self._keep_changes(call)
+
+    def _function(self, called: Called, run: Callable[[], Any]) -> Any:
+        """One call of a torch function in a gap with joins: what it makes may have been received, or be to send."""
+        join = self._awaited.pop(called, None)
+        if join is None:
+            return run()
+        if join.exit < self._part.begin and join.value in self._tensors:
+            result = self._tensors[join.value]
+        else:
+            result = run()
+            if join.value in self._part.sent:
+                self._tensors[join.value] = result
+        self._reach(join.exit + 1)
+        return result
+
+    def _begin_gap(self) -> None:
+        """The code of the call at work goes on, behind a submodule."""
+        joins = self._part.joins.get((self._stack[-1], self._next[self._stack[-1]]))
+        if joins:
+            self._awaited = dict(joins)
+            self._watch.begin_gap(self._function)
+
+    def _end_gap(self) -> None:
+        """The code of the call at work calls the next submodule, or ends."""
+        self._watch.end_gap()
+        if self._awaited:
+            path = self._calls[self._stack[-1]].path
+            name, _ = next(iter(self._awaited))
+            where = f'"{path}"' if path else "its own code"
+            raise _another_path(f"{where} did not call `{name}` between its modules")
+
+    def _reach(self, time: int) -> None:
+        """What begins or ends at a time of the recording does so."""
+        if time == self._part.begin:
+            self._part.when_begun()
+            if self._only_pass_over:
+                raise _Finished
+        self._begin_layer(time)
+        if time == self._part.stop:
+            raise _Finished
+
+    def _begin_layer(self, time: int) -> None:
+        layer = self._part.layer_at.get(time)
+        if layer is not None:
+            self._part.when_layer_begins(layer)
+
+    def _expected(self, module: nn.Module) -> Call:
+        """The call that comes next in the recording, if it is one of this module."""
+        parent = self._calls[self._stack[-1]]
+        position = self._next[parent.number]
+        self._next[parent.number] = position + 1
+        if position >= len(parent.children):
+            raise _another_path("a module more was called")
+        call = self._calls[parent.children[position]]
+        if self._part.model.get_submodule(call.path) is not module:
+            raise _another_path(f'"{call.path}" was to be called')
+        return call
+
+    def _keep(self, leaves: Sequence[Any], recorded: Sequence[Leaf]) -> None:
+        for leaf, known in zip(leaves, recorded, strict=True):
+            if isinstance(known, Value) and known.number in self._part.sent and leaf is not ABSENT:
+                self._tensors[known.number] = leaf
+
+    def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
+        """What is no tensor is not sent: the stages behind take it to be what it was when the layers were found."""
+        for leaf, recorded in zip(leaves, call.leaves, strict=True):
+            if not isinstance(recorded, Constant | Counted) or not isinstance(leaf, int | float | str | torch.Size):
+                continue
+            expected = recorded.of(self._size) if isinstance(recorded, Counted) else recorded.value
+            if leaf != expected:
+                raise ModelError(
+                    f'"{call.path}" returned {leaf!r} where it returned {expected!r} when its layers were found: only '
+                    "tensors are sent to the stages behind, which would go on with the old one",
+                    hint="return it as a tensor, and give inputs of the same shape as those of `example_batch`",
+                )
+
+    def _keep_changes(self, call: Call) -> None:
+        """Keeps what a call left behind in attributes, as far as it is sent."""
+        for change in call.changes:
+            if not any(isinstance(leaf, Value) and leaf.number in self._part.sent for leaf in change.leaves):
+                continue
+            try:
+                self._keep(left_behind(self._part.model, change), change.leaves)
+            except LookupError:
+                raise _another_path(f'"{call.path}" left something else behind') from None
+
+    def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
+        """What a call that does not run returns; what it would leave behind is put where it would be."""
+        for change in call.changes:
+            try:
+                put_back(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
+            except LookupError:
+                raise _another_path(f'"{call.path}" cannot leave anything behind') from None
+        return self._rebuilt(call.leaves, call.nest, arguments)
+
+    def _rebuilt(self, recorded: Sequence[Leaf], nest: Any, arguments: Sequence[Any]) -> Any:
+        return put_together([self._leaf(leaf, arguments) for leaf in recorded], nest)
+
+    def _leaf(self, leaf: Leaf, arguments: Sequence[Any]) -> Any:
+        match leaf:
+            case Value():
+                received = self._tensors.get(leaf.number)
+                return self._stand_ins.received(leaf.number) if received is None else received
+            case Passed():
+                return arguments[leaf.argument]
+            case Held():
+                return held_tensor(self._part.model, leaf.name)
+            case Constant():
+                return leaf.value
+            case Counted():
+                return leaf.of(self._size)
+
+    def _with_stand_ins(self, output: Any) -> Any:
+        """The model's output with stand-ins for what is not to be had in this stage, and is not read."""
+        nest = self._recording.output_nest
+        leaves = aligned(output, nest)
+        missing = self._part.missing | {number for number, leaf in enumerate(leaves) if leaf is ABSENT}
+        if not missing:
+            return output
+        names = leaf_names(nest)
+        for number in missing:
+            try:
+                leaves[number] = self._stand_ins.output(number, names[number], leaves[number])
+            except LookupError:
+                raise _another_path(f'it did not return "{names[number]}"') from None
+        return put_together(leaves, nest)
+
+
+def held_tensor(model: nn.Module, full: str) -> Any:
+    """The parameter or buffer of that name."""
+    path, _, name = full.rpartition(".")
+    return getattr(model.get_submodule(path), name)
+
+
+# Private functions
+
+
+def _another_path(what: str) -> ModelError:
+    return ModelError(
+        f"the model took another path than when its layers were found: {what}",
+        hint="a pipeline needs the same layers for every batch; switch off what skips layers by chance or by the data",
+    )

@@ -1,0 +1,99 @@
+"""What stands, while a stage runs, where other stages have the tensor: ghosts, zeros, outputs that nobody reads."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from planner.model.ghosts import absent
+from planner.model.leaves import Constant, Value
+from planner.model.nests import ABSENT
+from planner.model.stage_part import Part
+from planner.model.unread import stand_in
+
+__all__ = ["StandIns"]
+
+
+class StandIns:
+    """The stand-ins of one forward.
+
+    Args:
+        part: The stage's part of the model.
+        size: Samples in the micro-batch.
+        device: Where the stage runs.
+    """
+
+    def __init__(self, part: Part, size: int, device: torch.device) -> None:
+        self._part = part
+        self._size = size
+        # Torchax's tensors lie nowhere that torch knows, and take no ghosts beside them. They take zeros, which nothing
+        # notices here: that stages are right is found when the model is profiled, which runs them in torch.
+        self._with_ghosts = device.type != "jax"
+        self._device = device if self._with_ghosts else torch.device("cpu")
+
+    def received(self, value: int) -> Tensor:
+        """Stands for what a call in front of the stage returned and nothing in the stage needs."""
+        recording = self._part.outline.recording
+        storage, meta = recording.values[value]
+        shape = self._part.outline.shape(value, self._size)
+        # What stands in for a tensor is no work of the model's: nobody who watches its operators is to see it.
+        with _disable_current_modes(), torch.no_grad():
+            if self._with_ghosts:
+                like = torch.empty(shape, dtype=meta.dtype, device="meta")
+                call = recording.exposures[storage][0][1]
+                return absent(like, self._device, "an input of the model" if call < 0 else recording.calls[call].path)
+            if storage in self._part.overwritten:  # what is written into must have memory of its own
+                return torch.zeros(shape, dtype=meta.dtype, device=self._device)
+            return torch.zeros((), dtype=meta.dtype, device=self._device).expand(shape)
+
+    def parameter(self, name: str, tensor: Tensor) -> Tensor:
+        """Stands for a parameter or buffer that code in front of the stage touches on its way."""
+        with _disable_current_modes(), torch.no_grad():
+            if self._with_ghosts:
+                return absent(tensor, self._device, name)
+            return torch.zeros((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
+
+    def output(self, number: int, name: str, leaf: Any) -> Any:
+        """Stands for a leaf of the model's output that is not to be had in this stage, and that the loss does not read.
+
+        Args:
+            number: Of the leaf.
+            name: Of the leaf, for a message to whoever reads it after all.
+            leaf: What the stage has there: a tensor of that shape, `ABSENT`, or what is no tensor.
+
+        Raises:
+            LookupError: It is absent, and the recording does not say what it would be.
+        """
+        if isinstance(leaf, Tensor):
+            return stand_in(name, leaf.shape, leaf.dtype, leaf.device)
+        if leaf is not ABSENT:
+            return leaf
+        outline = self._part.outline
+        recording = outline.recording
+        model = recording.calls[0]
+        recorded = model.leaves[number] if model.nest == recording.output_nest else None
+        if isinstance(recorded, Constant):
+            return recorded.value
+        is_unread = recording.outputs[number] in recording.unread
+        if isinstance(recorded, Value) and is_unread and recorded.number in outline.shapes:
+            return stand_in(name, outline.shape(recorded.number, self._size), recorded.meta.dtype, self._device)
+        raise LookupError
+
+    @contextmanager
+    def in_model(self, names: Sequence[str]) -> Iterator[None]:
+        """Puts stand-ins in place of parameters and buffers of the model, and at the end these back."""
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+        for full in names:
+            path, _, name = full.rpartition(".")
+            owner = self._part.model.get_submodule(path)
+            holder: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+            replaced.append((holder, name, holder[name]))
+            holder[name] = self.parameter(full, holder[name])
+        try:
+            yield
+        finally:
+            for holder, name, tensor in replaced:
+                holder[name] = tensor
