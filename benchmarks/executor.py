@@ -40,7 +40,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from planner.core.cost.simulate import StageTimes, last_end_us
 from planner.core.schedule import SCHEDULES
 from planner.core.values.balance import Balance, StageBalance
-from planner.core.values.plan import Schedule
+from planner.core.values.plan import ScheduleName
 from planner.core.values.profile import Model
 from planner.device.machine import cpu_name
 from planner.executor import Pipeline
@@ -135,7 +135,7 @@ class Case:
 
     num_devices: int
     micro_batches: int
-    schedule: Schedule
+    schedule: ScheduleName
     is_even: bool
 
     @property
@@ -203,7 +203,7 @@ def _cases(num_devices: int, counts: Sequence[int]) -> Iterator[Case]:
         yield Case(num_devices=num_devices, micro_batches=micro_batches, schedule=schedule, is_even=is_even)
 
 
-def _constants_us(cases: Sequence[Case], found: Sequence[Measured]) -> dict[Schedule, float]:
+def _constants_us(cases: Sequence[Case], found: Sequence[Measured]) -> dict[ScheduleName, float]:
     """What every forward and backward takes beyond its sleep, by schedule."""
     constants = {}
     # The last even one has the most micro-batches.

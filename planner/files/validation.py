@@ -1,23 +1,35 @@
 """Plain content to values, by the types of their fields: all that pydantic does for us, and what its errors mean.
 
 The values are dataclasses of the standard library, which say nothing of files. Here alone stands that no key may be in
-a file that their fields do not name.
+a file that their fields do not name, and which texts a field takes whose type is no closed set: `_CHOICES`.
 """
 
 import json
+from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, NewType, TypeVar
+from typing import Any, NewType, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import ErrorDetails
-from pydantic_core.core_schema import DataclassSchema
+from pydantic_core import CoreSchema, ErrorDetails, SchemaValidator
+from pydantic_core.core_schema import DataclassSchema, literal_schema
 
+from planner.core.schedule import SCHEDULE_CHOICES, SCHEDULES
+from planner.core.values.balance import Balance
+from planner.core.values.plan import FrontierPoint, Inputs, Plan
 from planner.files.strict_yaml import Document, KeyPath, Problem
 
 __all__ = ["schema_of", "validated"]
 
 _T = TypeVar("_T")
+
+_CHOICES: dict[tuple[type, str], Sequence[str]] = {
+    (Balance, "schedule"): tuple(SCHEDULES),
+    (FrontierPoint, "schedule"): tuple(SCHEDULES),
+    (Inputs, "schedule"): SCHEDULE_CHOICES,
+    (Plan, "schedule"): tuple(SCHEDULES),
+}
+"""By class and field; `planner.core.values` lies below the schedules, and cannot name them."""
 
 
 def validated(kind: type[_T], plain: str, document: Document) -> _T:
@@ -32,7 +44,7 @@ def validated(kind: type[_T], plain: str, document: Document) -> _T:
         FileError: A key is unknown or missing, or its value is of another type; names all of them.
     """
     try:
-        return _adapter(kind).validate_json(plain, strict=True)
+        return cast("_T", SchemaValidator(_core_schema(kind)).validate_json(plain, strict=True))
     except ValidationError as error:
         keys = _Keys(kind)
         problems = [_explain(e, document, keys) for e in error.errors(include_url=False)]
@@ -41,7 +53,7 @@ def validated(kind: type[_T], plain: str, document: Document) -> _T:
 
 def schema_of(kind: type[Any]) -> dict[str, Any]:
     """The JSON Schema of the dataclass `kind`."""
-    return _adapter(kind).json_schema(schema_generator=_Schema)
+    return _Schema().generate(_core_schema(kind))
 
 
 # Private functions
@@ -55,10 +67,26 @@ class _Schema(GenerateJsonSchema):
         return {"additionalProperties": False, **super().dataclass_schema(schema)}
 
 
-def _adapter(kind: type[_T]) -> TypeAdapter[_T]:
+def _core_schema(kind: type[Any]) -> CoreSchema:
+    """What pydantic checks of the dataclass `kind` and those within, and we of them."""
     # pydantic takes rules for a dataclass from nothing but an attribute of it, yet those for any other type hold for
     # the dataclasses within: a new name for the class is such a type.
-    return TypeAdapter(NewType(kind.__name__, kind), config={"extra": "forbid"})  # type: ignore[arg-type]
+    adapter: TypeAdapter[Any] = TypeAdapter(NewType(kind.__name__, kind), config={"extra": "forbid"})  # type: ignore[arg-type]
+    return cast("CoreSchema", _with_choices(adapter.core_schema, kind))
+
+
+def _with_choices(node: Any, kind: type) -> Any:
+    """A part of a schema, within that of the class `kind`, whose fields among `_CHOICES` take these texts alone."""
+    if isinstance(node, list):
+        return [_with_choices(item, kind) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kind = node.get("cls", kind)
+    choices = _CHOICES.get((kind, node["name"])) if node.get("type") == "dataclass-field" else None
+    if choices is None:
+        return {key: _with_choices(item, kind) for key, item in node.items()}
+    literal, inner = literal_schema(list(choices)), node["schema"]
+    return {**node, "schema": {**inner, "schema": literal} if inner["type"] == "default" else literal}
 
 
 _EXPECTED = {

@@ -1,10 +1,10 @@
 """What schedules and solvers are called when people are told of them."""
 
-from planner.core.values.plan import Plan, Schedule
+from planner.core.values.plan import Plan, ScheduleName
 
 __all__ = ["method_name", "not_measured", "plans_searched", "schedule_name"]
 
-_SCHEDULES: dict[Schedule, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
+_SCHEDULES: dict[ScheduleName, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
 
 _METHODS = {
     "dynamic-programming": "dynamic programme",
@@ -13,7 +13,7 @@ _METHODS = {
 }
 
 
-def schedule_name(schedule: Schedule) -> str:
+def schedule_name(schedule: ScheduleName) -> str:
     """A schedule as the literature writes it."""
     return _SCHEDULES[schedule]
 

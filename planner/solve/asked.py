@@ -5,12 +5,12 @@ from typing import cast
 
 from planner.core.cost.calibration import Calibration, calibrated_executor
 from planner.core.errors import UsageError
-from planner.core.schedule import GPIPE, schedules_for
+from planner.core.schedule import GPIPE, SCHEDULE_CHOICES, schedules_for
 from planner.core.values import options
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.limits import MOST_BATCH, MOST_DEVICES, at_most, short
 from planner.core.values.options import Numbers, Sizes
-from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, ProfileReference, RecomputePolicy, SchedulePolicy
+from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, ProfileReference, RecomputePolicy, ScheduleName
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_us
@@ -137,14 +137,14 @@ def _devices(devices: int | None, nodes: str | None) -> tuple[int, int]:
     return total if devices is None else devices, each
 
 
-def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> SchedulePolicy:
+def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleName:
     """What is asked; where the schedule is left open, GPipe if only that can do the rest of what is asked."""
-    policy = cast("SchedulePolicy", options.choice("--schedule", schedule, SchedulePolicy))
+    policy = options.choice("--schedule", schedule, SCHEDULE_CHOICES)
     # What trains on a TPU is the JAX program, which knows one schedule.
     return GPIPE.name if policy == "auto" and (only_gpipe or profile.device.kind.startswith("tpu")) else policy
 
 
-def _chunks(chunks: str | int, policy: SchedulePolicy) -> int:
+def _chunks(chunks: str | int, policy: ScheduleName) -> int:
     if any(allowed.is_chunked for allowed in schedules_for(policy)):
         return options.count_or_auto("--chunks", chunks)
     if str(chunks) not in ("auto", "1"):

@@ -12,8 +12,7 @@ from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.schedule import GPIPE, SCHEDULES, Schedule, schedules_for
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
-from planner.core.values.plan import Inputs, Plan, Recompute, SolverReport
-from planner.core.values.plan import Schedule as ScheduleName
+from planner.core.values.plan import Inputs, Plan, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted
 from planner.solve.answer import Answer

@@ -22,9 +22,9 @@ from planner.executor.build.building import StageRange, build_stages, build_stru
 from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.stage_module import Shapes, StageModule, shapes_of
+from planner.model.calling import arguments_of
 from planner.model.chain import Chain, Layer
 from planner.model.load import Batch, LoadedModel, model_of
-from planner.model.calling import arguments_of
 from tests.support.one_piece import Drawing, Once
 from tests.support.real_model import RealModel
 

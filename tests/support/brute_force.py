@@ -22,7 +22,7 @@ from planner.core.cost.planning import cluster_of
 from planner.core.cost.simulate import makespans
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action
-from planner.core.values.plan import Inputs, Recompute, Schedule
+from planner.core.values.plan import Inputs, Recompute, ScheduleName
 from planner.core.values.profile import Profile
 
 FloatArray = NDArray[np.float64]
@@ -150,7 +150,7 @@ class Block:
 
     tables: Tables
     inputs: Inputs
-    schedule: Schedule
+    schedule: ScheduleName
     chunks: int
     replicas: int
     devices: tuple[int, ...]
@@ -440,7 +440,7 @@ def _plain(partition: Partition) -> Partition:
     return replace(partition, recompute=tuple("never" if r == "except-last" else r for r in partition.recompute))
 
 
-def _schedules(inputs: Inputs) -> Iterator[tuple[Schedule, int]]:
+def _schedules(inputs: Inputs) -> Iterator[tuple[ScheduleName, int]]:
     for schedule in ("gpipe", "1f1b"):
         if inputs.schedule in (schedule, "auto"):
             yield schedule, 1

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from planner.core.values.profile import Granularity
-from planner.model.chain import Chain, chain_of
 from planner.model.calling import arguments_of
+from planner.model.chain import Chain, chain_of
 
 __all__ = ["Compared", "compare"]
 

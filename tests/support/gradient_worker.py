@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from planner.executor import Pipeline
 from planner.model.autocast import layers_in
+from planner.model.calling import arguments_of
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import convert
-from planner.model.calling import arguments_of
 from tests.support.one_piece import Drawing, Once
 
 Calls = list[list[list[Batch]]]

@@ -11,7 +11,7 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from planner.core.values.cluster import Link
-from planner.core.values.plan import Inputs, RecomputePolicy, SchedulePolicy
+from planner.core.values.plan import Inputs, RecomputePolicy, ScheduleName
 from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile
 from tests.support.brute_force import Space
 from tests.support.profiles import UNLIMITED, inputs_of
@@ -43,7 +43,7 @@ class Problem:
 class Features:
     """What problems are drawn over, beside what all of them have."""
 
-    schedules: tuple[SchedulePolicy, ...] = ("gpipe",)
+    schedules: tuple[ScheduleName, ...] = ("gpipe",)
     chunks: tuple[int, ...] = (1,)
     unlike: bool = False
     """Caps and speeds that differ between devices, and links between nodes."""

@@ -14,7 +14,7 @@ from planner.core.cost.costs import ChainCosts
 from planner.core.cost.evaluate import Partition, stages_of
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.cluster import Cluster
-from planner.core.values.plan import Recompute, Schedule
+from planner.core.values.plan import Recompute, ScheduleName
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Model, Setting
 from planner.executor.build.building import build_structure
@@ -34,7 +34,7 @@ class Case:
     recompute: Recompute = "never"
     micro_batches: int = 4
     batch: int = 8
-    schedule: Schedule = "gpipe"
+    schedule: ScheduleName = "gpipe"
     chunks: int = 1
     replicas: int = 1
     recomputes: tuple[Recompute, ...] = ()

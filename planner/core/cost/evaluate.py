@@ -25,7 +25,7 @@ from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, device_of
 from planner.core.values.cluster import Cluster
 from planner.core.values.limits import short
-from planner.core.values.plan import Plan, Predicted, Recompute, Schedule, Stage, StageMemory
+from planner.core.values.plan import Plan, Predicted, Recompute, ScheduleName, Stage, StageMemory
 from planner.core.values.units import counted
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 class Partition:
     """The answer of a planner, without its consequences."""
 
-    schedule: Schedule
+    schedule: ScheduleName
     micro_batches: int
     """M, of each pipeline."""
     balance: tuple[int, ...]

@@ -23,8 +23,7 @@ from planner.core.schedule.program import (
     programs,
     stage_of,
 )
-from planner.core.values.plan import Schedule as Name
-from planner.core.values.plan import SchedulePolicy
+from planner.core.values.plan import ScheduleName
 
 __all__ = [
     "GPIPE",
@@ -32,6 +31,7 @@ __all__ = [
     "KINDS",
     "ONE_FORWARD_ONE_BACKWARD",
     "SCHEDULES",
+    "SCHEDULE_CHOICES",
     "Action",
     "Instruction",
     "Kind",
@@ -53,12 +53,15 @@ GPIPE: Final = GPipe()
 ONE_FORWARD_ONE_BACKWARD: Final = OneForwardOneBackward()
 INTERLEAVED: Final = Interleaved()
 
-SCHEDULES: Final[Mapping[Name, Schedule]] = {
+SCHEDULES: Final[Mapping[ScheduleName, Schedule]] = {
     schedule.name: schedule for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
 }
 """All schedules by name, in the order in which the solver tries them."""
 
+SCHEDULE_CHOICES: Final = (*SCHEDULES, "auto")
+"""What an option may say of the schedule."""
 
-def schedules_for(policy: SchedulePolicy) -> tuple[Schedule, ...]:
+
+def schedules_for(policy: ScheduleName) -> tuple[Schedule, ...]:
     """The schedules that an option leaves to choose from: all of them, or the one that it names."""
     return tuple(SCHEDULES.values()) if policy == "auto" else (SCHEDULES[policy],)

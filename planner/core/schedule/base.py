@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 from planner.core.errors import UsageError
 from planner.core.schedule.kinds import KINDS, Letter
 from planner.core.values.limits import MOST_ACTIONS
-from planner.core.values.plan import Schedule as Name
+from planner.core.values.plan import ScheduleName
 
 __all__ = ["Action", "Loads", "Schedule"]
 
@@ -49,7 +49,7 @@ class Loads(NamedTuple):
 class Schedule(ABC):
     """The order in which devices run the forwards and backwards of a step."""
 
-    name: ClassVar[Name]
+    name: ClassVar[ScheduleName]
     """What options and files call it."""
     title: ClassVar[str]
     """What the literature calls it."""

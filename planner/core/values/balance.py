@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from planner.core.values.plan import Recompute, Schedule
+from planner.core.values.plan import Recompute, ScheduleName
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Generator, Model
 
@@ -41,7 +41,7 @@ class Balance:
     """As `profile --dtype`; empty where the model runs as it is built."""
     device: str = "cpu"
     threads: int = 1
-    schedule: Schedule
+    schedule: ScheduleName
     chunks: int = 1
     """V: stages per device, which are K apart in the chain."""
     replicas: int = 1

@@ -43,12 +43,12 @@ Sizes = str | int | Sequence[str | int]
 
 
 def choice(option: str, text: str, choices: object) -> str:
-    """`text`, if it is one of the literals `choices`.
+    """`text`, if it is one of `choices`: a tuple of texts, or a literal type.
 
     Raises:
         UsageError: It is not.
     """
-    allowed = get_args(choices)
+    allowed = choices if isinstance(choices, tuple) else get_args(choices)
     if text not in allowed:
         raise UsageError(f"unknown `{option} {text}`", hint=f"one of {', '.join(allowed)}")
     return text

@@ -24,8 +24,7 @@ __all__ = [
     "ProfileReference",
     "Recompute",
     "RecomputePolicy",
-    "Schedule",
-    "SchedulePolicy",
+    "ScheduleName",
     "SolverReport",
     "Stage",
     "StageMemory",
@@ -43,12 +42,10 @@ Recompute = Literal["never", "except-last", "always", "layers"]
 RecomputePolicy = Literal["auto", "never", "except-last", "always", "layers"]
 """What the user allows; `auto` lets the solver choose stage by stage, `layers` layer by layer as well."""
 
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName = str
+"""One of `planner.core.schedule.SCHEDULES`, or `auto` where it says what the user allows: the fastest that fits."""
 
-SchedulePolicy = Literal["gpipe", "1f1b", "interleaved", "auto"]
-"""What the user allows; `auto` is the fastest of them that fits."""
-
-DEFAULT_SCHEDULE: Final[SchedulePolicy] = "auto"
+DEFAULT_SCHEDULE: Final[ScheduleName] = "auto"
 """What is asked where nothing else is: of `solve`, `sweep` and the functions behind them."""
 
 
@@ -89,7 +86,8 @@ class Inputs:
     """What replicas sum their gradients over; None where that costs nothing."""
     reserve_bytes: int = 0
     overhead_us: float = 0.0
-    schedule: SchedulePolicy = "gpipe"
+    schedule: ScheduleName = "gpipe"
+    """What the user allows."""
     chunks: int = 1
     """Stages per device of the interleaved schedule; 0 lets the solver choose."""
     replicas: int = 1
@@ -197,7 +195,7 @@ class FrontierPoint:
     replicas: int = 1
     fits: bool = True
     """Whether there is a plan at all; if not, the figures are 0."""
-    schedule: Schedule = "gpipe"
+    schedule: ScheduleName = "gpipe"
     devices: int = 0
     """K of that plan."""
     step_us: float = 0.0
@@ -252,7 +250,7 @@ class Plan:
     generator: Generator | None = None
     inputs: Inputs
     solver: SolverReport
-    schedule: Schedule
+    schedule: ScheduleName
     chunks: int = 1
     """V: stages per device, which are `num_devices` apart in the chain."""
     replicas: int = 1

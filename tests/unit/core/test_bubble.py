@@ -14,7 +14,7 @@ from planner.core.cost.simulate import StageTimes, makespans, simulate
 from planner.core.cost.step_time import gpipe_step
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES
-from planner.core.values.plan import Schedule
+from planner.core.values.plan import ScheduleName
 
 MOST_STAGES = 16
 MOST_MICRO_BATCHES = 64
@@ -33,7 +33,7 @@ def equal_stages(forward_us: int, backward_us: int, num_stages: int) -> list[Sta
     return [times] * num_stages
 
 
-def ends_of(schedule: Schedule, num_devices: int, micro_batches: int, chunks: int = 1) -> list[int]:
+def ends_of(schedule: ScheduleName, num_devices: int, micro_batches: int, chunks: int = 1) -> list[int]:
     """Makespans with `TIMES`."""
     actions = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
     forward, backward = (np.repeat(np.array(TIMES, dtype=float)[:, [n]], num_devices * chunks, axis=1) for n in (0, 1))

@@ -20,7 +20,7 @@ from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.cost.simulate import StageTimes
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
-from planner.core.values.plan import Predicted, Recompute, Schedule, SolverReport
+from planner.core.values.plan import Predicted, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
@@ -30,7 +30,7 @@ def partition_of(
     balance: tuple[int, ...],
     micro_batches: int,
     recompute: tuple[Recompute, ...] | None = None,
-    schedule: Schedule = "gpipe",
+    schedule: ScheduleName = "gpipe",
 ) -> Partition:
     """Without recomputation, unless given."""
     choices: tuple[Recompute, ...] = ("never",) * len(balance) if recompute is None else recompute
@@ -149,7 +149,7 @@ def test_a_chain_that_takes_no_time_has_no_bubble_and_no_rate() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_timeline_ends_with_the_step(schedule: Schedule) -> None:
+def test_the_timeline_ends_with_the_step(schedule: ScheduleName) -> None:
     """Its last event and stage 0's optimizer step make the step time; every pass of every stage is in it."""
     costs = costs_at(random_profile(6, 7), 1)
     partition = partition_of((2, 4, 1), 5, ("always", "never", "except-last"), schedule)
@@ -162,7 +162,7 @@ def test_the_timeline_ends_with_the_step(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_stages_name_their_layers_and_carry_their_memory(schedule: Schedule) -> None:
+def test_stages_name_their_layers_and_carry_their_memory(schedule: ScheduleName) -> None:
     """Names, counts, times, the cap of their device, and the memory of exactly those layers in flight."""
     profile = random_profile(6, 7)
     costs = costs_at(profile, 1)

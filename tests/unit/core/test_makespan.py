@@ -7,9 +7,9 @@ import pytest
 
 from planner.core.cost.simulate import StageTimes, makespans, simulate
 from planner.core.schedule import SCHEDULES, Action
-from planner.core.values.plan import Schedule
+from planner.core.values.plan import ScheduleName
 
-KINDS: list[tuple[Schedule, int]] = [
+KINDS: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),
     ("1f1b", 1),
     ("interleaved", 1),
@@ -41,7 +41,7 @@ def simulated(
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-def test_equal_to_the_simulator(schedule: Schedule, chunks: int) -> None:
+def test_equal_to_the_simulator(schedule: ScheduleName, chunks: int) -> None:
     """60 pipelines with 5 partitions each: no links, links, blocking links, and both kinds mixed."""
     draw, rng = random.Random(f"{schedule} {chunks}"), np.random.default_rng(3)
     differ = 0

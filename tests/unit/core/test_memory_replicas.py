@@ -9,7 +9,7 @@ from planner.core.cost import costs as costs_module
 from planner.core.cost.costs import ChainCosts, costs_at
 from planner.core.cost.evaluate import Partition, stages_of
 from planner.core.values.cluster import Cluster
-from planner.core.values.plan import Recompute, Schedule, StageMemory
+from planner.core.values.plan import Recompute, ScheduleName, StageMemory
 from tests.support.chains import even_chain
 
 MANY = 10**9
@@ -21,7 +21,7 @@ def costs_of(*, parameters: tuple[int, ...] = (100, 0, 1000)) -> ChainCosts:
 
 
 def memory_of(
-    costs: ChainCosts, *, m: int, replicas: int = 2, recompute: Recompute = "never", schedule: Schedule = "gpipe"
+    costs: ChainCosts, *, m: int, replicas: int = 2, recompute: Recompute = "never", schedule: ScheduleName = "gpipe"
 ) -> StageMemory:
     """Of one stage with all layers."""
     partition = Partition(schedule=schedule, micro_batches=m, balance=(3,), recompute=(recompute,), replicas=replicas)
@@ -62,7 +62,10 @@ def test_what_waits_is_over_by_then(recompute: Recompute) -> None:
 
 
 def shared(
-    *, schedule: Schedule = "interleaved", optimizer: int = 0, others: Sequence[Sequence[int]] = ((2,), (), (0,), ())
+    *,
+    schedule: ScheduleName = "interleaved",
+    optimizer: int = 0,
+    others: Sequence[Sequence[int]] = ((2,), (), (0,), ()),
 ) -> tuple[list[StageMemory], list[StageMemory]]:
     """Of four stages on two devices, tied to each other as told (the first and the third), and not."""
     found = []

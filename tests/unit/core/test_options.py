@@ -5,7 +5,6 @@ import pytest
 from planner.core.errors import UsageError
 from planner.core.values import options
 from planner.core.values.cluster import Link
-from planner.core.values.plan import Schedule
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_shares_links_and_speeds_come_in_either_form() -> None:
         lambda: options.names("--apart", ["a"]),
         lambda: options.nodes("4x0"),
         lambda: options.one("--m", [1, 2]),
-        lambda: options.choice("--solver", "x", Schedule),
+        lambda: options.choice("--solver", "x", ("gpipe", "1f1b")),
     ):
         with pytest.raises(UsageError):
             refuse()

@@ -7,7 +7,7 @@ import pytest
 from planner.core.errors import UsageError
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import judge
-from planner.core.values.plan import Plan, RecomputePolicy, SchedulePolicy
+from planner.core.values.plan import Plan, RecomputePolicy, ScheduleName
 from planner.files import digest_of
 from planner.solve import Request, solve
 from tests.support.profiles import inputs_of, profile_of
@@ -20,7 +20,7 @@ def plan_of(
     cap: int | tuple[int, ...] = 10**9,
     devices: int = 3,
     recompute: RecomputePolicy = "auto",
-    schedule: SchedulePolicy = "gpipe",
+    schedule: ScheduleName = "gpipe",
     chunks: int = 1,
 ) -> Plan:
     """The best plan for three devices and four micro-batches."""
@@ -33,7 +33,7 @@ def plan_of(
 
 @pytest.mark.parametrize("recompute", ["auto", "never", "except-last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_its_own_cuts_give_the_plan(recompute: RecomputePolicy, schedule: SchedulePolicy) -> None:
+def test_its_own_cuts_give_the_plan(recompute: RecomputePolicy, schedule: ScheduleName) -> None:
     """But for the certificate, which was for a search."""
     plan = plan_of(recompute=recompute, schedule=schedule)
     again = with_cuts(plan, PROFILE, plan.balance)

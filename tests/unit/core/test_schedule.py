@@ -7,9 +7,9 @@ import pytest
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, execution_order
 from planner.core.schedule import Schedule as Base
-from planner.core.values.plan import Schedule
+from planner.core.values.plan import ScheduleName
 
-NAMES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 SIZES = [(1, 1), (1, 5), (2, 2), (2, 3), (3, 7), (4, 4), (4, 9), (8, 8), (8, 32)]
 
 
@@ -51,7 +51,7 @@ def test_1f1b_alternates_after_its_warm_up() -> None:
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
 def test_every_micro_batch_passes_every_stage_once_each_way(
-    schedule: Schedule, num_stages: int, micro_batches: int
+    schedule: ScheduleName, num_stages: int, micro_batches: int
 ) -> None:
     """Each list holds every forward and every backward once, each kind in the order of the micro-batches."""
     stages = SCHEDULES[schedule].actions(num_stages, micro_batches)
@@ -102,7 +102,7 @@ def test_interleaved_runs_chunk_after_chunk() -> None:
 
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
-def test_formulas_of_what_waits_agree_with_a_walk(schedule: Schedule, num_stages: int, micro_batches: int) -> None:
+def test_formulas_of_what_waits_agree_with_a_walk(schedule: ScheduleName, num_stages: int, micro_batches: int) -> None:
     """What GPipe and 1F1B say of themselves is what any schedule would count in its list."""
     kind = SCHEDULES[schedule]
     for device in range(num_stages):
@@ -112,7 +112,7 @@ def test_formulas_of_what_waits_agree_with_a_walk(schedule: Schedule, num_stages
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
-def test_the_execution_order_keeps_lists_and_needs(schedule: Schedule, chunks: int, num_devices: int) -> None:
+def test_the_execution_order_keeps_lists_and_needs(schedule: ScheduleName, chunks: int, num_devices: int) -> None:
     """All actions once, every device's in its own order, each after the neighbour's that it needs."""
     lists = SCHEDULES[schedule].actions(num_devices, 2 * num_devices, chunks)
     num_stages = num_devices * chunks

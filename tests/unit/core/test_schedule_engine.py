@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES
-from planner.core.values.plan import Schedule
+from planner.core.values.plan import ScheduleName
 
 KINDS = {_ComputationType.FORWARD: "F", _ComputationType.FULL_BACKWARD: "B"}
 DEVICES = range(1, 9)
@@ -57,7 +57,7 @@ class SilentStage:
 
 
 def engine_of(
-    schedule: Schedule,
+    schedule: ScheduleName,
     num_devices: int,
     micro_batches: int,
     chunks: int,
@@ -81,7 +81,7 @@ def engine_of(
 
 
 def executed(
-    schedule: Schedule, num_devices: int, micro_batches: int, chunks: int = 1
+    schedule: ScheduleName, num_devices: int, micro_batches: int, chunks: int = 1
 ) -> list[list[tuple[str, int, int]]]:
     """Per device what the engine's loop calls."""
     rows = []
@@ -95,13 +95,15 @@ def executed(
     return rows
 
 
-def ours(schedule: Schedule, num_devices: int, micro_batches: int, chunks: int = 1) -> list[list[tuple[str, int, int]]]:
+def ours(
+    schedule: ScheduleName, num_devices: int, micro_batches: int, chunks: int = 1
+) -> list[list[tuple[str, int, int]]]:
     """Our lists in the same form."""
     rows = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
     return [[(a.kind, a.micro_batch, a.chunk * num_devices + d) for a in row] for d, row in enumerate(rows)]
 
 
-def engine_refuses(schedule: Schedule, num_devices: int, micro_batches: int, chunks: int = 1) -> bool:
+def engine_refuses(schedule: ScheduleName, num_devices: int, micro_batches: int, chunks: int = 1) -> bool:
     """Whether the engine's constructor raises."""
     try:
         engine_of(schedule, num_devices, micro_batches, chunks)
@@ -119,7 +121,7 @@ def accepted(num_devices: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_one_stage_per_device_runs_in_the_engines_order(schedule: Schedule, num_devices: int) -> None:
+def test_one_stage_per_device_runs_in_the_engines_order(schedule: ScheduleName, num_devices: int) -> None:
     """GPipe with any M, 1F1B from M = K on."""
     fewest = num_devices if schedule == "1f1b" else 1
     for micro_batches in range(fewest, MOST_MICRO_BATCHES + 1):
@@ -153,7 +155,7 @@ def test_interleaved_is_what_the_engine_executes(num_devices: int) -> None:
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 4)]
 )
-def test_refused_exactly_where_the_engine_refuses(schedule: Schedule, chunks: int) -> None:
+def test_refused_exactly_where_the_engine_refuses(schedule: ScheduleName, chunks: int) -> None:
     """1F1B below K micro-batches, interleaved where M // K rounds are not equal; GPipe never."""
     refused = 0
     for num_devices, micro_batches in product(DEVICES, range(1, 41)):
@@ -183,7 +185,7 @@ def test_the_number_that_a_refusal_offers_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_chunks_need_the_interleaved_schedule(schedule: Schedule) -> None:
+def test_chunks_need_the_interleaved_schedule(schedule: ScheduleName) -> None:
     """The engine gives GPipe and 1F1B one stage per device; fewer than one chunk is no schedule at all."""
     with pytest.raises(UsageError, match=rf"{schedule} .*2 chunks") as refused:
         SCHEDULES[schedule].actions(2, 4, 2)

@@ -12,10 +12,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Sched
 from torch.distributed.pipelining.stage import PipelineStage
 
 from planner.core.schedule import SCHEDULES
-from planner.core.values.plan import Schedule
+from planner.core.values.plan import ScheduleName
 
 KINDS = {_ComputationType.FORWARD: "F", _ComputationType.FULL_BACKWARD: "B"}
-ENGINE: dict[Schedule, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+ENGINE: dict[ScheduleName, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (4, 4), (4, 7), (5, 16), (8, 8), (8, 32)]
 
 
@@ -30,7 +30,7 @@ def mocked_stage(stage_index: int, num_stages: int) -> Any:
     return stage
 
 
-def executed(schedule: Schedule, stage_index: int, num_stages: int, micro_batches: int) -> list[str]:
+def executed(schedule: ScheduleName, stage_index: int, num_stages: int, micro_batches: int) -> list[str]:
     """The forwards and backwards of one stage as the engine's loop calls them."""
     stage = mocked_stage(stage_index, num_stages)
     calls: list[str] = []
@@ -44,7 +44,7 @@ def executed(schedule: Schedule, stage_index: int, num_stages: int, micro_batche
     return calls
 
 
-def announced(schedule: Schedule, num_stages: int, micro_batches: int) -> list[list[str]]:
+def announced(schedule: ScheduleName, num_stages: int, micro_batches: int) -> list[list[str]]:
     """Per stage the engine's announced order, idle slots left out."""
     order = ENGINE[schedule](mocked_stage(0, num_stages), micro_batches)._get_pipeline_order()
     assert order is not None
@@ -59,7 +59,7 @@ def announced(schedule: Schedule, num_stages: int, micro_batches: int) -> list[l
     return found
 
 
-def ours(schedule: Schedule, num_stages: int, micro_batches: int) -> list[list[str]]:
+def ours(schedule: ScheduleName, num_stages: int, micro_batches: int) -> list[list[str]]:
     """Our lists as text."""
     stages = SCHEDULES[schedule].actions(num_stages, micro_batches)
     return [[str(action) for action in stage] for stage in stages]
@@ -67,7 +67,7 @@ def ours(schedule: Schedule, num_stages: int, micro_batches: int) -> list[list[s
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
-def test_actions_are_those_the_engine_executes(schedule: Schedule, num_stages: int, micro_batches: int) -> None:
+def test_actions_are_those_the_engine_executes(schedule: ScheduleName, num_stages: int, micro_batches: int) -> None:
     """Stage by stage the same forwards and backwards in the same order."""
     engine = [executed(schedule, k, num_stages, micro_batches) for k in range(num_stages)]
     assert ours(schedule, num_stages, micro_batches) == engine

@@ -7,10 +7,10 @@ import pytest
 
 from planner.core.cost.simulate import Event, StageTimes, simulate
 from planner.core.schedule import SCHEDULES, Action
-from planner.core.values.plan import Schedule
+from planner.core.values.plan import ScheduleName
 
 # With the chunks of a device.
-KINDS: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)]
+KINDS: list[tuple[ScheduleName, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)]
 
 
 def stage(forward: float, backward: float, *, last: float | None = None, send: float = 0.0, blocking: bool = False):
@@ -97,7 +97,7 @@ def track_of(event: Event, num_devices: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-def test_nothing_does_two_things_at_once(schedule: Schedule, chunks: int) -> None:
+def test_nothing_does_two_things_at_once(schedule: ScheduleName, chunks: int) -> None:
     """On 60 random pipelines: per device, and per direction of a link, events follow each other without overlap."""
     rng = random.Random(7)
     links_seen = 0
@@ -123,7 +123,7 @@ def test_nothing_does_two_things_at_once(schedule: Schedule, chunks: int) -> Non
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-def test_nothing_starts_before_what_it_needs(schedule: Schedule, chunks: int) -> None:
+def test_nothing_starts_before_what_it_needs(schedule: ScheduleName, chunks: int) -> None:
     """F waits for the previous stage's F and the transfer, B for the next stage's B and the transfer, in list order."""
     rng = random.Random(11)
     checked = 0

@@ -11,12 +11,12 @@ from planner.core.cost.planning import cluster_of
 from planner.core.cost.simulate import StageTimes, simulate
 from planner.core.cost.step_time import StepTime, flow_shop_us, gpipe_step, optimizer_tail_us
 from planner.core.schedule import SCHEDULES
-from planner.core.values.plan import Recompute, Schedule
+from planner.core.values.plan import Recompute, ScheduleName
 from tests.support.profiles import inputs_of, profile_of
 
 
 def partition_of(
-    balance: tuple[int, ...], micro_batches: int, *, recompute: Recompute = "never", schedule: Schedule = "gpipe"
+    balance: tuple[int, ...], micro_batches: int, *, recompute: Recompute = "never", schedule: ScheduleName = "gpipe"
 ) -> Partition:
     """The same recomputation on every stage."""
     return Partition(
@@ -35,7 +35,7 @@ def predicted_step_us(num_stages: int, micro_batches: int, num_layers: int = 48,
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7, 8, 15, 16])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_equal_stages_have_exactly_the_papers_bubble(schedule: Schedule, num_stages: int) -> None:
+def test_equal_stages_have_exactly_the_papers_bubble(schedule: ScheduleName, num_stages: int) -> None:
     """Idle share (K-1)/(M+K-1), in whole numbers, for GPipe and 1F1B alike, by the simulator and by `predict`."""
     stages = [StageTimes(forward_us=1, backward_us=2, last_backward_us=2)] * num_stages
     profile = profile_of([1.0] * num_stages, [2.0] * num_stages)

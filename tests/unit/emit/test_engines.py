@@ -15,7 +15,7 @@ from torch import nn
 
 from planner import __version__
 from planner.core.errors import FileError, UsageError
-from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, SchedulePolicy
+from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, ScheduleName
 from planner.core.values.profile import LayerProfile, Profile
 from planner.emit import ENGINES, EngineFile, emit_engine, is_edited, read_balance_list
 from planner.emit.jax_program import emit_jax
@@ -39,7 +39,7 @@ def plan_of(
     profile: Profile,
     balance: Sequence[int],
     *,
-    schedule: SchedulePolicy = "gpipe",
+    schedule: ScheduleName = "gpipe",
     recompute: RecomputePolicy = "never",
     micro_batches: int = 6,
     chunks: int = 1,

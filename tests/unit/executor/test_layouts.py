@@ -1,11 +1,11 @@
 """Stages that hand on tensors whose dimensions lie in another order: transfers, gradients and memory."""
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from planner.core.values.plan import Schedule
+from planner.core.schedule import SCHEDULES
+from planner.core.values.plan import ScheduleName
 from tests.support.peaks import PROMISED, predictions
 from tests.support.training import Case, run_cases
 
@@ -30,7 +30,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
             steps=2,
             evaluate=5,
         )
-        for schedule in get_args(Schedule)
+        for schedule in SCHEDULES
     ]
     for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
         assert result["split_relative"] < 1e-5, case.schedule
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_no_copy_is_made(tmp_path: Path, schedule: Schedule) -> None:
+def test_no_copy_is_made(tmp_path: Path, schedule: ScheduleName) -> None:
     """Of an output, nor behind the boundary: peaks are as predicted from the model in one piece."""
     found = predictions(KINDS, RECURRENT, tmp_path, micro_batches=(6,), recompute=("never",), schedule=schedule)
     assert len(found) == 3

@@ -4,13 +4,13 @@ import pytest
 
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, StageBalance
-from planner.core.values.plan import Schedule
+from planner.core.values.plan import ScheduleName
 from planner.core.values.profile import Model
 from planner.executor.run.placement import place_of
 
 
 def balance_of(
-    stages: int, *, schedule: Schedule = "gpipe", chunks: int = 1, replicas: int = 1, devices: tuple[int, ...] = ()
+    stages: int, *, schedule: ScheduleName = "gpipe", chunks: int = 1, replicas: int = 1, devices: tuple[int, ...] = ()
 ) -> Balance:
     """A plan of stages of one layer each."""
     return Balance(

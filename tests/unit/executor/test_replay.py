@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from planner.core.cost.costs import costs_at
 from planner.core.errors import ModelError
-from planner.core.values.plan import Recompute, Schedule
+from planner.core.values.plan import Recompute, ScheduleName
 from planner.device.meter import CpuMeter
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.replay import LayerState
@@ -139,7 +139,7 @@ def test_buffers_and_gradients_are_those_of_the_model_in_one_piece(
 def test_processes_of_every_schedule(num_devices: int, tmp_path: Path) -> None:
     """Two steps; buffers that are assigned anew are gathered as they are today."""
     balance = {1: (6,), 2: (3, 3), 3: (2, 2, 2)}[num_devices]
-    plans: list[tuple[Schedule, Recompute, tuple[int, ...]]] = [
+    plans: list[tuple[ScheduleName, Recompute, tuple[int, ...]]] = [
         *(("gpipe", recompute, balance) for recompute in get_args(Recompute)),
         *((("1f1b", recompute, balance) for recompute in ("always", "except-last")) if num_devices > 1 else ()),
         *([("interleaved", "always", (2, 1, 1, 2))] if num_devices == 2 else ()),
@@ -172,7 +172,7 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
     model = write_model(tmp_path, CODEBOOKS)
     profile = profile_of_model(load_model(str(model)), sizes=(16,))
     assert [layer.rewritten_bytes for layer in profile.layers] == [0, 4 << 20, 0, 0, 4 << 20, 0]
-    plans: list[tuple[Schedule, Recompute, tuple[int, ...]]] = [
+    plans: list[tuple[ScheduleName, Recompute, tuple[int, ...]]] = [
         *(("gpipe", recompute, (3, 3)) for recompute in get_args(Recompute)),
         *(("1f1b", recompute, (3, 3)) for recompute in ("always", "except-last")),
         *(("interleaved", recompute, (1, 2, 1, 2)) for recompute in ("always", "except-last")),

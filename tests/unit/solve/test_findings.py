@@ -7,7 +7,7 @@ import pytest
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, step_us
 from planner.core.cost.planning import cluster_of
-from planner.core.values.plan import Plan, Schedule
+from planner.core.values.plan import Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 from tests.support.brute_force import partitions
@@ -15,7 +15,7 @@ from tests.support.chains import AMOEBANET_BACKWARD_MS, AMOEBANET_FORWARD_MS, ch
 from tests.support.profiles import inputs_of, profile_of
 
 
-def under(profile: Profile, plan: Plan, schedule: Schedule) -> float:
+def under(profile: Profile, plan: Plan, schedule: ScheduleName) -> float:
     """Step time of the plan's cuts, M and recomputation under another schedule."""
     partition = replace(Partition.of(plan, [one.name for one in profile.layers]), schedule=schedule)
     return step_us(costs_at(profile, plan.micro_batch_size), partition, cluster_of(plan.inputs))
@@ -105,7 +105,7 @@ def test_the_fastest_schedule_is_chosen_where_it_is_left_open() -> None:
     """`auto` is as fast as the fastest of the three asked for one by one."""
     profile = profile_of(AMOEBANET_FORWARD_MS[:8], AMOEBANET_BACKWARD_MS[:8])
     inputs = replace(inputs_of(3, 6), chunks=2)
-    schedules: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved")
+    schedules: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
     times = {
         schedule: solve(
             profile, Request(inputs=replace(inputs, schedule=schedule, chunks=2 if schedule == "interleaved" else 1))

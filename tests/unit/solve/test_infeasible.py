@@ -13,7 +13,7 @@ from planner.core.cost.evaluate import Partition, stages_of
 from planner.core.cost.planning import cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.judge.verdict import judge
-from planner.core.values.plan import Inputs, RecomputePolicy, Schedule
+from planner.core.values.plan import Inputs, RecomputePolicy, ScheduleName
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_bytes
 from planner.solve import Request, solve
@@ -410,7 +410,7 @@ def test_interleaved_is_called_infeasible_only_if_that_is_known(seed: int) -> No
 # ---- the arithmetic behind it
 
 
-CASES: tuple[tuple[Schedule, int], ...] = (("gpipe", 0), ("gpipe", 70), ("1f1b", 0))
+CASES: tuple[tuple[ScheduleName, int], ...] = (("gpipe", 0), ("gpipe", 70), ("1f1b", 0))
 
 
 def test_the_smallest_cap_is_that_of_the_best_cut() -> None:

@@ -12,7 +12,7 @@ import pytest
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.judge.verdict import judge
 from planner.core.values.cluster import Link
-from planner.core.values.plan import Inputs, Plan, SchedulePolicy
+from planner.core.values.plan import Inputs, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.files import dump
 from planner.solve import Request, solve
@@ -102,7 +102,7 @@ def test_enough_time_changes_nothing() -> None:
 
 def plans() -> str:
     """Plans for questions of every kind, some of them with many answers as good, as text."""
-    schedules: tuple[SchedulePolicy, ...] = ("gpipe", "1f1b", "interleaved", "auto")
+    schedules: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "auto")
     texts = []
     for seed, schedule in enumerate(schedules):
         profile = random_profile(seed, 7, exact=seed % 2 == 1, sizes=(1, 4))
