@@ -3,6 +3,15 @@
 A cut is a time of the recording: what ran before it is in front. Calls that are over at a cut are not run again behind
 it; what they returned is received where it is needed. What the code of the calls that are still open did in front of
 the cut is done again behind it, on what was received; but for joins, which cross themselves.
+
+    def forward(self, x):
+        a = self.first(x)
+        b = self.second(a)
+        c = a + b                  # the model's own code
+        ----------------------     the cut: behind `second`, or behind the join that follows it
+        return self.third(c) + a
+
+Behind the cut c and a are read. If c is no join, it is made again there, and a and b cross; if it is one, c and a do.
 """
 
 from bisect import bisect_left
@@ -26,6 +35,9 @@ _NEAR = 1.1
 
 _WIDEST = 3.0
 """A cut inside a block may have so many times the bytes of those around it."""
+
+_Life = tuple[int, int, int, list[int]]
+"""A version that is used: its number, when it was created, when it is used last, and every time of use."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,10 @@ class Cuts:
         for join in self._joins.values():
             self._joins_in.setdefault((join.call, join.gap), []).append(join)
         flow = recording.flow.nodes
-        self._lives = [(v, data["created"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]]
+        self._lives: list[_Life] = [
+            (v, data["created"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]
+        ]
+        # Many modules end at the same places, and every choice below asks for the width of the same cuts again.
         self._num_bytes: dict[tuple[int, bool], int] = {}
         self._cut_behind: dict[int, int] = {}
         self._creator: dict[int, int] = {}
@@ -71,10 +86,11 @@ class Cuts:
 
     def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> Crossing:
         """What crosses `cut` for the sake of what happens between it and `used_before`, unread outputs left out."""
+        # Uses are in order: the first that is not before the cut says whether the version is needed soon enough.
         live = [
             version
-            for version, made, last, uses in self._lives
-            if made < cut <= last and uses[bisect_left(uses, cut)] < used_before
+            for version, created, last, uses in self._lives
+            if created < cut <= last and uses[bisect_left(uses, cut)] < used_before
         ]
         if with_unread:
             live += [
@@ -82,6 +98,7 @@ class Cuts:
             ]
         needs = _Needs(self, cut)
         needs.follow(live, strict=True)
+        # Code that is run again decides again (`if x.sum() > 0`), though nothing else may read what it asks for.
         for number in self.recording.decisions:
             if self.repeated(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
@@ -116,11 +133,12 @@ class Cuts:
 
     def parts(self, cut: int) -> tuple[int, int]:
         """How many tensors cross a cut only for code in front of it, which is run again, and how many that makes."""
-        read = {self.recording.flow.nodes[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
+        flow = self.recording.flow.nodes
+        read_behind = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
-        made = (self.recording.flow.nodes[v]["operator"] for v, made, last, _ in self._lives if made < cut <= last)
-        again = (number for number in made if number >= 0 and self.repeated(number, cut))
-        return len(crossing - read), sum(self.join(number, cut) is None for number in again)
+        makers = (flow[v]["operator"] for v, created, last, _ in self._lives if created < cut <= last)
+        repeated = (number for number in makers if number >= 0 and self.repeated(number, cut))
+        return len(crossing - read_behind), sum(self.join(number, cut) is None for number in repeated)
 
     def holds(self, first: int, end: int) -> frozenset[str]:
         """Parameters and buffers that must be there to run what lies between two cuts."""
@@ -142,38 +160,47 @@ class Cuts:
             return frozenset()
         received = {self.recording.values[value][0] for value in self.crossing(cut).values}
         missing: set[int] = set()
-        for version in self._behind_unread:
+        for version in self._ancestors_of_unread:
             data = self.recording.flow.nodes[version]
             number = data["operator"]
             if number >= 0 and self.join(number, cut) is not None:
                 is_there = data["storage"] in received
             elif number >= 0 and (data["created"] >= cut or self.repeated(number, cut)):
+                # It is made behind the cut, if what it is made of is there.
                 operator = self.recording.operators[number]
                 is_there = holds.issuperset(operator.holds) and missing.isdisjoint(self.recording.reads[number])
             elif number < 0 and data["storage"] not in self.recording.exposures:
                 is_there = version not in unread  # a parameter; what reads it says whether it must be there
             else:
+                # It was made in a call that is over. What crosses is its storage, as it is at the cut: of several
+                # versions, it may be another one.
                 is_there = data["storage"] in received and self._num_versions[data["storage"]] == 1
             if not is_there:
                 missing.add(version)
         return frozenset(leaf for leaf, version in enumerate(self.recording.outputs) if version in missing & unread)
 
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
-        """The cuts worth having, in order; and by call, blocks first, why there is none behind it."""
+        """The cuts worth having, in order; and by call, blocks first, why there is none behind it.
+
+        Behind a block, which is a member of a ModuleList, ModuleDict or Sequential, the model is cut wherever it can
+        be; so it is behind other modules that hold trained ones. Behind smaller modules outside of blocks it is cut
+        only where that is narrow, and within blocks only if `granularity` is fine.
+        """
         calls = self.recording.calls
-        members = [call for call in calls[1:] if self._is_member(call)]
-        inside = {number for call in members for number in self._below(call)}
-        others = [call for call in calls[1:] if call.number not in inside and not self._is_member(call)]
+        blocks = [call for call in calls[1:] if self._is_member(call)]
+        inside = {number for call in blocks for number in self._below(call)}
+        outside = [call for call in calls[1:] if call.number not in inside and not self._is_member(call)]
         problems: list[str] = []
-        ends = set(self._no_wider_than_around(self._possible(members, problems), members))
-        possible = self._no_wider_than_around(self._possible(others, problems), calls[1:])
-        small = {self._behind(call) for call in others if not any(map(self._trains_itself, self._below(call)))}
+        ends = set(self._no_wider_than_around(self._possible(blocks, problems), blocks))
+        possible = self._no_wider_than_around(self._possible(outside, problems), calls[1:])
+        small = {self._behind(call) for call in outside if not any(map(self._trains_itself, self._below(call)))}
         ends.update(cut for cut in possible if cut not in small)
         ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
         chosen = self._without_empty(sorted(ends))
-        if not chosen and not problems:  # a block alone
+        if not chosen and not problems:
+            # The model is one block, and all there is to cut lies within it.
             chosen = self._without_empty(self._possible(calls[1:], problems))
-        self.num_tried = sum(map(self._is_tried, (*members, *others)))
+        self.num_tried = sum(map(self._is_tried, (*blocks, *outside)))
         if granularity == "fine":
             every = [cut for cut in self._possible(calls[1:], []) if cut not in chosen]
             inner = self._narrowest(every, chosen, widest=_WIDEST)
@@ -183,8 +210,8 @@ class Cuts:
     # Private methods
 
     @cached_property
-    def _behind_unread(self) -> list[int]:
-        """The outputs that the loss does not read and all that they were made of, in the order in which it was made."""
+    def _ancestors_of_unread(self) -> list[int]:
+        """The outputs that the loss does not read and all that they were made of, what came first in front."""
         unread = self.recording.unread
         return sorted(unread.union(*(nx.ancestors(self.recording.flow, version) for version in unread)))
 
@@ -218,11 +245,12 @@ class Cuts:
             # Behind the last one its parent ends, and has a cut of its own.
             joins = self._joins_in.get((parent.number, gap), []) if gap < len(parent.children) else []
             cuts = [call.exit + 1, *(join.exit + 1 for join in joins)]
-            fit = [cut for cut in cuts if self.crossing(cut).problem is None]
-            self._cut_behind[call.number] = min(fit, key=self.num_bytes, default=cuts[0])
+            possible = [cut for cut in cuts if self.crossing(cut).problem is None]
+            self._cut_behind[call.number] = min(possible, key=self.num_bytes, default=cuts[0])
         return self._cut_behind[call.number]
 
     def _is_tried(self, call: Call) -> bool:
+        # Behind the last operator that reads a parameter there would be nothing to train.
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
@@ -231,41 +259,42 @@ class Cuts:
         What a module is worth to the loss says nothing of how wide it is: that a model with its loss inside also
         returns its logits counts.
         """
-        kept = []
+        narrow = []
         for cut in cuts:
             around = (call for call in calls if call.enter < cut <= call.exit)
-            widest = (
+            limits = (
                 _NEAR * max(self.num_bytes(edge, with_unread=True) for edge in (call.enter, call.exit + 1))
                 for call in around
             )
-            if self.num_bytes(cut) <= min(widest, default=float("inf")):
-                kept.append(cut)
-        return kept
+            if self.num_bytes(cut) <= min(limits, default=float("inf")):
+                narrow.append(cut)
+        return narrow
 
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
         """Of the cuts between each two of `ends`, those nearly as narrow as the narrowest, and `widest` times these."""
-        kept = []
+        narrow: list[int] = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):
-            here = {cut: self.num_bytes(cut) for cut in cuts if first < cut < end}
+            between = {cut: self.num_bytes(cut) for cut in cuts if first < cut < end}
             around = max((self.num_bytes(cut) for cut in (first, end) if 0 < cut < END), default=float("inf"))
-            most = min(_NEAR * min(here.values(), default=0), widest * around)
-            kept += [cut for cut, size in here.items() if size <= most]
-        return kept
+            most = min(_NEAR * min(between.values(), default=0), widest * around)
+            narrow += [cut for cut, size in between.items() if size <= most]
+        return narrow
 
     def _without_empty(self, cuts: list[int]) -> list[int]:
         """Without cuts that would leave a layer no parameters: of the two around it the wider one goes."""
-        kept = list(cuts)
-        n = 0
-        while n <= len(kept) and kept:
-            first, end = (kept[n - 1] if n else 0), (kept[n] if n < len(kept) else END)
+        left = list(cuts)
+        layer = 0  # it lies between cuts `layer - 1` and `layer`, the first and the last one at an edge
+        while layer <= len(left) and left:
+            first, end = (left[layer - 1] if layer else 0), (left[layer] if layer < len(left) else END)
             if self._trains(first, end):
-                n += 1
+                layer += 1
                 continue
-            at_edge = n in (0, len(kept))
-            drop = min(n, len(kept) - 1) if at_edge else n - (self.num_bytes(first) >= self.num_bytes(end))
-            del kept[drop]
-            n = max(0, n - 1)
-        return kept
+            is_at_edge = layer in (0, len(left))
+            wider = layer - (self.num_bytes(first) >= self.num_bytes(end))
+            del left[min(layer, len(left) - 1) if is_at_edge else wider]
+            # A neighbour has swallowed the layer, perhaps the one in front: on from there.
+            layer = max(0, layer - 1)
+        return left
 
     def _trains_itself(self, call: int) -> bool:
         return bool(self._modules[self.recording.calls[call].path]._parameters)
@@ -281,7 +310,11 @@ class Cuts:
 
 
 class _Needs:
-    """What must be received, and held, to have certain versions of storages behind a cut."""
+    """What must be received, and held, to have certain versions of storages behind a cut.
+
+    It goes back from each version to what that was made of, until it comes to what can be sent: a tensor that a call
+    returned into the sight of code that is run again, or a join. Everything on the way is run again.
+    """
 
     def __init__(self, cuts: Cuts, cut: int) -> None:
         self._cuts = cuts
@@ -295,9 +328,9 @@ class _Needs:
         """Adds what `versions` need; a strict need must have the very numbers that were drawn, if any were."""
         recording = self._cuts.recording
         flow = recording.flow
-        todo = [version for version in versions if version not in self._seen]
-        while todo:
-            version = todo.pop()
+        open_versions = [version for version in versions if version not in self._seen]
+        while open_versions:
+            version = open_versions.pop()
             if version in self._seen:
                 continue
             self._seen.add(version)
@@ -305,52 +338,55 @@ class _Needs:
             exposed = self._cuts.exposed(data["storage"], self._cut)
             self.values.update(exposed)
             number = data["operator"]
-            if number < 0:
+            if number < 0:  # an input of the model, which was exposed, or a parameter, which is held
                 continue
             join = self._cuts.join(number, self._cut)
             if join is not None:
                 self.values.add(join.value)
                 continue
-            done = recording.operators[number]
+            operator = recording.operators[number]
             if not self._cuts.repeated(number, self._cut):
-                self._received(done, data["storage"], is_exposed=bool(exposed))
+                self._check_sent(operator, data["storage"], is_exposed=bool(exposed))
                 continue
-            self._repeat(done, strict=strict)
-            self.holds.update(done.holds)
-            todo.extend(recording.reads[number])
+            self._check_repeated(operator, strict=strict)
+            self.holds.update(operator.holds)
+            open_versions.extend(recording.reads[number])
 
-    def _received(self, done: Operator, storage: int, *, is_exposed: bool) -> None:
+    def _check_sent(self, operator: Operator, storage: int, *, is_exposed: bool) -> None:
         """Notes what is wrong with having the result of an operator sent."""
-        where = self._name_of(done)
-        if not is_exposed and done.region >= 0 and self._cuts.recording.regions[done.region].function:
-            self._fail(self._cuts.recording.regions[done.region].problem)
+        where = self._name_of(operator)
+        if not is_exposed and operator.region >= 0 and self._cuts.recording.regions[operator.region].function:
+            self._fail(self._cuts.recording.regions[operator.region].problem)
         elif not is_exposed:
-            self._fail(f"a tensor made in {where} ({done.name}) is used behind it, and nobody returned it")
+            self._fail(f"a tensor made in {where} ({operator.name}) is used behind it, and nobody returned it")
         elif self._was_made_outside(storage):
-            self._fail(f"{where} writes into a tensor ({done.name}) that the code around it goes on using")
+            # The code around would make the tensor again, without what the call wrote into it.
+            self._fail(f"{where} writes into a tensor ({operator.name}) that the code around it goes on using")
 
-    def _repeat(self, done: Operator, *, strict: bool) -> None:
+    def _check_repeated(self, operator: Operator, *, strict: bool) -> None:
         """Notes what is wrong with running an operator again."""
-        where = self._name_of(done)
-        if done.region >= 0:
-            self._fail(f"{where} computes it ({done.name}), and {self._cuts.recording.regions[done.region].problem}")
-        if done.random and strict:
-            self._fail(f"random numbers are drawn ({done.name}) by the code of {where} between modules")
-        if done.writes_held:
-            self._fail(f"the code of {where} writes into a parameter or buffer ({done.name})")
-        if any(not self._is_repeated(old) for old in done.writes):
-            self._fail(f"the code of {where} writes into what a module returned ({done.name})")
+        where, name = self._name_of(operator), operator.name
+        if operator.region >= 0:
+            self._fail(f"{where} computes it ({name}), and {self._cuts.recording.regions[operator.region].problem}")
+        if operator.random and strict:  # each stage would draw others
+            self._fail(f"random numbers are drawn ({name}) by the code of {where} between modules")
+        if operator.writes_held:  # each stage that holds it would write once more
+            self._fail(f"the code of {where} writes into a parameter or buffer ({name})")
+        if any(not self._is_repeated(old) for old in operator.writes):
+            # What is received has been written into already, in front.
+            self._fail(f"the code of {where} writes into what a module returned ({name})")
 
-    def _name_of(self, done: Operator) -> str:
-        return self._cuts.recording.calls[done.call].path or "the model itself"
+    def _name_of(self, operator: Operator) -> str:
+        return self._cuts.recording.calls[operator.call].path or "the model itself"
 
     def _was_made_outside(self, storage: int) -> bool:
-        maker = self._cuts._creator[storage]
-        return maker >= 0 and self._cuts.repeated(maker, self._cut)
+        """Whether code that is run again made the storage, and a call then wrote into it."""
+        creator = self._cuts._creator[storage]
+        return creator >= 0 and self._cuts.repeated(creator, self._cut)
 
     def _is_repeated(self, version: int) -> bool:
-        made = self._cuts.recording.flow.nodes[version]["operator"]
-        return made >= 0 and self._cuts.repeated(made, self._cut)
+        maker = self._cuts.recording.flow.nodes[version]["operator"]
+        return maker >= 0 and self._cuts.repeated(maker, self._cut)
 
     def _fail(self, problem: str) -> None:
-        self.problem = self.problem or problem
+        self.problem = self.problem or problem  # the first one found is told
