@@ -30,7 +30,7 @@ _NOTHING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One attribute, entry of a dict or list that is another than before."""
+    """One attribute, or entry of a dict or list, that is another than before."""
 
     path: str
     """The module's."""
@@ -40,7 +40,7 @@ class Change:
     """An attribute or the entry of a dict was set; a list was extended, or has other items now."""
     nest: Nest
     leaves: tuple[Any, ...]
-    """Of the attribute or entry, or of the tuple of (new) items: what is there, or as a recording writes it down."""
+    """The leaves of the attribute or entry, or of the tuple of (new) items; in a recording, as it writes them down."""
 
     @property
     def holds_tensors(self) -> bool:
@@ -50,11 +50,11 @@ class Change:
 
 @dataclass(frozen=True)
 class _Container:
-    """A dict or a list, the attributes of an object too, as it was."""
+    """A dict or a list, or the attributes of an object: itself, and a copy of what it held before."""
 
     path: str
     keys: tuple[Any, ...]
-    now: Any
+    live: Any
     before: Any
 
 
@@ -71,23 +71,24 @@ class Attributes:
             self._look_into(path, (), vars(module))
 
     def changes(self) -> list[Change]:
-        """What is another since then, as far as it is followed."""
-        return [change for one in self._containers.values() for change in _changes(one)]
+        """What is another since this was made, as far as it is followed."""
+        return [change for container in self._containers.values() for change in _changes(container)]
 
     def restore(self) -> None:
         """Puts back what now holds other tensors, and what was set beside them: that they are there, for example.
 
         Anything else stays: a note that hooks were registered would be wrong if it went and they stayed.
         """
-        for one in self._containers.values():
-            if not any(isinstance(leaf, Tensor) for change in _changes(one) for leaf in change.leaves):
+        for container in self._containers.values():
+            live, before = container.live, container.before
+            if not any(isinstance(leaf, Tensor) for change in _changes(container) for leaf in change.leaves):
                 continue
-            if isinstance(one.now, list):
-                one.now[:] = one.before
+            if isinstance(live, list):
+                live[:] = before
                 continue
-            for key in [key for key in one.now if key not in one.before and key not in _OF_EVERY_MODULE]:
-                del one.now[key]
-            one.now.update(one.before)
+            for key in [key for key in live if key not in before and key not in _OF_EVERY_MODULE]:
+                del live[key]
+            live.update(before)
 
     def _look_into(self, path: str, keys: tuple[Any, ...], container: Any) -> None:
         if id(container) in self._containers:
@@ -166,18 +167,19 @@ def without_leftovers(model: nn.Module, changes: Iterable[Change]) -> Iterator[N
 # Private functions
 
 
-def _changes(one: _Container) -> Iterator[Change]:
-    if isinstance(one.now, list):
-        if not _are_same(one.now, one.before):
-            is_longer = _are_same(one.now[: len(one.before)], one.before)
-            items = one.now[len(one.before) :] if is_longer else one.now
-            yield from _followed(one.path, one.keys, "extended" if is_longer else "replaced", tuple(items))
+def _changes(container: _Container) -> Iterator[Change]:
+    path, keys, live, before = container.path, container.keys, container.live, container.before
+    if isinstance(live, list):
+        if not _are_same(live, before):
+            is_longer = _are_same(live[: len(before)], before)
+            items = live[len(before) :] if is_longer else live
+            yield from _followed(path, keys, "extended" if is_longer else "replaced", tuple(items))
         return
-    for key, value in one.now.items():
-        if not one.keys and key in _OF_EVERY_MODULE:
+    for key, value in live.items():
+        if not keys and key in _OF_EVERY_MODULE:
             continue
-        if key not in one.before or not _is_same(value, one.before[key]):
-            yield from _followed(one.path, (*one.keys, key), "set", value)
+        if key not in before or not _is_same(value, before[key]):
+            yield from _followed(path, (*keys, key), "set", value)
 
 
 def _followed(
@@ -188,12 +190,12 @@ def _followed(
         yield Change(path=path, keys=keys, kind=kind, nest=nest, leaves=tuple(leaves))
 
 
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(_is_same, one, other))
+def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(items) == len(others) and all(map(_is_same, items, others))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (is_plain(one) and type(one) is type(other) and bool(one == other))
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or (is_plain(value) and type(value) is type(other) and bool(value == other))
 
 
 def _container(model: nn.Module, change: Change) -> Any:
@@ -211,6 +213,6 @@ def _inside(value: Any) -> Any:
         return value
     if isinstance(value, Tensor | nn.Module | type) or callable(value) or is_plain(value):
         return None
-    own = getattr(value, "__dict__", None)
-    is_theirs = not type(value).__module__.startswith((torch.__name__, "builtins", "collections"))
-    return own if type(own) is dict and is_theirs else None
+    attributes = getattr(value, "__dict__", None)
+    is_users = not type(value).__module__.startswith((torch.__name__, "builtins", "collections"))
+    return attributes if type(attributes) is dict and is_users else None

@@ -24,12 +24,12 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def layers_in(precision: Precision, device: torch.device, *, keep: bool = True) -> AbstractContextManager[Any]:
-    """In which layers and loss run; without `keep`, a copy of a weight is made anew wherever it is needed."""
+    """The context in which layers and loss run; without `keep`, copies of weights are made anew wherever needed."""
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=keep)
 
 
 def keeping_casts(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """As long as it is open, autocast's copies of weights are kept; it does not switch autocast on."""
+    """A context that keeps autocast's copies of weights while it is open; it does not switch autocast on."""
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)

@@ -170,9 +170,9 @@ def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):
         for index, name in owners:
-            others = [(layers[n].name, other) for n, other in owners if n != index]
-            told = [other if other.startswith(f"{layer}.") else layer for layer, other in others]
-            tied[name] = tuple(dict.fromkeys((*tied.get(name, ()), *told)))
+            elsewhere = [(layers[n].name, full) for n, full in owners if n != index]
+            names = [full if full.startswith(f"{layer}.") else layer for layer, full in elsewhere]
+            tied[name] = tuple(dict.fromkeys((*tied.get(name, ()), *names)))
     return tied
 
 

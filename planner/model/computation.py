@@ -63,7 +63,7 @@ class _Reader:
         return [type(module).__qualname__, re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr()), functions]
 
     def described(self, value: Any) -> Any:
-        """As far as it says what is computed."""
+        """What `value` says of what is computed, as JSON can hold it."""
         if isinstance(value, functools.partial):
             return ["partial", self._all([value.func, *value.args]), self._named(value.keywords)]
         if isinstance(value, MethodType):
@@ -92,8 +92,8 @@ class _Reader:
         functions = [thing] if isinstance(thing, FunctionType) else _methods(thing)
         refers: dict[str, Any] = {}
         for function in functions:
-            known = _referred(function)
-            refers |= {n: self.described(v) for n, v in sorted(known.items()) if self._counts(v) and v is not thing}
+            outside = _referred(function)
+            refers |= {n: self.described(v) for n, v in sorted(outside.items()) if self._counts(v) and v is not thing}
         bases = [] if isinstance(thing, FunctionType) else [self._code(base) for base in thing.__bases__]
         return [name, _text(thing), dict(sorted(refers.items())), bases]
 
@@ -131,13 +131,13 @@ def _methods(thing: type) -> Iterator[FunctionType]:
 def _referred(function: FunctionType) -> dict[str, Any]:
     """What a function reads from outside by name: globals of its file, and variables around it."""
     names = set(_names(function.__code__))
-    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    values = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[name] = cell.cell_contents
+            values[name] = cell.cell_contents
         except ValueError:  # not yet bound
             continue
-    return found
+    return values
 
 
 def _names(code: CodeType) -> Iterator[str]:

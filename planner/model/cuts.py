@@ -271,7 +271,7 @@ class Cuts:
         return narrow
 
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
-        """Of the cuts between each two of `ends`, those nearly as narrow as the narrowest, and `widest` times these."""
+        """The cuts between each two of `ends` that are nearly as narrow as the narrowest, and `widest` times `ends`."""
         narrow: list[int] = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):
             between = {cut: self.num_bytes(cut) for cut in cuts if first < cut < end}

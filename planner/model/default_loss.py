@@ -41,7 +41,7 @@ class DefaultLoss:
         if self._taken is None:
             self._taken = self._chosen(output)
         if self._taken is _OWN:
-            return self._present(_own(output), "`.loss`")
+            return self._present(_own_loss(output), "`.loss`")
         if self._taken is _MEAN:
             return torch.stack([tensor.float().mean() for tensor in _floats(output)]).mean()
         leaves, nest = take_apart(output)
@@ -67,10 +67,10 @@ class DefaultLoss:
         return f'the model\'s output "{self._taken}", the one scalar that carries a gradient,'
 
     def _chosen(self, output: Any) -> object:
-        own = _own(output)
-        if own is not None:
-            if own.numel() != 1:
-                raise self._unclear(f"the output's own `.loss` has shape {list(own.shape)}, no scalar")
+        loss = _own_loss(output)
+        if loss is not None:
+            if loss.numel() != 1:
+                raise self._unclear(f"the output's own `.loss` has shape {list(loss.shape)}, no scalar")
             return _OWN
         if not _floats(output):
             raise ModelError(
@@ -90,8 +90,8 @@ class DefaultLoss:
             raise self._unclear(f"the scalars that the model returns carry no gradient: {names}")
         return carrying[0] if carrying else _MEAN
 
-    def _unclear(self, what: str) -> ModelError:
-        return ModelError(f"{self._path} has no `loss_fn(output, target)`, and {what}", hint=_HINT)
+    def _unclear(self, why: str) -> ModelError:
+        return ModelError(f"{self._path} has no `loss_fn(output, target)`, and {why}", hint=_HINT)
 
     def _present(self, loss: Any, described: str) -> Tensor:
         if not isinstance(loss, Tensor):
@@ -102,9 +102,9 @@ class DefaultLoss:
         return loss
 
 
-def _own(output: Any) -> Tensor | None:
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    return own if isinstance(own, Tensor) else None
+def _own_loss(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
 
 
 def _floats(output: Any) -> list[Tensor]:

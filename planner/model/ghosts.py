@@ -37,7 +37,7 @@ SHAPE_ONLY = frozenset(
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
     )
 )
-"""Operators that read no value of the tensor they are given."""
+"""Operators that read no value of the tensor that they get."""
 
 _MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -85,8 +85,8 @@ class Ghost(Tensor):
         def wrap(value: Any) -> Any:
             if not isinstance(value, FakeTensor):
                 return value
-            known = ghosts.get(id(value))
-            return _wrapped(value, origin) if known is None else known
+            ghost = ghosts.get(id(value))
+            return _wrapped(value, origin) if ghost is None else ghost
 
         bare, options = _mapped(lay_bare, args), _mapped(lay_bare, kwargs or {})
         if origin:

@@ -86,7 +86,7 @@ def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[
 
 
 def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Those that can hold a tensor; a model has thousands of others, which would each be taken apart."""
+    """The plain attributes that can hold a tensor; a model has thousands more, which would each be taken apart."""
     for name, value in vars(part).items():
         holds = isinstance(value, Tensor) or (isinstance(value, list | tuple | dict | deque) and len(value) > 0)
         if holds and name not in _HELD_BY_TORCH:
@@ -101,12 +101,12 @@ def _ghost(tensor: Tensor) -> Tensor:
 
 def _replace(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
     # With those that are replaced: what nobody holds any more might leave its identity to another.
-    others: dict[int, tuple[Tensor, Tensor]] = {}
+    replacements: dict[int, tuple[Tensor, Tensor]] = {}
     for part in module.modules():
         for owned in (part._parameters, part._buffers):
             for name, tensor in owned.items():
                 if tensor is not None:
-                    if id(tensor) not in others:
-                        others[id(tensor)] = tensor, other(tensor)
-                    owned[name] = others[id(tensor)][1]  # type: ignore[assignment]
-    return replace_loose(module, lambda tensor: others[id(tensor)][1] if id(tensor) in others else tensor)
+                    if id(tensor) not in replacements:
+                        replacements[id(tensor)] = tensor, other(tensor)
+                    owned[name] = replacements[id(tensor)][1]  # type: ignore[assignment]
+    return replace_loose(module, lambda tensor: replacements[id(tensor)][1] if id(tensor) in replacements else tensor)

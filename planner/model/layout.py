@@ -39,7 +39,7 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """The same memory as a contiguous tensor, for a transfer; without history, where it is another tensor."""
+    """A contiguous tensor of the same memory, for a transfer; without history, where it is another tensor."""
     order = _order(tensor)
     if order == tuple(range(tensor.dim())):
         return tensor

@@ -21,7 +21,7 @@ class Meta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Meta":
-        """That of `tensor`."""
+        """What is kept of `tensor`."""
         return cls(
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -90,14 +90,16 @@ def counted(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
     if not (isinstance(leaf, Constant) and isinstance(other, Constant)) or leaf == other:
         return leaf
     is_size = isinstance(leaf.value, torch.Size)
-    one, two = (tuple(value) if isinstance(value, torch.Size) else (value,) for value in (leaf.value, other.value))
-    if type(leaf.value) is not type(other.value) or len(one) != len(two) or any(type(n) is not int for n in one):
+    values = (leaf.value, other.value)
+    numbers, more = (tuple(value) if isinstance(value, torch.Size) else (value,) for value in values)
+    is_alike = type(leaf.value) is type(other.value) and len(numbers) == len(more)
+    if not is_alike or any(type(n) is not int for n in numbers):
         return leaf
     step = sizes[1] - sizes[0]
-    if any((b - a) % step for a, b in zip(one, two, strict=True)):
+    if any((b - a) % step for a, b in zip(numbers, more, strict=True)):
         return leaf
-    each = tuple((b - a) // step for a, b in zip(one, two, strict=True))
-    return Counted(tuple(a - sizes[0] * more for a, more in zip(one, each, strict=True)), each, is_size)
+    each = tuple((b - a) // step for a, b in zip(numbers, more, strict=True))
+    return Counted(tuple(a - sizes[0] * slope for a, slope in zip(numbers, each, strict=True)), each, is_size)
 
 
 def is_plain(value: Any) -> bool:

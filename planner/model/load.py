@@ -63,7 +63,7 @@ class LoadedModel:
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
     loss_count: Callable[[Any], Any] | None = None
-    """Of how many things in the targets `loss_fn` is the mean; None where it is of the samples."""
+    """Says of how many things in the targets `loss_fn` is the mean; None where it is the mean of the samples."""
     granularity: Granularity = "coarse"
     uncut: tuple[str, ...] = ()
     """Names of layers that no stage may end with; see `planner.core.values.profile.Model.uncut`."""
@@ -110,8 +110,8 @@ class LoadedModel:
         targets = self.example_batch(size).targets
 
         def loss(output: Any) -> object:
-            given = tensors_in(output)
-            return self.loss_fn(output, to_device(targets, given[0].device) if given else targets)
+            tensors = tensors_in(output)
+            return self.loss_fn(output, to_device(targets, tensors[0].device) if tensors else targets)
 
         return loss
 
@@ -163,8 +163,8 @@ def model_of(
         ModelError: Not an `nn.Module`, or nothing is known of its inputs.
     """
     module = ModuleType("given")
-    given = {"model": copy.deepcopy(model), "example_batch": example_batch, "loss_fn": loss_fn}
-    vars(module).update({name: value for name, value in given.items() if value is not None})
+    content = {"model": copy.deepcopy(model), "example_batch": example_batch, "loss_fn": loss_fn}
+    vars(module).update({name: value for name, value in content.items() if value is not None})
     loaded = _loaded(
         "the model", module, "model", settings=None, inputs=inputs, optimizer=optimizer, granularity=granularity
     )
@@ -240,20 +240,20 @@ class _FromSource(SourceFileLoader):
 def _builder(
     path: str, module: ModuleType, entry: str | None, settings: dict[str, str]
 ) -> tuple[str, Callable[[], nn.Module], dict[str, Setting]]:
-    name, found = _entry(path, module, entry)
-    if isinstance(found, nn.Module):
+    name, value = _entry(path, module, entry)
+    if isinstance(value, nn.Module):
         if settings:
             raise UsageError(f"{path}: `{name}` is a finished model and takes no `--set {next(iter(settings))}=…`")
-        return name, lambda: found, {}
-    if not callable(found) or inspect.ismodule(found):
+        return name, lambda: value, {}
+    if not callable(value) or inspect.ismodule(value):
         raise ModelError(
-            f"{path}: `{name}` is a {type(found).__name__}, not an nn.Module or a function that builds one"
+            f"{path}: `{name}` is a {type(value).__name__}, not an nn.Module or a function that builds one"
         )
-    typed = _typed_settings(f"{path}:{name}", found, settings)
+    typed = _typed_settings(f"{path}:{name}", value, settings)
 
     def build() -> nn.Module:
         with user_code(path, f"`{name}()`"):
-            model = found(**typed)
+            model = value(**typed)
         if not isinstance(model, nn.Module):
             raise ModelError(f"{path}: `{name}()` returned {type(model).__name__}, not an nn.Module")
         return model
@@ -277,9 +277,9 @@ def _entry(path: str, module: ModuleType, entry: str | None) -> tuple[str, Any]:
     ready = [value for value in classes if not _required(value)]
     if len(ready) == 1:
         return ready[0].__name__, ready[0]
-    found = f"{len(ready)} modules that could be it ({_names(c.__name__ for c in ready)})" if ready else "no model"
+    models = f"{len(ready)} modules that could be it ({_names(c.__name__ for c in ready)})" if ready else "no model"
     raise ModelError(
-        f"{path} has {found}",
+        f"{path} has {models}",
         hint="define `build_model()` that returns an nn.Module, or name the entry: `model.py:NAME`",
     )
 
@@ -302,7 +302,7 @@ def _typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, s
 
 
 def _wanted(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
-    """By the annotation, also as text or optional; else by the default."""
+    """The type of a setting: by its annotation, also as text or optional; else by its default."""
     try:
         hint = typing.get_type_hints(build.__init__ if inspect.isclass(build) else build).get(parameter.name)
     except Exception:  # an annotation that names what is not there says nothing
@@ -339,25 +339,25 @@ def _typed(where: str, text: str, wanted: type) -> Setting:
 def _example_batch(
     path: str, module: ModuleType, settings: Mapping[str, Setting], inputs: tuple[str, ...]
 ) -> Callable[[int], Batch]:
-    own = getattr(module, "example_batch", None)
-    if own is None and not inputs:
+    function = getattr(module, "example_batch", None)
+    if function is None and not inputs:
         raise ModelError(
             f"{path} has no `example_batch(batch_size)`, so nothing is known of the model's inputs",
             hint="define it to return `(inputs, targets)`, or give shapes: `--input 3x224x224` or `1024:int64:32000`",
         )
-    if own is None or inputs:
+    if function is None or inputs:
         # Parsed once here, so that a wrong shape is told before anything is built.
         for text in inputs:
             input_tensor(text, 1)
         return lambda size: Batch(_unwrap(tuple(input_tensor(text, size) for text in inputs)), None)
-    if not callable(own):
-        raise ModelError(f"{path}: `example_batch` is a {type(own).__name__}, not a function of the batch size")
-    accepted = inspect.signature(own).parameters
+    if not callable(function):
+        raise ModelError(f"{path}: `example_batch` is a {type(function).__name__}, not a function of the batch size")
+    accepted = inspect.signature(function).parameters
     arguments = {name: value for name, value in settings.items() if name in accepted}
 
     def example(size: int) -> Batch:
         with user_code(path, f"`example_batch({size})`"):
-            pair = own(size, **arguments)
+            pair = function(size, **arguments)
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ModelError(f"{path}: `example_batch({size})` returned {_kind(pair)}, expected `(inputs, targets)`")
         batch = Batch(*pair)

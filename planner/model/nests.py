@@ -57,8 +57,8 @@ def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
 
 def aligned(value: Any, nest: Nest) -> list[Any]:
     """The leaves of `value` where `nest` has them; those of a part that has another structure are absent."""
-    leaves, its = take_apart(value)
-    return _aligned(iter(leaves), its, nest)
+    leaves, structure = take_apart(value)
+    return _aligned(iter(leaves), structure, nest)
 
 
 def _aligned(leaves: Iterator[Any], nest: Nest, wanted: Nest) -> list[Any]:

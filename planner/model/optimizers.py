@@ -22,14 +22,14 @@ OPTIMIZERS: dict[str, Builder] = {
 }
 
 
-def optimizer_builder(own: Callable[..., Any] | None, name: str) -> tuple[Builder, str]:
+def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[Builder, str]:
     """The user's `build_optimizer` if there is one, else the optimizer of that name; and what to call it.
 
     Raises:
         UsageError: No optimizer of that name.
     """
-    if own is not None:
-        return own, "build_optimizer"
+    if user_builder is not None:
+        return user_builder, "build_optimizer"
     if name not in OPTIMIZERS:
         raise UsageError(f"unknown optimizer `{name}`", hint=f"one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name], name

@@ -205,7 +205,9 @@ def _outline(
         crossings=crossings,
         repeated_holds=tuple(repeated_holds(cuts, cut) for cut in chosen),
         overwritten=tuple(repeated_writes(cuts, cut) for cut in chosen),
-        writes=tuple(writes_into(recording, span, there) for span, there in zip(spans, storages[:-1], strict=True)),
+        writes=tuple(
+            writes_into(recording, span, received) for span, received in zip(spans, storages[:-1], strict=True)
+        ),
         aliases=tuple(bool(received & passed_on) for received, passed_on in pairwise(storages)),
         parts=tuple(map(cuts.parts, chosen)),
         joins=cuts.joins,
@@ -265,8 +267,8 @@ def _without(errors: dict[int, ModelError], chosen: Sequence[int], problems: lis
     Raises:
         ModelError: Something is wrong with every one.
     """
-    left = [cut for cut in chosen if cut not in errors]
-    if errors and not left:
+    sound = [cut for cut in chosen if cut not in errors]
+    if errors and not sound:
         raise next(iter(errors.values()))
     problems.extend(error.message for error in errors.values())
-    return left
+    return sound

@@ -18,7 +18,7 @@ _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch
 
 
 def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
-    """The same model file, its batches and its loss fitting a model that runs in `precision`.
+    """`loaded` with batches and a loss that fit a model that runs in `precision`.
 
     Floating-point inputs are converted where parameters are. The loss is float32 in any precision; where outputs
     are of a converted model, it is computed from them in float32, as its gradient would be coarse otherwise.
@@ -63,7 +63,7 @@ def convert(module: nn.Module, precision: Precision) -> nn.Module:
 
 
 def converted(module: nn.Module, precision: Precision) -> nn.Module:
-    """As `convert`, of a copy where anything changes: what a file built may be the user's own, finished model."""
+    """`module`, converted in a copy where anything changes: what a file built may be the user's own, finished model."""
     dtype = _CONVERTED.get(precision)
     tensors = (*module.parameters(), *module.buffers())
     if dtype is None or not any(t.is_floating_point() and t.dtype != dtype for t in tensors):

@@ -304,7 +304,7 @@ class _Recorder(TorchDispatchMode):
         self.recording.flow.nodes[version]["uses"].append(time)
 
     def _name_in(self, names: list[str], call: int) -> str:
-        """Of several names of a tied parameter, the one in the module at work."""
+        """The name of a parameter: of several names of a tied one, that in the module at work."""
         while call >= 0:
             path = self.recording.calls[call].path
             inside = [name for name in names if name.startswith(f"{path}.")] if path else []

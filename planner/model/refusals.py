@@ -17,8 +17,8 @@ class TooFewSamplesError(ModelError):
     """A micro-batch is too small for a layer, which can do with a larger one."""
 
 
-def raised_by(where: str, error: BaseException, given: str) -> PlannerError:
-    """What `where`, a layer or the model, raised on `given`; errors of ours are told as they are."""
+def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
+    """What `where`, a layer or the model, raised on `inputs`; errors of ours are told as they are."""
     if isinstance(error, PlannerError):
         return error
     refusal = _in_place_refusal(where, error)
@@ -26,11 +26,11 @@ def raised_by(where: str, error: BaseException, given: str) -> PlannerError:
         return refusal
     if isinstance(error, ValueError) and str(error).startswith(_ONE_VALUE):
         return TooFewSamplesError(
-            f"{where} cannot train on {given}: batch normalization needs more than one value per channel",
+            f"{where} cannot train on {inputs}: batch normalization needs more than one value per channel",
             hint="take larger micro-batches, `--batch-sizes 2,4,8` say, or a norm that is not over the batch",
         )
     return ModelError(
-        f"{where} raised {type(error).__name__} on {given}: {_first_line(error)}",
+        f"{where} raised {type(error).__name__} on {inputs}: {_first_line(error)}",
         hint="check that `example_batch` fits the model (and the `--set` settings)",
     )
 

@@ -71,11 +71,11 @@ class RegionFinder:
         return around
 
     def enter(self) -> None:
-        """A call begins, about which `around` was asked."""
+        """A call begins: `around` was asked of it just before."""
         self._levels.append([])
 
     def leave(self) -> None:
-        """It ends."""
+        """The call at work ends."""
         self._levels.pop()
 
     def _in_code_at_work(self, frame: FrameType | None, time: int) -> list[tuple[FrameType, int]]:

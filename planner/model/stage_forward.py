@@ -213,9 +213,9 @@ class StageForward:
         return call
 
     def _keep(self, leaves: Sequence[Any], recorded: Sequence[Leaf]) -> None:
-        for leaf, known in zip(leaves, recorded, strict=True):
-            if isinstance(known, Value) and known.number in self._part.sent and leaf is not ABSENT:
-                self._tensors[known.number] = leaf
+        for leaf, recorded_leaf in zip(leaves, recorded, strict=True):
+            if isinstance(recorded_leaf, Value) and recorded_leaf.number in self._part.sent and leaf is not ABSENT:
+                self._tensors[recorded_leaf.number] = leaf
 
     def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
         """What is no tensor is not sent: the stages behind take it to be what it was when the layers were found."""

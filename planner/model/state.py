@@ -38,28 +38,28 @@ class StateOwner:
 
     path: str
     module: nn.Module
-    others: frozenset[str] = frozenset()
-    """What of it belongs to layers elsewhere."""
+    elsewhere: frozenset[str] = frozenset()
+    """Names of what belongs to layers elsewhere."""
     tensors: tuple[str, ...] = ()
     """Plain attributes that are tensors to begin with."""
     numbers: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, path: str, module: nn.Module, others: frozenset[str] = frozenset()) -> "StateOwner":
+    def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StateOwner":
         """The module, with the plain attributes that it has now."""
         plain = vars(module).items()
         tensors = tuple(name for name, value in plain if isinstance(value, Tensor))
         numbers = tuple(name for name, value in plain if type(value) in _NUMBERS and name != "training")
-        return cls(path, module, others, tensors, numbers)
+        return cls(path, module, elsewhere, tensors, numbers)
 
     def places(self) -> Iterator[Place]:
         """All but numbers."""
         for name in self.module._buffers:
-            if name not in self.others:
+            if name not in self.elsewhere:
                 yield Place(self.path, self.module._buffers, name)
         for name, parameter in self.module._parameters.items():
             # What is trained is the optimizer's to change.
-            if name not in self.others and parameter is not None and not parameter.requires_grad:
+            if name not in self.elsewhere and parameter is not None and not parameter.requires_grad:
                 yield Place(self.path, self.module._parameters, name)
         for name in self.tensors:
             yield Place(self.path, vars(self.module), name)
@@ -79,9 +79,9 @@ def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
     by_module: dict[nn.Module, StateOwner] = {}
     for name, layer in layers:
         for owner in _owners(name, layer):
-            known = by_module.get(owner.module, owner)
+            first = by_module.get(owner.module, owner)
             # What belongs to one of the layers belongs to all of them.
-            by_module[owner.module] = replace(known, others=known.others & owner.others)
+            by_module[owner.module] = replace(first, elsewhere=first.elsewhere & owner.elsewhere)
     return list(by_module.values())
 
 

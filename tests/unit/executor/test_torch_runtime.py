@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.core.values.balance import Balance, StageBalance
-from planner.core.values.plan import Schedule
+from planner.core.values.plan import ScheduleName
 from planner.core.values.profile import Model
 from planner.files import write
 from tests.support.ranks import ROOT, run_ranks
@@ -39,7 +39,7 @@ def loss_fn(output, target):
 """
 
 
-def balance_of(schedule: Schedule, cuts: tuple[int, ...], micro_batches: int) -> Balance:
+def balance_of(schedule: ScheduleName, cuts: tuple[int, ...], micro_batches: int) -> Balance:
     layers = iter(range(6))
     return Balance(
         plan_digest="sha256:test",
@@ -59,7 +59,7 @@ def balance_of(schedule: Schedule, cuts: tuple[int, ...], micro_batches: int) ->
 def test_torchs_runtime_makes_the_same_gradients(tmp_path: Path) -> None:
     """Every schedule, bit for bit; torch divides by M at the end, which is done here, and the executor at the loss."""
     (tmp_path / "model.py").write_text(MODEL)
-    cases: dict[str, tuple[Schedule, tuple[int, ...], int]] = {
+    cases: dict[str, tuple[ScheduleName, tuple[int, ...], int]] = {
         "gpipe.yaml": ("gpipe", (2, 4), 4),
         "1f1b.yaml": ("1f1b", (4, 2), 4),
         "chunks.yaml": ("interleaved", (1, 2, 2, 1), 4),
