@@ -98,6 +98,7 @@ class Attributes:
             if isinstance(container, list)
             else {key: value for key, value in container.items() if keys or key not in _OF_EVERY_MODULE}
         )
+        # Noted before what it holds is looked into: objects refer to each other in circles.
         self._containers[id(container)] = _Container(path, keys, container, items)
         if len(keys) >= _DEEPEST:
             return
@@ -130,6 +131,7 @@ def left_behind(model: nn.Module, change: Change) -> list[Any]:
         LookupError: It has left nothing of that structure.
     """
     container = _container(model, change)
+    # A list is longer than it was when recorded if it is not emptied between steps: the last items are the new ones.
     if change.kind == "set":
         value = container[change.keys[-1]]
     else:

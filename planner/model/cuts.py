@@ -75,6 +75,7 @@ class Cuts:
         # Many modules end at the same places, and every choice below asks for the width of the same cuts again.
         self._num_bytes: dict[tuple[int, bool], int] = {}
         self._cut_behind: dict[int, int] = {}
+        # Versions come in the order in which they were made: the first of a storage is what created it.
         self._creator: dict[int, int] = {}
         for data in flow.values():
             self._creator.setdefault(data["storage"], data["operator"])
@@ -187,6 +188,7 @@ class Cuts:
         only where that is narrow, and within blocks only if `granularity` is fine.
         """
         calls = self.recording.calls
+        # A model's author put the seams between blocks: elsewhere a cut must be narrow to be worth it.
         blocks = [call for call in calls[1:] if self._is_member(call)]
         inside = {number for call in blocks for number in self._below(call)}
         outside = [call for call in calls[1:] if call.number not in inside and not self._is_member(call)]

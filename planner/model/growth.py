@@ -69,6 +69,7 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
             varying.append(call)
             continue
         for number, other_number in zip(call.children, other_call.children, strict=True):
+            # A value that several calls return is the same tensor: the first one says what it is.
             shapes = _shapes_of_call(recording.calls[number], other.calls[other_number]) | shapes
             if any(recording.calls[number].enter < cut <= recording.calls[number].exit for cut in cuts):
                 open_pairs.append((number, other_number))
@@ -90,6 +91,7 @@ def refusals_of_cuts(
     """
     refusals: dict[int, ModelError] = {}
     for cut, name, values in cuts:
+        # The path is looked at first: off it, the values of the two recordings do not belong together.
         through = next((call.path for call in varying if call.enter < cut <= call.exit), None)
         error = _data_dependence(name, values, shapes) if through is None else _no_fixed_path(through)
         if error is not None:
@@ -103,6 +105,7 @@ def refusals_of_cuts(
 def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], Join]]:
     """What may be a join, by where it is; numbers of calls are others where a module calls more for another batch."""
     places: list[tuple[int, ...]] = [()] * len(recording.calls)
+    # A parent comes before its children, so its place is known by then.
     for call in recording.calls:
         for position, child in enumerate(call.children):
             places[child] = (*places[call.number], position)
@@ -113,6 +116,7 @@ def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...]
 def _shapes_of_call(call: Call, other: Call) -> Shapes:
     """The shapes of what one call returned and left behind; its whole numbers that count samples become `Counted`."""
     shapes: Shapes = {}
+    # What it returns may be of another structure, as long as none of it crosses a cut: then no shape is known of it.
     with contextlib.suppress(ModelError):
         shapes = _paired(call.path, call.leaves, other.leaves)
         call.leaves = _counted(call.leaves, other.leaves)
@@ -139,6 +143,7 @@ def _changes_in_both(call: Call, other: Call) -> tuple[tuple[Change, ...], Shape
     kept: list[Change] = []
     shapes: Shapes = {}
     for change in call.changes:
+        # Changes are matched by place and structure: one call may leave several behind, in any order.
         others = other_leaves.get((change.path, change.keys, change.kind, change.nest), ())
         leaves = _counted(change.leaves, others) if others else ()
         # A number that depends on the data is for somebody to look at: nothing is known of it behind a cut.

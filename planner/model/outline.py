@@ -111,6 +111,7 @@ class Outline:
     def size_of(self, values: Sequence[int], tensors: Sequence[Tensor]) -> int:
         """How many samples there are, by the shapes of some values."""
         for value, tensor in zip(values, tensors, strict=True):
+            # A dimension that grows tells; one that does not, such as of a mask for all samples, says nothing.
             for a, b, length in zip(*self.shapes[value], tensor.shape, strict=True):
                 if a != b:
                     # `shape_at`, solved for the size.
@@ -128,6 +129,7 @@ class Outline:
 
     def _meta(self, value: int, size: int) -> Tensor:
         meta = self.recording.values[value][1]
+        # What crosses is sent without gaps, its dimensions in the order in which they lay when it was recorded.
         recorded = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
         shape = self.shape(value, size)
         strides = dense_strides(shape, recorded)
@@ -163,6 +165,7 @@ def outline_of(
     cuts = Cuts(recording, model)
     chosen, problems = cuts.choose(granularity)
     shapes, varying = shapes_in_both(recording, other, chosen)
+    # No call returns a join, so none of the shapes above is of one.
     shapes |= {join.value: candidates[join] for join in cuts.joins}
     crossings = ((cut, name, cuts.crossing(cut).values) for cut, name in _ends(recording, model, chosen))
     chosen = _without(refusals_of_cuts(crossings, shapes, varying), chosen, problems)
@@ -236,6 +239,7 @@ def _recorded(
         inputs = example_inputs(size)
         loss = None if loss_of is None else loss_of(size)
     try:
+        # Ghosts take no memory for activations and no time, whatever the size of the model.
         with contextlib.suppress(Exception):  # whatever it is, on real values it may be none, or comes again
             return record(model, inputs, loss_of=loss, ghosts=True)
         return record(model, _on_device_of(model, inputs), loss_of=loss, ghosts=False)
@@ -247,6 +251,7 @@ def _recorded(
 
 
 def _on_device_of(model: nn.Module, inputs: Any) -> Any:
+    # An example batch is made on the CPU; a model that is finished may lie elsewhere.
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     leaves, nest = take_apart(inputs)
     return put_together((leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves), nest)

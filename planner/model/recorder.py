@@ -46,10 +46,11 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     """
     recorder = _Recorder(model)
     with ExitStack() as stack:
+        # A forward may leave tensors in attributes: none of this one is to stay there.
         stack.callback(Attributes(model.named_modules()).restore)
         stack.enter_context(_quiet())
         stack.enter_context(torch.random.fork_rng())
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # what is left to chance, such as layers that are skipped, goes the same way each time
         # On values, buffers are copied: a forward writes into them, into running statistics for example.
         stack.enter_context(as_ghosts(model) if ghosts else replaced_tensors(model, _copied_buffer))
         recorder.note_model(model)
@@ -77,6 +78,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
+        # Of several paths of one module the first counts, as it does in `named_modules`.
         self._paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self._time = 0
         self._stack: list[int] = []  # numbers of the calls that are at work, the model's own first
@@ -172,6 +174,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # It is noted when it has run, for then it shows which storages are new.
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         return result
@@ -198,6 +201,8 @@ class _Recorder(TorchDispatchMode):
         # A function that calls submodules ends in another gap than it began in: a stage could not find it again.
         if not (isinstance(result, Tensor) and result.is_floating_point() and len(call.children) == gap):
             return result
+        # What is no new tensor crosses already, or not at all; what is not tainted every stage makes for itself; and
+        # within an autograd function it has no graph.
         version = self._version_of(result)
         is_new = recording.flow.nodes[version]["created"] > enter
         if is_new and version in self._tainted and call.function < 0:
@@ -208,6 +213,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _modules_in(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        # Blocks call the same modules over and over, and a walk through a large one takes time.
         if module not in self._below:
             self._below[module] = list(module.named_modules(prefix=self._paths[module]))
         return self._below[module]
@@ -237,7 +243,7 @@ class _Recorder(TorchDispatchMode):
         number = len(recording.operators)
         recording.operators.append(operator)
         recording.reads.append(reads)
-        if operator.decides and reads:
+        if operator.decides and reads:  # without a tensor there is nothing that a stage could lack
             recording.decisions.append(number)
         for version in reads:
             self._use(version, time)
@@ -250,6 +256,7 @@ class _Recorder(TorchDispatchMode):
             self._versions[storage] = self._version(storage, number)
             self._derive(self._versions[storage], reads, tainted=tainted)
         if tainted:
+            # Whoever wants to run one of these calls again needs what the operator read.
             for above in self._stack:
                 recording.calls[above].constant = False
 
@@ -263,6 +270,7 @@ class _Recorder(TorchDispatchMode):
         argument = next((n for n, other in enumerate(arguments) if other is leaf), -1)
         if isinstance(leaf, Tensor):
             storage = self._storage(leaf)
+            # Untouched, it is whatever the stage that passes over the call has in its place: nothing must be sent.
             if argument >= 0 and before[id(leaf)] == self._versions[storage]:
                 return Passed(argument)
             if isinstance(leaf, nn.Parameter) and storage in self._held:

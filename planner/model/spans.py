@@ -44,6 +44,7 @@ def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[s
     counts: dict[str, int] = {}
     names = []
     for paths in modules:
+        # A layer may hold no whole module, only code between modules.
         sizes = {path: sum(p.numel() for p in by_path[path].parameters()) for path in paths}
         name = max(sizes, key=sizes.__getitem__, default="rest")
         counts[name] = counts.get(name, 0) + 1
@@ -62,6 +63,7 @@ def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set
     if time == 0:
         return {recording.values[leaf.number][0] for leaf in recording.inputs if isinstance(leaf, Value)}
     if time == END:
+        # Uses are in order, and nothing is used after the outputs.
         versions = (data for _, data in recording.flow.nodes(data=True) if data["uses"] and data["uses"][-1] == END)
         return {data["storage"] for data in versions}
     return {recording.values[value][0] for value in crossing}
@@ -103,10 +105,12 @@ def add_unread(
     around it that was called; what no call says anything of goes to the first layer.
     """
     read = frozenset(name for names in holds for name in names)
+    # By identity, for a tied tensor has several names, of which the forward may have read another.
     placed = {id(tensor) for name, tensor in _named_tensors(model) if name in read}
     layer_of: dict[str, int] = {}
     for layer, span in enumerate(spans):
         for call in recording.calls[1:]:
+            # A module that is called several times counts where it is called first.
             if span[0] <= call.enter < span[1]:
                 layer_of.setdefault(call.path, layer)
     complete = list(holds)

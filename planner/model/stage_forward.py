@@ -71,6 +71,7 @@ class StageForward:
         device = received[0].device if part.received else torch.device("cpu")
         self._stand_ins = StandIns(part, self._size, device)
         if not self._begun:
+            # The model's code wants its inputs once more: those that cross the cut were received.
             self._inputs = self._rebuilt(self._recording.inputs, self._recording.input_nest, [])
 
     def result(self) -> Any:
@@ -83,7 +84,7 @@ class StageForward:
             stack.enter_context(without_leftovers(part.model, part.leftovers))
             stack.enter_context(wrapped(part.watched, self._run))
             stack.callback(self._watch.end_gap)
-            if self._begun:
+            if self._begun:  # there is no call in front whose end would begin the first layer
                 self._begin_layer(0)
             try:
                 output = part.model(*args, **kwargs)
@@ -96,6 +97,7 @@ class StageForward:
             return output
         if self._recording.unread:
             output = self._with_stand_ins(output)
+        # Of the rest nothing may depend on what this stage does not have, which zeros in its place would hide.
         expect_present(take_apart(output)[0], "the model's output")
         return output
 
@@ -120,6 +122,7 @@ class StageForward:
         """One call of a watched module: passed over, opened, or run as a whole."""
         if self._inside:
             return forward(*args, **kwargs)
+        # The code that makes this call was in a gap, in which it must have made every join that the recording has.
         self._end_gap()
         call = self._expected(module)
         # A constant call, such as one that makes a mask of positions, is cheaper to repeat than to send.
@@ -137,6 +140,7 @@ class StageForward:
                 result = forward(*args, **kwargs)
             finally:
                 self._inside = False
+        # What an earlier call returned lies in front: if it is to be sent on, it was received.
         if call.exit >= self._part.begin:
             self._keep_result(call, result)
         self._reach(call.exit + 1)
@@ -161,7 +165,7 @@ class StageForward:
         if join is None:
             return run()
         if join.exit < self._part.begin and join.value in self._tensors:
-            result = self._tensors[join.value]
+            result = self._tensors[join.value]  # the function does not run: its arguments may be stand-ins
         else:
             result = run()
             if join.value in self._part.sent:
@@ -193,7 +197,7 @@ class StageForward:
                 raise _Finished
         self._begin_layer(time)
         if time == self._part.stop:
-            raise _Finished
+            raise _Finished  # out of all the code that is open, whatever it would do with results
 
     def _begin_layer(self, time: int) -> None:
         layer = self._part.layer_at.get(time)
@@ -205,6 +209,7 @@ class StageForward:
         parent = self._calls[self._stack[-1]]
         position = self._next[parent.number]
         self._next[parent.number] = position + 1
+        # By position, not by module: one that is called twice has a call for each, with results of its own.
         if position >= len(parent.children):
             raise _another_path("a module more was called")
         call = self._calls[parent.children[position]]
@@ -269,6 +274,7 @@ class StageForward:
     def _with_stand_ins(self, output: Any) -> Any:
         """The model's output with stand-ins for what is not to be had in this stage, and is not read."""
         nest = self._recording.output_nest
+        # Lists that the model's code fills as it goes (hidden states) lack what modules in front would have put there.
         leaves = aligned(output, nest)
         missing = self._part.missing | {number for number, leaf in enumerate(leaves) if leaf is ABSENT}
         if not missing:
