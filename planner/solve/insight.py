@@ -69,6 +69,8 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
 
 def _sharing(request: Request, questions: int) -> Request:
     """The same with a share of the effort, for each of so many questions."""
+    if request.actions is None:
+        return request
     return replace(request, actions=request.actions // max(1, questions))
 
 

@@ -48,8 +48,9 @@ class Request:
     """The cuts, if the user fixed them: then they are evaluated, and only M and recomputation are chosen."""
     time_limit_s: float | None = None
     """After which the best plan found is given, with a proven gap."""
-    actions: int = MOST_ACTIONS_OF_AUTO
-    """Effort for each schedule beside GPipe's where the schedule is left open, in actions simulated."""
+    actions: int | None = MOST_ACTIONS_OF_AUTO
+    """Effort for each schedule beside GPipe's where the schedule is left open, in actions simulated; None: as much as
+    where the schedule is fixed, so that nearly every answer is proven."""
     solver: Solver = "auto"
     """`auto` takes the integer programme only for what the dynamic programme cannot hold: devices in any order."""
 
@@ -106,7 +107,7 @@ class _Searched(NamedTuple):
 def _searched(cases: Sequence[Case], request: Request, deadline: float | None, *, upper_us: float = inf) -> _Searched:
     """The best of all cases that beats `upper_us`."""
     is_open = request.inputs.schedule == "auto"
-    left = dict.fromkeys(SCHEDULES, request.actions)
+    left = None if not is_open or request.actions is None else dict.fromkeys(SCHEDULES, request.actions)
     best: Answer | None = None
     bound_us, complete = inf, True
     # The most promising case first: its plan rules most others out by their bounds. Where the schedule is left open,
@@ -114,17 +115,18 @@ def _searched(cases: Sequence[Case], request: Request, deadline: float | None, *
     for case in sorted(cases, key=_promise if is_open else _bound):
         if case.bound_us >= upper_us:
             continue
-        if is_open and not case.schedule.has_closed_form and case.ideal_us >= upper_us:
+        if left is not None and not case.schedule.has_closed_form and case.ideal_us >= upper_us:
             bound_us = min(bound_us, case.bound_us)  # hardly worth the effort, but that proves nothing
             continue
         try:
-            most_actions = left[case.schedule.name] if is_open else None
+            most_actions = None if left is None else left[case.schedule.name]
             answer = _answer(case, request, upper_us, deadline, most_actions)
         except OutOfTimeError:
             complete = False
             bound_us = min(bound_us, case.bound_us)
             continue
-        left[case.schedule.name] -= answer.actions
+        if left is not None:
+            left[case.schedule.name] -= answer.actions
         bound_us = min(bound_us, answer.lower_bound_us)
         if answer.partition is not None and answer.step_us < upper_us:
             best, upper_us = answer, answer.step_us

@@ -13,6 +13,7 @@ from planner.core.errors import InfeasibleError
 from planner.core.judge.verdict import judge
 from planner.core.values.plan import Plan
 from planner.solve import Request, solve
+from planner.solve.search import MOST_ACTIONS_OF_AUTO
 from tests.support.brute_force import EQUAL
 from tests.support.random_problems import Features, Problem, problems
 
@@ -37,12 +38,13 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, suppress_health_check=slow)
 
 
-def compared(problem: Problem) -> Plan | None:
+def compared(problem: Problem, *, actions: int | None = MOST_ACTIONS_OF_AUTO) -> Plan | None:
     """The solver's plan, found to be as good as it says; None where there is none, and brute force has none either."""
     space = problem.space
     best = space.best()
+    request = Request(inputs=problem.inputs, micro_batches=problem.micro_batches, actions=actions)
     try:
-        plan = solve(problem.profile, Request(inputs=problem.inputs, micro_batches=problem.micro_batches))
+        plan = solve(problem.profile, request)
     except InfeasibleError:
         assert best is None, f"infeasible, but {best} fits"
         return None
@@ -152,18 +154,23 @@ def test_rules_and_tied_layers_equal_brute_force(problem: Problem) -> None:
     ],
 )
 def test_simulated_schedules_equal_brute_force(features: Features, count: int) -> None:
-    """1F1B, interleaved with chunks given or chosen, and the fastest of all schedules; nearly always proven."""
+    """1F1B, interleaved with chunks given or chosen, and the fastest of all schedules; nearly always proven.
+
+    Where the schedule is left open, effort is bounded unless asked otherwise: then a plan need not be proven.
+    """
     statuses: Counter[str] = Counter()
 
     @examples(count)
     @given(problems(features))
     def equal(problem: Problem) -> None:
-        plan = compared(problem)
+        if problem.inputs.schedule == "auto":
+            compared(problem)
+        plan = compared(problem, actions=None)
         statuses[plan.solver.status if plan is not None else "infeasible"] += 1
 
     equal()
     assert statuses["optimal"] > 0
-    assert statuses["feasible"] <= 0.03 * statuses["optimal"], statuses
+    assert statuses["feasible"] <= 0.02 * statuses["optimal"], statuses
 
 
 @examples(80)
