@@ -1,0 +1,258 @@
+"""The house rules of CONTRIBUTING, held against the source.
+
+What breaks a rule stands in a list of exceptions beside it. The lists only get shorter: what no longer breaks the rule
+fails the test until it is taken out.
+"""
+
+import ast
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from math import ceil
+
+import pytest
+
+from tests.support.house import (
+    ROOT,
+    Function,
+    Module,
+    compared_words,
+    docstrings,
+    functions,
+    has_no_subject,
+    is_vague,
+    modules,
+    named_files,
+    names,
+)
+
+LONG_FILES = {
+    "planner/api.py",
+    "planner/bridge/torchax_adapter.py",
+    "planner/core/cost/costs.py",
+    "planner/core/cost/memory.py",
+    "planner/executor/jax/pipeline.py",
+    "planner/executor/pipeline.py",
+    "planner/model/outline.py",
+    "planner/model/recording.py",
+    "planner/model/stage.py",
+    "planner/profile/profiler.py",
+}
+
+LONG_FUNCTIONS = {
+    "planner/cli/profile.py:profile",
+    "planner/core/cost/memory.py:_Stages.__init__",
+    "planner/executor/pipeline.py:Pipeline.__init__",
+}
+
+DEEP_FUNCTIONS = {
+    "planner/core/cost/simulate.py:_laid_out",
+    "planner/core/schedule/actions.py:execution_order",
+    "planner/emit/trial.py:run_plan",
+    "planner/executor/build/proof.py:_Trial._noise",
+    "planner/executor/build/proof.py:_tried",
+    "planner/executor/run/evaluation.py:ForwardOnly.run",
+    "planner/executor/watch/failure.py:Watch._run",
+    "planner/model/held.py:_replace",
+    "planner/model/recording.py:_Recorder.know_model",
+    "planner/profile/profiler.py:untouched",
+    "planner/profile/units.py:trace_units",
+    "planner/solve/gpipe.py:gpipe_answer",
+    "planner/solve/simulated.py:_Search.one_chunk",
+}
+
+MANY_ARGUMENTS = {
+    "planner/cli/emit.py:_engine",
+    "planner/cli/emit.py:_jax",
+    "planner/cli/emit.py:_native",
+    "planner/cli/emit.py:_standalone",
+    "planner/cli/show.py:_drawn",
+    "planner/cli/show.py:_seen",
+    "planner/cli/solve.py:_other_schedule",
+    "planner/core/cost/layer_memory.py:_peaks",
+    "planner/core/cost/makespan.py:_carry",
+    "planner/core/cost/passing.py:_spanning",
+    "planner/core/schedule/actions.py:_interleaved",
+    "planner/core/values/trace_events.py:trace_slice",
+    "planner/core/values/units.py:_refuse",
+    "planner/emit/native.py:_script",
+    "planner/executor/build/proof.py:_without_wrong_cuts",
+    "planner/executor/jax/pipeline.py:JaxPipeline._on_one_device",
+    "planner/executor/jax/pipeline.py:JaxPipeline.gradients",
+    "planner/executor/jax/pipeline.py:_function",
+    "planner/executor/jax/training.py:JaxTraining._whole_step",
+    "planner/executor/measure/links.py:_over_gloo",
+    "planner/executor/measure/links.py:_over_nccl",
+    "planner/executor/measure/links.py:round_trip_us",
+    "planner/model/outline.py:_depending",
+    "planner/profile/profiler.py:_Measured.__init__",
+    "planner/profile/profiler.py:_header",
+    "planner/show/gate/junit.py:_case",
+    "planner/show/html/frontier.py:_line",
+    "planner/show/html/frontier.py:_point",
+    "planner/show/html/layers.py:_chart",
+    "planner/show/html/page.py:plan_html",
+    "planner/show/svg.py:_rect",
+    "planner/show/sweep.py:_square",
+    "planner/show/trace.py:_slice",
+    "planner/solve/chain_dp.py:LabelSearch._extended",
+    "planner/solve/layerwise.py:_Walk._extended",
+    "planner/solve/search.py:_answer",
+}
+
+SCHEDULES_BY_NAME = {
+    "planner/core/cost/evaluate.py",
+    "planner/core/cost/step.py",
+    "planner/emit/jax_program.py",
+    "planner/emit/megatron.py",
+    "planner/emit/standalone.py",
+    "planner/executor/jax/pipeline.py",
+    "planner/executor/pipeline.py",
+    "planner/executor/run/engine.py",
+    "planner/show/frontier.py",
+    "planner/solve/asked.py",
+    "planner/solve/case.py",
+    "planner/solve/explain.py",
+    "planner/solve/search.py",
+    "planner/solve/simulated.py",
+}
+
+VAGUE_NAMES = {
+    "api.py": 6,
+    "bridge": 8,
+    "cli": 3,
+    "core": 3,
+    "device": 3,
+    "executor": 4,
+    "model": 4,
+    "profile": 6,
+    "show": 2,
+    "solve": 3,
+}
+"""Rooms and the share of their names in percent, rounded up; elsewhere it is less than one."""
+
+DOCSTRINGS_WITHOUT_SUBJECT = {
+    "bridge": 7,
+    "core": 7,
+    "device": 6,
+    "emit": 5,
+    "executor": 6,
+    "model": 5,
+    "profile": 13,
+    "show": 2,
+    "solve": 5,
+}
+"""Likewise."""
+
+
+USERS_FILES = re.compile(r"(path/to/)?model\.py|train(_jax)?\.py|plan_\w+\.py|pip\.py")
+"""Python files of which the documents speak that are not ours: users', and what `emit` writes."""
+
+RECIPES = {
+    "a schedule": 8,
+    "a term of memory": 4,
+    "a solver option": 3,
+    "a device": 3,
+    "an emit format": 3,
+    "a finding": 2,
+}
+"""What CONTRIBUTING tells how to add, and the most modules that may take."""
+
+UNWRITTEN_RECIPES = {"a schedule", "a term of memory", "a solver option", "a finding"}
+LONG_RECIPES = {"a device"}
+
+PAGES = ("CONTRIBUTING.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))))
+
+
+def is_command(function: Function) -> bool:
+    """Whether it is a command of typer's, whose options are its parameters, and which nobody else calls."""
+    path, _, name = function.name.partition(":")
+    return path == f"planner/cli/{name}.py"
+
+
+def test_files_are_short() -> None:
+    """420 lines at most."""
+    assert {module.path for module in modules() if module.num_lines > 420} == LONG_FILES
+
+
+def test_functions_are_short() -> None:
+    """60 lines of code at most."""
+    assert {function.name for function in functions() if function.num_lines > 60} == LONG_FUNCTIONS
+
+
+def test_statements_are_not_deep_in_others() -> None:
+    """Three levels at most."""
+    assert {function.name for function in functions() if function.nesting > 3} == DEEP_FUNCTIONS
+
+
+def test_few_arguments_are_positional() -> None:
+    """Four at most, the rest are told apart by name."""
+    many = {function.name for function in functions() if function.num_positional > 4 and not is_command(function)}
+    assert many == MANY_ARGUMENTS
+
+
+def test_only_the_schedules_know_their_names() -> None:
+    """Elsewhere nothing is done because a schedule is called so: what it can do stands in its value."""
+    elsewhere = [module for module in modules() if not module.path.startswith("planner/core/schedule/")]
+    words = ("gpipe", "1f1b", "interleaved")
+    assert {module.path for module in elsewhere if compared_words(module, words)} == SCHEDULES_BY_NAME
+
+
+def test_names_say_the_thing() -> None:
+    """Of a hundred names in a room, not one is `given` or `_told`."""
+    assert percent(names, is_vague) == VAGUE_NAMES
+
+
+def test_docstrings_are_sentences_of_their_own() -> None:
+    """Of a hundred docstrings in a room, not one goes on with a sentence that stands elsewhere."""
+    assert percent(docstrings, has_no_subject) == DOCSTRINGS_WITHOUT_SUBJECT
+
+
+def percent(all_of: Callable[[Module], Iterable[str]], is_bad: Callable[[str], bool]) -> dict[str, int]:
+    """By room, how many of a hundred texts are bad, rounded up; rooms with one or more of a hundred."""
+    texts: dict[str, list[bool]] = {}
+    for module in modules():
+        texts.setdefault(module.room, []).extend(map(is_bad, all_of(module)))
+    shares = {room: sum(bad) / len(bad) for room, bad in texts.items() if bad}
+    return {room: ceil(100 * share) for room, share in shares.items() if share >= 0.01}
+
+
+def test_every_module_says_what_it_is() -> None:
+    """By a docstring."""
+    assert [module.path for module in modules() if ast.get_docstring(module.tree) is None] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_documents_name_files_that_exist(page: str) -> None:
+    """Paths of this repository, and Python files by their last parts."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    ours = {name for name in named_files(text) if not USERS_FILES.fullmatch(name)}
+    assert {name for name in ours if not list(existing(name))} == set()
+
+
+def existing(name: str) -> Iterator[object]:
+    """The files of that name; `<format>` stands for any."""
+    pattern = re.sub(r"<\w+>", "*", name).rstrip("/")
+    yield from ROOT.glob(pattern)
+    if pattern.endswith(".py"):
+        yield from ROOT.glob(f"planner/**/{pattern}")
+        yield from ROOT.glob(f"sample_models/{pattern}")
+
+
+def test_recipes_are_short() -> None:
+    """What is added often is added in few modules, and CONTRIBUTING names them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    written = dict(re.findall(r"^## Adding ([^\n]+)\n(.*?)(?=^## )", text, flags=re.MULTILINE | re.DOTALL))
+    ours = {recipe: {n for n in named_files(page) if n.startswith("planner/")} for recipe, page in written.items()}
+    assert {recipe for recipe, files in ours.items() if not files} == set()
+    assert set(RECIPES) - set(ours) == UNWRITTEN_RECIPES
+    long = {recipe for recipe in set(RECIPES) & set(ours) if len(ours[recipe]) > RECIPES[recipe]}
+    assert long == LONG_RECIPES
+
+
+def test_contracts_of_layers_leave_nothing_out() -> None:
+    """A new room has to be put on a floor before it can be imported."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layered = [contract for contract in settings["contracts"] if contract["type"] == "layers"]
+    assert {"planner", "planner.core"} <= {room for contract in layered for room in contract["containers"]}
+    assert [contract["name"] for contract in layered if not contract.get("exhaustive")] == []
