@@ -46,8 +46,7 @@ LONG_FUNCTIONS = {
 }
 
 DEEP_FUNCTIONS = {
-    "planner/core/cost/simulate.py:_laid_out",
-    "planner/core/schedule/actions.py:execution_order",
+    "planner/core/schedule/program.py:_in_turns",
     "planner/emit/trial.py:run_plan",
     "planner/executor/build/proof.py:_Trial._noise",
     "planner/executor/build/proof.py:_tried",
@@ -70,9 +69,7 @@ MANY_ARGUMENTS = {
     "planner/cli/show.py:_seen",
     "planner/cli/solve.py:_other_schedule",
     "planner/core/cost/layer_memory.py:_peaks",
-    "planner/core/cost/makespan.py:_carry",
     "planner/core/cost/passing.py:_spanning",
-    "planner/core/schedule/actions.py:_interleaved",
     "planner/core/values/trace_events.py:trace_slice",
     "planner/core/values/units.py:_refuse",
     "planner/emit/native.py:_script",
@@ -101,8 +98,6 @@ MANY_ARGUMENTS = {
 }
 
 SCHEDULES_BY_NAME = {
-    "planner/core/cost/evaluate.py",
-    "planner/core/cost/step.py",
     "planner/emit/jax_program.py",
     "planner/emit/megatron.py",
     "planner/emit/standalone.py",
@@ -110,18 +105,13 @@ SCHEDULES_BY_NAME = {
     "planner/executor/pipeline.py",
     "planner/executor/run/engine.py",
     "planner/show/frontier.py",
-    "planner/solve/asked.py",
-    "planner/solve/case.py",
-    "planner/solve/explain.py",
-    "planner/solve/search.py",
-    "planner/solve/simulated.py",
 }
 
 VAGUE_NAMES = {
     "api.py": 6,
     "bridge": 8,
     "cli": 3,
-    "core": 3,
+    "core": 2,
     "device": 3,
     "executor": 4,
     "model": 4,
