@@ -1,8 +1,10 @@
-"""Joining the other processes of a job, and refusing to start with those that were told different things."""
+"""One process of a job: what is planned for it, where it is among the others, and joining them."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,26 +12,81 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from planner.core.errors import UsageError
+from planner.core.values.balance import Balance
+from planner.executor.build.opening import device_of_rank, stage_name
+from planner.executor.run.placement import Groups, Place, place_of
+from planner.executor.run.relay import Relay
+from planner.executor.watch.failure import Watch
+from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import job_store
+from planner.files import digest_of, read_balance
 
-__all__ = ["join_job"]
+__all__ = ["Job", "Peers", "job_of", "join"]
 
 
-def join_job(device: torch.device, timeout_s: float, told: Mapping[str, Any]) -> bool:
-    """Makes the default process group, unless there is one; every process of the job must call it.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What this process is to do, and where; known without the other processes."""
+
+    balance: Balance
+    seed: int
+    place: Place
+    device: torch.device
+    position: Position
+    """Is told what this process does and waits for."""
+    watch: Watch | None
+
+    @property
+    def must_agree(self) -> dict[str, Any]:
+        """What has to be the same on every rank, by what to call it."""
+        return {
+            "balance.yaml": digest_of(self.balance),
+            "--seed": self.seed,
+            "--device": self.device.type,
+            "torch": str(torch.__version__),
+        }
+
+
+def job_of(balance_path: str | Path, *, seed: int, device: str | None, watch: Watch | None) -> Job:
+    """The job of this process, by the rank that `torchrun` gave it.
 
     Args:
-        device: Where tensors lie that are sent.
+        balance_path: The balance configuration.
+        seed: Of the run.
+        device: Overrides the device of the plan.
+        watch: Is told what this rank is doing.
+
+    Raises:
+        UsageError: The number of processes is not what the plan needs, or the device is missing.
+    """
+    balance = read_balance(str(balance_path))
+    rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    place = place_of(balance, rank, num_processes)
+    position = watch.position if watch is not None else Position()
+    position.names = {stage: stage_name(balance, stage) for stage in range(balance.num_stages)}
+    position.stages, position.replica = place.stages, place.replica
+    places = [place_of(balance, other, num_processes) for other in range(num_processes)]
+    position.rank_names = {p.rank: position.name_of(p.stages, p.replica) for p in places}
+    position.predicted_bytes = {stage.index: stage.peak_bytes for stage in balance.stages}
+    where = device_of_rank(device or balance.device)
+    return Job(balance=balance, seed=seed, place=place, device=where, position=position, watch=watch)
+
+
+def join(job: Job, timeout_s: float) -> bool:
+    """Waits for the other processes, and makes the default process group with them, unless there is one.
+
+    Args:
+        job: What this process is to do.
         timeout_s: A transfer that takes so long fails.
-        told: What must be the same on every process, by what to call it.
 
     Returns:
         Whether the group was made here, and is to be left by the caller.
 
     Raises:
-        UsageError: A process was told something else than the first.
+        UsageError: A process has something else to do than the first.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    job.position.at("joining the others", waits_for=ANY)
+    backend = "nccl" if job.device.type == "cuda" else "gloo"
     if dist.is_initialized():
         return False
     if "RANK" not in os.environ:
@@ -39,21 +96,35 @@ def join_job(device: torch.device, timeout_s: float, told: Mapping[str, Any]) ->
     timeout = timedelta(seconds=timeout_s + 30)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=rank, world_size=world)
-    _check_same(told)
+    _check_same(job.must_agree)
     return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The ways from this process to those that it talks with."""
+
+    groups: Groups
+    relay: Relay
+
+    @classmethod
+    def of(cls, job: Job) -> "Peers":
+        """The groups and the relay of a job that was joined; every process must take part."""
+        groups = Groups.of(job.place)
+        return cls(groups=groups, relay=Relay(job.place, groups, job.device))
 
 
 # Private functions
 
 
-def _check_same(told: Mapping[str, Any]) -> None:
+def _check_same(must_agree: Mapping[str, Any]) -> None:
     everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, dict(told))
+    dist.all_gather_object(everybody, dict(must_agree))
     for what, value in everybody[0].items():
-        others = [rank for rank, its in enumerate(everybody) if its[what] != value]
-        if others:
+        different = [rank for rank, its in enumerate(everybody) if its[what] != value]
+        if different:
             dist.destroy_process_group()
             raise UsageError(
-                f"rank {others[0]} has another {what} ({everybody[others[0]][what]}) than rank 0 ({value})",
+                f"rank {different[0]} has another {what} ({everybody[different[0]][what]}) than rank 0 ({value})",
                 hint="give every process the same files and the same command line, also on other machines",
             )

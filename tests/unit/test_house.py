@@ -32,7 +32,6 @@ LONG_FILES = {
     "planner/core/cost/costs.py",
     "planner/core/cost/memory.py",
     "planner/executor/jax/pipeline.py",
-    "planner/executor/pipeline.py",
     "planner/model/outline.py",
     "planner/model/recording.py",
     "planner/model/stage.py",
@@ -42,7 +41,6 @@ LONG_FILES = {
 LONG_FUNCTIONS = {
     "planner/cli/profile.py:profile",
     "planner/core/cost/memory.py:_Stages.__init__",
-    "planner/executor/pipeline.py:Pipeline.__init__",
 }
 
 DEEP_FUNCTIONS = {
@@ -102,8 +100,6 @@ SCHEDULES_BY_NAME = {
     "planner/emit/megatron.py",
     "planner/emit/standalone.py",
     "planner/executor/jax/pipeline.py",
-    "planner/executor/pipeline.py",
-    "planner/executor/run/engine.py",
     "planner/show/frontier.py",
 }
 
@@ -113,7 +109,7 @@ VAGUE_NAMES = {
     "cli": 3,
     "core": 2,
     "device": 3,
-    "executor": 4,
+    "executor": 3,
     "model": 4,
     "profile": 6,
     "show": 2,

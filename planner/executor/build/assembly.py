@@ -1,13 +1,13 @@
 """Puts a process's stages together: their modules, what is summed between processes, and engines for mini-batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from planner.core.schedule import SCHEDULES
@@ -101,6 +101,22 @@ class Assembly:
     def micro_batch_size(self) -> int:
         """Samples in a micro-batch, as planned."""
         return self._balance.replica_batch // self._balance.micro_batches
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all stages here under the names they have in the whole model; each once."""
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for module in self.modules:
+            for name, parameter in module.named_parameters():
+                named.setdefault(id(parameter), (name, parameter))
+        return iter(named.values())
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """This process's part of the model's state dict: parameters and persistent buffers, under their names there."""
+        held: dict[str, Tensor] = {}
+        for module in self.modules:
+            held |= dict(module.named_parameters(remove_duplicate=False))
+            held |= dict(module.named_buffers(remove_duplicate=False))
+        return {name: tensor for name, tensor in held.items() if name in self.first_names}
 
     def expect(self, part: Part, *, training: bool) -> None:
         """Lets the stages know the shapes of what they receive of `part`."""

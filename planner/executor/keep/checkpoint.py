@@ -39,6 +39,7 @@ from planner.executor.keep.run_folder import RunFolder
 from planner.executor.keep.same_computation import check_same_computation, computation_of_run
 from planner.executor.keep.saved import check_whole, commit, latest_checkpoint, partial_of, prune, saved_in
 from planner.executor.keep.stored import first_line, read_folder
+from planner.executor.keep.trained_run import TrainedRun
 from planner.executor.keep.weights import TIED, load_weights
 from planner.executor.run.random_state import HostStates
 from planner.executor.watch.failure import Stopped
@@ -46,8 +47,6 @@ from planner.executor.watch.position import ANY
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
-
-    from planner.executor.pipeline import Pipeline
 
 __all__ = ["Checkpoints"]
 
@@ -75,7 +74,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        pipeline: "Pipeline",
+        pipeline: TrainedRun,
         optimizer: torch.optim.Optimizer,
         *,
         folder: str | None = None,
@@ -87,7 +86,7 @@ class Checkpoints:
         **others: Any,
     ) -> None:
         self._pipeline = pipeline
-        self._optimizer = OptimizerState(pipeline, optimizer)
+        self._optimizer = OptimizerState(optimizer, dict(pipeline.named_parameters()), pipeline.first_names)
         self._every, self._keep, self._steps = every, keep, steps
         self._watch = pipeline.watch
         self._others = others

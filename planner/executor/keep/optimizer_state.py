@@ -1,7 +1,7 @@
 """The optimizer of a stage in a checkpoint: its state by the names of parameters, its options by groups of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,19 +10,25 @@ from planner.core.errors import FileError
 from planner.executor.keep.rank_state import as_data
 from planner.executor.keep.stored import StoredFolder
 
-if TYPE_CHECKING:
-    from planner.executor.pipeline import Pipeline
-
 __all__ = ["OptimizerState"]
 
 Groups = list[tuple[list[str], dict[str, Any]]]
 
 
 class OptimizerState:
-    """What a checkpoint keeps of the optimizer of this stage's parameters."""
+    """What a checkpoint keeps of the optimizer of this rank's parameters.
 
-    def __init__(self, pipeline: "Pipeline", optimizer: torch.optim.Optimizer) -> None:
-        self._pipeline, self._optimizer = pipeline, optimizer
+    Args:
+        optimizer: The optimizer.
+        parameters: This rank's, each under one of its names in the whole model.
+        first_names: By name in the model's state dict, the first of the names that its tensor has there.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], first_names: Mapping[str, str]
+    ) -> None:
+        self._optimizer, self._first_names = optimizer, first_names
+        self._names = {id(parameter): first_names.get(name, name) for name, parameter in parameters.items()}
 
     def by_name(self) -> dict[str, dict[str, Any]]:
         """State of every parameter that has one.
@@ -57,7 +63,7 @@ class OptimizerState:
         for key, path in folder.paths.items():
             if path[:2] != ("optimizer", "state"):
                 continue
-            if len(path) != 4 or path[2] not in self._pipeline.first_names:
+            if len(path) != 4 or path[2] not in self._first_names:
                 raise FileError(f'holds "{key}", which is no optimizer state of this model', path=folder.folder)
             name, part = str(path[2]), str(path[3])
             if name not in trained:
@@ -87,10 +93,8 @@ class OptimizerState:
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         """The optimizer's parameters by the first of their names."""
-        named = dict(self._pipeline.named_parameters())
-        names = {id(parameter): self._pipeline.first_names.get(name, name) for name, parameter in named.items()}
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return [(names[id(p)], p) for p in held if id(p) in names]
+        return [(self._names[id(p)], p) for p in held if id(p) in self._names]
 
 
 # Private functions

@@ -16,7 +16,7 @@ from planner.model.nests import tensors_in
 from planner.model.unread import Unread
 from planner.model.user_errors import user_code
 
-__all__ = ["UNCOUNTED", "loss_counts", "nothing_of", "weights_of"]
+__all__ = ["UNCOUNTED", "loss_counts", "nothing_of", "sum_of", "weights_of"]
 
 UNCOUNTED: Final = object()
 """Takes the place of targets that nothing is to be counted of, whose mean would be 0 / 0."""
@@ -49,6 +49,11 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
 def weights_of(counts: Sequence[float], total: float) -> list[float]:
     """The part of each count in the total, of all replicas; all zero if that is."""
     return [count / total if total else 0.0 for count in counts]
+
+
+def sum_of(losses: Sequence[Tensor]) -> Tensor | float:
+    """What weighted losses come to, without waiting for the device; 0 where there are none."""
+    return torch.stack(list(losses)).sum() if losses else 0.0
 
 
 def nothing_of(output: Any) -> Tensor:

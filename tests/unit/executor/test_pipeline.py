@@ -18,9 +18,9 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.profile import Model
 from planner.core.values.run_report import RunReport
 from planner.device.meter import CpuMeter
-from planner.executor import Arguments, Pipeline, pipeline_script, progress
-from planner.executor import pipeline as pipeline_module
+from planner.executor import Arguments, Pipeline, notes, pipeline_script, progress
 from planner.executor.measure.recorder import Recorder
+from planner.executor.run.placement import Place
 from planner.files import read_balance, read_run, write
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import load_model
@@ -42,7 +42,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         recorders.append(Recorder(device))
         return recorders[-1]
 
-    monkeypatch.setattr(pipeline_module, "Recorder", remembered)
+    monkeypatch.setattr(notes, "Recorder", remembered)
     yield
     for recorder in recorders:
         recorder.close()
@@ -355,7 +355,7 @@ def test_what_other_ranks_hold_leaves_shapes(tmp_path: Path, monkeypatch: pytest
     """A rank in the middle gets no data, but knows how much there is."""
     pipeline = Pipeline(balance_of(tmp_path))
     for name in ("is_first", "is_last"):
-        monkeypatch.setattr(Pipeline, name, False)
+        monkeypatch.setattr(Place, name, False)
     ((inputs, targets),) = pipeline.batches(1)
     assert (inputs.device.type, targets.device.type) == ("meta", "meta")
     assert (len(inputs), len(targets)) == (8, 8)

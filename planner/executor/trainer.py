@@ -1,0 +1,161 @@
+"""Steps of a training: forward and backward of a mini-batch, then gradients as the whole model has them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.core.errors import ModelError
+from planner.executor.build.assembly import Assembly
+from planner.executor.feeding import Feeding
+from planner.executor.job import Job, Peers
+from planner.executor.notes import Notes
+from planner.executor.run.finite import check_gradients, check_losses
+from planner.executor.run.gradients import clip_gradients
+from planner.executor.run.loss_scale import LossScale
+from planner.executor.run.losses import sum_of
+from planner.executor.run.parts import Part
+from planner.executor.run.random_state import StepSeeds, keeping_random_state
+from planner.executor.watch.position import ANY
+from planner.model.autocast import autocast_dtype
+from planner.model.load import Batch
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains the stages of one process.
+
+    Args:
+        job: What the process is to do.
+        peers: The processes that it talks with.
+        assembly: Its stages.
+        feeding: What they are fed with.
+        notes: Where losses and times are noted.
+        check_nan: Whether every gradient must be finite, not the loss alone.
+    """
+
+    def __init__(
+        self, job: Job, peers: Peers, *, assembly: Assembly, feeding: Feeding, notes: Notes, check_nan: bool
+    ) -> None:
+        self._job, self._peers = job, peers
+        self._assembly, self._feeding, self._notes = assembly, feeding, notes
+        self._check_nan = check_nan
+        self._parameters = dict(assembly.named_parameters())
+        is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
+        self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
+        self.step_index = 0
+        """Steps since training began, also in an earlier process: what a step draws depends on it."""
+        self.skipped = False
+        """Whether the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages alike."""
+
+    @contextmanager
+    def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
+        """One step over mini-batches that count as one; the block then steps the optimizer: see `Pipeline.accumulate`.
+
+        Raises:
+            UsageError: A mini-batch is larger than planned.
+            ModelError: What is left of one is too small a micro-batch for a layer.
+        """
+        parts = [part for inputs, targets in batches for part in self._feeding.parts(Batch(inputs, targets))]
+        for part in parts:
+            self._make_engine(part)
+        self._job.position.step = self.step_index
+        with self._notes.recorder.step():
+            loss = self._compute(parts)
+            with self._notes.optimizer():
+                yield loss
+        self.step_index += 1
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Clips by the norm over all stages, which it returns; every rank must call it, within the block of a step."""
+        return clip_gradients(
+            self._parameters.values(),
+            max_norm,
+            self._job.device,
+            counted_elsewhere=self._assembly.tied.counted_elsewhere,
+            group=self._peers.groups.pipeline,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        scale = self._loss_scale.state_dict() if self._loss_scale is not None else None
+        return {"step_index": self.step_index, "loss_scale": scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`."""
+        self.step_index = int(state["step_index"])
+        if self._loss_scale is not None and state["loss_scale"] is not None:
+            self._loss_scale.load_state_dict(state["loss_scale"])
+
+    # Private methods
+
+    def _make_engine(self, part: Part) -> None:
+        """Made on every rank before anything is sent: a micro-batch too small for a layer is found on all of them."""
+        try:
+            self._assembly.engine(part.micro_batches, part.micro_batch_size)
+        except ModelError as error:
+            raise ModelError(
+                f"the last {part.micro_batch_size} samples of a mini-batch cannot be a micro-batch: {error}",
+                hint="drop the last mini-batch (`drop_last=True`), or choose a batch that fits the data",
+            ) from error
+
+    def _compute(self, parts: Sequence[Part]) -> float:
+        """Everything but the optimizer's step; the loss of all parts together."""
+        losses = self._forward_backward(parts)
+        self._sum_gradients()
+        return self._loss_everywhere(losses, sum(part.micro_batches * part.micro_batch_size for part in parts))
+
+    def _forward_backward(self, parts: Sequence[Part]) -> list[Tensor]:
+        """With the last stage, what the loss of each micro-batch adds to that of all parts together."""
+        weights = self._feeding.weights(parts)
+        assembly = self._assembly
+        assembly.tied.begin()
+        if self._loss_scale is not None:
+            self._loss_scale.begin()
+        if assembly.replicas is not None:
+            assembly.replicas.begin()
+        losses: list[Tensor] = []
+        # The mini-batch of all replicas is numbered through.
+        before, first = self._job.place.replica * sum(part.micro_batches for part in parts), 0
+        with keeping_random_state():
+            for part in parts:
+                for module in assembly.modules:
+                    module.seeds = StepSeeds(self._job.seed, self.step_index, before + first)
+                if assembly.replicas is not None:
+                    assembly.replicas.is_last_part = part is parts[-1]
+                self._notes.recorder.first_micro_batch = first
+                losses += self._run(part, weights[first : first + part.micro_batches])
+                first += part.micro_batches
+        return losses
+
+    def _run(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
+        engine = self._assembly.engine(part.micro_batches, part.micro_batch_size)
+        self._assembly.expect(part, training=True)
+        if self._loss_scale is not None:
+            engine.loss_scale = self._loss_scale.value
+        return engine.step(self._feeding.input_tensors(part), self._feeding.targets(part, weights), weights)
+
+    def _sum_gradients(self) -> None:
+        """Makes the gradients here those of all micro-batches, replicas and uses of a parameter."""
+        self._job.position.at("the gradients", waits_for=ANY)
+        self._assembly.statistics.commit(self._peers.groups.replicas)
+        if self._assembly.replicas is not None:
+            self._assembly.replicas.finish()
+        self._assembly.tied.sum()
+        self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
+        if self._loss_scale is None and self._check_nan:
+            check_gradients(self._parameters, self._job.position)
+
+    def _loss_everywhere(self, losses: Sequence[Tensor], num_samples: int) -> float:
+        """Tells every rank the loss of the step, and how many samples it had."""
+        place, position = self._job.place, self._job.position
+        position.at("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
+        loss, samples = self._peers.relay.everywhere([sum_of(losses), num_samples], 2)
+        if place.is_last and self._loss_scale is None:
+            check_losses(losses, loss, position)
+        self._notes.computed(loss, int(samples))
+        position.at("between steps")
+        return loss
