@@ -1,7 +1,6 @@
 """What one process notes of its run: losses, samples, times and memory; a report is made of it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from planner.core.values.run_report import RunReport
@@ -32,12 +31,6 @@ class Notes:
         """Of every step, over all replicas: a mini-batch may be smaller than planned."""
         self.runs: list[ProcessRun] = []
         """What every process did in the last steps; on rank 0, once there is a report."""
-
-    @contextmanager
-    def optimizer(self) -> Iterator[None]:
-        """Times what follows the last backward of a step: the optimizer's step."""
-        with self.recorder.optimizer(stage=self._job.place.stages[0]):
-            yield
 
     def computed(self, loss: float, samples: int) -> None:
         """Notes the loss of a step, and how many samples it had, over all replicas."""

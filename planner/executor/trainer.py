@@ -65,7 +65,7 @@ class Trainer:
         self._job.position.step = self.step_index
         with self._notes.recorder.step():
             loss = self._compute(parts)
-            with self._notes.optimizer():
+            with self._notes.recorder.optimizer(stage=self._job.place.stages[0]):
                 yield loss
         self.step_index += 1
 

@@ -11,7 +11,8 @@ copy of all gradients is needed.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -124,11 +125,11 @@ def _proven(loaded: LoadedModel, budget_s: float, ends: Sequence[int] | None) ->
                 differs_recomputed=differs,
             )
             return Proven(loaded, proof, tuple(warnings))
-        loaded = _without_wrong_cuts(trial, loaded, verdict.problem, cuts, warnings)
+        loaded = _without_wrong_cuts(trial, loaded, verdict.problem, cuts, warnings=warnings)
 
 
 def _without_wrong_cuts(
-    trial: "_Trial", loaded: LoadedModel, problem: str, cuts: Sequence[int], warnings: list[str]
+    trial: "_Trial", loaded: LoadedModel, problem: str, cuts: Sequence[int], *, warnings: list[str]
 ) -> LoadedModel:
     """The model without the cuts whose stages differ, each tried alone.
 
@@ -239,21 +240,27 @@ class _Trial:
         try:
             whole = self.rehearsal.in_one_piece()
             scales = {name: _largest(p.grad) for name, p in parameters.items()}
-            before = {name: p.detach().clone() for name, p in parameters.items()}
-            with torch.no_grad():
-                for parameter in parameters.values():
-                    if parameter.is_floating_point():
-                        parameter.mul_(1 + _NOISE[self.rehearsal.loaded.precision])
-            try:
+            with _scaled(parameters.values(), 1 + _NOISE[self.rehearsal.loaded.precision]):
                 other = self.rehearsal.in_one_piece(sign=-1.0)
-            finally:
-                with torch.no_grad():
-                    for name, parameter in parameters.items():
-                        parameter.copy_(before[name])
             return _differences(whole, other, parameters, scales)
         finally:
             for parameter in parameters.values():
                 parameter.grad = None
+
+
+@contextmanager
+def _scaled(parameters: Collection[Tensor], factor: float) -> Iterator[None]:
+    before = [(parameter, parameter.detach().clone()) for parameter in parameters]
+    try:
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.is_floating_point():
+                    parameter.mul_(factor)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
 
 
 def _tried(loaded: LoadedModel, chain: Chain, budget_s: float) -> "tuple[Rehearsal, _Probe]":
@@ -263,20 +270,24 @@ def _tried(loaded: LoadedModel, chain: Chain, budget_s: float) -> "tuple[Rehears
     normalisation behind the last pooling.
     """
     lean = Copies(loaded, lean=True)
-    tries = [lean] if 4 * lean.num_bytes(held_names(chain, 0, len(chain.layers)))[0] > _budget_bytes() else [lean, None]
-    for copies in tries:
-        there = copies or Copies(loaded, lean=False)
-        for size in (1, 2):
-            try:
-                rehearsal = _rehearsal(loaded, chain, there, size)
-            except ModelError:
-                if size > 1:
-                    raise
-                continue
-            probe = _probed(rehearsal, budget_s)
-            if not probe.has_failed:
-                return rehearsal, probe
+    fits_whole = 4 * lean.num_bytes(held_names(chain, 0, len(chain.layers)))[0] <= _budget_bytes()
+    rehearsal, probe = _tried_with(lean, loaded, chain, budget_s)
+    if probe.has_failed and fits_whole:
+        return _tried_with(Copies(loaded, lean=False), loaded, chain, budget_s)
     return rehearsal, probe  # what fails in stages and not in one piece is what is looked for
+
+
+def _tried_with(copies: Copies, loaded: LoadedModel, chain: Chain, budget_s: float) -> "tuple[Rehearsal, _Probe]":
+    try:
+        rehearsal = _rehearsal(loaded, chain, copies, 1)
+    except ModelError:
+        pass
+    else:
+        probe = _probed(rehearsal, budget_s)
+        if not probe.has_failed:
+            return rehearsal, probe
+    rehearsal = _rehearsal(loaded, chain, copies, 2)
+    return rehearsal, _probed(rehearsal, budget_s)
 
 
 def _rehearsal(loaded: LoadedModel, chain: Chain, copies: Copies, size: int) -> Rehearsal:

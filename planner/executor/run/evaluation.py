@@ -4,9 +4,10 @@ No engine: forwards in a row need no schedule, may be of any number, and hold no
 in and one that goes out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -111,25 +112,29 @@ class ForwardOnly:
         """
         losses: list[Tensor] = []
         sent: list[tuple[Any, Tensor]] = []
-        in_turn = len(inputs) if len(self.modules) == 1 else self.num_devices
         with ExitStack() as stack:
             for context in (torch.no_grad(), keeping_casts(self.precision, self.device)):
                 stack.enter_context(context)
             for module in self.modules:
                 stack.enter_context(module.evaluating())
-            for begin in range(0, len(inputs), max(1, in_turn)):
-                for stage in range(len(self.modules)):
-                    for number in range(begin, min(begin + in_turn, len(inputs))):
-                        made = self._forward(stage, number, inputs[number])
-                        _wait(sent)
-                        behind = self.behind[stage]
-                        if behind is None:
-                            losses.append(made)
-                        else:
-                            sent = [(dist.isend(in_memory_order(tensor), behind), tensor) for tensor in made]
-                        del made
+            for stage, micro_batch in self._order(len(inputs)):
+                output = self._forward(stage, micro_batch, inputs[micro_batch])
+                _wait(sent)
+                behind = self.behind[stage]
+                if behind is None:
+                    losses.append(output)
+                else:
+                    sent = [(dist.isend(in_memory_order(tensor), behind), tensor) for tensor in output]
+                del output  # the next forward would find it still there
             _wait(sent)
         return losses
+
+    def _order(self, micro_batches: int) -> Iterator[tuple[int, int]]:
+        """Stage and micro-batch of every forward here: all of a stage alone, else in turns of K micro-batches."""
+        in_turn = max(1, micro_batches if len(self.modules) == 1 else self.num_devices)
+        for begin in range(0, micro_batches, in_turn):
+            turn = range(begin, min(begin + in_turn, micro_batches))
+            yield from product(range(len(self.modules)), turn)
 
     def _forward(self, stage: int, micro_batch: int, inputs: Sequence[Tensor]) -> Any:
         module, before = self.modules[stage], self.before[stage]

@@ -288,13 +288,17 @@ class Watch:
                 self._beat(store)
                 if not self._ending.is_set():
                     self._look(store)
-                if select.select([self._wake[0]], [], [], _BEAT_S)[0]:
-                    for number in self._wake[0].recv(16):
-                        if number in _SIGNALS:
-                            self._note_signal(number)
+                self._wait_for_signals(_BEAT_S)
         except dist.DistError:  # who held the store is gone: the main thread finds out in its next transfer
             if self._signal:
                 self._leave(128 + self._signal)
+
+    def _wait_for_signals(self, timeout_s: float) -> None:
+        if not select.select([self._wake[0]], [], [], timeout_s)[0]:
+            return
+        for number in self._wake[0].recv(16):
+            if number in _SIGNALS:
+                self._note_signal(number)
 
     def _beat(self, store: Any) -> None:
         self._beats += 1
