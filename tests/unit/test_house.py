@@ -92,9 +92,6 @@ MANY_ARGUMENTS = {
 }
 
 SCHEDULES_BY_NAME = {
-    "planner/emit/jax_program.py",
-    "planner/emit/megatron.py",
-    "planner/emit/standalone.py",
     "planner/executor/jax/pipeline.py",
     "planner/show/frontier.py",
 }
