@@ -30,6 +30,6 @@ def compare(
 
         console.result(comparison_markdown(comparison))
     else:
-        from planner.show.comparison import plans_text  # noqa: PLC0415 - likewise
+        from planner.show.terminal.plans import plans_text  # noqa: PLC0415 - likewise
 
         console.result(plans_text(comparison, style_for_stdout()))

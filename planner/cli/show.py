@@ -24,9 +24,9 @@ from planner.core.values.run_report import RunReport
 from planner.emit import decisions_digest
 from planner.show import comparison_text, links_text, plan_text, profile_text, run_text
 from planner.show.html import plan_html, profile_html, run_html
-from planner.show.names import schedule_name
 from planner.show.svg import timeline_svg
 from planner.show.trace import trace_json
+from planner.show.views.names import schedule_name
 
 __all__ = ["show"]
 

@@ -81,7 +81,7 @@ def sweep(
 
         console.result(sweep_markdown(found))
     else:
-        from planner.show.sweep import sweep_text  # noqa: PLC0415 - likewise
+        from planner.show.terminal.sweep import sweep_text  # noqa: PLC0415 - likewise
 
         console.result(sweep_text(found, style_for_stdout()))
     if output is not None:

@@ -3,16 +3,16 @@
 Knows `planner.core` only.
 """
 
-from planner.show.links import links_text
-from planner.show.memory import memory_text
-from planner.show.plan import plan_text
-from planner.show.profile import profile_text
-from planner.show.rules import rules_text
-from planner.show.run import comparison_text, run_text
-from planner.show.style import Style, style_for
-from planner.show.timeline import timeline_text
-from planner.show.verdict import verdict_text
-from planner.show.verification import verification_text
+from planner.show.terminal.links import links_text
+from planner.show.terminal.memory import memory_text
+from planner.show.terminal.plan import plan_text
+from planner.show.terminal.profile import profile_text
+from planner.show.terminal.rules import rules_text
+from planner.show.terminal.run import comparison_text, run_text
+from planner.show.terminal.style import Style, style_for
+from planner.show.terminal.timeline import timeline_text
+from planner.show.terminal.verdict import verdict_text
+from planner.show.terminal.verification import verification_text
 
 __all__ = [
     "Style",

@@ -4,9 +4,9 @@ from html import escape
 
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import counted, format_bytes, format_us
-from planner.show.names import schedule_name
-from planner.show.numbers import percent, rate
-from planner.show.style import UNICODE
+from planner.show.terminal.style import UNICODE
+from planner.show.views.names import schedule_name
+from planner.show.views.numbers import percent, rate
 
 __all__ = ["plan_html"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from planner.core.cost.step import Span, Step
 from planner.show.markup import element, number, safe
-from planner.show.scale import time_ticks
+from planner.show.views.scale import time_ticks
 
 __all__ = ["HUES", "has_lanes", "legend_kinds", "row_name", "timeline_svg"]
 

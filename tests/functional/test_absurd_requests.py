@@ -106,7 +106,7 @@ def test_absurd_numbers_in_files(folder: Path, capsys: pytest.CaptureFixture[str
 
 def test_columns_without_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A terminal of 10**400 columns draws as on the widest there is."""
-    from planner.show.style import style_for
+    from planner.show.terminal.style import style_for
 
     class Terminal:
         encoding = "utf-8"

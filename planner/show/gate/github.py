@@ -7,7 +7,7 @@ from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, rule
 from planner.core.values.printable import printable, spelled_out
 from planner.show.gate.place import Place, full_message
-from planner.show.verdict import answer
+from planner.show.terminal.verdict import answer
 
 __all__ = ["annotations"]
 

@@ -11,12 +11,12 @@ from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.sweep import Sweep
 from planner.core.values.units import format_bytes, format_us
-from planner.show.comparison import comparison_rows, difference_rows
 from planner.show.gate.place import Place
-from planner.show.memory import share_of_cap
-from planner.show.numbers import percent, rate
-from planner.show.sweep import best_words, sweep_rows
-from planner.show.verdict import answer
+from planner.show.terminal.memory import share_of_cap
+from planner.show.terminal.plans import comparison_rows, difference_rows
+from planner.show.terminal.sweep import best_words, sweep_rows
+from planner.show.terminal.verdict import answer
+from planner.show.views.numbers import percent, rate
 
 __all__ = ["comparison_markdown", "rules_markdown", "sweep_markdown", "verdict_markdown"]
 

@@ -8,7 +8,7 @@ from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, details, note, table
 from planner.show.markup import element, number, safe
-from planner.show.numbers import percent
+from planner.show.views.numbers import percent
 
 __all__ = ["frontier_section"]
 

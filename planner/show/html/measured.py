@@ -6,11 +6,12 @@ from math import isfinite
 from statistics import median
 
 from planner.core.values.plan import Plan
+from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import STYLE, Section, bar, layer_name, legend, note, table
+from planner.show.html.parts import Section, bar, layer_name, legend, note, table
 from planner.show.markup import element, number, safe
-from planner.show.numbers import NOTHING, difference, layer_range, percent
+from planner.show.views.numbers import NOTHING, difference, layer_range, percent
 
 __all__ = ["measured_section", "run_section"]
 
@@ -89,7 +90,7 @@ def run_section(report: RunReport) -> Section:
     ]
     rows = [
         [
-            f"{run.index}: {layer_name(layer_range(run.first, run.last, None, STYLE))}",
+            f"{run.index}: {layer_name(printable(layer_range(run.first, run.last)))}",
             format_us(run.forward_us),
             format_us(run.backward_us),
             *(format_us(time) for time in (run.recompute_us, run.transfer_us, run.idle_us)),

@@ -6,7 +6,7 @@ from planner.core.values.plan import Plan, Stage, StageMemory
 from planner.core.values.units import format_bytes
 from planner.show.html.parts import KINDS, Section, bar, legend, scroll, words
 from planner.show.markup import element, number
-from planner.show.memory import share_of_cap
+from planner.show.terminal.memory import share_of_cap
 
 __all__ = ["memory_section"]
 

@@ -10,6 +10,7 @@ from string import Template
 from planner import __version__
 from planner.core.cost.step import Step
 from planner.core.values.plan import Plan
+from planner.core.values.printable import printable
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import counted, format_bytes, format_rate, format_us
@@ -17,12 +18,12 @@ from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
 from planner.show.html.memory import memory_section
-from planner.show.html.parts import STYLE, Section, definitions, layer_name, scroll, table
+from planner.show.html.parts import Section, definitions, layer_name, scroll, table
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
-from planner.show.memory import share_of_cap
-from planner.show.names import method_name, not_measured, plans_searched, schedule_name
-from planner.show.numbers import layer_range, percent, rate
+from planner.show.terminal.memory import share_of_cap
+from planner.show.views.names import method_name, not_measured, plans_searched, schedule_name
+from planner.show.views.numbers import layer_range, percent, rate
 
 __all__ = ["plan_html", "profile_html", "run_html"]
 
@@ -145,7 +146,7 @@ def _stages(plan: Plan) -> Section:
         rows.append(
             [
                 f"{stage.index}{' ◀' if stage.index == slowest else ''}",
-                layer_name(layer_range(stage.first, stage.last, stage.layers, STYLE)),
+                layer_name(printable(layer_range(stage.first, stage.last, stage.layers))),
                 again,
                 str(plan.device_of(stage)),
                 format_us(stage.forward_us),

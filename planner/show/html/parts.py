@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 from planner.core.values.plan import StageMemory
 from planner.show.markup import element, number, safe
-from planner.show.style import Style
 
 __all__ = [
     "KINDS",
-    "STYLE",
     "Section",
     "bar",
     "definitions",
@@ -21,9 +19,6 @@ __all__ = [
     "table",
     "words",
 ]
-
-STYLE = Style(width=120, unicode=True, color=False, wrap=False)
-"""For the helpers that the terminal's texts share with the report."""
 
 KINDS = tuple(name for name, _ in StageMemory().items())
 

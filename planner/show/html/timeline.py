@@ -4,11 +4,12 @@ import json
 
 from planner.core.cost.step import Span, Step
 from planner.core.values.plan import Plan
+from planner.core.values.printable import printable
 from planner.core.values.units import format_us
-from planner.show.html.parts import STYLE, Section, legend, note
+from planner.show.html.parts import Section, legend, note
 from planner.show.markup import element
-from planner.show.numbers import layer_range, percent
 from planner.show.svg import has_lanes, legend_kinds, row_name, timeline_svg
+from planner.show.views.numbers import layer_range, percent
 
 __all__ = ["timeline_data", "timeline_section"]
 
@@ -70,7 +71,7 @@ def timeline_data(plan: Plan, step: Step) -> str:
         "chunks": step.chunks,
         "last": last,
         "end": round(step.end_us * 10),
-        "stages": [layer_range(s.first, s.last, s.layers, STYLE) for s in plan.stages],
+        "stages": [printable(layer_range(s.first, s.last, s.layers)) for s in plan.stages],
         "again": dict(again),
         "spared": spared,
         "rows": rows,

@@ -12,7 +12,6 @@ from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import RULES, Finding
 from planner.core.values.printable import spelled_out
 from planner.show import verdict_text
-from planner.show.comparison import plans_text
 from planner.show.gate import (
     Place,
     annotations,
@@ -22,7 +21,8 @@ from planner.show.gate import (
     sweep_markdown,
     verdict_markdown,
 )
-from planner.show.sweep import sweep_text
+from planner.show.terminal.plans import plans_text
+from planner.show.terminal.sweep import sweep_text
 from tests.support import gate
 from tests.support.golden import assert_golden
 from tests.unit.show.samples import style

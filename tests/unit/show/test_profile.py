@@ -6,7 +6,7 @@ import pytest
 
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.show import profile_text
-from planner.show.numbers import TimeScale, difference, format_count
+from planner.show.views.numbers import TimeScale, difference, format_count
 from tests.unit.show.samples import layer, profile, style
 
 WIDE = style(120, wrap=False)

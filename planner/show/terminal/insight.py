@@ -6,9 +6,9 @@ from rich.console import RenderableType
 
 from planner.core.values.plan import Insight, Noise, Plan, WhatIf
 from planner.core.values.units import format_bytes, format_us
-from planner.show.numbers import percent
-from planner.show.rendering import facts, heading, plain
-from planner.show.style import Style
+from planner.show.terminal.rendering import facts, heading, plain
+from planner.show.terminal.style import Style
+from planner.show.views.numbers import percent
 
 __all__ = ["insight_parts"]
 

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import counted, format_bytes
-from planner.show.memory import share_of_cap
-from planner.show.numbers import TimeScale, layer_range
-from planner.show.rendering import Column, flow, plain, table
-from planner.show.style import Style
+from planner.show.terminal.memory import share_of_cap
+from planner.show.terminal.rendering import Column, flow, plain, table
+from planner.show.terminal.style import Style
+from planner.show.views.numbers import TimeScale, layer_range
 
 __all__ = ["has_unlike_devices", "recomputed_layers", "stage_table"]
 
@@ -51,7 +51,7 @@ def _columns(plan: Plan, style: Style) -> Iterator[_Column]:
     yield Column(header="stage", number=False), lambda s: _index(s, plan, style)
     if with_device:
         yield Column(header="device", number=False), lambda s: _device(s, plan, style)
-    yield Column(header="layers", number=False), lambda s: layer_range(s.first, s.last, s.layers, style)
+    yield Column(header="layers", number=False), lambda s: plain(layer_range(s.first, s.last, s.layers), style)
     yield Column(header="recompute", number=False), _recompute
     yield Column(header=f"forward\n{scale.unit}"), lambda s: scale.text(s.forward_us)
     yield Column(header=f"backward\n{scale.unit}"), lambda s: scale.text(s.backward_us)
@@ -107,13 +107,13 @@ def _names(stage: Stage, style: Style) -> list[str]:
     """The recomputed layers; three and more whose names count on become one, as `block_4 … block_6 (3)`."""
     names = stage.recomputed
     if len(names) == stage.layers:
-        return [layer_range(stage.first, stage.last, stage.layers, style)]
+        return [plain(layer_range(stage.first, stage.last, stage.layers), style)]
     counting = groupby(enumerate(map(_numbered, names)), key=lambda item: (*item[1][::2], item[1][1] - item[0]))
-    told = []
+    told: list[str] = []
     for _, group in counting:
         run = [names[place] for place, _ in group]
-        told += [layer_range(run[0], run[-1], len(run), style)] if len(run) > 2 else [plain(n, style) for n in run]
-    return told
+        told += [layer_range(run[0], run[-1], len(run))] if len(run) > 2 else run
+    return [plain(name, style) for name in told]
 
 
 def _numbered(name: str) -> tuple[str, int, str]:

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 from rich.cells import cell_len
 from rich.table import Table
 
-from planner.show.rendering import Column, plain, table
-from planner.show.style import Style
+from planner.show.terminal.rendering import Column, plain, table
+from planner.show.terminal.style import Style
 
 __all__ = ["Rows", "fitting_table"]
 

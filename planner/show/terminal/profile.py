@@ -10,9 +10,9 @@ from rich.text import Text
 
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.core.values.units import counted, format_bytes
-from planner.show.numbers import NOTHING, TimeScale, format_count, layer_range, percent
-from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
-from planner.show.style import Style
+from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.show.terminal.style import Style
+from planner.show.views.numbers import NOTHING, TimeScale, format_count, layer_range, percent
 
 __all__ = ["profile_text"]
 
@@ -93,7 +93,7 @@ def _layer_table(profile: Profile, style: Style) -> Table:
     rows = []
     for group in _alike(profile.layers):
         first, last = group[0], group[-1]
-        name = plain(first.name, style) if len(group) == 1 else layer_range(first.name, last.name, len(group), style)
+        name = plain(layer_range(first.name, last.name, len(group) if len(group) > 1 else None), style)
         rows.append([name, *(figure.text(figure.of(first)) for figure in figures)])
     return table(columns, rows, style)
 

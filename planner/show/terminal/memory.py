@@ -9,9 +9,9 @@ from rich.text import Text
 
 from planner.core.values.plan import Stage, StageMemory
 from planner.core.values.units import format_bytes
-from planner.show.numbers import NOTHING, percent
-from planner.show.rendering import flow, heading, padded, render
-from planner.show.style import Style
+from planner.show.terminal.rendering import flow, heading, padded, render
+from planner.show.terminal.style import Style
+from planner.show.views.numbers import NOTHING, percent
 
 __all__ = ["KINDS", "memory_parts", "memory_text", "share_of_cap"]
 

@@ -8,15 +8,15 @@ from rich.text import Text
 from planner.core.cost.simulate import Event
 from planner.core.values.plan import Plan
 from planner.core.values.units import counted, format_us
-from planner.show.frontier import frontier_parts
-from planner.show.insight import insight_parts
-from planner.show.memory import memory_parts
-from planner.show.names import method_name, not_measured, plans_searched, schedule_name
-from planner.show.numbers import percent, rate
-from planner.show.rendering import BLANK, flow, heading, plain, render
-from planner.show.stages import has_unlike_devices, recomputed_layers, stage_table
-from planner.show.style import Style
-from planner.show.timeline import timeline_parts
+from planner.show.terminal.frontier import frontier_parts
+from planner.show.terminal.insight import insight_parts
+from planner.show.terminal.memory import memory_parts
+from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
+from planner.show.terminal.stages import has_unlike_devices, recomputed_layers, stage_table
+from planner.show.terminal.style import Style
+from planner.show.terminal.timeline import timeline_parts
+from planner.show.views.names import method_name, not_measured, plans_searched, schedule_name
+from planner.show.views.numbers import percent, rate
 
 __all__ = ["plan_text"]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
-from planner.show.numbers import TimeScale
+from planner.show.views.numbers import TimeScale
 
 __all__ = ["Tick", "nice", "time_ticks"]
 

@@ -8,11 +8,11 @@ from rich.text import Text
 from planner.core.judge.comparison import ComparedPlan, Comparison
 from planner.core.judge.difference import Difference, StageDifference
 from planner.core.values.units import format_bytes, format_us
-from planner.show.fitting import Rows, fitting_table
-from planner.show.names import schedule_name
-from planner.show.numbers import NOTHING, difference, percent, rate
-from planner.show.rendering import BLANK, heading, plain, render
-from planner.show.style import Style
+from planner.show.terminal.fitting import Rows, fitting_table
+from planner.show.terminal.rendering import BLANK, heading, plain, render
+from planner.show.terminal.style import Style
+from planner.show.views.names import schedule_name
+from planner.show.views.numbers import NOTHING, difference, percent, rate
 
 __all__ = ["comparison_rows", "difference_parts", "difference_rows", "plans_text"]
 

@@ -7,8 +7,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from planner.core.values.findings import Rule
-from planner.show.rendering import BLANK, heading, plain, render
-from planner.show.style import Style
+from planner.show.terminal.rendering import BLANK, heading, plain, render
+from planner.show.terminal.style import Style
 
 __all__ = ["rules_text"]
 

@@ -3,9 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from planner.show.rendering import plain
-from planner.show.style import Style
-
 __all__ = ["NOTHING", "TimeScale", "difference", "format_count", "layer_range", "percent", "rate"]
 
 NOTHING = "-"
@@ -62,9 +59,7 @@ def format_count(count: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {prefix}"
 
 
-def layer_range(first: str, last: str, count: int | None, style: Style) -> str:
+def layer_range(first: str, last: str, count: int | None = None) -> str:
     """Consecutive layers as `block_0 … block_7 (8)`; the count may be unknown."""
-    names = plain(first, style)
-    if first != last:
-        names += f" {style.glyphs.ellipsis} {plain(last, style)}"
+    names = first if first == last else f"{first} … {last}"
     return names if count is None else f"{names} ({count})"

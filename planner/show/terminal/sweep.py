@@ -4,11 +4,11 @@ from rich.text import Text
 
 from planner.core.values.sweep import Sweep, SweepCell
 from planner.core.values.units import counted, exact_bytes_option, format_bytes, format_us
-from planner.show.fitting import Rows, fitting_table
-from planner.show.names import schedule_name
-from planner.show.numbers import NOTHING, percent, rate
-from planner.show.rendering import BLANK, heading, render
-from planner.show.style import Style
+from planner.show.terminal.fitting import Rows, fitting_table
+from planner.show.terminal.rendering import BLANK, heading, render
+from planner.show.terminal.style import Style
+from planner.show.views.names import schedule_name
+from planner.show.views.numbers import NOTHING, percent, rate
 
 __all__ = ["best_words", "sweep_rows", "sweep_text"]
 

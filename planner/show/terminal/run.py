@@ -14,9 +14,9 @@ from planner.core.cost.calibration import stage_runs
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import format_bytes
-from planner.show.numbers import NOTHING, TimeScale, difference, layer_range, percent, rate
-from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
-from planner.show.style import Style
+from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.show.terminal.style import Style
+from planner.show.views.numbers import NOTHING, TimeScale, difference, layer_range, percent, rate
 
 __all__ = ["comparison_text", "run_text"]
 
@@ -114,7 +114,7 @@ def _measured(report: RunReport, style: Style) -> list[RenderableType]:
     rows = [
         [
             f"{stage.index}, replica {stage.replica}" if stage.replica else str(stage.index),
-            layer_range(stage.first, stage.last, None, style),
+            plain(layer_range(stage.first, stage.last), style),
             *(scales[time.per_step].text(time.of(stage)) for time in shown),
             format_bytes(stage.parameter_bytes),
             format_bytes(stage.peak_bytes),

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.core.values.printable import printable
-from planner.show.style import Style
+from planner.show.terminal.style import Style
 
 __all__ = ["BLANK", "Column", "cell", "facts", "flow", "heading", "padded", "plain", "render", "table"]
 

@@ -7,10 +7,10 @@ from rich.text import Text
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding
 from planner.core.values.units import counted
-from planner.show.comparison import difference_parts
-from planner.show.memory import memory_parts
-from planner.show.rendering import BLANK, plain, render
-from planner.show.style import Style
+from planner.show.terminal.memory import memory_parts
+from planner.show.terminal.plans import difference_parts
+from planner.show.terminal.rendering import BLANK, plain, render
+from planner.show.terminal.style import Style
 
 __all__ = ["answer", "verdict_text"]
 

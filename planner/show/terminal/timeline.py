@@ -19,10 +19,10 @@ from rich.text import Text
 
 from planner.core.cost.simulate import Event
 from planner.core.values.units import format_us
-from planner.show.numbers import TimeScale, percent
-from planner.show.rendering import flow, heading, render
-from planner.show.scale import nice
-from planner.show.style import Glyphs, Style
+from planner.show.terminal.rendering import flow, heading, render
+from planner.show.terminal.style import Glyphs, Style
+from planner.show.views.numbers import TimeScale, percent
+from planner.show.views.scale import nice
 
 __all__ = ["Box", "Scale", "boxes_of", "idle_share", "timeline_parts", "timeline_text"]
 

@@ -2,9 +2,9 @@
 
 from planner.core.values.links import Links
 from planner.core.values.units import format_bytes, format_rate, format_us
-from planner.show.numbers import NOTHING
-from planner.show.rendering import BLANK, Column, flow, heading, plain, render, table
-from planner.show.style import Style
+from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.show.terminal.style import Style
+from planner.show.views.numbers import NOTHING
 
 __all__ = ["links_text"]
 

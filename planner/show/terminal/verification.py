@@ -6,9 +6,9 @@ from rich.text import Text
 
 from planner.core.judge.verification import Compared, Verification
 from planner.core.values.units import format_bytes, format_rate, format_us
-from planner.show.numbers import NOTHING, difference, percent
-from planner.show.rendering import BLANK, Column, flow, render, table
-from planner.show.style import Style
+from planner.show.terminal.rendering import BLANK, Column, flow, render, table
+from planner.show.terminal.style import Style
+from planner.show.views.numbers import NOTHING, difference, percent
 
 __all__ = ["verification_text"]
 

@@ -1,0 +1,1 @@
+"""Profiles, plans, verdicts and run reports as text for terminals and pipes."""
