@@ -26,7 +26,7 @@ from planner.show import comparison_text, links_text, plan_text, profile_text, r
 from planner.show.html import plan_html, profile_html, run_html
 from planner.show.svg import timeline_svg
 from planner.show.trace import trace_json
-from planner.show.views.names import schedule_name
+from planner.show.views.words import schedule_name
 
 __all__ = ["show"]
 

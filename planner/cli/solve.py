@@ -15,8 +15,8 @@ from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes, format_rate, format_us, parse_us
 from planner.show import plan_text
-from planner.show.views.names import schedule_name
 from planner.show.views.numbers import percent
+from planner.show.views.words import schedule_name
 
 __all__ = ["solve"]
 

@@ -5,8 +5,8 @@ from html import escape
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import counted, format_bytes, format_us
 from planner.show.terminal.style import UNICODE
-from planner.show.views.names import schedule_name
 from planner.show.views.numbers import percent, rate
+from planner.show.views.words import schedule_name
 
 __all__ = ["plan_html"]
 

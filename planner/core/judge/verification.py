@@ -1,7 +1,7 @@
 """A run of a plan judged against its prediction: are step time and memory what was predicted?"""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final, Literal
 
@@ -13,7 +13,16 @@ from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import RunReport
 
-__all__ = ["VERIFICATION_SCHEMA", "Compared", "Tolerance", "Verification", "verification_of"]
+__all__ = [
+    "VERIFICATION_SCHEMA",
+    "Compared",
+    "Quantity",
+    "Tolerance",
+    "Verification",
+    "compared_of",
+    "timed_steps_us",
+    "verification_of",
+]
 
 VERIFICATION_SCHEMA: Final = "gpipe-plan/verify/v1"
 
@@ -92,10 +101,9 @@ def verification_of(
     Raises:
         MeasurementError: The run was over before anything was measured.
     """
-    steps = report.step_us[report.warmup_steps :]
-    if not steps:
+    if len(report.step_us) <= report.warmup_steps:
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up", hint="run more: `--steps 12`")
-    compared = (*_times(plan, report, median(steps), None if crowded else tolerance), *_peaks(plan, report, tolerance))
+    compared = tuple(_judged(row, tolerance, are_times_judged=not crowded) for row in compared_of(plan, report))
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     return Verification(
         agrees=all(row.agrees is not False for row in compared) and not wrong,
@@ -108,26 +116,45 @@ def verification_of(
     )
 
 
+def compared_of(plan: Plan, report: RunReport) -> tuple[Compared, ...]:
+    """Predicted beside measured, not judged: the step, the bubble, times per stage, peak memory per device.
+
+    Of replicas the slowest times and the highest peaks count. A run of other stages is compared as far as it goes.
+    """
+    return (*_times(plan, report), *_peaks(plan, report))
+
+
+def timed_steps_us(report: RunReport) -> tuple[float, ...]:
+    """The steps that count; a run shorter than its warm-up has nothing better to offer than the warm-up."""
+    return report.step_us[report.warmup_steps :] or report.step_us
+
+
 # Private functions
 
 
-def _times(plan: Plan, report: RunReport, step_us: float, tolerance: Tolerance | None) -> Iterator[Compared]:
-    predicted = plan.predicted
-    near = None if tolerance is None else abs(step_us - predicted.step_us) <= tolerance.step * predicted.step_us
-    yield Compared(what="step_us", predicted=predicted.step_us, measured=step_us, agrees=near)
+def _times(plan: Plan, report: RunReport) -> Iterator[Compared]:
+    predicted, steps_us = plan.predicted, timed_steps_us(report)
+    yield Compared(what="step_us", predicted=predicted.step_us, measured=median(steps_us) if steps_us else 0.0)
     if report.bubble is not None:
         yield Compared(what="bubble", predicted=predicted.bubble, measured=report.bubble)
-    pairs = list(zip(plan.stages, stage_runs(report), strict=True))
+    pairs = list(zip(plan.stages, stage_runs(report), strict=False))
     for stage, run in pairs:
         yield Compared(what="forward_us", index=stage.index, predicted=stage.forward_us, measured=run.forward_us)
     for stage, run in pairs:
         yield Compared(what="backward_us", index=stage.index, predicted=stage.backward_us, measured=run.backward_us)
 
 
-def _peaks(plan: Plan, report: RunReport, tolerance: Tolerance) -> Iterator[Compared]:
-    runs, count = stage_runs(report), plan.num_devices
-    for device, need in enumerate(peak_bytes_of(plan)):
+def _peaks(plan: Plan, report: RunReport) -> Iterator[Compared]:
+    runs = stage_runs(report)[: len(plan.stages)]
+    for device, need in enumerate(peak_bytes_of(plan)[: len(runs)]):
         # All chunks of a device share its allocator.
-        peak = max(run.peak_bytes for run in runs[device::count])
-        near = tolerance.allows_peak(predicted=need, measured=peak)
-        yield Compared(what="peak_bytes", index=device, predicted=need, measured=peak, agrees=near)
+        peak = max(run.peak_bytes for run in runs[device :: plan.num_devices])
+        yield Compared(what="peak_bytes", index=device, predicted=need, measured=peak)
+
+
+def _judged(row: Compared, tolerance: Tolerance, *, are_times_judged: bool) -> Compared:
+    if row.what == "step_us" and are_times_judged:
+        return replace(row, agrees=abs(row.measured - row.predicted) <= tolerance.step * row.predicted)
+    if row.what == "peak_bytes":
+        return replace(row, agrees=tolerance.allows_peak(predicted=row.predicted, measured=row.measured))
+    return row

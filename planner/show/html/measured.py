@@ -3,19 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import isfinite
-from statistics import median
 
+from planner.core.judge.verification import Quantity, timed_steps_us
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, layer_name, legend, note, table
 from planner.show.markup import element, number, safe
-from planner.show.views.numbers import NOTHING, difference, layer_range, percent
+from planner.show.views.measured import OF_REPLICAS, Beside, beside, ran_other_stages
+from planner.show.views.numbers import NOTHING, layer_range, percent
 
 __all__ = ["measured_section", "run_section"]
-
-_Pair = tuple[str, float, float]
 
 
 def measured_section(plan: Plan, report: RunReport | None) -> Section:
@@ -27,59 +26,37 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
             "`--run run.json`."
         )
         return Section(anchor="measured", title=title, body=body)
-    cuts = [[(s.first, s.last) for s in stages] for stages in (plan.stages, report.stages)]
-    if cuts[0] != cuts[1]:
+    if ran_other_stages(plan, report):
         body = note("The run had other stages than the plan: there is nothing to compare stage by stage.")
         return Section(anchor="measured", title=title, body=body)
-    rows = list(_rows(_pairs_of_times(plan, report), format_us))
-    if report.bubble is not None:
-        rows += _rows([("bubble", plan.predicted.bubble, report.bubble)], percent)
-    rows += _rows(list(_peaks(plan, report)), format_bytes)
-    body = table(
-        (
-            "",
-            "predicted",
-            "measured",
-            "difference",
-            "",
-        ),
-        rows,
-    )
+    figures = beside(plan, report)
+    rows = [row for text, quantities in _SCALES for row in _rows([f for f in figures if f.what in quantities], text)]
+    body = table(("", "predicted", "measured", "difference", ""), rows)
     body += legend([("t-predicted", "predicted"), ("t-measured", "measured")])
-    steps = report.step_us[report.warmup_steps :] or report.step_us
     machine = f"{report.device.kind} {report.device.name}".strip()
-    lead = f"Median of {len(steps)} steps on {machine}. Difference: measured against predicted."
+    lead = f"Median of {len(timed_steps_us(report))} steps on {machine}. Difference: measured against predicted."
+    if len({run.replica for run in report.stages}) > 1:
+        lead += f" Measured: {OF_REPLICAS}."
     return Section(anchor="measured", title=title, lead=lead, body=body)
 
 
-def _pairs_of_times(plan: Plan, report: RunReport) -> list[_Pair]:
-    steps = report.step_us[report.warmup_steps :] or report.step_us
-    pairs = [("step", plan.predicted.step_us, median(steps) if steps else 0.0)]
-    both = list(zip(plan.stages, report.stages, strict=True))
-    pairs += [(f"forward, stage {s.index}", s.forward_us, r.forward_us) for s, r in both]
-    pairs += [(f"backward, stage {s.index}", s.backward_us, r.backward_us) for s, r in both]
-    return pairs
+_SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
+    (format_us, ("step_us", "forward_us", "backward_us")),
+    (percent, ("bubble",)),
+    (format_bytes, ("peak_bytes",)),
+)
+"""How figures are written, and which ones have bars to one scale."""
 
 
-def _peaks(plan: Plan, report: RunReport) -> Iterator[_Pair]:
-    called = "stage" if plan.chunks == 1 else "device"
-    for device in range(plan.num_devices):
-        stages = plan.stages[device :: plan.num_devices]
-        # The reserve is for what the device's allocator does not see.
-        predicted = sum(stage.memory.total - stage.memory.reserve for stage in stages)
-        measured = max(run.peak_bytes for run in report.stages[device :: plan.num_devices])
-        yield f"peak memory, {called} {device}", predicted, measured
-
-
-def _rows(pairs: Sequence[_Pair], text: Callable[[float], str]) -> Iterator[list[str]]:
+def _rows(figures: Sequence[Beside], text: Callable[[float], str]) -> Iterator[list[str]]:
     # The step is so much longer than a micro-batch that it has a scale of its own.
-    rest = max((max(p, m) for label, p, m in pairs if label != "step"), default=0.0) or 1.0
-    for label, predicted, measured in pairs:
-        full = (max(predicted, measured) or 1.0) if label == "step" else rest
-        track = bar("t-predicted", 0, predicted / full) + bar("t-measured", 0, measured / full)
-        told = [text(predicted), text(measured)] if measured else [text(predicted), NOTHING]
-        off = difference(predicted, measured) if measured else NOTHING
-        yield [safe(label), *told, off, element("div", track, class_="pair", aria_hidden="true")]
+    most = max((max(f.predicted, f.measured) for f in figures if f.what != "step_us"), default=0.0) or 1.0
+    for figure in figures:
+        full = (max(figure.predicted, figure.measured) or 1.0) if figure.what == "step_us" else most
+        track = bar("t-predicted", 0, figure.predicted / full) + bar("t-measured", 0, figure.measured / full)
+        measured = text(figure.measured) if figure.measured else NOTHING
+        bars = element("div", track, class_="pair", aria_hidden="true")
+        yield [safe(figure.label), text(figure.predicted), measured, figure.difference, bars]
 
 
 def run_section(report: RunReport) -> Section:

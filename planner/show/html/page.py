@@ -22,8 +22,8 @@ from planner.show.html.parts import Section, definitions, layer_name, scroll, ta
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
 from planner.show.terminal.memory import share_of_cap
-from planner.show.views.names import method_name, not_measured, plans_searched, schedule_name
 from planner.show.views.numbers import layer_range, percent, rate
+from planner.show.views.words import method_name, not_measured, plans_searched, schedule_name
 
 __all__ = ["plan_html", "profile_html", "run_html"]
 

@@ -10,8 +10,8 @@ from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes
 from planner.show.terminal.rendering import Column, flow, heading, table
 from planner.show.terminal.style import Style
-from planner.show.views.names import schedule_name
 from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
+from planner.show.views.words import schedule_name
 
 __all__ = ["frontier_parts"]
 

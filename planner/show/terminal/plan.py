@@ -15,8 +15,8 @@ from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.stages import has_unlike_devices, recomputed_layers, stage_table
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
-from planner.show.views.names import method_name, not_measured, plans_searched, schedule_name
 from planner.show.views.numbers import percent, rate
+from planner.show.views.words import method_name, not_measured, plans_searched, schedule_name
 
 __all__ = ["plan_text"]
 

@@ -11,8 +11,8 @@ from planner.core.values.units import format_bytes, format_us
 from planner.show.terminal.fitting import Rows, fitting_table
 from planner.show.terminal.rendering import BLANK, heading, plain, render
 from planner.show.terminal.style import Style
-from planner.show.views.names import schedule_name
 from planner.show.views.numbers import NOTHING, difference, percent, rate
+from planner.show.views.words import schedule_name
 
 __all__ = ["comparison_rows", "difference_parts", "difference_rows", "plans_text"]
 

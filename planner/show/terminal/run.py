@@ -5,18 +5,20 @@ Times are compared per stage, peak memory per device: chunks that share one shar
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import median
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.cost.calibration import stage_runs
-from planner.core.values.plan import Plan, Stage
+from planner.core.judge.verification import timed_steps_us
+from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import format_bytes
 from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.terminal.style import Style
-from planner.show.views.numbers import NOTHING, TimeScale, difference, layer_range, percent, rate
+from planner.show.views.measured import OF_REPLICAS, Beside, beside, ran_other_stages
+from planner.show.views.numbers import NOTHING, TimeScale, layer_range, percent, rate
 
 __all__ = ["comparison_text", "run_text"]
 
@@ -54,18 +56,8 @@ def _facts(report: RunReport, style: Style) -> Text:
     return flow(filter(None, facts), style, gap=f" {style.glyphs.dot} ")
 
 
-def _timed_steps(report: RunReport) -> Sequence[float]:
-    # A run shorter than its warm-up has nothing better to offer than the warm-up.
-    return report.step_us[report.warmup_steps :] or report.step_us
-
-
-def _step_us(report: RunReport) -> float:
-    steps = _timed_steps(report)
-    return median(steps) if steps else 0.0
-
-
 def _steps(report: RunReport, style: Style) -> Text:
-    steps = _timed_steps(report)
+    steps = timed_steps_us(report)
     if not steps:
         return Text("no step was timed")
     scale = TimeScale.fitting(steps)
@@ -129,61 +121,49 @@ def _measured(report: RunReport, style: Style) -> list[RenderableType]:
 
 
 def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableType]:
-    stages = stage_runs(report)
-    pairs = list(zip(plan.stages, stages, strict=False))
-    rows: list[_Row | None] = _times("step", [(plan.predicted.step_us, _step_us(report))])
-    if report.bubble is not None:
-        rows.append(["bubble", percent(plan.predicted.bubble), percent(report.bubble), ""])
-    forward = _times("forward", [(stage.forward_us, run.forward_us) for stage, run in pairs])
-    backward = _times("backward", [(stage.backward_us, run.backward_us) for stage, run in pairs])
-    rows += [None, *forward, None, *backward, None, *_memory(plan, pairs)]
+    rows: list[_Row | None] = []
+    for what, group in groupby(beside(plan, report), key=lambda row: row.what):
+        # The bubble goes with the step.
+        rows += [None] if what not in ("step_us", "bubble") else []
+        rows += _compared(tuple(group))
     columns = [Column(header="", number=False), *map(_column, ("predicted", "measured", "difference"))]
-    return [table(columns, rows, style), *_notes(plan, report, stages, style)]
+    return [table(columns, rows, style), *_notes(plan, report, style)]
 
 
 def _column(header: str) -> Column:
     return Column(header=header)
 
 
-def _times(what: str, pairs: Sequence[tuple[float, float]]) -> list[_Row | None]:
-    scale = TimeScale.fitting(time for pair in pairs for time in pair)
-    rows: list[_Row | None] = []
-    for index, (predicted, measured) in enumerate(pairs):
-        label = what if what == "step" else f"{what}, stage {index}"
-        values = [f"{scale.text(time)} {scale.unit}" if time else NOTHING for time in (predicted, measured)]
-        rows.append([label, *values, difference(predicted, measured) if measured else NOTHING])
-    return rows
-
-
-def _memory(plan: Plan, pairs: Sequence[tuple[Stage, StageRun]]) -> list[_Row]:
-    called = "stage" if plan.num_devices == len(plan.stages) else "device"
-    chunks = [pairs[device :: plan.num_devices] for device in range(plan.num_devices)]
-    return [_peak(f"{called} {device}", mine) for device, mine in enumerate(chunks) if mine]
-
-
-def _peak(device: str, chunks: Sequence[tuple[Stage, StageRun]]) -> _Row:
-    # The reserve is for what the device's allocator does not see, so the report does not hold it either.
-    reserve = sum(stage.memory.reserve for stage, _ in chunks)
-    predicted = sum(stage.memory.total for stage, _ in chunks) - reserve
-    measured = max(run.peak_bytes for _, run in chunks)
-    over = measured > chunks[0][0].memory_bytes - reserve
+def _compared(rows: Sequence[Beside]) -> list[_Row]:
+    """The rows of one quantity; times in one unit."""
+    texts: dict[str, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
+    text = texts.get(rows[0].what) or _times_text(rows)
     return [
-        f"peak memory, {device}",
-        format_bytes(predicted),
-        Text(format_bytes(measured) + (" ! OVER" if over else ""), style="bold red" if over else ""),
-        difference(predicted, measured),
+        [
+            row.label,
+            text(row.predicted),
+            Text(text(row.measured) + (" ! OVER" if row.is_over else ""), style="bold red" if row.is_over else ""),
+            # A bubble is a share itself: a difference of shares in percent would be read as one of points.
+            "" if row.what == "bubble" else row.difference,
+        ]
+        for row in rows
     ]
 
 
-def _notes(plan: Plan, report: RunReport, stages: Sequence[StageRun], style: Style) -> list[Text]:
+def _times_text(rows: Sequence[Beside]) -> Callable[[float], str]:
+    scale = TimeScale.fitting(time for row in rows for time in (row.predicted, row.measured))
+    return lambda time_us: f"{scale.text(time_us)} {scale.unit}" if time_us else NOTHING
+
+
+def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
     notes = [Text("difference: measured against predicted", style="dim")]
-    if len(stages) < len(report.stages):
-        notes.append(Text("measured: the slowest and the largest of the replicas", style="dim"))
+    if len({run.replica for run in report.stages}) > 1:
+        notes.append(Text(f"measured: {OF_REPLICAS}", style="dim"))
     reserve = max(stage.memory.reserve for stage in plan.stages)
     if reserve:
         notes.append(Text(f"peak memory is without the reserve of {format_bytes(reserve)}", style="dim"))
-    cuts = [(s.first, s.last) for s in plan.stages], [(s.first, s.last) for s in stages]
-    if cuts[0] != cuts[1]:
-        words = f"the run had other stages than the plan ({len(stages)}, planned {len(plan.stages)})"
+    if ran_other_stages(plan, report):
+        count = len({run.index for run in report.stages})
+        words = f"the run had other stages than the plan ({count}, planned {len(plan.stages)})"
         notes.append(flow([f"! {words}:", "the rows do not describe the same layers"], style, gap=" "))
     return notes

@@ -7,8 +7,8 @@ from planner.core.values.units import counted, exact_bytes_option, format_bytes,
 from planner.show.terminal.fitting import Rows, fitting_table
 from planner.show.terminal.rendering import BLANK, heading, render
 from planner.show.terminal.style import Style
-from planner.show.views.names import schedule_name
 from planner.show.views.numbers import NOTHING, percent, rate
+from planner.show.views.words import schedule_name
 
 __all__ = ["best_words", "sweep_rows", "sweep_text"]
 

@@ -8,17 +8,10 @@ from planner.core.judge.verification import Compared, Verification
 from planner.core.values.units import format_bytes, format_rate, format_us
 from planner.show.terminal.rendering import BLANK, Column, flow, render, table
 from planner.show.terminal.style import Style
+from planner.show.views.measured import label_of
 from planner.show.views.numbers import NOTHING, difference, percent
 
 __all__ = ["verification_text"]
-
-_CALLED = {
-    "step_us": "step",
-    "bubble": "bubble",
-    "forward_us": "forward, stage",
-    "backward_us": "backward, stage",
-    "peak_bytes": "peak memory, device",
-}
 
 
 def verification_text(verification: Verification, style: Style) -> str:
@@ -40,12 +33,11 @@ _HEADERS = ("predicted", "measured", "difference")
 
 
 def _row(row: Compared) -> Sequence[str | Text]:
-    label = _CALLED[row.what] if row.index is None else f"{_CALLED[row.what]} {row.index}"
     text = _TEXTS.get(row.what, format_us)
     # A bubble is a share itself: a difference of shares in percent would be read as one of points.
     off = NOTHING if row.what == "bubble" or not row.measured else difference(row.predicted, row.measured)
     said = {None: Text(""), True: Text("ok", style="green"), False: Text("! OFF", style="bold red")}[row.agrees]
-    return [label, text(row.predicted), text(row.measured) if row.measured else NOTHING, off, said]
+    return [label_of(row, "device"), text(row.predicted), text(row.measured) if row.measured else NOTHING, off, said]
 
 
 def _calibrated(verification: Verification, style: Style) -> Text:

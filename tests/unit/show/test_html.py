@@ -12,9 +12,10 @@ from planner.core.cost.evaluate import Partition
 from planner.core.cost.planning import cluster_of
 from planner.core.cost.step import step_of
 from planner.core.values.plan import SolverReport
+from planner.show import comparison_text
 from planner.show.html import plan_html, profile_html, run_html
 from planner.show.html.parts import KINDS
-from tests.unit.show.samples import explained, interleaved, plan, profile, report, step_of_sample, unlike
+from tests.unit.show.samples import MIB, explained, interleaved, plan, profile, report, step_of_sample, style, unlike
 
 EVIL = "<script>alert(1)</script>\"'&</style><img src=x onerror=alert(1)>\u202e\x1b"
 VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
@@ -174,6 +175,32 @@ def test_a_run_is_set_beside_its_plan():
     assert words.count("+10.0 %") >= 6
     assert words.count("-1.0 %") == 3
     assert "The run had other stages" in Page(page_of(plan(), measured=report(plan((3, 3))))).words
+
+
+def of_two_replicas(planned):
+    """The second one is slower in its forwards, and needs more memory."""
+    run = report(planned)
+    second = [replace(s, replica=1, forward_us=1.3 * s.forward_us, peak_bytes=s.peak_bytes + MIB) for s in run.stages]
+    return replace(run, stages=(*run.stages, *second))
+
+
+def differences(lines):
+    """What stands last in each row of a comparison, by what stands first."""
+    rows = [re.fullmatch(r"(step|(?:forward|backward|peak memory), stage \d).*?([+-][\d.]+ %)", line) for line in lines]
+    return {row[1]: row[2] for row in rows if row}
+
+
+def test_a_run_of_replicas_is_set_beside_its_plan():
+    """The slowest and the largest of the replicas are compared, row by row as in the terminal; which, it says."""
+    planned = plan((3, 3), replicas=2)
+    run = of_two_replicas(planned)
+    page = page_of(planned, measured=run)
+    rows = ["".join(re.findall(r"<td[^>]*>([^<]+)", row)) for row in re.findall("<tr>(.*?)</tr>", page)]
+    in_terminal = differences(comparison_text(planned, run, style(120, wrap=False)).splitlines())
+    assert len(in_terminal) == 1 + 3 * len(planned.stages)
+    assert differences(rows) == in_terminal
+    assert in_terminal["forward, stage 1"] == "+43.0 %"
+    assert "Measured: the slowest and the largest of the replicas." in Page(page).words
 
 
 def test_a_diverged_run_is_shown():

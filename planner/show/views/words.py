@@ -2,7 +2,7 @@
 
 from planner.core.values.plan import Plan, ScheduleName
 
-__all__ = ["method_name", "not_measured", "plans_searched", "schedule_name"]
+__all__ = ["method_name", "not_measured", "place_word", "plans_searched", "schedule_name"]
 
 _SCHEDULES: dict[ScheduleName, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
 
@@ -27,6 +27,11 @@ def plans_searched(plan: Plan) -> str:
 def method_name(method: str) -> str:
     """How a plan was found, in words; methods of other tools keep the name they have."""
     return _METHODS.get(method, method)
+
+
+def place_word(chunks: int) -> str:
+    """What a row per device is called: as tables call it, where every device has one stage."""
+    return "stage" if chunks == 1 else "device"
 
 
 def not_measured(how: str) -> str:

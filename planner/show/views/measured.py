@@ -1,0 +1,77 @@
+"""What a run took, and beside it what its plan predicted: the rows that terminal and report both draw."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.core.cost.calibration import stage_runs
+from planner.core.judge.verification import Compared, Quantity, compared_of
+from planner.core.values.plan import Plan
+from planner.core.values.run_report import RunReport
+from planner.show.views.numbers import NOTHING, difference
+from planner.show.views.words import place_word
+
+__all__ = ["OF_REPLICAS", "Beside", "beside", "label_of", "ran_other_stages"]
+
+OF_REPLICAS = "the slowest and the largest of the replicas"
+"""Which of the measured figures stand beside those that are predicted of one pipeline."""
+
+_LABELS: Mapping[Quantity, str] = {
+    "step_us": "step",
+    "bubble": "bubble",
+    "forward_us": "forward, stage",
+    "backward_us": "backward, stage",
+    "peak_bytes": "peak memory,",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """One figure, predicted and measured."""
+
+    what: Quantity
+    label: str
+    predicted: float
+    measured: float
+    """0 where nothing was measured."""
+    is_over: bool
+    """Whether a measured peak is above what the cap leaves beside the reserve."""
+
+    @property
+    def difference(self) -> str:
+        """How far the measured figure lies off the predicted one, where there is one."""
+        return difference(self.predicted, self.measured) if self.measured else NOTHING
+
+
+def beside(plan: Plan, report: RunReport) -> tuple[Beside, ...]:
+    """The step, the bubble, forward and backward per stage, and peak memory per device.
+
+    Times stand per stage, peaks per device, because chunks that share a device share its allocator.
+    """
+    return tuple(
+        Beside(
+            what=row.what,
+            label=label_of(row, place_word(plan.chunks)),
+            predicted=row.predicted,
+            measured=row.measured,
+            is_over=row.what == "peak_bytes" and row.measured > _room_bytes(plan, row.index or 0),
+        )
+        for row in compared_of(plan, report)
+    )
+
+
+def label_of(row: Compared, place: str) -> str:
+    """What a figure is called; `place` is the word for where peaks are."""
+    label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
+    return label if row.index is None else f"{label} {row.index}"
+
+
+def ran_other_stages(plan: Plan, report: RunReport) -> bool:
+    """Whether the run cut the chain elsewhere, so that stages of one number are not of the same layers."""
+    cuts = [[(stage.first, stage.last) for stage in stages] for stages in (plan.stages, stage_runs(report))]
+    return cuts[0] != cuts[1]
+
+
+def _room_bytes(plan: Plan, device: int) -> int:
+    # The reserve is for what the device's allocator does not see, so the report does not hold it either.
+    chunks = plan.stages[device :: plan.num_devices]
+    return chunks[0].memory_bytes - sum(stage.memory.reserve for stage in chunks)
