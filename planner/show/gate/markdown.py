@@ -7,19 +7,18 @@ from planner.core.judge.comparison import Comparison
 from planner.core.judge.difference import Difference
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Rule
-from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.sweep import Sweep
-from planner.core.values.units import format_bytes, format_us
 from planner.show.gate.place import Place
-from planner.show.terminal.memory import share_of_cap
 from planner.show.terminal.plans import comparison_rows, difference_rows
 from planner.show.terminal.sweep import best_words, sweep_rows
 from planner.show.terminal.verdict import answer
-from planner.show.views.numbers import percent, rate
+from planner.show.views.plan import figures, stage_table
+from planner.show.views.table import Table
 
 __all__ = ["comparison_markdown", "rules_markdown", "sweep_markdown", "verdict_markdown"]
 
+_STAGES = ("stage", "layers", "recompute", "memory", "cap", "share")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 
@@ -32,7 +31,12 @@ def verdict_markdown(verdict: Verdict, place: Place) -> str:
         parts.append(f"- **{found.code}** {found.severity}: {_text(_sentence(found.message))}{hint}")
     parts += [f"- would fit: {_text(line)}" for line in verdict.would_fit]
     if verdict.plan is not None:
-        parts += ["", _figures(verdict.plan), "", *_stages(verdict.plan)]
+        parts += [
+            "",
+            " · ".join(figures(verdict.plan)),
+            "",
+            *_view(stage_table(verdict.plan, brief=True).pick(*_STAGES)),
+        ]
     if verdict.difference is not None:
         parts += ["", *_difference(verdict.difference)]
     return "\n".join(parts) + "\n"
@@ -67,33 +71,14 @@ def rules_markdown(rules: Sequence[Rule]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _figures(plan: Plan) -> str:
-    predicted = plan.predicted
-    return (
-        f"step {format_us(predicted.step_us)} · {rate(predicted.samples_per_s)} samples/s · "
-        f"bubble {percent(predicted.bubble)}"
-    )
-
-
-def _stages(plan: Plan) -> list[str]:
-    rows = [
-        (
-            str(stage.index),
-            f"{stage.first} … {stage.last} ({stage.layers})",
-            stage.recompute,
-            format_bytes(stage.memory.total),
-            format_bytes(stage.memory_bytes),
-            share_of_cap(stage.memory.total, stage.memory_bytes),
-        )
-        for stage in plan.stages
-    ]
-    return _table(("stage", "layers", "recompute", "memory", "cap", "share"), rows)
-
-
 def _difference(difference: Difference) -> list[str]:
     names, rows = difference_rows(difference)
     how = "" if difference.recomputed else " (its numbers as written: its profile is not at hand)"
     return [f"Against `{_code(difference.against)}`{how}:", "", *_table(names, rows)]
+
+
+def _view(shown: Table) -> list[str]:
+    return _table([column.heading for column in shown.columns], shown.rows())
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -10,7 +10,6 @@ from string import Template
 from planner import __version__
 from planner.core.cost.step import Step
 from planner.core.values.plan import Plan
-from planner.core.values.printable import printable
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import counted, format_bytes, format_rate, format_us
@@ -18,12 +17,13 @@ from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
 from planner.show.html.memory import memory_section
-from planner.show.html.parts import Section, definitions, layer_name, scroll, table
+from planner.show.html.parts import Section, definitions, scroll, view
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
-from planner.show.terminal.memory import share_of_cap
-from planner.show.views.numbers import layer_range, percent, rate
-from planner.show.views.words import method_name, not_measured, plans_searched, schedule_name
+from planner.show.views.memory import device_memory, fullest
+from planner.show.views.numbers import percent, rate
+from planner.show.views.plan import claim, headline, stage_table
+from planner.show.views.words import method_name, not_measured
 
 __all__ = ["plan_html", "profile_html", "run_html"]
 
@@ -54,7 +54,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
         _provenance(plan, profile, digest),
     ]
     return _page(
-        title=_shape(plan),
+        title=headline(plan, of=" of ", by=", "),
         lead="; ".join(filter(None, (profile.model.source if profile else "", not_measured(plan.inputs.profile.how)))),
         figures=_marked(_figures(plan), plan.inputs.profile.how),
         sections=sections,
@@ -99,25 +99,14 @@ def run_html(report: RunReport) -> str:
     )
 
 
-def _shape(plan: Plan) -> str:
-    shape = counted(plan.num_devices, "stage")
-    if plan.chunks > 1:
-        shape = f"{counted(plan.num_devices, 'device')} of {plan.chunks} chunks"
-    if plan.replicas > 1:
-        shape = f"{plan.replicas} replicas of {shape}"
-    micro_batches = counted(plan.micro_batches, "micro-batch", "es")
-    return f"{schedule_name(plan.schedule)}, {shape}, {micro_batches} of {counted(plan.micro_batch_size, 'sample')}"
-
-
 def _figures(plan: Plan) -> list[_Figure]:
-    predicted, devices = plan.predicted, plan.device_bytes()
-    caps = [plan.stages[d].memory_bytes for d in range(plan.num_devices)]
-    fullest = max(range(len(devices)), key=lambda d: devices[d] / max(1, caps[d]))
+    predicted = plan.predicted
+    nearest = fullest(device_memory(plan.stages, plan.num_devices))
     return [
         ("step", format_us(predicted.step_us), _certificate(plan)),
         ("samples/s", rate(predicted.samples_per_s), f"batch {plan.inputs.batch}"),
         ("bubble", percent(predicted.bubble), f"ideal {percent(predicted.ideal_bubble)}"),
-        ("peak memory", format_bytes(devices[fullest]), f"{share_of_cap(devices[fullest], caps[fullest])} of its cap"),
+        ("peak memory", format_bytes(nearest.total_bytes), f"{nearest.share} of its cap"),
         ("recompute", percent(predicted.recompute_share), f"imbalance {predicted.imbalance:.2f}"),
     ]
 
@@ -130,38 +119,20 @@ def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
 
 
 def _certificate(plan: Plan) -> str:
-    solver, whole = plan.solver, plans_searched(plan)
-    if solver.status == "optimal":
-        return f"optimal: no {whole} is faster"
-    if solver.status == "feasible":
-        return f"no {whole} is faster than {format_us(solver.lower_bound_us)} (gap {percent(solver.gap)})"
+    if plan.solver.status == "optimal":
+        return f"optimal: {claim(plan)}"
+    if plan.solver.status == "feasible":
+        return f"{claim(plan)} (gap {percent(plan.solver.gap)})"
     return "these cuts were given, not searched"
 
 
 def _stages(plan: Plan) -> Section:
-    slowest = plan.predicted.bottleneck_stage if len(plan.stages) > 1 else -1
-    rows = []
-    for stage in plan.stages:
-        again = f"{len(stage.recomputed)} of {counted(stage.layers, 'layer')}" if stage.recomputed else stage.recompute
-        rows.append(
-            [
-                f"{stage.index}{' ◀' if stage.index == slowest else ''}",
-                layer_name(printable(layer_range(stage.first, stage.last, stage.layers))),
-                again,
-                str(plan.device_of(stage)),
-                format_us(stage.forward_us),
-                format_us(stage.backward_us),
-                format_bytes(stage.memory.total),
-                format_bytes(stage.memory_bytes),
-                share_of_cap(stage.memory.total, stage.memory_bytes),
-            ]
-        )
-    header = ("stage", "layers", "recompute", "device", "forward", "backward", "memory", "cap", "share")
-    body = table(header, rows, text=3)
+    columns = ("stage", "layers", "recompute", "device", "forward", "backward", "memory", "cap", "share")
+    body = view(stage_table(plan).pick(*columns), text=3, marks={"stage": " ◀"})
     lead = "Times are for one micro-batch, backward with any recomputation."
-    lead += " ◀ marks the slowest." if slowest >= 0 else ""
+    lead += " ◀ marks the slowest." if len(plan.stages) > 1 else ""
     return Section(
-        anchor="stages", title="Stages", lead=lead, body=scroll(body, "stages") if len(rows) > _MANY else body
+        anchor="stages", title="Stages", lead=lead, body=scroll(body, "stages") if len(plan.stages) > _MANY else body
     )
 
 

@@ -1,13 +1,13 @@
 """Pieces that every section of the report is made of. All text passes `safe`; what is called markup has done so."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.core.values.plan import StageMemory
+from planner.core.values.printable import printable
 from planner.show.markup import element, number, safe
+from planner.show.views.table import Column, Table
 
 __all__ = [
-    "KINDS",
     "Section",
     "bar",
     "definitions",
@@ -17,10 +17,8 @@ __all__ = [
     "note",
     "scroll",
     "table",
-    "words",
+    "view",
 ]
-
-KINDS = tuple(name for name, _ in StageMemory().items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +31,6 @@ class Section:
     """Markup."""
     lead: str = ""
     """A sentence under the title."""
-
-
-def words(kind: str) -> str:
-    """An item of memory in words."""
-    return kind.replace("_", " ")
 
 
 def layer_name(name: str) -> str:
@@ -55,6 +48,24 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1
     body = element("tbody", *(element("tr", cells("td", row)) for row in rows))
     told = element("caption", safe(caption)) if caption else ""
     return element("div", element("table", told, head, body), class_="wide", tabindex="0", role="group")
+
+
+def view(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None) -> str:
+    """A table of values.
+
+    Args:
+        shown: What to draw; columns called `layers` hold names, which may be broken.
+        text: So many columns are words, the others numbers.
+        marks: By name of a column what follows the values that are marked there.
+    """
+    columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
+    return table([column.heading for column in shown.columns], zip(*columns, strict=True), text=text)
+
+
+def _cells(column: Column, mark: str) -> list[str]:
+    if column.name == "layers":
+        return [layer_name(printable(text)) for text in column.texts()]
+    return [f"{safe(text)}{mark if row in column.marked else ''}" for row, text in enumerate(column.texts())]
 
 
 def scroll(content: str, label: str) -> str:

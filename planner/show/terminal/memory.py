@@ -1,21 +1,18 @@
 """Memory of every device of a pipeline against its cap, as stacked bars."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import floor
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.values.plan import Stage, StageMemory
+from planner.core.values.plan import Stage
 from planner.core.values.units import format_bytes
 from planner.show.terminal.rendering import flow, heading, padded, render
 from planner.show.terminal.style import Style
-from planner.show.views.numbers import NOTHING, percent
+from planner.show.views.memory import KINDS, DeviceMemory, device_memory, fullest, kind_words, kinds_there
 
-__all__ = ["KINDS", "memory_parts", "memory_text", "share_of_cap"]
-
-KINDS = tuple(name for name, _ in StageMemory().items())
+__all__ = ["memory_parts", "memory_text"]
 
 # Blues and purple for what the model weighs, warm colours for what the micro-batches add, greys for the rest.
 _COLORS = {
@@ -33,23 +30,6 @@ _COLORS = {
 _ENOUGH_TO_SEE = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Need:
-    """What one device needs, and what it has."""
-
-    label: str
-    memory: StageMemory
-    cap: int
-
-    @property
-    def total(self) -> int:
-        return self.memory.total
-
-    @property
-    def is_over(self) -> bool:
-        return self.total > self.cap
-
-
 def memory_text(stages: Sequence[Stage], style: Style, *, num_devices: int | None = None) -> str:
     """A bar per device, stacked by kind of memory, with the device's cap marked, and a legend.
 
@@ -65,8 +45,8 @@ def memory_text(stages: Sequence[Stage], style: Style, *, num_devices: int | Non
 
 def memory_parts(stages: Sequence[Stage], style: Style, *, num_devices: int | None = None) -> list[RenderableType]:
     """What `memory_text` is made of."""
-    needs = _needs(stages, num_devices or len(stages))
-    need, cap = max(n.total for n in needs), max(n.cap for n in needs)
+    needs = device_memory(stages, num_devices or len(stages))
+    need, cap = max(n.total_bytes for n in needs), max(n.cap_bytes for n in needs)
     to_caps = need >= cap * _ENOUGH_TO_SEE
     labels = _columns([n.label for n in needs])
     numbers = _numbers(needs, style)
@@ -82,33 +62,15 @@ def memory_parts(stages: Sequence[Stage], style: Style, *, num_devices: int | No
     return [title, *rows, _legend(needs, style)]
 
 
-def share_of_cap(need_bytes: int, cap_bytes: int) -> str:
-    """How much of its cap a device needs."""
-    return percent(need_bytes / cap_bytes, decimals=0) if cap_bytes else NOTHING
-
-
-def _needs(stages: Sequence[Stage], num_devices: int) -> list[_Need]:
-    # One stage per device: the bar is called what tables call it.
-    called = "stage" if num_devices == len(stages) else "device"
-    return [
-        _Need(label=f"{called} {device}", memory=_sum(stages[device::num_devices]), cap=stages[device].memory_bytes)
-        for device in range(num_devices)
-    ]
-
-
-def _sum(chunks: Sequence[Stage]) -> StageMemory:
-    return StageMemory(**{name: sum(getattr(chunk.memory, name) for chunk in chunks) for name in (*KINDS, "total")})
-
-
 def _columns(texts: Sequence[str], *, right: bool = False) -> list[str]:
     width = max(map(len, texts))
     return [text.rjust(width) if right else padded(text, width) for text in texts]
 
 
-def _numbers(needs: Sequence[_Need], style: Style) -> list[Text]:
-    totals = _columns([format_bytes(n.total) for n in needs], right=True)
-    caps = _columns([format_bytes(n.cap) for n in needs], right=True)
-    shares = _columns([share_of_cap(n.total, n.cap) for n in needs], right=True)
+def _numbers(needs: Sequence[DeviceMemory], style: Style) -> list[Text]:
+    totals = _columns([format_bytes(n.total_bytes) for n in needs], right=True)
+    caps = _columns([format_bytes(n.cap_bytes) for n in needs], right=True)
+    shares = _columns([n.share for n in needs], right=True)
     lines = []
     for need, total, cap, share in zip(needs, totals, caps, shares, strict=True):
         line = Text(f"{total} of {cap} {style.glyphs.dot} {share}")
@@ -118,7 +80,7 @@ def _numbers(needs: Sequence[_Need], style: Style) -> list[Text]:
     return lines
 
 
-def _bar(need: _Need, scale: float, room: int, style: Style) -> Text:
+def _bar(need: DeviceMemory, scale: float, room: int, style: Style) -> Text:
     # Edges are rounded, not widths: so the parts add up to the bar, and equal sums end in the same column.
     bar = Text()
     edge = 0
@@ -127,26 +89,24 @@ def _bar(need: _Need, scale: float, room: int, style: Style) -> Text:
         end = min(room, _rounded(edge * scale))
         bar.append(_fill(name, style) * (end - len(bar)), _look(name))
     bar.append(" " * (room + 1 - len(bar)))
-    mark = need.cap * scale
+    mark = need.cap_bytes * scale
     if mark < room + 0.5:
         return _with_mark(bar, _rounded(mark), need, style)
     return bar
 
 
-def _with_mark(bar: Text, column: int, need: _Need, style: Style) -> Text:
+def _with_mark(bar: Text, column: int, need: DeviceMemory, style: Style) -> Text:
     mark = Text(style.glyphs.cap, style="bold red" if need.is_over else "bold")
     return Text.assemble(bar[:column], mark, bar[column + 1 :])
 
 
-def _legend(needs: Sequence[_Need], style: Style) -> Text:
-    # The numbers of one device are enough to see what weighs most: the one nearest to its cap.
-    fullest = max(needs, key=lambda need: need.total / max(1, need.cap))
-    sizes = dict(fullest.memory.items())
-    items: list[Text | str] = [f"{fullest.label}:"]
-    for name in KINDS:
-        if any(getattr(need.memory, name) for need in needs):
-            words = f" {name.replace('_', ' ')} {format_bytes(sizes[name])}"
-            items.append(Text.assemble((_fill(name, style), _look(name)), words))
+def _legend(needs: Sequence[DeviceMemory], style: Style) -> Text:
+    nearest = fullest(needs)
+    sizes = dict(nearest.memory.items())
+    items: list[Text | str] = [f"{nearest.label}:"]
+    for kind in kinds_there(needs):
+        words = f" {kind_words(kind)} {format_bytes(sizes[kind])}"
+        items.append(Text.assemble((_fill(kind, style), _look(kind)), words))
     return flow(items, style, indent="  ") if len(items) > 1 else Text()
 
 

@@ -7,16 +7,17 @@ from rich.text import Text
 
 from planner.core.cost.simulate import Event
 from planner.core.values.plan import Plan
-from planner.core.values.units import counted, format_us
+from planner.core.values.units import counted
 from planner.show.terminal.frontier import frontier_parts
 from planner.show.terminal.insight import insight_parts
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
-from planner.show.terminal.stages import has_unlike_devices, recomputed_layers, stage_table
+from planner.show.terminal.stages import recomputed_layers, stages_drawn
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
-from planner.show.views.numbers import percent, rate
-from planner.show.views.words import method_name, not_measured, plans_searched, schedule_name
+from planner.show.views.numbers import percent
+from planner.show.views.plan import claim, figures, has_unlike_devices, headline
+from planner.show.views.words import method_name, not_measured, schedule_name
 
 __all__ = ["plan_text"]
 
@@ -36,7 +37,7 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[Re
     return [
         [_headline(plan, style), _figures(plan, style), Text(_status(plan, style))],
         [flow([note], style) for note in notes if note],
-        [stage_table(plan, style)],
+        [stages_drawn(plan, style)],
         list(recomputed_layers(plan, style)),
         memory_parts(plan.stages, style, num_devices=plan.num_devices),
         timeline_parts(events, plan.num_devices, style) if events else [],
@@ -46,37 +47,30 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[Re
 
 
 def _headline(plan: Plan, style: Style) -> Text:
-    times = f" {style.glyphs.times} "
-    shape = counted(plan.num_devices, "stage")
-    if plan.chunks > 1:
-        shape = f"{counted(plan.num_devices, 'device')}{times}{plan.chunks} chunks"
-    if plan.replicas > 1:
-        shape = f"{plan.replicas} replicas of {shape}"
-    micro_batches = counted(plan.micro_batches, "micro-batch", "es")
-    samples = counted(plan.micro_batch_size, "sample")
-    return heading(f"{schedule_name(plan.schedule)}, {shape}{times}{micro_batches} of {samples}")
+    return heading(plain(headline(plan), style))
 
 
 def _figures(plan: Plan, style: Style) -> Text:
     predicted = plan.predicted
-    figures = [
-        f"step {format_us(predicted.step_us)}",
-        f"{rate(predicted.samples_per_s)} samples/s",
-        f"bubble {percent(predicted.bubble)} (ideal {percent(predicted.ideal_bubble)})",
+    step, speed, bubble = figures(plan)
+    said = [
+        step,
+        speed,
+        f"{bubble} (ideal {percent(predicted.ideal_bubble)})",
         f"imbalance {predicted.imbalance:.2f}",
         f"recompute {percent(predicted.recompute_share)}",
     ]
-    return flow(figures, style, gap=f" {style.glyphs.dot} ")
+    return flow(said, style, gap=f" {style.glyphs.dot} ")
 
 
 def _status(plan: Plan, style: Style) -> str:
-    solver, whole = plan.solver, plans_searched(plan)
+    solver = plan.solver
     method = plain(method_name(solver.method), style)
     if solver.status == "optimal":
-        return f"optimal: no {whole} is faster ({method})"
+        return f"optimal: {claim(plan)} ({method})"
     if solver.status == "feasible":
         gap = percent(solver.gap) if solver.gap >= _LEAST_GAP else "below 0.1 %"
-        return f"feasible, gap {gap}: no {whole} is faster than {format_us(solver.lower_bound_us)} ({method})"
+        return f"feasible, gap {gap}: {claim(plan)} ({method})"
     return "given: these cuts were asked for, not searched"
 
 

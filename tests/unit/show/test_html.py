@@ -14,7 +14,7 @@ from planner.core.cost.step import step_of
 from planner.core.values.plan import SolverReport
 from planner.show import comparison_text
 from planner.show.html import plan_html, profile_html, run_html
-from planner.show.html.parts import KINDS
+from planner.show.views.memory import KINDS
 from tests.unit.show.samples import MIB, explained, interleaved, plan, profile, report, step_of_sample, style, unlike
 
 EVIL = "<script>alert(1)</script>\"'&</style><img src=x onerror=alert(1)>\u202e\x1b"

@@ -1,0 +1,84 @@
+"""The memory of every device against its cap, by kind."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.core.values.plan import Stage, StageMemory
+from planner.core.values.units import format_bytes
+from planner.show.views.numbers import NOTHING, percent
+from planner.show.views.words import place_word
+
+__all__ = ["KINDS", "DeviceMemory", "device_memory", "fullest", "kind_words", "kinds_there", "share_of_cap"]
+
+KINDS = tuple(name for name, _ in StageMemory().items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """What one device needs, and what it has."""
+
+    label: str
+    memory: StageMemory
+    cap_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The predicted peak."""
+        return self.memory.total
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it needs more than it has."""
+        return self.total_bytes > self.cap_bytes
+
+    @property
+    def share(self) -> str:
+        """How much of its cap it needs."""
+        return share_of_cap(self.total_bytes, self.cap_bytes)
+
+    @property
+    def need_of_cap(self) -> str:
+        """Need and cap with their units."""
+        return f"{format_bytes(self.total_bytes)} of {format_bytes(self.cap_bytes)}"
+
+
+def device_memory(stages: Sequence[Stage], num_devices: int) -> tuple[DeviceMemory, ...]:
+    """Every device's memory: what all its chunks need together.
+
+    Args:
+        stages: Of the whole pipeline, in order.
+        num_devices: K; stage s runs on device s modulo K.
+    """
+    called = place_word(len(stages) // num_devices)
+    return tuple(
+        DeviceMemory(
+            label=f"{called} {device}",
+            memory=_sum(stages[device::num_devices]),
+            cap_bytes=stages[device].memory_bytes,
+        )
+        for device in range(num_devices)
+    )
+
+
+def fullest(devices: Sequence[DeviceMemory]) -> DeviceMemory:
+    """The device that is nearest to its cap: its numbers are enough to see what weighs most."""
+    return max(devices, key=lambda device: device.total_bytes / max(1, device.cap_bytes))
+
+
+def kinds_there(devices: Sequence[DeviceMemory]) -> tuple[str, ...]:
+    """The kinds of memory that any device needs."""
+    return tuple(kind for kind in KINDS if any(getattr(device.memory, kind) for device in devices))
+
+
+def kind_words(kind: str) -> str:
+    """A kind of memory in words."""
+    return kind.replace("_", " ")
+
+
+def share_of_cap(need_bytes: int, cap_bytes: int) -> str:
+    """How much of its cap a device needs, in percent."""
+    return percent(need_bytes / cap_bytes, decimals=0) if cap_bytes else NOTHING
+
+
+def _sum(chunks: Sequence[Stage]) -> StageMemory:
+    return StageMemory(**{name: sum(getattr(chunk.memory, name) for chunk in chunks) for name in (*KINDS, "total")})

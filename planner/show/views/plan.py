@@ -1,0 +1,131 @@
+"""What a plan says of itself in words, and its stages as a table."""
+
+from planner.core.values.plan import Plan, Stage
+from planner.core.values.units import counted, format_us
+from planner.show.views.memory import share_of_cap
+from planner.show.views.numbers import layer_range, percent, rate
+from planner.show.views.table import Column, Table
+from planner.show.views.words import plans_searched, schedule_name
+
+__all__ = ["claim", "figures", "has_unlike_devices", "headline", "stage_table"]
+
+
+def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
+    """Schedule, shape and micro-batches in one line.
+
+    Args:
+        plan: The plan.
+        of: Stands between devices and the chunks of each.
+        by: Stands between the pipeline and its micro-batches.
+    """
+    shape = counted(plan.num_devices, "stage")
+    if plan.chunks > 1:
+        shape = f"{counted(plan.num_devices, 'device')}{of}{plan.chunks} chunks"
+    if plan.replicas > 1:
+        shape = f"{plan.replicas} replicas of {shape}"
+    micro_batches = f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch_size, 'sample')}"
+    return f"{schedule_name(plan.schedule)}, {shape}{by}{micro_batches}"
+
+
+def figures(plan: Plan) -> tuple[str, str, str]:
+    """What a step takes, what it yields, and how much of it is bubble."""
+    predicted = plan.predicted
+    return (
+        f"step {format_us(predicted.step_us)}",
+        f"{rate(predicted.samples_per_s)} samples/s",
+        f"bubble {percent(predicted.bubble)}",
+    )
+
+
+def claim(plan: Plan) -> str:
+    """What the solver proved; nothing of cuts that were given."""
+    solver, whole = plan.solver, plans_searched(plan)
+    if solver.status == "optimal":
+        return f"no {whole} is faster"
+    if solver.status == "feasible":
+        return f"no {whole} is faster than {format_us(solver.lower_bound_us)}"
+    return ""
+
+
+def has_unlike_devices(plan: Plan) -> bool:
+    """Whether it matters which device a stage runs on."""
+    inputs = plan.inputs
+    placed = any(stage.device is not None for stage in plan.stages)
+    return placed or len(set(inputs.memory_bytes)) > 1 or len({1.0, *inputs.speeds}) > 1
+
+
+def stage_table(plan: Plan, *, brief: bool = False) -> Table:
+    """A row per stage: the slowest one is marked, and every share that is over its cap.
+
+    Args:
+        plan: The plan.
+        brief: Both ends of every stage and the kind of recomputation alone, not how many layers recompute.
+    """
+    stages = plan.stages
+    slowest = plan.predicted.bottleneck_stage if len(stages) > 1 else -1
+    over = frozenset(s.index for s in stages if s.memory.total > s.memory_bytes)
+    layers = _both_ends if brief else _layers
+    recompute = _kind if brief else _recompute
+    return Table(
+        columns=(
+            Column(
+                name="stage",
+                title="stage",
+                values=tuple(str(s.index) for s in stages),
+                marked=frozenset({slowest}),
+            ),
+            Column(name="layers", title="layers", values=tuple(map(layers, stages))),
+            Column(name="recompute", title="recompute", values=tuple(map(recompute, stages))),
+            Column(name="device", title="device", values=tuple(str(plan.device_of(s)) for s in stages)),
+            Column(name="placed", title="device", values=tuple(_placed(s, plan) for s in stages)),
+            Column(
+                name="forward",
+                title="forward",
+                unit="us",
+                per="micro-batch",
+                values=tuple(s.forward_us for s in stages),
+            ),
+            Column(
+                name="backward",
+                title="backward",
+                unit="us",
+                per="micro-batch",
+                values=tuple(s.backward_us for s in stages),
+            ),
+            Column(name="memory", title="memory", unit="bytes", values=tuple(s.memory.total for s in stages)),
+            Column(name="cap", title="cap", unit="bytes", values=tuple(s.memory_bytes for s in stages)),
+            Column(
+                name="share",
+                title="share",
+                unit="share",
+                values=tuple(share_of_cap(s.memory.total, s.memory_bytes) for s in stages),
+                marked=over,
+            ),
+        )
+    )
+
+
+# Private functions
+
+
+def _layers(stage: Stage) -> str:
+    return layer_range(stage.first, stage.last, stage.layers)
+
+
+def _both_ends(stage: Stage) -> str:
+    return f"{stage.first} … {stage.last} ({stage.layers})"
+
+
+def _recompute(stage: Stage) -> str:
+    return f"{len(stage.recomputed)} of {counted(stage.layers, 'layer')}" if stage.recomputed else stage.recompute
+
+
+def _kind(stage: Stage) -> str:
+    return stage.recompute
+
+
+def _placed(stage: Stage, plan: Plan) -> str:
+    """The device, and how fast it is where that is not what was profiled."""
+    device, speeds = plan.device_of(stage), plan.inputs.speeds
+    speed = speeds[device] if device < len(speeds) else 1.0
+    return str(device) if speed == 1 else f"{device} ({speed:g}\u00d7)"
