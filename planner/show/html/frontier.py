@@ -1,17 +1,20 @@
 """The trade-off over the number of micro-batches: step time, bubble and peak, the chosen point marked."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, details, note, table
+from planner.show.html.parts import Section, details, note, view
 from planner.show.markup import element, number, safe
-from planner.show.views.numbers import percent
+from planner.show.views.frontier import frontier_table, has_several_replicas
+from planner.show.views.numbers import NOTHING, percent
+from planner.show.views.table import Table
 
 __all__ = ["frontier_section"]
 
+_COLUMNS = ("micro_batches", "micro_batch_size", "step", "samples", "bubble", "peak", "recompute", "devices")
 _MOST_LABELS = 9
 _FEW = 4
 """So many points have their values beside them; of more only the chosen one does."""
@@ -34,8 +37,10 @@ def frontier_section(plan: Plan) -> Section:
     if not points:
         body = note("The plan holds no figures for other numbers of micro-batches: solve again with --frontier.")
         return Section(anchor="trade-off", title="Trade-off over M", body=body)
-    names = [_name(point, points) for point in points]
-    chosen = [_is_chosen(point, plan) for point in points]
+    several = has_several_replicas(plan)
+    names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]
+    shown = frontier_table(plan)
+    chosen = [row in shown.column("micro_batches").marked for row in range(len(points))]
     cap = max(plan.inputs.memory_bytes)
     figures = (
         _Figure(title="step time", of=lambda p: p.step_us, text=format_us),
@@ -47,17 +52,8 @@ def frontier_section(plan: Plan) -> Section:
     lead = "The best plan for each number of micro-batches M; the diamond is this plan."
     if unfit:
         lead += f" No plan fits with M = {', '.join(unfit)} (×)."  # noqa: RUF001 - as drawn
-    body = element("div", *charts, class_="charts") + details("The numbers", _numbers(points, names, chosen))
+    body = element("div", *charts, class_="charts") + details("The numbers", _numbers(shown, names, points))
     return Section(anchor="trade-off", title="Trade-off over M", lead=lead, body=body)
-
-
-def _name(point: FrontierPoint, points: Sequence[FrontierPoint]) -> str:
-    several = any(p.replicas != 1 for p in points)
-    return f"{point.micro_batches}, R {point.replicas}" if several else str(point.micro_batches)
-
-
-def _is_chosen(point: FrontierPoint, plan: Plan) -> bool:
-    return (point.micro_batches, point.replicas) == (plan.micro_batches, plan.replicas)
 
 
 def _chart(figure: _Figure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
@@ -111,19 +107,14 @@ def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None
     return element("text", inner, class_=look, x=f"{number(x)}%", y=y, text_anchor=anchor)
 
 
-def _numbers(points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
-    rows = []
-    for point, name, mine in zip(points, names, chosen, strict=True):
-        figures = ["no plan fits", "-", "-", "-", "-", "-"]
-        if point.fits:
-            figures = [
-                format_us(point.step_us),
-                f"{point.samples_per_s:,.1f}",
-                percent(point.bubble),
-                format_bytes(point.peak_bytes),
-                percent(point.recompute_share),
-                str(point.devices),
-            ]
-        rows.append([f"{name}{' ◆' if mine else ''}", str(point.micro_batch_size), *figures])
-    header = ("M", "samples each", "step", "samples/s", "bubble", "peak per device", "recompute", "devices")
-    return table(header, rows)
+def _numbers(shown: Table, names: Sequence[str], points: Sequence[FrontierPoint]) -> str:
+    choice, speed = shown.column("micro_batches"), shown.column("samples")
+    speeds = tuple(f"{p.samples_per_s:,.1f}" if p.fits else NOTHING for p in points)
+    columns = {
+        **{column.name: column for column in shown.columns},
+        "micro_batches": replace(choice, unit="text", values=tuple(names)),
+        "samples": replace(speed, values=speeds),
+    }
+    numbers = Table(columns=tuple(columns[name] for name in _COLUMNS))
+    numbers = numbers.titled(micro_batch_size="samples each", devices="devices")
+    return view(numbers, marks={"micro_batches": " ◆"})

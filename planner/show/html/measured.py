@@ -12,7 +12,8 @@ from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, layer_name, legend, note, table
 from planner.show.markup import element, number, safe
 from planner.show.views.measured import OF_REPLICAS, Beside, beside, ran_other_stages
-from planner.show.views.numbers import NOTHING, layer_range, percent
+from planner.show.views.numbers import NOTHING, percent
+from planner.show.views.run import run_table
 
 __all__ = ["measured_section", "run_section"]
 
@@ -65,19 +66,10 @@ def run_section(report: RunReport) -> Section:
         _series("loss", report.losses, lambda value: f"{value:.4g}"),
         _series("step time", report.step_us, format_us),
     ]
-    rows = [
-        [
-            f"{run.index}: {layer_name(printable(layer_range(run.first, run.last)))}",
-            format_us(run.forward_us),
-            format_us(run.backward_us),
-            *(format_us(time) for time in (run.recompute_us, run.transfer_us, run.idle_us)),
-            format_bytes(run.parameter_bytes),
-            format_bytes(run.peak_bytes),
-        ]
-        for run in report.stages
-    ]
-    header = ("stage", "forward", "backward", "recomputation", "transfer", "idle", "parameters", "peak memory")
-    stages = table(header, rows)
+    shown = run_table(report).titled(recompute="recomputation")
+    layers = [layer_name(printable(text)) for text in shown.column("layers").texts()]
+    rows = [[f"{stage}: {names}", *rest] for names, (stage, _, *rest) in zip(layers, shown.rows(), strict=True)]
+    stages = table([column.heading for column in shown.columns if column.name != "layers"], rows)
     lead = (
         f"{len(report.losses)} steps, the first {report.warmup_steps} to warm up; times are per micro-batch, transfer "
         "and idle time (waiting for what was there, or not yet) per step."

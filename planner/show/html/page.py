@@ -12,7 +12,7 @@ from planner.core.cost.step import Step
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
-from planner.core.values.units import counted, format_bytes, format_rate, format_us
+from planner.core.values.units import format_bytes, format_rate, format_us
 from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
@@ -23,6 +23,7 @@ from planner.show.markup import element, safe
 from planner.show.views.memory import device_memory, fullest
 from planner.show.views.numbers import percent, rate
 from planner.show.views.plan import claim, headline, stage_table
+from planner.show.views.run import pipeline_words
 from planner.show.views.words import method_name, not_measured
 
 __all__ = ["plan_html", "profile_html", "run_html"]
@@ -89,7 +90,7 @@ def run_html(report: RunReport) -> str:
     """The report of a run whose plan is not at hand."""
     facts = [("plan digest", report.plan_digest), *_run_facts(report)]
     return _page(
-        title=f"Run of {len(report.losses)} steps on {counted(len(report.stages), 'stage')}",
+        title=f"Run of {len(report.losses)} steps on {pipeline_words(report)}",
         lead=f"{report.device.kind} {report.device.name}",
         figures=[],
         sections=[

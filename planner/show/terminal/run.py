@@ -4,7 +4,6 @@ Times are compared per stage, peak memory per device: chunks that share one shar
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
 
@@ -13,12 +12,14 @@ from rich.text import Text
 
 from planner.core.judge.verification import timed_steps_us
 from planner.core.values.plan import Plan
-from planner.core.values.run_report import RunReport, StageRun
+from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes
 from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.terminal.style import Style
+from planner.show.terminal.tables import drawn
 from planner.show.views.measured import OF_REPLICAS, Beside, beside, ran_other_stages
-from planner.show.views.numbers import NOTHING, TimeScale, layer_range, percent, rate
+from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
+from planner.show.views.run import WAITING, pipeline_words, run_table
 
 __all__ = ["comparison_text", "run_text"]
 
@@ -27,9 +28,7 @@ _Row = list[str | Text]
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
     """What the run took; with the plan it ran under, predicted beside measured, else measured stage by stage."""
-    replicas = len({stage.replica for stage in report.stages})
-    where = f"{len(report.stages) // replicas} stages" + (f" in {replicas} replicas" if replicas > 1 else "")
-    parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {where}")]
+    parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {pipeline_words(report)}")]
     parts += [_facts(report, style), _steps(report, style), BLANK]
     if plan is not None:
         parts += [*_comparison(plan, report, style), BLANK]
@@ -70,51 +69,12 @@ def _steps(report: RunReport, style: Style) -> Text:
     return flow(said, style, gap=" ")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Time:
-    """A column of times."""
-
-    header: str
-    of: Callable[[StageRun], float]
-    per_step: bool = False
-
-
-_TIMES = (
-    _Time(header="forward", of=lambda stage: stage.forward_us),
-    _Time(header="backward", of=lambda stage: stage.backward_us),
-    _Time(header="recomp.", of=lambda stage: stage.recompute_us),
-    _Time(header="transfer", of=lambda stage: stage.transfer_us, per_step=True),
-    _Time(header="idle", of=lambda stage: stage.idle_us, per_step=True),
-)
-
-
 def _measured(report: RunReport, style: Style) -> list[RenderableType]:
     """Stage by stage: times of a micro-batch, waiting of a step, memory; columns of zeros are left out."""
-    stages = report.stages
-    shown = [time for time in _TIMES[:2] if stages] + [time for time in _TIMES[2:] if any(map(time.of, stages))]
-    scales = [
-        TimeScale.fitting(time.of(s) for time in shown for s in stages if time.per_step == per_step)
-        for per_step in (False, True)
-    ]
-    columns = [
-        Column(header="stage", number=False),
-        Column(header="layers", number=False),
-        *(Column(header=f"{time.header}\n{scales[time.per_step].unit}") for time in shown),
-        Column(header="parameters"),
-        Column(header="peak\nmemory"),
-    ]
-    rows = [
-        [
-            f"{stage.index}, replica {stage.replica}" if stage.replica else str(stage.index),
-            plain(layer_range(stage.first, stage.last), style),
-            *(scales[time.per_step].text(time.of(stage)) for time in shown),
-            format_bytes(stage.parameter_bytes),
-            format_bytes(stage.peak_bytes),
-        ]
-        for stage in stages
-    ]
-    parts: list[RenderableType] = [table(columns, rows, style)]
-    if any(time.per_step for time in shown):
+    view = run_table(report)
+    view = view.without(*(name for name in WAITING if not any(view.column(name).values)))
+    parts: list[RenderableType] = [drawn(view, style)]
+    if any(column.per == "step" for column in view.columns):
         said = "transfer and idle: waiting in a whole step; other times: of one micro-batch"
         parts.append(flow(said.split(), style, gap=" "))
     return parts
