@@ -1,7 +1,7 @@
 """A verdict, a comparison and a sweep as Markdown: for the summary of a CI job, or a comment on a pull request."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from planner.core.judge.comparison import Comparison
 from planner.core.judge.difference import Difference
@@ -10,10 +10,10 @@ from planner.core.values.findings import Rule
 from planner.core.values.printable import printable
 from planner.core.values.sweep import Sweep
 from planner.show.gate.place import Place
-from planner.show.terminal.plans import comparison_rows, difference_rows
-from planner.show.terminal.sweep import best_words, sweep_rows
 from planner.show.terminal.verdict import answer
+from planner.show.views.comparison import comparison_table, difference_table
 from planner.show.views.plan import figures, stage_table
+from planner.show.views.sweep import best_words, sweep_table
 from planner.show.views.table import Table
 
 __all__ = ["comparison_markdown", "rules_markdown", "sweep_markdown", "verdict_markdown"]
@@ -31,12 +31,8 @@ def verdict_markdown(verdict: Verdict, place: Place) -> str:
         parts.append(f"- **{found.code}** {found.severity}: {_text(_sentence(found.message))}{hint}")
     parts += [f"- would fit: {_text(line)}" for line in verdict.would_fit]
     if verdict.plan is not None:
-        parts += [
-            "",
-            " · ".join(figures(verdict.plan)),
-            "",
-            *_view(stage_table(verdict.plan, brief=True).pick(*_STAGES)),
-        ]
+        stages = stage_table(verdict.plan, brief=True).pick(*_STAGES)
+        parts += ["", " · ".join(figures(verdict.plan)), "", *_table(stages)]
     if verdict.difference is not None:
         parts += ["", *_difference(verdict.difference)]
     return "\n".join(parts) + "\n"
@@ -44,8 +40,7 @@ def verdict_markdown(verdict: Verdict, place: Place) -> str:
 
 def comparison_markdown(comparison: Comparison) -> str:
     """A row per plan, and stage by stage the difference of two."""
-    names, rows = comparison_rows(comparison)
-    parts = _table(names, rows)
+    parts = _table(comparison_table(comparison))
     if comparison.difference is not None:
         parts += ["", *_difference(comparison.difference)]
     return "\n".join(parts) + "\n"
@@ -53,8 +48,7 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 def sweep_markdown(sweep: Sweep) -> str:
     """A row per cell, and which cluster is the smallest."""
-    names, rows = sweep_rows(sweep)
-    return "\n".join([*_table(names, rows), "", *(_text(line) for line in best_words(sweep))]) + "\n"
+    return "\n".join([*_table(sweep_table(sweep)), "", *(_text(line) for line in best_words(sweep))]) + "\n"
 
 
 def rules_markdown(rules: Sequence[Rule]) -> str:
@@ -72,18 +66,13 @@ def rules_markdown(rules: Sequence[Rule]) -> str:
 
 
 def _difference(difference: Difference) -> list[str]:
-    names, rows = difference_rows(difference)
     how = "" if difference.recomputed else " (its numbers as written: its profile is not at hand)"
-    return [f"Against `{_code(difference.against)}`{how}:", "", *_table(names, rows)]
+    return [f"Against `{_code(difference.against)}`{how}:", "", *_table(difference_table(difference))]
 
 
-def _view(shown: Table) -> list[str]:
-    return _table([column.heading for column in shown.columns], shown.rows())
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [" | ".join(names), " | ".join("---" for _ in names)]
-    lines += [" | ".join(_text(item) for item in row) for row in rows]
+def _table(view: Table) -> list[str]:
+    lines = [" | ".join(column.heading for column in view.columns), " | ".join("---" for _ in view.columns)]
+    lines += [" | ".join(_text(item) for item in row) for row in view.rows()]
     return [f"| {line} |" for line in lines]
 
 

@@ -1,0 +1,82 @@
+"""Many clusters as a table, and which of them is the smallest that trains."""
+
+from collections.abc import Callable
+
+from planner.core.values.plan import Plan
+from planner.core.values.sweep import Sweep, SweepCell
+from planner.core.values.units import counted, exact_bytes_option
+from planner.show.views.numbers import percent, rate
+from planner.show.views.table import Column, Table, Unit, Value
+from planner.show.views.words import schedule_name
+
+__all__ = ["best_words", "sweep_table"]
+
+_NONE = {"none": "does not fit", "unknown": "no plan in time"}
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    """A row per cell, grouped by the number of devices."""
+
+    def column(name: str, title: str, unit: Unit, value: Callable[[SweepCell], Value], *, goes: int = 0) -> Column:
+        return Column(name=name, title=title, unit=unit, values=tuple(map(value, sweep.cells)), goes=goes)
+
+    def planned(name: str, title: str, unit: Unit, value: Callable[[Plan], Value], *, goes: int = 0) -> Column:
+        return column(name, title, unit, lambda cell: None if cell.plan is None else value(cell.plan), goes=goes)
+
+    return Table(
+        columns=(
+            column("devices", "devices", "count", lambda cell: cell.devices),
+            column("memory", "memory", "count", lambda cell: exact_bytes_option(cell.memory_bytes)),
+            planned("schedule", "schedule", "text", lambda plan: schedule_name(plan.schedule), goes=1),
+            planned("plan", "plan", "text", _shape, goes=2),
+            planned("step", "step", "us", lambda plan: plan.predicted.step_us),
+            planned("samples", "samples/s", "rate", lambda plan: plan.predicted.samples_per_s),
+            column("per_device", "per\ndevice", "rate", lambda cell: cell.samples_per_device_s if cell.plan else None),
+            planned("bubble", "bubble", "percent", lambda plan: plan.predicted.bubble, goes=4),
+            planned("peak", "peak", "bytes", lambda plan: max(plan.device_bytes()), goes=3),
+            column("notes", "", "text", _notes),
+        ),
+        group=len(sweep.memory_bytes),
+    )
+
+
+def best_words(sweep: Sweep) -> list[str]:
+    """Which cluster is the smallest, the fastest, and the one that makes most of its devices."""
+    if sweep.smallest is None:
+        return ["none of these clusters trains this model"]
+    smallest = sweep.cells[sweep.smallest]
+    with_plan = [cell for cell in sweep.cells if cell.plan is not None]
+    # Of clusters that do the same the smallest.
+    fastest = max(with_plan, key=lambda c: (_per_s(c), -c.devices, -c.memory_bytes))
+    thriftiest = max(with_plan, key=lambda c: (c.samples_per_device_s, -c.devices, -c.memory_bytes))
+    return [
+        f"smallest that trains: {_cluster(smallest)}, {rate(_per_s(smallest))} samples/s",
+        f"fastest: {_cluster(fastest)}, {rate(_per_s(fastest))} samples/s",
+        f"most per device: {_cluster(thriftiest)}, {rate(thriftiest.samples_per_device_s)} samples/s each",
+    ]
+
+
+# Private functions
+
+
+def _cluster(cell: SweepCell) -> str:
+    return f"{counted(cell.devices, 'device')} with {exact_bytes_option(cell.memory_bytes)}"
+
+
+def _per_s(cell: SweepCell) -> float:
+    return cell.plan.predicted.samples_per_s if cell.plan is not None else 0.0
+
+
+def _shape(plan: Plan) -> str:
+    return f"{counted(len(plan.stages), 'stage')} x {counted(plan.micro_batches, 'micro-batch', 'es')}"
+
+
+def _notes(cell: SweepCell) -> str:
+    plan = cell.plan
+    if plan is None:
+        return _NONE[cell.status]
+    used = plan.num_devices * plan.replicas
+    notes = [f"{cell.devices - used} unused"] if used < cell.devices else []
+    if cell.status == "feasible":
+        notes.append(f"gap {percent(plan.solver.gap)}")
+    return ", ".join(notes)
