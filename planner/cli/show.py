@@ -15,6 +15,7 @@ from planner.core.cost.calibration import Calibration
 from planner.core.errors import StaleError, UsageError
 from planner.core.judge.figures import claimed_of
 from planner.core.judge.verdict import judge
+from planner.core.schedule import SCHEDULES
 from planner.core.values.balance import Balance
 from planner.core.values.links import Links
 from planner.core.values.partial import Partial
@@ -26,7 +27,6 @@ from planner.show import comparison_text, links_text, plan_text, profile_text, r
 from planner.show.html import plan_html, profile_html, run_html
 from planner.show.svg import timeline_svg
 from planner.show.trace import trace_json
-from planner.show.views.words import schedule_name
 
 __all__ = ["show"]
 
@@ -174,7 +174,9 @@ def _drawn(
     if "--html" in wanted:
         drawn["--html"] = plan_html(plan, found, step, seen.report, decisions_digest(plan))
     if step is not None:
-        title = f"{schedule_name(plan.schedule)}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
+        title = (
+            f"{SCHEDULES[plan.schedule].title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
+        )
         makers = {"--svg": timeline_svg, "--trace": trace_json}
         drawn |= {option: makers[option](step, title) for option in pictures}
     return drawn

@@ -10,13 +10,13 @@ from planner import api, files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.cli.plans import events_of
+from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Link
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes, format_rate, format_us, parse_us
 from planner.show import plan_text
 from planner.show.views.numbers import percent
-from planner.show.views.words import schedule_name
 
 __all__ = ["solve"]
 
@@ -196,7 +196,7 @@ def _other_schedule(
     if other is not None:
         option = "--schedule auto" + (" --recompute auto" if plan.inputs.recompute == "layers" else "")
         less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
-        name, step = schedule_name(other.schedule), format_us(other.predicted.step_us)
+        name, step = SCHEDULES[other.schedule].title, format_us(other.predicted.step_us)
         console.note(f"note: {name} would take {step}, {less} less: `{option}`")
 
 

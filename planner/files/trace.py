@@ -7,21 +7,19 @@ for what the device computes and one for each direction that it sends in. Recomp
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-__all__ = ["TRACE_THREADS", "TraceKind", "TraceLevel", "TraceSlice", "trace_text"]
+from planner.core.schedule.kinds import KINDS
 
-TraceKind = Literal["forward", "backward", "recompute", "receive", "send forward", "send backward", "optimizer"]
+__all__ = ["TRACE_THREADS", "TraceLevel", "TraceSlice", "trace_text"]
 
 TRACE_THREADS: Final = ("compute", "send forward", "send backward")
 """Threads of a process by their number; a slice whose kind is none of these is computed."""
 
-_NAMES: Final[Mapping[TraceKind, str]] = {
-    "forward": "F",
-    "backward": "B",
+_NAMES: Final[Mapping[str, str]] = {
+    **{kind.label: kind.letter for kind in KINDS.values()},
+    **{f"send {kind.label}": f"send {kind.letter} " for kind in KINDS.values()},
     "receive": "receive ",
-    "send forward": "send F ",
-    "send backward": "send B ",
     "recompute": "recompute",
     "optimizer": "optimizer step",
 }
@@ -31,7 +29,8 @@ _NAMES: Final[Mapping[TraceKind, str]] = {
 class TraceSlice:
     """Something that took a process some time."""
 
-    kind: TraceKind
+    kind: str
+    """What devices compute, or send, by the label of its kind; or `receive`, `recompute`, `optimizer`."""
     process: int
     micro_batch: str = ""
     """Its number; `3.1` on chunk 1 of a device that has several; empty where the name needs none."""

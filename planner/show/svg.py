@@ -7,15 +7,14 @@ path per row, and boxes too thin to be seen apart become one, so that the size i
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from string import Template
 
 from planner.core.cost.step import Span, Step
 from planner.show.markup import element, number, safe
 from planner.show.views.scale import time_ticks
+from planner.show.views.spans import BY_LABEL, ink_rules, kind_rules, legend_looks, look_of, number_of, row_name
 
-__all__ = ["HUES", "has_lanes", "legend_kinds", "row_name", "timeline_svg"]
-
-HUES = 4
-"""Looks that chunks take turns in."""
+__all__ = ["has_lanes", "legend_kinds", "timeline_svg"]
 
 _WIDTH = 1200.0
 _RIGHT = 12.0
@@ -28,20 +27,19 @@ _LETTER = 5.6
 _THIN = 1.5
 """Boxes narrower than this are drawn as one with their neighbours."""
 
-_STYLE = """\
+_STYLE = Template("""\
 .timeline{font:10px system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;font-variant-numeric:tabular-nums}
 .timeline text{fill:#1f2630}.timeline .axis text,.timeline .row text{font-size:11px}
 .timeline .axis line,.timeline .rule{stroke:#d9dee5;stroke-width:1}
-.timeline .f0{color:#2a6db0}.timeline .f1{color:#1d7a68}.timeline .f2{color:#6b4fa0}.timeline .f3{color:#59636f}
-.timeline .b0{color:#f2a65a}.timeline .b1{color:#e6cb5c}.timeline .b2{color:#e7a3c4}.timeline .b3{color:#bcc4cc}
+$kinds
 .timeline .o{color:#8d949e}.timeline .s{color:#0d8f8c}.timeline .r{color:#9fd3cf}
 .timeline path,.timeline rect{fill:currentColor}.timeline .row path{stroke:currentColor}.timeline rect.paper{fill:#fff}
 .timeline .hatch{fill:none;stroke:#6d3b06;stroke-width:1.4}
-.timeline .on-f{fill:#fff}.timeline .on-b{fill:#2b1700}
+$inks
 @media (prefers-color-scheme:dark){.timeline rect.paper{fill:#14181f}.timeline text{fill:#e4e8ee}
 .timeline .axis line,.timeline .rule{stroke:#343c48}.timeline .s{color:#37c0ba}
-.timeline .on-f{fill:#fff}.timeline .on-b{fill:#2b1700}}
-"""
+$inks}
+""").substitute(kinds=kind_rules(".timeline "), inks=ink_rules())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +110,6 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
     ) + ("\n" if standalone else "")
 
 
-def row_name(step: Step) -> str:
-    """What a row is called: as tables call it."""
-    return "stage" if step.chunks == 1 else "device"
-
-
 def has_lanes(step: Step) -> bool:
     """Whether rows are tall enough for sends at their edges."""
     return _row_height(step) >= 11
@@ -124,20 +117,7 @@ def has_lanes(step: Step) -> bool:
 
 def legend_kinds(step: Step) -> list[tuple[str, str]]:
     """Class and words of every look there is in the picture."""
-    kinds = {span.kind for span in step.spans}
-    chunks = min(step.chunks, HUES)
-    several = [f", chunk {v}" if chunks > 1 else "" for v in range(chunks)]
-    found = [(f"f{v}", f"forward{words}") for v, words in enumerate(several)]
-    found += [(f"b{v}", f"backward{words}") for v, words in enumerate(several)]
-    if any(span.recompute_us > 0 for span in step.spans):
-        found.append(("again", "recompute, within its backward"))
-    if has_lanes(step) and kinds & {"send forward", "send backward"}:
-        found.append(("s", "transfer, at the edge towards its receiver"))
-    if "receive" in kinds:
-        found.append(("r", "transfer that keeps its receiver busy"))
-    if "optimizer" in kinds:
-        found.append(("o", "optimizer"))
-    return found
+    return legend_looks(step, has_lanes=has_lanes(step))
 
 
 def _row_height(step: Step) -> float:
@@ -189,12 +169,6 @@ def _row(frame: _Frame, device: int, spans: Sequence[Span], name: str) -> str:
     return element("g", *parts, class_="row")
 
 
-def _look(span: Span, num_devices: int) -> str:
-    if span.kind in ("forward", "backward"):
-        return f"{span.kind[0]}{span.stage // num_devices % HUES}"
-    return span.kind[0]
-
-
 _Box = tuple[str, float, float]
 """Look, left and right edge."""
 
@@ -208,7 +182,7 @@ def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, f
 
     x, count = frame.x, frame.step.num_devices
     computing = [s for s in spans if not s.kind.startswith("send")]
-    yield from lane("compute", ((_look(s, count), x(s.start_us), x(s.end_us)) for s in computing))
+    yield from lane("compute", ((look_of(s, count), x(s.start_us), x(s.end_us)) for s in computing))
     again = (("again", x(s.start_us), x(s.start_us + s.recompute_us)) for s in computing if s.recompute_us > 0)
     yield from lane("compute", again)
     for kind in ("send backward", "send forward") if has_lanes(frame.step) else ():
@@ -231,25 +205,25 @@ def _merged(boxes: Iterator[_Box]) -> Iterator[_Box]:
 
 
 def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
-    several = frame.step.chunks > 1
     # Of equal boxes all have their number or none has.
-    longest = len(str(frame.step.micro_batches - 1)) + (2 if several else 0)
+    longest = len(str(frame.step.micro_batches - 1)) + (2 if frame.step.chunks > 1 else 0)
     for span in spans:
-        if span.kind not in ("forward", "backward"):
+        kind = BY_LABEL.get(span.kind)
+        if kind is None:
             continue
         room = frame.x(span.end_us) - frame.x(span.start_us) - 3
-        text = f"{span.micro_batch}.{span.stage // frame.step.num_devices}" if several else str(span.micro_batch)
+        text = number_of(span, frame.step)
         if room < _LETTER * longest:
             continue
         if room >= _LETTER * (longest + 1.4):
-            text = span.kind[0].upper() + text
+            text = kind.letter + text
         x = frame.x((span.start_us + span.end_us) / 2)
         # Hatching under a number would be hard to read: the number stands on what is not recomputed.
         if span.recompute_us > 0:
             x, room = frame.x((span.start_us + span.recompute_us + span.end_us) / 2), room * 0.7
         y = frame.y(span.device) + frame.row / 2 + 3.6
         place = f'x="{number(x, 1)}" y="{number(y, 1)}" text-anchor="middle"'
-        yield f'<text class="on-{span.kind[0]}" {place}>{text}</text>'
+        yield f'<text class="on-{kind.letter.lower()}" {place}>{text}</text>'
 
 
 def _legend(frame: _Frame) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from planner.core.cost.step import Span, Step
 from planner.files.trace import TRACE_THREADS, TraceLevel, TraceSlice, trace_text
-from planner.show.svg import row_name
+from planner.show.views.spans import number_of, row_name
 
 __all__ = ["trace_json"]
 
@@ -30,13 +30,12 @@ def trace_json(step: Step, title: str) -> str:
 
 
 def _slices(span: Span, step: Step) -> Iterator[TraceSlice]:
-    chunk = span.stage // step.num_devices
     args, number = {"stage": span.stage}, ""
     if step.chunks > 1:
-        args["chunk"] = chunk
+        args["chunk"] = span.stage // step.num_devices
     if span.kind != "optimizer":
         args["micro_batch"] = span.micro_batch
-        number = f"{span.micro_batch}.{chunk}" if step.chunks > 1 else str(span.micro_batch)
+        number = number_of(span, step)
     yield TraceSlice(
         kind=span.kind,
         process=span.device,

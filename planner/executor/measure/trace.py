@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from planner.executor.measure.run_times import RunSpan, Transfer, waits_of
 from planner.executor.measure.run_waits import ProcessRun
-from planner.files.trace import TraceKind, TraceSlice, trace_text
+from planner.files.trace import TraceSlice, trace_text
 
 __all__ = ["trace_json"]
 
@@ -58,7 +58,7 @@ class _Trace:
         yield self._slice("receive", transfer.receiver, transfer, step)
         yield self._slice("send forward" if forward else "send backward", transfer.sender, sent, step)
 
-    def _slice(self, kind: TraceKind, rank: int, span: RunSpan | Transfer, step: int) -> TraceSlice:
+    def _slice(self, kind: str, rank: int, span: RunSpan | Transfer, step: int) -> TraceSlice:
         args, number = {"step": step, "stage": span.stage}, ""
         if kind != "optimizer":
             args["micro_batch"] = span.micro_batch

@@ -9,6 +9,7 @@ from string import Template
 
 from planner import __version__
 from planner.core.cost.step import Step
+from planner.core.schedule.kinds import BACKWARD, FORWARD
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
@@ -24,6 +25,7 @@ from planner.show.views.memory import device_memory, fullest
 from planner.show.views.numbers import percent, rate
 from planner.show.views.plan import claim, headline, stage_table
 from planner.show.views.run import pipeline_words
+from planner.show.views.spans import ink_rules, kind_rules
 from planner.show.views.words import method_name, not_measured
 
 __all__ = ["plan_html", "profile_html", "run_html"]
@@ -201,7 +203,7 @@ def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequen
         lead=safe(lead),
         # Nothing but this very script runs, and nothing is loaded: whatever names the files hold.
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'",
-        style=_file("report.css"),
+        style=_style(),
         script=script,
         data=data,
         figures=element("dl", *cards, class_="figures") if cards else "",
@@ -215,6 +217,12 @@ def _section(section: Section) -> str:
     heading = element("h2", safe(section.title), id=f"h-{section.anchor}")
     lead = element("p", safe(section.lead), class_="lead") if section.lead else ""
     return element("section", heading, lead, section.body, id=section.anchor, aria_labelledby=f"h-{section.anchor}")
+
+
+@cache
+def _style() -> str:
+    colours = {"forward": FORWARD.paper[0], "backward": BACKWARD.paper[0]}
+    return Template(_file("report.css")).substitute(inks=ink_rules(), kinds=kind_rules(), **colours)
 
 
 @cache

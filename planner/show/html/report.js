@@ -25,9 +25,11 @@
   const canvas = document.querySelector("canvas");
   if (!data.rows || !canvas || !canvas.getContext) return;
 
-  const KINDS = ["forward", "backward", "receive", "optimizer step", "send forward", "send backward"];
-  const FORWARD = ["#2a6db0", "#1d7a68", "#6b4fa0", "#59636f"];
-  const BACKWARD = ["#f2a65a", "#e6cb5c", "#e7a3c4", "#bcc4cc"];
+  // What devices compute comes first among the labels; their colours and letters come with the data.
+  const KINDS = data.kinds, LABELS = data.labels;
+  const RECEIVE = LABELS.indexOf("receive"), OPTIMIZER = LABELS.indexOf("optimizer step");
+  const FORTH = LABELS.indexOf("send forward"), BACK = LABELS.indexOf("send backward");
+  const paper = (box) => KINDS[box.kind].paper[box.chunk % KINDS[box.kind].paper.length];
   const K = data.rows.length;
   const spared = new Set(data.spared);
 
@@ -37,10 +39,11 @@
     let at = 0;
     for (let n = 0; n < flat.length; n += 4) {
       at += flat[n + 2];
-      const kind = flat[n] % 6, chunk = Math.floor(flat[n] / 6), stage = chunk * K + device, micro = flat[n + 1];
-      const again = kind === 1 && !(micro === data.last && spared.has(stage)) ? data.again[stage] || 0 : 0;
+      const kind = flat[n] % LABELS.length, chunk = Math.floor(flat[n] / LABELS.length);
+      const stage = chunk * K + device, micro = flat[n + 1];
+      const again = kind === data.redone && !(micro === data.last && spared.has(stage)) ? data.again[stage] || 0 : 0;
       const box = { device, kind, chunk, stage, micro, start: at, end: at + flat[n + 3], again };
-      (kind < 4 ? boxes.compute : boxes.sends).push(box);
+      (kind === FORTH || kind === BACK ? boxes.sends : boxes.compute).push(box);
     }
     return boxes;
   });
@@ -142,8 +145,7 @@
     for (let n = firstAfter(row.compute, view.from); n < row.compute.length && row.compute[n].start < view.to; n++) {
       const box = row.compute[n], from = x(box.start), room = x(box.end) - from;
       const wide = Math.max(0.3, room - Math.min(0.8, room * 0.12));
-      context.fillStyle = box.kind === 0 ? FORWARD[box.chunk % 4] : box.kind === 1 ? BACKWARD[box.chunk % 4]
-        : box.kind === 2 ? colors.r : colors.o;
+      context.fillStyle = KINDS[box.kind] ? paper(box) : box.kind === RECEIVE ? colors.r : colors.o;
       context.fillRect(from, top, wide, tall);
       const redone = box.again ? x(box.start + box.again) - from : 0;
       if (redone > 0.4) {
@@ -157,13 +159,13 @@
         context.strokeRect(from + 1, top + 1, Math.max(2, wide - 2), tall - 2);
         context.lineWidth = 1;
       }
-      if (tall >= 10 && box.kind < 2) label(box, from, room, redone, y);
+      if (tall >= 10 && KINDS[box.kind]) label(box, from, room, redone, y);
     }
     if (!lane) return;
     context.fillStyle = colors.s;
     for (const box of row.sends) {
       if (box.end < view.from || box.start > view.to) continue;
-      context.fillRect(x(box.start), box.kind === 4 ? y + rowHeight - 3 : y, Math.max(0.5, x(box.end) - x(box.start)), 2.5);
+      context.fillRect(x(box.start), box.kind === FORTH ? y + rowHeight - 3 : y, Math.max(0.5, x(box.end) - x(box.start)), 2.5);
     }
   }
 
@@ -171,17 +173,17 @@
     const longest = String(data.last).length + (data.chunks > 1 ? 2 : 0);
     if (room - 3 < 6.3 * longest) return;
     const name = box.micro + (data.chunks > 1 ? "." + box.chunk : "");
-    const text = room - 3 >= 6.3 * (longest + 1.4) ? "FB"[box.kind] + name : name;
+    const text = room - 3 >= 6.3 * (longest + 1.4) ? KINDS[box.kind].letter + name : name;
     context.textAlign = "center";
-    context.fillStyle = box.kind ? "#2b1700" : "#fff";
+    context.fillStyle = KINDS[box.kind].ink;
     // Beside the hatching where there is room beside it, else on a plain patch of it.
     const beside = room - redone >= 6.3 * text.length + 2;
     const middle = beside ? from + (redone + room) / 2 : from + room / 2;
     if (redone && !beside) {
       const wide = 6.3 * text.length + 3;
-      context.fillStyle = BACKWARD[box.chunk % 4];
+      context.fillStyle = paper(box);
       context.fillRect(middle - wide / 2, y + rowHeight / 2 - 6, wide, 12);
-      context.fillStyle = "#2b1700";
+      context.fillStyle = KINDS[box.kind].ink;
     }
     context.fillText(text, middle, y + rowHeight / 2 + 0.5);
   }
@@ -198,13 +200,14 @@
 
   const time = (value) => (value / unit[1]).toFixed(unit[0] === "us" ? 1 : 2) + " " + unit[0];
   function words(box) {
-    const micro = box.kind === 3 ? "" : ", micro-batch " + box.micro;
-    const where = box.kind === 3 ? data.row + " " + box.device : "stage " + box.stage;
-    const chunk = data.chunks > 1 && box.kind !== 3 ? " (device " + box.device + ", chunk " + box.chunk + ")" : "";
-    const lines = [KINDS[box.kind] + micro, where + chunk + ": " + time(box.end - box.start)];
+    const isOwn = box.kind === OPTIMIZER;
+    const micro = isOwn ? "" : ", micro-batch " + box.micro;
+    const where = isOwn ? data.row + " " + box.device : "stage " + box.stage;
+    const chunk = data.chunks > 1 && !isOwn ? " (device " + box.device + ", chunk " + box.chunk + ")" : "";
+    const lines = [LABELS[box.kind] + micro, where + chunk + ": " + time(box.end - box.start)];
     if (box.again) lines.push("of it recompute " + time(box.again));
     lines.push("from " + time(box.start) + " to " + time(box.end));
-    if (box.kind < 2) lines.push(data.stages[box.stage]);
+    if (KINDS[box.kind]) lines.push(data.stages[box.stage]);
     return lines;
   }
 
@@ -213,8 +216,8 @@
     if (px < left || device < 0 || device >= K) return null;
     const inRow = (py - TOP) / rowHeight - device, row = rows[device];
     const covers = (box) => box.start - slack <= at && at <= box.end + slack;
-    const kind = rowHeight < 11 ? 0 : inRow < 0.14 ? 5 : inRow > 0.86 ? 4 : 0;
-    const send = kind && row.sends.find((box) => box.kind === kind && covers(box));
+    const kind = rowHeight < 11 ? null : inRow < 0.14 ? BACK : inRow > 0.86 ? FORTH : null;
+    const send = kind !== null && row.sends.find((box) => box.kind === kind && covers(box));
     if (send) return send;
     const box = row.compute[firstAfter(row.compute, at)];
     return box && box.start <= at ? box : null;
@@ -272,7 +275,7 @@
 
   function walk(key) {
     const device = chosen ? chosen.device : 0, row = rows[device].compute;
-    if (!chosen || chosen.kind > 3) return row[0];
+    if (!chosen || chosen.kind === FORTH || chosen.kind === BACK) return row[0];
     if (key === "Home") return row[0];
     if (key === "End") return row[row.length - 1];
     const place = row.indexOf(chosen);

@@ -3,18 +3,26 @@
 import json
 
 from planner.core.cost.step import Span, Step
+from planner.core.schedule.kinds import BACKWARD
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.units import format_us
 from planner.show.html.parts import Section, legend, note
 from planner.show.markup import element
-from planner.show.svg import has_lanes, legend_kinds, row_name, timeline_svg
+from planner.show.svg import has_lanes, legend_kinds, timeline_svg
 from planner.show.views.numbers import layer_range, percent
+from planner.show.views.spans import BY_LABEL, row_name
 
 __all__ = ["timeline_data", "timeline_section"]
 
-_KINDS = ("forward", "backward", "receive", "optimizer", "send forward", "send backward")
-"""In the data a kind is its place in this list."""
+_LABELS = {
+    **{label: label for label in BY_LABEL},
+    "receive": "receive",
+    "optimizer": "optimizer step",
+    "send forward": "send forward",
+    "send backward": "send backward",
+}
+"""What the script calls the kinds of spans; in the data a kind is its place in this list."""
 
 
 def timeline_section(plan: Plan, step: Step | None) -> Section:
@@ -64,9 +72,12 @@ def timeline_data(plan: Plan, step: Step) -> str:
     again = sorted({(span.stage, round(span.recompute_us * 10)) for span in step.spans if span.recompute_us > 0})
     last = step.micro_batches - 1
     spared = sorted(
-        s.stage for s in step.spans if s.kind == "backward" and s.micro_batch == last and not s.recompute_us
+        s.stage for s in step.spans if s.kind == BACKWARD.label and s.micro_batch == last and not s.recompute_us
     )
     data = {
+        "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
+        "labels": list(_LABELS.values()),
+        "redone": list(_LABELS).index(BACKWARD.label),
         "row": row_name(step),
         "chunks": step.chunks,
         "last": last,
@@ -82,6 +93,6 @@ def timeline_data(plan: Plan, step: Step) -> str:
 def _append(row: list[int], span: Span, step: Step, before: int) -> int:
     """Kind with chunk, micro-batch, gap behind the start of the one before, duration. Both ends are rounded."""
     start, end = round(span.start_us * 10), round(span.end_us * 10)
-    code = _KINDS.index(span.kind) + len(_KINDS) * (span.stage // step.num_devices)
+    code = list(_LABELS).index(span.kind) + len(_LABELS) * (span.stage // step.num_devices)
     row += (code, span.micro_batch, start - before, end - start)
     return start

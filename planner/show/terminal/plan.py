@@ -6,6 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.cost.simulate import Event
+from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Plan
 from planner.core.values.units import counted
 from planner.show.terminal.frontier import frontier_parts
@@ -17,7 +18,7 @@ from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.numbers import percent
 from planner.show.views.plan import claim, figures, has_unlike_devices, headline
-from planner.show.views.words import method_name, not_measured, schedule_name
+from planner.show.views.words import method_name, not_measured
 
 __all__ = ["plan_text"]
 
@@ -85,7 +86,7 @@ def _not_a_pipeline(plan: Plan) -> str:
     if plan.solver.status == "given" or not had_a_choice:
         return f"not a pipeline: {here}"
     asked = inputs.schedule
-    under = "" if asked == "auto" else f"under {schedule_name(asked)} "
+    under = "" if asked == "auto" else f"under {SCHEDULES[asked].title} "
     if plan.solver.status == "optimal":
         return f"not a pipeline: {under}no cut is faster than {here}"
     return f"not a pipeline: {under}no cut was found that is faster than {here}"

@@ -29,10 +29,8 @@ class Glyphs:
     origin: str
     tick: str
     cap: str
-    forward: str
-    """Fills of a device's chunks, which take turns."""
-    backward: str
-    """Likewise."""
+    boxes: tuple[str, ...]
+    """Per kind of what devices compute the fills of a device's chunks, which take turns."""
     shades: str
     """From light to dark, five of them."""
     memory: str
@@ -51,8 +49,7 @@ UNICODE: Final = Glyphs(
     origin="├",
     tick="┼",
     cap="│",
-    forward="░▒",
-    backward="▓█",
+    boxes=("░▒", "▓█"),
     shades="·░▒▓█",
     memory="█▓▒▀▚░▄▌·",
 )
@@ -68,8 +65,7 @@ ASCII: Final = Glyphs(
     origin="+",
     tick="+",
     cap="|",
-    forward="-=",
-    backward="#%",
+    boxes=("-=", "#%"),
     shades=".:=%#",
     memory="#=%bc:~*.",
 )
@@ -143,7 +139,7 @@ def _wants_color(env: Mapping[str, str], *, terminal: bool) -> bool:
 
 def _encodes_blocks(stream: TextIO) -> bool:
     # All of them, not `█` alone: code page 437 has the blocks and lacks the ellipsis. A StringIO has no encoding.
-    every = "".join(getattr(UNICODE, name) for name in Glyphs.__slots__)
+    every = "".join("".join(getattr(UNICODE, name)) for name in Glyphs.__slots__)
     try:
         every.encode(stream.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):

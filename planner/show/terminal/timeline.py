@@ -9,7 +9,7 @@ chunk 1, and chunks take turns in fill, and in colour in hue. Boxes are exactly 
 columns, so boxes never overlap and a box thinner than a column may vanish.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import floor
@@ -18,23 +18,22 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.cost.simulate import Event
+from planner.core.schedule.kinds import BACKWARD, KINDS, Kind
 from planner.core.values.units import format_us
 from planner.show.terminal.rendering import flow, heading, render
 from planner.show.terminal.style import Glyphs, Style
 from planner.show.views.numbers import TimeScale, percent
 from planner.show.views.scale import nice
+from planner.show.views.spans import HUES
+from planner.show.views.words import place_word
 
 __all__ = ["Box", "Scale", "boxes_of", "idle_share", "timeline_parts", "timeline_text"]
 
-# Blue and orange: told apart by all eyes, and by brightness alone. Neighbours take turns in shade. Later chunks have
-# other hues in the same brightness: green and yellow, purple and pink, grey; then it begins anew.
-_PAPER = {
-    "F": ((25, 32), (22, 29), (54, 91), (236, 240)),
-    "B": ((214, 172), (228, 185), (218, 175), (254, 249)),
-}
-_INK = {"F": 231, "B": 16}
+_BY_LETTER: Mapping[str, Kind] = {kind.letter: kind for kind in KINDS.values()}
+"""What devices compute, as events name it; what else an event may be is a transfer."""
 
 _MIN_TICK_COLUMNS = 10
+_REMARKS: Mapping[str, str] = {BACKWARD.letter: " with any recomputation"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +90,13 @@ def timeline_text(events: Sequence[Event], num_devices: int, style: Style) -> st
 
 def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
     """What `timeline_text` is made of."""
-    computing = [event for event in events if event.kind in _PAPER]
+    computing = [event for event in events if event.kind in _BY_LETTER]
     total_us = max((event.end_us for event in computing), default=0.0)
     if total_us <= 0:
         return [heading("timeline"), "nothing takes any time"]
     chunks = max(event.stage for event in computing) // num_devices + 1
     # One stage per device: the row is called what tables call it.
-    called = "stage" if chunks == 1 else "device"
+    called = place_word(chunks)
     margin = len(f"{called} {num_devices - 1} ")
     scale = Scale(total_us=total_us, columns=style.columns - margin)
     title = heading("timeline of one step").append(f", {format_us(total_us)} up to the last backward", "not bold")
@@ -112,7 +111,7 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
 
 def boxes_of(events: Sequence[Event], device: int, scale: Scale, num_devices: int) -> list[Box]:
     """The boxes of one of `num_devices` devices, from left to right; none overlap."""
-    mine = sorted((e for e in events if e.device == device and e.kind in _PAPER), key=lambda e: e.start_us)
+    computed = sorted((e for e in events if e.device == device and e.kind in _BY_LETTER), key=lambda e: e.start_us)
     several = any(event.stage >= num_devices for event in events)
     return [
         Box(
@@ -123,14 +122,14 @@ def boxes_of(events: Sequence[Event], device: int, scale: Scale, num_devices: in
             room=scale.room(event.end_us - event.start_us),
             chunk=event.stage // num_devices if several else None,
         )
-        for event in mine
+        for event in computed
     ]
 
 
 def idle_share(events: Sequence[Event], num_devices: int) -> float:
     """Share of the devices' time between the start and the last backward in which they compute nothing."""
-    busy_us = sum(event.end_us - event.start_us for event in events if event.kind in _PAPER)
-    total_us = max(event.end_us for event in events if event.kind in _PAPER)
+    busy_us = sum(event.end_us - event.start_us for event in events if event.kind in _BY_LETTER)
+    total_us = max(event.end_us for event in events if event.kind in _BY_LETTER)
     return 1 - busy_us / (num_devices * total_us)
 
 
@@ -139,13 +138,13 @@ def _row(boxes: Sequence[Box], glyphs: Glyphs) -> Text:
     for box in boxes:
         row.append(" " * (box.start - len(row)))
         label = _label(box)
-        row.append(label, _look(box, _INK[box.kind], bold=True))
+        row.append(label, _look(box, _BY_LETTER[box.kind].terminal_ink, bold=True))
         row.append(_fill(box, glyphs) * (box.end - box.start - len(label)), _look(box))
     return row
 
 
 def _fill(box: Box, glyphs: Glyphs) -> str:
-    fills = glyphs.forward if box.kind == "F" else glyphs.backward
+    fills = glyphs.boxes[list(_BY_LETTER).index(box.kind) % len(glyphs.boxes)]
     return fills[(box.chunk or 0) % len(fills)]
 
 
@@ -168,7 +167,7 @@ def _label(box: Box) -> str:
 
 def _look(box: Box, ink: int | None = None, *, bold: bool = False) -> str:
     # Ink and paper alike make the fill a solid block in colour, and leave it there for who copies the text.
-    hues = _PAPER[box.kind]
+    hues = _BY_LETTER[box.kind].terminal
     paper = hues[(box.chunk or 0) % len(hues)][box.micro_batch % 2]
     return f"{'bold ' if bold else ''}color({paper if ink is None else ink}) on color({paper})"
 
@@ -191,13 +190,13 @@ def _axis(scale: Scale, margin: int, glyphs: Glyphs) -> list[Text]:
 
 
 def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> Text:
+    kinds = [kind for kind in KINDS.values() if any(box.kind == kind.letter for box in boxes)]
     samples: list[Text | str] = [
-        Text.assemble(_sample("F", 0, style.glyphs), " forward"),
-        Text.assemble(_sample("B", 0, style.glyphs), " backward with any recomputation"),
+        Text.assemble(_sample(kind, 0, style.glyphs), f" {kind.label}{_REMARKS.get(kind.letter, '')}") for kind in kinds
     ]
     samples += [
-        Text.assemble(_sample("F", chunk, style.glyphs), _sample("B", chunk, style.glyphs), f" chunk {chunk}")
-        for chunk in range(1, min(chunks, len(_PAPER["F"])))
+        Text.assemble(*(_sample(kind, chunk, style.glyphs) for kind in kinds), f" chunk {chunk}")
+        for chunk in range(1, min(chunks, HUES))
     ]
     if any(map(_has_number, boxes)):
         samples.append("number: micro-batch" + (".chunk" if chunks > 1 else ""))
@@ -206,6 +205,7 @@ def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> 
     return flow([*samples, f"blank: idle {percent(idle)}"], style, gap="   ")
 
 
-def _sample(kind: str, chunk: int, glyphs: Glyphs) -> Text:
-    box = Box(kind=kind, micro_batch=0, start=0, end=3, room=3, chunk=chunk)
-    return Text(kind, style=_look(box, _INK[kind], bold=True)).append(_fill(box, glyphs) * 2, _look(box))
+def _sample(kind: Kind, chunk: int, glyphs: Glyphs) -> Text:
+    box = Box(kind=kind.letter, micro_batch=0, start=0, end=3, room=3, chunk=chunk)
+    sample = Text(kind.letter, style=_look(box, kind.terminal_ink, bold=True))
+    return sample.append(_fill(box, glyphs) * 2, _look(box))

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from planner.core.judge.comparison import ComparedPlan, Comparison
 from planner.core.judge.difference import Difference
+from planner.core.schedule import SCHEDULES
 from planner.core.values.units import format_bytes
 from planner.show.views.numbers import NOTHING, difference
 from planner.show.views.table import Column, Table, Unit, Value
-from planner.show.views.words import schedule_name
 
 __all__ = ["comparison_table", "difference_table"]
 
@@ -22,7 +22,7 @@ def comparison_table(comparison: Comparison) -> Table:
     return Table(
         columns=(
             column("plan", "plan", "text", lambda row: row.path),
-            column("schedule", "schedule", "text", lambda row: schedule_name(row.plan.schedule), goes=2),
+            column("schedule", "schedule", "text", lambda row: SCHEDULES[row.plan.schedule].title, goes=2),
             column("devices", "devices", "count", _devices),
             column(
                 "size", "M x b", "count", lambda row: f"{row.plan.micro_batches} x {row.plan.micro_batch_size}", goes=3

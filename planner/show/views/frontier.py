@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from operator import attrgetter
 
+from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.show.views.numbers import NOTHING
 from planner.show.views.table import Column, Table, Unit, Value
-from planner.show.views.words import schedule_name
 
 __all__ = ["NO_PLAN", "frontier_table", "has_several_replicas"]
 
@@ -37,14 +37,14 @@ def frontier_table(plan: Plan) -> Table:
         per = "step" if unit == "us" else ""
         return Column(name=name, title=title, unit=unit, per=per, values=values, marked=marked, goes=goes)
 
-    interleaved = any(point.schedule == "interleaved" for point in points if point.fits)
+    chunked = any(SCHEDULES[point.schedule].is_chunked for point in points if point.fits)
     return Table(
         columns=(
             column("micro_batches", "M", "count", attrgetter("micro_batches"), unfit=None),
             column("replicas", "replicas", "count", attrgetter("replicas"), unfit=None),
             column("micro_batch_size", "b", "count", attrgetter("micro_batch_size"), unfit=None),
-            column("schedule", "schedule", "text", lambda p: schedule_name(p.schedule), goes=1),
-            column("devices", "devices" if interleaved else "stages", "count", attrgetter("devices"), goes=2),
+            column("schedule", "schedule", "text", lambda p: SCHEDULES[p.schedule].title, goes=1),
+            column("devices", "devices" if chunked else "stages", "count", attrgetter("devices"), goes=2),
             column("step", "step", "us", attrgetter("step_us"), unfit=NO_PLAN),
             column("samples", "samples/s", "rate", attrgetter("samples_per_s"), goes=4),
             column("bubble", "bubble", "percent", attrgetter("bubble"), goes=3),

@@ -1,11 +1,12 @@
 """What a plan says of itself in words, and its stages as a table."""
 
+from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import counted, format_us
 from planner.show.views.memory import share_of_cap
 from planner.show.views.numbers import layer_range, percent, rate
 from planner.show.views.table import Column, Table
-from planner.show.views.words import plans_searched, schedule_name
+from planner.show.views.words import plans_searched
 
 __all__ = ["claim", "figures", "has_unlike_devices", "headline", "stage_table"]
 
@@ -24,7 +25,7 @@ def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
     if plan.replicas > 1:
         shape = f"{plan.replicas} replicas of {shape}"
     micro_batches = f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch_size, 'sample')}"
-    return f"{schedule_name(plan.schedule)}, {shape}{by}{micro_batches}"
+    return f"{SCHEDULES[plan.schedule].title}, {shape}{by}{micro_batches}"
 
 
 def figures(plan: Plan) -> tuple[str, str, str]:

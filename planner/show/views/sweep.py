@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
+from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Plan
 from planner.core.values.sweep import Sweep, SweepCell
 from planner.core.values.units import counted, exact_bytes_option
 from planner.show.views.numbers import percent, rate
 from planner.show.views.table import Column, Table, Unit, Value
-from planner.show.views.words import schedule_name
 
 __all__ = ["best_words", "sweep_table"]
 
@@ -27,7 +27,7 @@ def sweep_table(sweep: Sweep) -> Table:
         columns=(
             column("devices", "devices", "count", lambda cell: cell.devices),
             column("memory", "memory", "count", lambda cell: exact_bytes_option(cell.memory_bytes)),
-            planned("schedule", "schedule", "text", lambda plan: schedule_name(plan.schedule), goes=1),
+            planned("schedule", "schedule", "text", lambda plan: SCHEDULES[plan.schedule].title, goes=1),
             planned("plan", "plan", "text", _shape, goes=2),
             planned("step", "step", "us", lambda plan: plan.predicted.step_us),
             planned("samples", "samples/s", "rate", lambda plan: plan.predicted.samples_per_s),

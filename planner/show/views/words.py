@@ -1,10 +1,9 @@
 """What schedules and solvers are called when people are told of them."""
 
-from planner.core.values.plan import Plan, ScheduleName
+from planner.core.schedule import SCHEDULES
+from planner.core.values.plan import Plan
 
-__all__ = ["method_name", "not_measured", "place_word", "plans_searched", "schedule_name"]
-
-_SCHEDULES: dict[ScheduleName, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
+__all__ = ["method_name", "not_measured", "place_word", "plans_searched"]
 
 _METHODS = {
     "dynamic-programming": "dynamic programme",
@@ -13,15 +12,10 @@ _METHODS = {
 }
 
 
-def schedule_name(schedule: ScheduleName) -> str:
-    """A schedule as the literature writes it."""
-    return _SCHEDULES[schedule]
-
-
 def plans_searched(plan: Plan) -> str:
     """What a plan was the best of, to say "no … is faster": `plan`, or `GPipe plan` where that was asked for."""
     asked = plan.inputs.schedule
-    return "plan" if asked == "auto" else f"{schedule_name(asked)} plan"
+    return "plan" if asked == "auto" else f"{SCHEDULES[asked].title} plan"
 
 
 def method_name(method: str) -> str:
