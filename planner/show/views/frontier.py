@@ -5,8 +5,7 @@ from operator import attrgetter
 
 from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import FrontierPoint, Plan
-from planner.show.views.numbers import NOTHING
-from planner.show.views.table import Column, Table, Unit, Value
+from planner.show.views.table import Table, Value, column, table
 
 __all__ = ["NO_PLAN", "frontier_table", "has_several_replicas"]
 
@@ -24,31 +23,22 @@ def frontier_table(plan: Plan) -> Table:
     chosen = (plan.micro_batches, plan.replicas)
     marked = frozenset(n for n, point in enumerate(points) if (point.micro_batches, point.replicas) == chosen)
 
-    def column(
-        name: str,
-        title: str,
-        unit: Unit,
-        value: Callable[[FrontierPoint], Value],
-        *,
-        unfit: str | None = NOTHING,
-        goes: int = 0,
-    ) -> Column:
-        values = tuple(value(point) if point.fits or unfit is None else unfit for point in points)
-        per = "step" if unit == "us" else ""
-        return Column(name=name, title=title, unit=unit, per=per, values=values, marked=marked, goes=goes)
-
     chunked = any(SCHEDULES[point.schedule].is_chunked for point in points if point.fits)
-    return Table(
-        columns=(
-            column("micro_batches", "M", "count", attrgetter("micro_batches"), unfit=None),
-            column("replicas", "replicas", "count", attrgetter("replicas"), unfit=None),
-            column("micro_batch_size", "b", "count", attrgetter("micro_batch_size"), unfit=None),
-            column("schedule", "schedule", "text", lambda p: SCHEDULES[p.schedule].title, goes=1),
-            column("devices", "devices" if chunked else "stages", "count", attrgetter("devices"), goes=2),
-            column("step", "step", "us", attrgetter("step_us"), unfit=NO_PLAN),
-            column("samples", "samples/s", "rate", attrgetter("samples_per_s"), goes=4),
-            column("bubble", "bubble", "percent", attrgetter("bubble"), goes=3),
-            column("peak", "peak per\ndevice", "bytes", attrgetter("peak_bytes")),
-            column("recompute", "recompute", "percent", attrgetter("recompute_share"), goes=5),
-        )
+    return table(
+        points,
+        column("micro_batches", "M", attrgetter("micro_batches"), "count", marked=marked),
+        column("replicas", "replicas", attrgetter("replicas"), "count"),
+        column("micro_batch_size", "b", attrgetter("micro_batch_size"), "count"),
+        column("schedule", "schedule", lambda p: SCHEDULES[p.schedule].title if p.fits else None, goes=1),
+        column("devices", "devices" if chunked else "stages", _fitting("devices"), "count", goes=2),
+        column("step", "step", _fitting("step_us", NO_PLAN), "us", per="step"),
+        column("samples", "samples/s", _fitting("samples_per_s"), "rate", goes=4),
+        column("bubble", "bubble", _fitting("bubble"), "percent", goes=3),
+        column("peak", "peak per\ndevice", _fitting("peak_bytes"), "bytes"),
+        column("recompute", "recompute", _fitting("recompute_share"), "percent", goes=5),
     )
+
+
+def _fitting(field: str, otherwise: str | None = None) -> Callable[[FrontierPoint], Value]:
+    """Reads a field of a point where a plan fits."""
+    return lambda point: getattr(point, field) if point.fits else otherwise

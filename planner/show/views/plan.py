@@ -1,11 +1,13 @@
 """What a plan says of itself in words, and its stages as a table."""
 
+from operator import attrgetter
+
 from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import counted, format_us
 from planner.show.views.memory import share_of_cap
 from planner.show.views.numbers import layer_range, percent, rate
-from planner.show.views.table import Column, Table
+from planner.show.views.table import Table, column, table
 from planner.show.views.words import plans_searched
 
 __all__ = ["claim", "figures", "has_unlike_devices", "headline", "stage_table"]
@@ -62,47 +64,20 @@ def stage_table(plan: Plan, *, brief: bool = False) -> Table:
         plan: The plan.
         brief: Both ends of every stage and the kind of recomputation alone, not how many layers recompute.
     """
-    stages = plan.stages
-    slowest = plan.predicted.bottleneck_stage if len(stages) > 1 else -1
-    over = frozenset(s.index for s in stages if s.memory.total > s.memory_bytes)
-    layers = _both_ends if brief else _layers
-    recompute = _kind if brief else _recompute
-    return Table(
-        columns=(
-            Column(
-                name="stage",
-                title="stage",
-                values=tuple(str(s.index) for s in stages),
-                marked=frozenset({slowest}),
-            ),
-            Column(name="layers", title="layers", values=tuple(map(layers, stages))),
-            Column(name="recompute", title="recompute", values=tuple(map(recompute, stages))),
-            Column(name="device", title="device", values=tuple(str(plan.device_of(s)) for s in stages)),
-            Column(name="placed", title="device", values=tuple(_placed(s, plan) for s in stages)),
-            Column(
-                name="forward",
-                title="forward",
-                unit="us",
-                per="micro-batch",
-                values=tuple(s.forward_us for s in stages),
-            ),
-            Column(
-                name="backward",
-                title="backward",
-                unit="us",
-                per="micro-batch",
-                values=tuple(s.backward_us for s in stages),
-            ),
-            Column(name="memory", title="memory", unit="bytes", values=tuple(s.memory.total for s in stages)),
-            Column(name="cap", title="cap", unit="bytes", values=tuple(s.memory_bytes for s in stages)),
-            Column(
-                name="share",
-                title="share",
-                unit="share",
-                values=tuple(share_of_cap(s.memory.total, s.memory_bytes) for s in stages),
-                marked=over,
-            ),
-        )
+    slowest = frozenset({plan.predicted.bottleneck_stage} if len(plan.stages) > 1 else ())
+    over = frozenset(s.index for s in plan.stages if s.memory.total > s.memory_bytes)
+    return table(
+        plan.stages,
+        column("stage", "stage", lambda s: str(s.index), marked=slowest),
+        column("layers", "layers", _both_ends if brief else _layers),
+        column("recompute", "recompute", attrgetter("recompute") if brief else _recompute),
+        column("device", "device", lambda s: str(plan.device_of(s))),
+        column("placed", "device", lambda s: _placed(s, plan)),
+        column("forward", "forward", attrgetter("forward_us"), "us", per="micro-batch"),
+        column("backward", "backward", attrgetter("backward_us"), "us", per="micro-batch"),
+        column("memory", "memory", attrgetter("memory.total"), "bytes"),
+        column("cap", "cap", attrgetter("memory_bytes"), "bytes"),
+        column("share", "share", lambda s: share_of_cap(s.memory.total, s.memory_bytes), "share", marked=over),
     )
 
 
@@ -119,10 +94,6 @@ def _both_ends(stage: Stage) -> str:
 
 def _recompute(stage: Stage) -> str:
     return f"{len(stage.recomputed)} of {counted(stage.layers, 'layer')}" if stage.recomputed else stage.recompute
-
-
-def _kind(stage: Stage) -> str:
-    return stage.recompute
 
 
 def _placed(stage: Stage, plan: Plan) -> str:

@@ -1,12 +1,11 @@
 """A run's stages as a table: what each took, what it waited for, and its memory."""
 
-from collections.abc import Callable
 from operator import attrgetter
 
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import counted
 from planner.show.views.numbers import layer_range
-from planner.show.views.table import Column, Table, Unit, Value
+from planner.show.views.table import Table, column, table
 
 __all__ = ["WAITING", "pipeline_words", "run_table"]
 
@@ -23,25 +22,17 @@ def pipeline_words(report: RunReport) -> str:
 
 def run_table(report: RunReport) -> Table:
     """A row per stage of every replica; times of one micro-batch, transfer and idle time of a whole step."""
-
-    def column(
-        name: str, value: Callable[[StageRun], Value], unit: Unit, *, title: str = "", per: str = "micro-batch"
-    ) -> Column:
-        per = per if unit == "us" else ""
-        return Column(name=name, title=title or name, unit=unit, per=per, values=tuple(map(value, report.stages)))
-
-    return Table(
-        columns=(
-            column("stage", _stage, "text"),
-            column("layers", lambda run: layer_range(run.first, run.last), "text"),
-            column("forward", attrgetter("forward_us"), "us"),
-            column("backward", attrgetter("backward_us"), "us"),
-            column("recompute", attrgetter("recompute_us"), "us", title="recomp."),
-            column("transfer", attrgetter("transfer_us"), "us", per="step"),
-            column("idle", attrgetter("idle_us"), "us", per="step"),
-            column("parameters", attrgetter("parameter_bytes"), "bytes"),
-            column("peak", attrgetter("peak_bytes"), "bytes", title="peak\nmemory"),
-        )
+    return table(
+        report.stages,
+        column("stage", "stage", _stage),
+        column("layers", "layers", lambda run: layer_range(run.first, run.last)),
+        column("forward", "forward", attrgetter("forward_us"), "us", per="micro-batch"),
+        column("backward", "backward", attrgetter("backward_us"), "us", per="micro-batch"),
+        column("recompute", "recomp.", attrgetter("recompute_us"), "us", per="micro-batch"),
+        column("transfer", "transfer", attrgetter("transfer_us"), "us", per="step"),
+        column("idle", "idle", attrgetter("idle_us"), "us", per="step"),
+        column("parameters", "parameters", attrgetter("parameter_bytes"), "bytes"),
+        column("peak", "peak\nmemory", attrgetter("peak_bytes"), "bytes"),
     )
 
 

@@ -1,13 +1,14 @@
 """Many clusters as a table, and which of them is the smallest that trains."""
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Plan
 from planner.core.values.sweep import Sweep, SweepCell
 from planner.core.values.units import counted, exact_bytes_option
 from planner.show.views.numbers import percent, rate
-from planner.show.views.table import Column, Table, Unit, Value
+from planner.show.views.table import Table, Value, column, table
 
 __all__ = ["best_words", "sweep_table"]
 
@@ -16,26 +17,18 @@ _NONE = {"none": "does not fit", "unknown": "no plan in time"}
 
 def sweep_table(sweep: Sweep) -> Table:
     """A row per cell, grouped by the number of devices."""
-
-    def column(name: str, title: str, unit: Unit, value: Callable[[SweepCell], Value], *, goes: int = 0) -> Column:
-        return Column(name=name, title=title, unit=unit, values=tuple(map(value, sweep.cells)), goes=goes)
-
-    def planned(name: str, title: str, unit: Unit, value: Callable[[Plan], Value], *, goes: int = 0) -> Column:
-        return column(name, title, unit, lambda cell: None if cell.plan is None else value(cell.plan), goes=goes)
-
-    return Table(
-        columns=(
-            column("devices", "devices", "count", lambda cell: cell.devices),
-            column("memory", "memory", "count", lambda cell: exact_bytes_option(cell.memory_bytes)),
-            planned("schedule", "schedule", "text", lambda plan: SCHEDULES[plan.schedule].title, goes=1),
-            planned("plan", "plan", "text", _shape, goes=2),
-            planned("step", "step", "us", lambda plan: plan.predicted.step_us),
-            planned("samples", "samples/s", "rate", lambda plan: plan.predicted.samples_per_s),
-            column("per_device", "per\ndevice", "rate", lambda cell: cell.samples_per_device_s if cell.plan else None),
-            planned("bubble", "bubble", "percent", lambda plan: plan.predicted.bubble, goes=4),
-            planned("peak", "peak", "bytes", lambda plan: max(plan.device_bytes()), goes=3),
-            column("notes", "", "text", _notes),
-        ),
+    return table(
+        sweep.cells,
+        column("devices", "devices", attrgetter("devices"), "count"),
+        column("memory", "memory", lambda cell: exact_bytes_option(cell.memory_bytes), "count"),
+        column("schedule", "schedule", _planned(lambda plan: SCHEDULES[plan.schedule].title), goes=1),
+        column("plan", "plan", _planned(_shape), goes=2),
+        column("step", "step", _planned(attrgetter("predicted.step_us")), "us"),
+        column("samples", "samples/s", _planned(attrgetter("predicted.samples_per_s")), "rate"),
+        column("per_device", "per\ndevice", lambda cell: cell.samples_per_device_s if cell.plan else None, "rate"),
+        column("bubble", "bubble", _planned(attrgetter("predicted.bubble")), "percent", goes=4),
+        column("peak", "peak", _planned(lambda plan: max(plan.device_bytes())), "bytes", goes=3),
+        column("notes", "", _notes),
         group=len(sweep.memory_bytes),
     )
 
@@ -65,6 +58,11 @@ def _cluster(cell: SweepCell) -> str:
 
 def _per_s(cell: SweepCell) -> float:
     return cell.plan.predicted.samples_per_s if cell.plan is not None else 0.0
+
+
+def _planned(value: Callable[[Plan], Value]) -> Callable[[SweepCell], Value]:
+    """Reads a value of the cell's plan, if it has one."""
+    return lambda cell: None if cell.plan is None else value(cell.plan)
 
 
 def _shape(plan: Plan) -> str:

@@ -1,17 +1,18 @@
 """A table of values: what every medium draws in its own way, with its own units, marks and choice of columns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from planner.core.values.units import format_bytes, format_us
 from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
 
-__all__ = ["Column", "Table", "Unit", "Value"]
+__all__ = ["Column", "Table", "Unit", "Value", "column", "table"]
 
 Unit = Literal["text", "count", "us", "bytes", "percent", "share", "rate"]
 Value = str | float | None
 """A string says in words why there is no number; None is nothing to show."""
+Row = TypeVar("Row")
 
 _TEXTS: Final[Mapping[Unit, Callable[[float], str]]] = {
     "text": str,
@@ -32,32 +33,25 @@ class Column:
     """By which renderers pick it."""
     title: str
     """A line feed stands where it may be broken."""
-    values: tuple[Value, ...]
+    values: tuple[Value, ...] = ()
     unit: Unit = "text"
     """Text stands to the left, all else to the right, even where a value is given in words."""
     per: str = ""
     """What times are of: columns of one such share a unit where digits are compared; empty: each has its own."""
-    marked: frozenset[int] = frozenset()
-    """Rows in which the value is stressed: what is slowest, chosen, or over its cap."""
     goes: int = 0
     """The larger, the sooner the column is left out where there is no room; 0 stays in any case."""
+    marked: frozenset[int] = frozenset()
+    """Rows in which the value is stressed: what is slowest, chosen, or over its cap."""
 
     @property
     def heading(self) -> str:
         """The title on one line."""
         return self.title.replace("\n", " ")
 
-    def text(self, value: Value, scale: TimeScale | None = None) -> str:
-        """A value with its unit; without, where `scale` is the unit of the whole column."""
-        if value is None:
-            return NOTHING
-        if isinstance(value, str):
-            return value
-        return scale.text(value) if scale is not None else _TEXTS[self.unit](value)
-
     def texts(self, scale: TimeScale | None = None) -> tuple[str, ...]:
-        """Every value."""
-        return tuple(self.text(value, scale) for value in self.values)
+        """Every value with its unit; without, where `scale` is the unit of the whole column."""
+        text = _TEXTS[self.unit] if scale is None else scale.text
+        return tuple(NOTHING if v is None else v if isinstance(v, str) else text(v) for v in self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +72,11 @@ class Table:
 
     def without(self, *names: str) -> "Table":
         """The columns but for these."""
-        return replace(self, columns=tuple(column for column in self.columns if column.name not in names))
+        return self.pick(*(column.name for column in self.columns if column.name not in names))
 
     def titled(self, **titles: str) -> "Table":
         """With other titles for some columns."""
-        columns = (replace(column, title=titles.get(column.name, column.title)) for column in self.columns)
-        return replace(self, columns=tuple(columns))
+        return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
 
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """Every row as texts, each value with a unit of its own."""
@@ -94,6 +87,18 @@ class Table:
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
-                numbers = [value for value in column.values if value is not None and not isinstance(value, str)]
-                times.setdefault(column.per, []).extend(numbers)
+                times.setdefault(column.per, []).extend(v for v in column.values if isinstance(v, (int, float)))
         return {per: TimeScale.fitting(numbers) for per, numbers in times.items()}
+
+
+def column(
+    name: str, title: str, value: Callable[[Row], Value], unit: Unit = "text", **more: Any
+) -> tuple[Column, Callable[[Row], Value]]:
+    """A column of `table`, and how its value is read from a row; `more` are other fields of `Column`."""
+    return Column(name=name, title=title, unit=unit, **more), value
+
+
+def table(rows: Sequence[Row], *columns: tuple[Column, Callable[[Row], Value]], group: int = 0) -> Table:
+    """The table whose columns hold what is read from each of `rows`."""
+    filled = (replace(column, values=tuple(map(value, rows))) for column, value in columns)
+    return Table(columns=tuple(filled), group=group)
