@@ -4,13 +4,11 @@ Knows `planner.core` only.
 """
 
 from planner.show.terminal.links import links_text
-from planner.show.terminal.memory import memory_text
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
 from planner.show.terminal.rules import rules_text
 from planner.show.terminal.run import comparison_text, run_text
 from planner.show.terminal.style import Style, style_for
-from planner.show.terminal.timeline import timeline_text
 from planner.show.terminal.verdict import verdict_text
 from planner.show.terminal.verification import verification_text
 
@@ -18,13 +16,11 @@ __all__ = [
     "Style",
     "comparison_text",
     "links_text",
-    "memory_text",
     "plan_text",
     "profile_text",
     "rules_text",
     "run_text",
     "style_for",
-    "timeline_text",
     "verdict_text",
     "verification_text",
 ]

@@ -11,7 +11,7 @@ from string import Template
 
 from planner.core.cost.step import Span, Step
 from planner.show.markup import element, number, safe
-from planner.show.views.scale import time_ticks
+from planner.show.views.numbers import time_ticks
 from planner.show.views.spans import BY_LABEL, ink_rules, kind_rules, legend_looks, look_of, number_of, row_name
 
 __all__ = ["has_lanes", "legend_kinds", "timeline_svg"]

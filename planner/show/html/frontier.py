@@ -1,7 +1,7 @@
 """The trade-off over the number of micro-batches: step time, bubble and peak, the chosen point marked."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.core.values.plan import FrontierPoint, Plan
@@ -108,13 +108,7 @@ def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None
 
 
 def _numbers(shown: Table, names: Sequence[str], points: Sequence[FrontierPoint]) -> str:
-    choice, speed = shown.column("micro_batches"), shown.column("samples")
-    speeds = tuple(f"{p.samples_per_s:,.1f}" if p.fits else NOTHING for p in points)
-    columns = {
-        **{column.name: column for column in shown.columns},
-        "micro_batches": replace(choice, unit="text", values=tuple(names)),
-        "samples": replace(speed, values=speeds),
-    }
-    numbers = Table(columns=tuple(columns[name] for name in _COLUMNS))
-    numbers = numbers.titled(micro_batch_size="samples each", devices="devices")
+    speeds = (f"{p.samples_per_s:,.1f}" if p.fits else NOTHING for p in points)
+    numbers = shown.pick(*_COLUMNS).titled(micro_batch_size="samples each", devices="devices")
+    numbers = numbers.reworded("micro_batches", names).reworded("samples", speeds)
     return view(numbers, marks={"micro_batches": " ◆"})

@@ -11,7 +11,7 @@ from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, layer_name, legend, note, table
 from planner.show.markup import element, number, safe
-from planner.show.views.measured import OF_REPLICAS, Beside, beside, ran_other_stages
+from planner.show.views.measured import HEADERS, OF_REPLICAS, Beside, beside, ran_other_stages
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.run import run_table
 
@@ -32,7 +32,7 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
         return Section(anchor="measured", title=title, body=body)
     figures = beside(plan, report)
     rows = [row for text, quantities in _SCALES for row in _rows([f for f in figures if f.what in quantities], text)]
-    body = table(("", "predicted", "measured", "difference", ""), rows)
+    body = table(("", *HEADERS, ""), rows)
     body += legend([("t-predicted", "predicted"), ("t-measured", "measured")])
     machine = f"{report.device.kind} {report.device.name}".strip()
     lead = f"Median of {len(timed_steps_us(report))} steps on {machine}. Difference: measured against predicted."

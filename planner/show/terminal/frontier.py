@@ -1,7 +1,5 @@
 """The trade-off over the number of micro-batches as a table, with a bar for every step where there is room."""
 
-from dataclasses import replace
-
 from rich.console import RenderableType
 
 from planner.core.values.plan import Plan
@@ -40,9 +38,8 @@ def _with_marks(view: Table, style: Style) -> Table:
     choice = view.column("micro_batches")
     width = max(map(len, choice.texts()))
     marks = [f" {style.glyphs.mark}" if row in choice.marked else "" for row in range(len(choice.values))]
-    texts = tuple(f"{text:>{width}}{mark}" for text, mark in zip(choice.texts(), marks, strict=True))
-    marked = replace(choice, title=choice.title.rjust(width), unit="text", values=texts)
-    return Table(columns=tuple(marked if column is choice else column for column in view.columns))
+    texts = (f"{text:>{width}}{mark}" for text, mark in zip(choice.texts(), marks, strict=True))
+    return view.reworded("micro_batches", texts, title=choice.title.rjust(width), unit="text")
 
 
 def _bars(plan: Plan, room: int, style: Style) -> tuple[Column, ...]:

@@ -8,11 +8,13 @@ from planner.show.views.numbers import NOTHING
 
 __all__ = ["links_text"]
 
+_NUMBERS = ("latency", "bandwidth", "largest message", "")
+
 
 def links_text(links: Links, style: Style) -> str:
     """A row per boundary: latency, bandwidth, and how long the largest message took."""
     machine = [f"{links.device.kind} {links.device.name}".strip(), links.backend, f"torch {links.environment.torch}"]
-    columns = [Column(header="link", number=False), *map(_number, ("latency", "bandwidth", "largest message", ""))]
+    columns = [Column(header="link", number=False), *(Column(header=name) for name in _NUMBERS)]
     rows = []
     for n, boundary in enumerate(links.boundaries):
         link, sizes = boundary.link, boundary.sample_bytes
@@ -33,7 +35,3 @@ def links_text(links: Links, style: Style) -> str:
         BLANK,
         table(columns, rows, style),
     )
-
-
-def _number(header: str) -> Column:
-    return Column(header=header)

@@ -8,11 +8,12 @@ from rich.text import Text
 
 from planner.core.values.plan import Stage
 from planner.core.values.units import format_bytes
-from planner.show.terminal.rendering import flow, heading, padded, render
+from planner.show.terminal.rendering import flow, heading, padded
 from planner.show.terminal.style import Style
 from planner.show.views.memory import KINDS, DeviceMemory, device_memory, fullest, kind_words, kinds_there
+from planner.show.views.words import place_word
 
-__all__ = ["memory_parts", "memory_text"]
+__all__ = ["memory_parts"]
 
 # Blues and purple for what the model weighs, warm colours for what the micro-batches add, greys for the rest.
 _COLORS = {
@@ -30,7 +31,7 @@ _COLORS = {
 _ENOUGH_TO_SEE = 0.25
 
 
-def memory_text(stages: Sequence[Stage], style: Style, *, num_devices: int | None = None) -> str:
+def memory_parts(stages: Sequence[Stage], style: Style, *, num_devices: int) -> list[RenderableType]:
     """A bar per device, stacked by kind of memory, with the device's cap marked, and a legend.
 
     Where every device needs far less than the largest cap, the bars are drawn to the largest need instead.
@@ -38,21 +39,16 @@ def memory_text(stages: Sequence[Stage], style: Style, *, num_devices: int | Non
     Args:
         stages: Of the whole pipeline, in order.
         style: How to draw.
-        num_devices: K; stage s runs on device s modulo K. As many as stages, unless devices run several.
+        num_devices: K; stage s runs on device s modulo K.
     """
-    return render(style, *memory_parts(stages, style, num_devices=num_devices))
-
-
-def memory_parts(stages: Sequence[Stage], style: Style, *, num_devices: int | None = None) -> list[RenderableType]:
-    """What `memory_text` is made of."""
-    needs = device_memory(stages, num_devices or len(stages))
+    needs = device_memory(stages, num_devices)
     need, cap = max(n.total_bytes for n in needs), max(n.cap_bytes for n in needs)
     to_caps = need >= cap * _ENOUGH_TO_SEE
     labels = _columns([n.label for n in needs])
     numbers = _numbers(needs, style)
     room = style.columns - len(labels[0]) - max(number.cell_len for number in numbers) - 4
     scale = room / max(1, need, cap if to_caps else 0)
-    title = heading(f"memory per {'stage' if len(needs) == len(stages) else 'device'}")
+    title = heading(f"memory per {place_word(len(stages) // num_devices)}")
     if not to_caps:
         title.append(f", bars to the largest need ({format_bytes(need)}): the caps lie far to the right", "not bold")
     rows = [

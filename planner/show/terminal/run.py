@@ -17,7 +17,7 @@ from planner.core.values.units import format_bytes
 from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import drawn
-from planner.show.views.measured import OF_REPLICAS, Beside, beside, ran_other_stages
+from planner.show.views.measured import HEADERS, OF_REPLICAS, Beside, beside, ran_other_stages
 from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
 from planner.show.views.run import WAITING, pipeline_words, run_table
 
@@ -86,12 +86,8 @@ def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableT
         # The bubble goes with the step.
         rows += [None] if what not in ("step_us", "bubble") else []
         rows += _compared(tuple(group))
-    columns = [Column(header="", number=False), *map(_column, ("predicted", "measured", "difference"))]
+    columns = [Column(header="", number=False), *(Column(header=name) for name in HEADERS)]
     return [table(columns, rows, style), *_notes(plan, report, style)]
-
-
-def _column(header: str) -> Column:
-    return Column(header=header)
 
 
 def _compared(rows: Sequence[Beside]) -> list[_Row]:

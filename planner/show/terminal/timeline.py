@@ -20,14 +20,13 @@ from rich.text import Text
 from planner.core.cost.simulate import Event
 from planner.core.schedule.kinds import BACKWARD, KINDS, Kind
 from planner.core.values.units import format_us
-from planner.show.terminal.rendering import flow, heading, render
+from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Glyphs, Style
-from planner.show.views.numbers import TimeScale, percent
-from planner.show.views.scale import nice
+from planner.show.views.numbers import percent, time_ticks
 from planner.show.views.spans import HUES
 from planner.show.views.words import place_word
 
-__all__ = ["Box", "Scale", "boxes_of", "idle_share", "timeline_parts", "timeline_text"]
+__all__ = ["Box", "Scale", "boxes_of", "idle_share", "timeline_parts"]
 
 _BY_LETTER: Mapping[str, Kind] = {kind.letter: kind for kind in KINDS.values()}
 """What devices compute, as events name it; what else an event may be is a transfer."""
@@ -77,7 +76,7 @@ class Box:
         return f"{self.kind}{self.micro_batch}"
 
 
-def timeline_text(events: Sequence[Event], num_devices: int, style: Style) -> str:
+def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
     """The timeline of `events` with its time axis and legend. Transfers are left out.
 
     Args:
@@ -85,11 +84,6 @@ def timeline_text(events: Sequence[Event], num_devices: int, style: Style) -> st
         num_devices: K, the rows: as many as stages, unless devices run several.
         style: How to draw.
     """
-    return render(style, *timeline_parts(events, num_devices, style))
-
-
-def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
-    """What `timeline_text` is made of."""
     computing = [event for event in events if event.kind in _BY_LETTER]
     total_us = max((event.end_us for event in computing), default=0.0)
     if total_us <= 0:
@@ -173,19 +167,17 @@ def _look(box: Box, ink: int | None = None, *, bold: bool = False) -> str:
 
 
 def _axis(scale: Scale, margin: int, glyphs: Glyphs) -> list[Text]:
-    step_us = nice(scale.total_us * _MIN_TICK_COLUMNS / scale.columns)
-    unit = TimeScale.fitting([scale.total_us])
+    unit, ticks = time_ticks(scale.total_us, scale.columns / _MIN_TICK_COLUMNS)
     line = [glyphs.rule] * scale.columns
     labels = [" "] * scale.columns
-    for n in range(floor(scale.total_us / step_us) + 1):
-        column = min(scale.column(n * step_us), scale.columns - 1)
-        line[column] = glyphs.tick if n else glyphs.origin
-        label = f"{n * step_us / unit.factor:g}"
-        first = max(0, min(column - (len(label) - 1) // 2, scale.columns - len(label)))
-        labels[first : first + len(label)] = label
+    for tick in ticks:
+        column = min(scale.column(tick.time_us), scale.columns - 1)
+        line[column] = glyphs.tick if tick.time_us else glyphs.origin
+        first = max(0, min(column - (len(tick.label) - 1) // 2, scale.columns - len(tick.label)))
+        labels[first : first + len(tick.label)] = tick.label
     return [
         Text(" " * margin + "".join(line), style="dim"),
-        Text(unit.unit.rjust(margin - 1) + " " + "".join(labels)),
+        Text(unit.rjust(margin - 1) + " " + "".join(labels)),
     ]
 
 

@@ -8,7 +8,7 @@ from planner.core.judge.verification import Compared, Verification
 from planner.core.values.units import format_bytes, format_rate, format_us
 from planner.show.terminal.rendering import BLANK, Column, flow, render, table
 from planner.show.terminal.style import Style
-from planner.show.views.measured import label_of
+from planner.show.views.measured import HEADERS, label_of
 from planner.show.views.numbers import NOTHING, difference, percent
 
 __all__ = ["verification_text"]
@@ -21,7 +21,7 @@ def verification_text(verification: Verification, style: Style) -> str:
         if before is not None and before.what != row.what and "step_us" not in (before.what, row.what):
             rows.append(None)
         rows.append(_row(row))
-    columns = [Column(header="", number=False), *(Column(header=name) for name in _HEADERS), Column(header="")]
+    columns = [Column(header="", number=False), *(Column(header=name) for name in HEADERS), Column(header="")]
     shown = table(columns, rows, style)
     said = [*verification.notes, *([] if verification.proof is None else [str(verification.proof)])]
     notes = [flow(note.split(), style, gap=" ") for note in said]
@@ -29,7 +29,6 @@ def verification_text(verification: Verification, style: Style) -> str:
 
 
 _TEXTS: dict[str, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
-_HEADERS = ("predicted", "measured", "difference")
 
 
 def _row(row: Compared) -> Sequence[str | Text]:

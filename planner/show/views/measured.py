@@ -10,8 +10,9 @@ from planner.core.values.run_report import RunReport
 from planner.show.views.numbers import NOTHING, difference
 from planner.show.views.words import place_word
 
-__all__ = ["OF_REPLICAS", "Beside", "beside", "label_of", "ran_other_stages"]
+__all__ = ["HEADERS", "OF_REPLICAS", "Beside", "beside", "label_of", "ran_other_stages"]
 
+HEADERS = ("predicted", "measured", "difference")
 OF_REPLICAS = "the slowest and the largest of the replicas"
 """Which of the measured figures stand beside those that are predicted of one pipeline."""
 

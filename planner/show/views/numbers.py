@@ -1,9 +1,10 @@
-"""Numbers for people: columns of times in one unit, shares, differences, ranges of layers."""
+"""Numbers for people: times in one unit, time axes, shares, differences, ranges of layers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import ceil, floor, log10
 
-__all__ = ["NOTHING", "TimeScale", "difference", "format_count", "layer_range", "percent", "rate"]
+__all__ = ["NOTHING", "Tick", "TimeScale", "difference", "format_count", "layer_range", "percent", "rate", "time_ticks"]
 
 NOTHING = "-"
 """Stands where there is no number to show."""
@@ -63,3 +64,26 @@ def layer_range(first: str, last: str, count: int | None = None) -> str:
     """Consecutive layers as `block_0 … block_7 (8)`; the count may be unknown."""
     names = first if first == last else f"{first} … {last}"
     return names if count is None else f"{names} ({count})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A mark on the axis."""
+
+    time_us: float
+    label: str
+
+
+def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
+    """The unit and at most `most` + 1 round times from 0 to `total_us`, which is above 0."""
+    step_us = _nice(total_us / most)
+    scale = TimeScale.fitting([total_us])
+    count = floor(total_us / step_us * (1 + 1e-9)) + 1
+    ticks = (Tick(time_us=n * step_us, label=f"{n * step_us / scale.factor:g}") for n in range(count))
+    return scale.unit, tuple(ticks)
+
+
+def _nice(least: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that is not below `least`."""
+    power: float = 10.0 ** ceil(log10(least))
+    return next(power * part for part in (0.2, 0.5, 1.0) if power * part >= least * (1 - 1e-9))

@@ -1,6 +1,6 @@
 """A table of values: what every medium draws in its own way, with its own units, marks and choice of columns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeVar
 
@@ -77,6 +77,11 @@ class Table:
     def titled(self, **titles: str) -> "Table":
         """With other titles for some columns."""
         return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
+
+    def reworded(self, name: str, texts: Iterable[str], **changes: Any) -> "Table":
+        """With other texts in one column, and other fields of it."""
+        changed = replace(self.column(name), values=tuple(texts), **changes)
+        return replace(self, columns=tuple(changed if c.name == name else c for c in self.columns))
 
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """Every row as texts, each value with a unit of its own."""

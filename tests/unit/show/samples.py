@@ -32,14 +32,15 @@ from planner.core.values.run_report import RunReport, StageRun
 from planner.show import (
     Style,
     comparison_text,
-    memory_text,
     plan_text,
     profile_text,
     run_text,
-    timeline_text,
     verdict_text,
     verification_text,
 )
+from planner.show.terminal.memory import memory_parts
+from planner.show.terminal.rendering import render
+from planner.show.terminal.timeline import timeline_parts
 
 MIB = 2**20
 LONG_NAME = "encoder.layers.11.self_attention.output_projection.dropout.with.a.very.long.module.path"
@@ -48,6 +49,16 @@ AWKWARD = ("[bold]stem[/bold]", "block.0", "block.1", "block.2", "größe\x1b[31
 
 def style(width: int = 84, *, unicode: bool = True, color: bool = False, wrap: bool = True) -> Style:
     return Style(width=width, unicode=unicode, color=color, wrap=wrap)
+
+
+def memory_text(stages: Sequence[Stage], how: Style, *, num_devices: int | None = None) -> str:
+    """The bars of memory alone; as many devices as stages, unless told otherwise."""
+    return render(how, *memory_parts(stages, how, num_devices=num_devices or len(stages)))
+
+
+def timeline_text(events: Sequence[Event], num_devices: int, how: Style) -> str:
+    """The timeline alone."""
+    return render(how, *timeline_parts(events, num_devices, how))
 
 
 def bare(text: str) -> str:

@@ -1,9 +1,8 @@
 """Memory bars: to scale, the cap marked, too much said in words."""
 
-from planner.show import memory_text
 from planner.show.terminal.style import ASCII, UNICODE
 from planner.show.views.memory import KINDS
-from tests.unit.show.samples import MIB, stage, style
+from tests.unit.show.samples import MIB, memory_text, stage, style
 
 
 def bars(text):

@@ -7,9 +7,8 @@ import pytest
 
 from planner.core.cost.simulate import Event, StageTimes, simulate
 from planner.core.schedule import SCHEDULES
-from planner.show import timeline_text
 from planner.show.terminal.timeline import Scale, boxes_of, idle_share
-from tests.unit.show.samples import equal_stages, events_of, plan, style
+from tests.unit.show.samples import equal_stages, events_of, plan, style, timeline_text
 
 
 def rows(text):
