@@ -378,7 +378,8 @@ def _print_head() -> None:
         f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and twice as long backward, one per stage; uneven: ", end=""
     )
     print(
-        f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps. Interleaved: two stages on each device, each half as long."
+        f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps. "
+        "Interleaved: two stages on each device, each half as long."
     )
     print(
         f"Peak memory: of all processes, in a step in which every layer keeps {KEPT >> 20} MiB per micro-batch, beyond "
