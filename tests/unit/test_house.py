@@ -32,9 +32,6 @@ LONG_FILES = {
     "planner/core/cost/costs.py",
     "planner/core/cost/memory.py",
     "planner/executor/jax/pipeline.py",
-    "planner/model/outline.py",
-    "planner/model/recording.py",
-    "planner/model/stage.py",
     "planner/profile/profiler.py",
 }
 
@@ -46,9 +43,7 @@ LONG_FUNCTIONS = {
 DEEP_FUNCTIONS = {
     "planner/core/schedule/program.py:_in_turns",
     "planner/emit/trial.py:run_plan",
-    "planner/executor/build/proof.py:_scaled",
     "planner/model/held.py:_replace",
-    "planner/model/recording.py:_Recorder.know_model",
     "planner/profile/profiler.py:untouched",
     "planner/profile/units.py:trace_units",
     "planner/solve/gpipe.py:gpipe_answer",
@@ -65,7 +60,6 @@ MANY_ARGUMENTS = {
     "planner/cli/solve.py:_other_schedule",
     "planner/core/cost/layer_memory.py:_peaks",
     "planner/core/cost/passing.py:_spanning",
-    "planner/core/values/trace_events.py:trace_slice",
     "planner/core/values/units.py:_refuse",
     "planner/emit/native.py:_script",
     "planner/executor/jax/pipeline.py:JaxPipeline._on_one_device",
@@ -75,7 +69,6 @@ MANY_ARGUMENTS = {
     "planner/executor/measure/links.py:_over_gloo",
     "planner/executor/measure/links.py:_over_nccl",
     "planner/executor/measure/links.py:round_trip_us",
-    "planner/model/outline.py:_depending",
     "planner/profile/profiler.py:_Measured.__init__",
     "planner/profile/profiler.py:_header",
     "planner/show/gate/junit.py:_case",
@@ -84,8 +77,7 @@ MANY_ARGUMENTS = {
     "planner/show/html/layers.py:_chart",
     "planner/show/html/page.py:plan_html",
     "planner/show/svg.py:_rect",
-    "planner/show/sweep.py:_square",
-    "planner/show/trace.py:_slice",
+    "planner/show/terminal/sweep.py:_square",
     "planner/solve/chain_dp.py:LabelSearch._extended",
     "planner/solve/layerwise.py:_Walk._extended",
     "planner/solve/search.py:_answer",
@@ -93,35 +85,13 @@ MANY_ARGUMENTS = {
 
 SCHEDULES_BY_NAME = {
     "planner/executor/jax/pipeline.py",
-    "planner/show/frontier.py",
 }
 
-VAGUE_NAMES = {
-    "api.py": 6,
-    "bridge": 8,
-    "cli": 3,
-    "core": 2,
-    "device": 3,
-    "executor": 3,
-    "model": 4,
-    "profile": 6,
-    "show": 2,
-    "solve": 3,
-}
+VAGUE_NAMES = {"api.py": 6, "bridge": 8, "cli": 3, "core": 2, "device": 3, "executor": 3, "profile": 6, "solve": 3}
 """Rooms and the share of their names in percent, rounded up; elsewhere it is less than one."""
 
-DOCSTRINGS_WITHOUT_SUBJECT = {
-    "bridge": 7,
-    "core": 7,
-    "device": 6,
-    "emit": 5,
-    "executor": 6,
-    "model": 5,
-    "profile": 13,
-    "show": 2,
-    "solve": 5,
-}
-"""Likewise."""
+DOCSTRINGS_WITHOUT_SUBJECT = {"bridge": 7, "core": 7, "device": 6, "emit": 5, "executor": 6, "profile": 13, "solve": 5}
+"""Rooms and the share of their docstrings, in the same way."""
 
 
 USERS_FILES = re.compile(r"(path/to/)?model\.py|train(_jax)?\.py|plan_\w+\.py|pip\.py")

@@ -250,12 +250,11 @@ class _Trial:
 
 @contextmanager
 def _scaled(parameters: Collection[Tensor], factor: float) -> Iterator[None]:
-    before = [(parameter, parameter.detach().clone()) for parameter in parameters]
+    before = [(parameter, parameter.detach().clone()) for parameter in parameters if parameter.is_floating_point()]
     try:
         with torch.no_grad():
-            for parameter in parameters:
-                if parameter.is_floating_point():
-                    parameter.mul_(factor)
+            for parameter, _ in before:
+                parameter.mul_(factor)
         yield
     finally:
         with torch.no_grad():
