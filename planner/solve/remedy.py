@@ -53,7 +53,11 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
     except PlannerError:
         return ()  # no answer in time, or the plan's own inputs ask for what cannot be
     slower = other.predicted.step_us / plan.predicted.step_us - 1
-    cuts = f"{list(other.balance)} with M = {other.micro_batches}, {format_us(other.predicted.step_us)} per step"
+    # More stages than devices are refused where neither schedule nor chunks are said.
+    placed = f", `--schedule {other.schedule} --chunks {other.chunks}`" if other.chunks > 1 else ""
+    cuts = (
+        f"{list(other.balance)} with M = {other.micro_batches}{placed}, {format_us(other.predicted.step_us)} per step"
+    )
     return (f"under the same caps the cuts {cuts} ({slower:+.1%}): `{_command(other.inputs, profile)}`",)
 
 
@@ -66,6 +70,8 @@ def _command(inputs: Inputs, profile: Profile) -> str:
     ]
     if inputs.schedule != DEFAULT_SCHEDULE:
         words.append(f"--schedule {inputs.schedule}")
+    if inputs.chunks > 1:
+        words.append(f"--chunks {inputs.chunks}")
     if inputs.recompute != "auto":
         words.append(f"--recompute {inputs.recompute}")
     spelled_out = {name: getattr(inputs, name) for name in _SPELLED_OUT}

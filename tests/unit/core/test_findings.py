@@ -11,9 +11,11 @@ from planner.core.errors import UsageError
 from planner.core.judge.verdict import Verdict, judge, with_findings
 from planner.core.values.findings import RULES, finding, rule
 from planner.core.values.proof import Proof
+from planner.core.values.units import format_us
 from planner.show.gate import rules_markdown
 from planner.solve import Request, solve
 from tests.support import gate
+from tests.support.profiles import profile_of
 
 
 def _renamed() -> Verdict:
@@ -173,6 +175,33 @@ def test_what_would_fit_is_true() -> None:
         profile, devices=3, mem="900kB", batch=4, schedule="gpipe", balance=cuts[1], micro_batches=cuts[2]
     )
     assert max(other.device_bytes()) <= 900_000
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("auto", "auto"), ("interleaved", "auto"), ("interleaved", "2")])
+def test_cuts_for_several_stages_on_a_device_can_be_typed_as_they_are_advised(schedule: str, chunks: str) -> None:
+    """With the schedule and chunks that the advice names, also where `auto` chose them."""
+    profile = profile_of([10.0] * 12, [20.0] * 12, saved_bytes=100)
+    plan = api.solve(profile, devices=2, mem=20_000, batch=8, schedule=schedule, chunks=chunks)
+    assert plan.chunks > 1
+    cap = max(plan.device_bytes()) - 1
+    _, advice = api.check(plan, profile=profile, mem=cap).would_fit
+    told = re.search(
+        r"cuts \[([\d, ]+)\] with M = (\d+), `--schedule (\w+) --chunks (\d)`, (\S+ \S+) per step .*: `(.*)`", advice
+    )
+    assert told is not None, advice
+    other = api.solve(
+        profile,
+        devices=2,
+        mem=cap,
+        batch=8,
+        balance=told[1],
+        micro_batches=told[2],
+        schedule=told[3],
+        chunks=told[4],
+    )
+    assert max(other.device_bytes()) <= cap
+    assert format_us(other.predicted.step_us) == told[5]
+    assert ("--chunks 2" in told[6]) == (chunks == "2")
 
 
 def test_a_device_is_named_where_it_matters() -> None:
