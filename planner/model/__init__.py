@@ -1,7 +1,18 @@
 """A user's model.py to a chain of layers. Shared by profiler and executor."""
 
+from planner.model.again import load_again
 from planner.model.chain import Chain, Layer, chain_of
 from planner.model.load import Batch, LoadedModel, load_model, model_of
 from planner.model.precision import in_precision
 
-__all__ = ["Batch", "Chain", "Layer", "LoadedModel", "chain_of", "in_precision", "load_model", "model_of"]
+__all__ = [
+    "Batch",
+    "Chain",
+    "Layer",
+    "LoadedModel",
+    "chain_of",
+    "in_precision",
+    "load_again",
+    "load_model",
+    "model_of",
+]

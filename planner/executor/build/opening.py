@@ -7,8 +7,8 @@ import torch
 
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance
-from planner.model.load import LoadedModel, load_model
-from planner.model.precision import in_precision
+from planner.model.again import load_again
+from planner.model.load import LoadedModel
 
 __all__ = ["device_of_rank", "load_planned", "stage_name"]
 
@@ -16,18 +16,8 @@ __all__ = ["device_of_rank", "load_planned", "stage_name"]
 def load_planned(balance: Balance, folder: Path) -> LoadedModel:
     """The model that a balance configuration in `folder` is for, in the precision planned."""
     path, colon, entry = balance.model.source.rpartition(":")
-    optimizer = None if balance.optimizer in ("", "build_optimizer") else balance.optimizer
-    settings = {name: str(value) for name, value in balance.model.settings.items()}
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"
-    loaded = load_model(
-        source,
-        settings=settings,
-        inputs=balance.model.inputs,
-        optimizer=optimizer,
-        granularity=balance.model.granularity,
-        uncut=balance.model.uncut,
-    )
-    return in_precision(loaded, balance.dtype)
+    return load_again(source, balance.model, balance.dtype, optimizer=balance.optimizer)
 
 
 def stage_name(balance: Balance, stage: int) -> str:

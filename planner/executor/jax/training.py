@@ -37,7 +37,7 @@ from planner.executor.keep.weights import first_names, load_weights, whole_state
 from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
-from planner.model import Batch, LoadedModel, in_precision, load_model
+from planner.model import Batch, LoadedModel, load_again
 from planner.model.calling import arguments_of
 from planner.model.precision import converted
 from planner.model.statistics import collecting_layers
@@ -294,16 +294,8 @@ _Update = Callable[[Any, Any, list[Any], Any], tuple[Any, list[Any]]]
 def _load(balance: Balance, folder: Path) -> LoadedModel:
     path, colon, entry = balance.model.source.rpartition(":")
     source = f"{path if Path(path).is_absolute() else folder / path}{colon}{entry}"
-    named = balance.optimizer if balance.optimizer not in ("", "build_optimizer") else None
-    loaded = load_model(
-        source,
-        settings={name: str(value) for name, value in balance.model.settings.items()},
-        inputs=balance.model.inputs,
-        optimizer=named,
-        granularity=balance.model.granularity,
-        uncut=balance.model.uncut,
-    )
-    return in_precision(replace(loaded, source=balance.model.source), balance.dtype)
+    loaded = load_again(source, balance.model, balance.dtype, optimizer=balance.optimizer)
+    return replace(loaded, source=balance.model.source)
 
 
 def _devices(platform: str | None, num: int) -> Sequence[Any]:
