@@ -13,11 +13,13 @@ for forward and backward together; two message sizes tell latency and bandwidth 
 import contextlib
 import json
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,13 +63,26 @@ def executor_cost(cache: Path) -> ExecutorCost:
 def measure_executor() -> ExecutorCost:
     """Starts two processes on the CPU, over gloo; takes a few seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_worker, args=(folder,), nprocs=2)
+        with _without_main():
+            started = spawn(_worker, args=(folder,), nprocs=2, join=False)
+        while not started.join():
+            pass
         alone, small, large = (float(text) for text in Path(folder, "steps_us").read_text().split())
     overhead_us = overhead_us_of(alone)
     times_us = [transfer_us_of(step, overhead_us) for step in (small, large)]
     return ExecutorCost(
         overhead_us=round(overhead_us, 1), link=fit_link((4 * _SMALL, 4 * _LARGE), times_us, blocking=True)
     )
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes started here do not run the caller's main file again, which may be a script without a guard."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def overhead_us_of(alone_us: float) -> float:
