@@ -10,7 +10,6 @@ runs a plan and sets what it took beside its prediction. All of them stand in `p
 is first used: `import planner` itself costs nothing.
 """
 
-import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,14 +23,12 @@ __all__ = ["__version__", "check", "compare", "emit", "profile", "solve", "sweep
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("emit", "profile", "solve")
-"""Verbs that are names of subpackages as well, which Python puts into this module once they are imported."""
 
+class Verb(ModuleType):
+    """A subpackage that can be called as the function of its name in `planner.api`.
 
-class _Verb(ModuleType):
-    """A subpackage that is also the function of its name in `planner.api`.
-
-    So that `planner.solve(profile, …)` and `from planner.solve import Request` both work, whichever comes first.
+    `from planner.solve import Request` makes Python put the subpackage where the function was: `planner.solve(…)` goes
+    on to work because `solve`, `emit` and `profile` give themselves this class.
     """
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -48,21 +45,7 @@ class _Verb(ModuleType):
         return signature(self._function)
 
 
-class _Package(ModuleType):
-    """This package: makes subpackages that are verbs callable as soon as they are imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SUBPACKAGES and isinstance(value, ModuleType):
-            value.__class__ = _Verb
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return import_module(f"{__name__}.{name}")
     if name in __all__:
         return getattr(import_module(f"{__name__}.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

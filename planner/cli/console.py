@@ -5,7 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TextIO
 
 from planner.core.errors import FileError, PlannerError
@@ -13,6 +13,9 @@ from planner.core.values.printable import printable, printable_lines
 from planner.show import Style, style_for
 
 __all__ = ["Closed", "Console", "forget", "style_for_stdout"]
+
+_Progress = Callable[[str, int, int], None]
+"""(item, done, total); a total of 0 is not known yet."""
 
 
 class Console:
@@ -67,7 +70,7 @@ class Console:
             forget(sys.stderr)
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
+    def progress(self, what: str) -> Iterator[_Progress]:
         """A bar on a terminal; elsewhere a line at the start. Yields what to call with (item, done, total)."""
         if self._quiet or not sys.stderr.isatty():
             self.note(f"{what} …")
@@ -84,7 +87,20 @@ class Console:
         )
         with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
             task = bar.add_task("", what=what, item="", total=None)
-            yield lambda item, done, total: bar.update(task, item=printable(item), completed=done, total=total)
+            yield lambda item, done, total: bar.update(task, item=printable(item), completed=done, total=total or None)
+
+    @contextmanager
+    def later_progress(self, what: str) -> Iterator[_Progress]:
+        """As `progress`, from the first call on: what is said before stands above the line."""
+        with ExitStack() as begun:
+            shown: list[_Progress] = []
+
+            def show(item: str, done: int, total: int) -> None:
+                if not shown:
+                    shown.append(begun.enter_context(self.progress(what)))
+                shown[0](item, done, total)
+
+            yield show
 
 
 def forget(stream: TextIO) -> None:

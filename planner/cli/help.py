@@ -1,6 +1,6 @@
 """What a command says of itself: options in sections, and what was meant by one that there is not."""
 
-from typing import Any, Final
+from typing import Any
 
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
@@ -10,33 +10,24 @@ from planner.core.errors import PlannerError
 __all__ = ["Sectioned", "misused"]
 
 
-_SECTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
-    "solve": {
-        "Devices": ("devices", "mem", "reserve", "headroom", "speed", "nodes", "devices_any_order"),
-        "Links and overhead": ("link_", "links", "inter_link", "allreduce", "overhead", "calibration"),
-        "Batch and schedule": (
-            *("batch", "micro_batches", "extrapolate", "schedule", "chunks", "replicas", "recompute"),
-        ),
-        "Cuts": ("balance", "together", "apart"),
-        "Search": ("solver", "time_limit", "frontier", "explain"),
-    }
-}
-"""By command: titles, and the options under each; any other stands at the end."""
-
-
 class Sectioned(TyperCommand):
     """A command whose `--help` has sections; typer itself makes them in rich's boxes only."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes arguments and options."""
-        section_of = {name: title for title, names in _SECTIONS.get(self.name or "", {}).items() for name in names}
-        titles = ("Arguments", *_SECTIONS.get(self.name or "", {}), "Options")
-        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in titles}
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        last: list[tuple[str, str]] = []
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
-                rest = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                sections[section_of.get(parameter.name or "", rest)].append(record)
+            if record is None:
+                continue
+            if parameter.param_type_name == "argument":
+                sections["Arguments"].append(record)
+            elif title := getattr(parameter, "rich_help_panel", None):
+                sections.setdefault(title, []).append(record)
+            else:
+                last.append(record)
+        sections["Options"] = last
         for title, records in sections.items():
             if records:
                 with formatter.section(title):

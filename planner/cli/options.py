@@ -5,9 +5,8 @@ from typing import Annotated
 import typer
 
 from planner.core.errors import UsageError
-from planner.core.values.options import integers
 
-__all__ = ["Debug", "Format", "Quiet", "check_format", "integers"]
+__all__ = ["Debug", "Format", "Quiet", "check_format"]
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results, warnings and errors.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

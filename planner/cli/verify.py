@@ -36,7 +36,6 @@ def verify(
     """
     console = Console(quiet=quiet)
     as_json = check_format(format_)
-    files.check_outputs({"--calibration": calibration}, (plan, profile))
     with console.progress(f"running {plan}") as progress:
         found = api.verify(
             plan,

@@ -1,5 +1,8 @@
 """The emitter: a plan to the files that run it, here or in another engine; and other engines' lists read back."""
 
+import sys
+
+from planner import Verb
 from planner.emit.engines import ENGINES, emit_engine
 from planner.emit.jax_program import JAX_SCRIPT, emit_jax
 from planner.emit.layout import EngineFile
@@ -7,7 +10,7 @@ from planner.emit.native import Emitted, decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
 from planner.emit.signature import is_edited, refuse_edited
 from planner.emit.standalone import emit_standalone
-from planner.emit.writing import check_apart, check_engine, write_emitted
+from planner.emit.writing import Written, check_engine, write_emitted
 
 __all__ = [
     "ENGINES",
@@ -15,7 +18,7 @@ __all__ = [
     "SUFFIXES",
     "Emitted",
     "EngineFile",
-    "check_apart",
+    "Written",
     "check_engine",
     "decisions_digest",
     "emit_engine",
@@ -27,3 +30,5 @@ __all__ = [
     "refuse_edited",
     "write_emitted",
 ]
+
+sys.modules[__name__].__class__ = Verb

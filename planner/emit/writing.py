@@ -1,10 +1,12 @@
 """A plan written to a folder in the format of any engine."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from planner import files
 from planner.core.errors import UsageError
+from planner.core.values.balance import launch_line
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.emit.engines import ENGINES, emit_engine
@@ -13,7 +15,7 @@ from planner.emit.native import emit_native
 from planner.emit.signature import refuse_edited
 from planner.emit.standalone import emit_standalone
 
-__all__ = ["check_apart", "check_engine", "write_emitted"]
+__all__ = ["Written", "check_engine", "write_emitted"]
 
 
 def check_engine(engine: str, *, standalone: bool) -> None:
@@ -28,23 +30,18 @@ def check_engine(engine: str, *, standalone: bool) -> None:
         raise UsageError(f"`--standalone` goes with the native format, not with `--format {engine}`")
 
 
-def check_apart(engine: str, read: Iterable[str | None], *, standalone: bool, folder: str, name: str = "") -> None:
-    """Refuses a folder in which a file to be written is one that was read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What stands in a folder after a plan was written to it."""
 
-    Args:
-        engine: `native`, `jax` or one of `ENGINES`.
-        read: The files that were read; None where there is none, `-` is standard input.
-        standalone: Whether the script is written alone.
-        folder: Where to.
-        name: What the engine's file is called, where it is one of `ENGINES`.
-
-    Raises:
-        UsageError: It would be overwritten.
-    """
-    names = [name] if name else [JAX_SCRIPT if engine == "jax" else "train.py"]
-    if engine in ("native", "jax") and not standalone:
-        names.append("balance.yaml")
-    files.check_outputs({path: path for path in (str(Path(folder, each)) for each in names)}, read)
+    paths: tuple[Path, ...]
+    """The script or the engine's file comes last."""
+    kept: bool = False
+    """Whether that one was edited, and stays as it is."""
+    notes: tuple[str, ...] = ()
+    """What to know of the files."""
+    use: str
+    """What to do with them: the command that usually follows."""
 
 
 def write_emitted(
@@ -57,8 +54,8 @@ def write_emitted(
     profile_folder: str,
     read: Iterable[str | None],
     force: bool,
-) -> tuple[Path, ...]:
-    """Writes what runs `plan`, and says where it stands; the script or the engine's file comes last.
+) -> Written:
+    """Writes what runs `plan`.
 
     Args:
         plan: The plan.
@@ -75,21 +72,46 @@ def write_emitted(
         FileError: A file cannot be written, or was edited.
     """
     check_engine(engine, standalone=standalone)
-    if engine in ("native", "jax"):
-        check_apart(engine, read, standalone=standalone, folder=folder)
-    if engine in ("native", "jax") and not standalone:
-        emit = emit_native if engine == "native" else emit_jax
-        emitted = emit(plan, profile, folder=folder, profile_folder=profile_folder)
-        emitted.write(folder, force=force)
-        return Path(folder, "balance.yaml"), Path(folder, emitted.name)
-    if standalone:
-        name, text = "train.py", emit_standalone(plan, profile, folder=folder, profile_folder=profile_folder)
-    else:
+    if engine in ENGINES:
         file = emit_engine(engine, plan, profile)
-        name, text = file.name, file.text
-        check_apart(engine, read, standalone=False, folder=folder, name=name)
-    path = Path(folder, name)
+        _check_apart((file.name,), read, folder)
+        path = _written(Path(folder, file.name), file.text, force=force)
+        return Written(paths=(path,), notes=file.notes, use=file.use)
+    names = [JAX_SCRIPT if engine == "jax" else "train.py"] + ["balance.yaml"] * (not standalone)
+    _check_apart(names, read, folder)
+    if standalone:
+        text = emit_standalone(plan, profile, folder=folder, profile_folder=profile_folder)
+        path = _written(Path(folder, "train.py"), text, force=force)
+        return Written(paths=(path,), use=f"torchrun --nproc-per-node {len(plan.stages)} {path}")
+    emit = emit_native if engine == "native" else emit_jax
+    emitted = emit(plan, profile, folder=folder, profile_folder=profile_folder)
+    kept = not emitted.write(folder, force=force)
+    script = Path(folder, emitted.name)
+    notes = _skipped_devices(plan)
+    use = launch_line(plan.num_devices * plan.replicas, str(script))
+    if engine == "jax":
+        notes, use = (f"{emitted.note} (`--compile v2` asks the compiler)",), f"python {script}"
+    return Written(paths=(Path(folder, "balance.yaml"), script), kept=kept, notes=notes, use=use)
+
+
+# Private functions
+
+
+def _check_apart(names: Iterable[str], read: Iterable[str | None], folder: str) -> None:
+    """Refuses a folder in which a file to be written is one that was read."""
+    files.check_outputs({path: path for path in (str(Path(folder, name)) for name in names)}, read)
+
+
+def _written(path: Path, text: str, *, force: bool) -> Path:
     if not force:
         refuse_edited(path)
     files.write_text(str(path), text)
-    return (path,)
+    return path
+
+
+def _skipped_devices(plan: Plan) -> tuple[str, ...]:
+    used = sorted({plan.device_of(stage) for stage in plan.stages})
+    if used[-1] < len(used):
+        return ()
+    places = ",".join(map(str, used))
+    return (f"the stages are planned for devices {places} (CUDA_VISIBLE_DEVICES={places})",)

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from planner.api.asked import request_of
+from planner.api.options import SolverOptions
 from planner.core.cost.calibration import calibration_of
 from planner.core.cost.costs import costs_at
 from planner.core.cost.planning import cluster_of
@@ -11,7 +13,7 @@ from planner.core.errors import MeasurementError, UsageError
 from planner.core.judge.verification import Tolerance, verification_of
 from planner.core.values.cluster import Link
 from planner.core.values.plan import ProfileReference
-from planner.solve import Request, request_of, solve
+from planner.solve import Request, solve
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
 from tests.support.runs import report_of, slower
@@ -28,9 +30,7 @@ def plan_of(profile, balance=(3, 3, 2), *, schedule="gpipe", recompute="auto", l
 
 def step_with(profile, plan, found):
     """What is predicted with a calibration."""
-    asked = request_of(
-        profile,
-        REFERENCE,
+    asked = SolverOptions(
         devices=len(plan.balance),
         mem="1000TB",
         batch=8,
@@ -40,7 +40,7 @@ def step_with(profile, plan, found):
         recompute=plan.inputs.recompute,
         calibration=found,
     )
-    return solve(profile, asked).predicted.step_us
+    return solve(profile, request_of(profile, REFERENCE, asked)).predicted.step_us
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -140,12 +140,13 @@ def test_options_that_are_given_beat_the_calibration():
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
     found = replace(calibration_of(plan, costs, report_of(plan, costs, cluster_of(plan.inputs))), reserve_bytes=77)
     kind = {"devices": 3, "mem": "8GB", "batch": 8, "calibration": replace(found, device=profile.device)}
-    assert request_of(profile, REFERENCE, **kind).inputs.reserve_bytes == 77
-    asked = request_of(profile, REFERENCE, **kind, link="2GB/s", overhead="3us", reserve="5kB").inputs
+    assert request_of(profile, REFERENCE, SolverOptions(**kind)).inputs.reserve_bytes == 77
+    options = SolverOptions(**kind, link="2GB/s", overhead="3us", reserve="5kB")
+    asked = request_of(profile, REFERENCE, options).inputs
     assert (asked.link, asked.overhead_us, asked.reserve_bytes) == (Link(bytes_per_s=2e9), 3.0, 5000)
     other = replace(found, device=replace(profile.device, kind="tpu"))
     with pytest.raises(UsageError, match=r"the calibration is of tpu, the profile of"):
-        request_of(profile, REFERENCE, devices=3, mem="8GB", batch=8, calibration=other)
+        request_of(profile, REFERENCE, SolverOptions(devices=3, mem="8GB", batch=8, calibration=other))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from planner.api.asked import request_of
+from planner.api.options import SolverOptions
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.errors import ModelError, UsageError
@@ -19,7 +21,7 @@ from planner.profile import ProfileOptions, profile_model
 from planner.profile.backends.estimated import GhostMeter, RooflineClock
 from planner.profile.backends.rates import RATES, rates_of
 from planner.show import Style, profile_text
-from planner.solve import request_of, solve
+from planner.solve import solve
 from tests.support.measure import loaded_model, mean_loss, profile_of_model
 from tests.support.real_models import REAL_MODELS
 
@@ -65,7 +67,7 @@ def test_a_device_that_is_not_here_has_a_reserve() -> None:
     profile = estimated(loaded_model(blocks, words, loss_fn=to_word), 2)
     assert profile.device.reserve_bytes == ASSUMED_BYTES == 10**9
     assert "reserve 954 MiB, assumed" in profile_text(profile, Style(width=100, unicode=True, color=False))
-    request = request_of(profile, ProfileReference(path="", digest=""), devices=2, batch=2)
+    request = request_of(profile, ProfileReference(path="", digest=""), SolverOptions(devices=2, batch=2))
     assert {stage.memory.reserve for stage in solve(profile, request).stages} == {10**9}
 
 

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from planner.api.asked import request_of
+from planner.api.options import SolverOptions
 from planner.core.values.partial import Partial
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Device, Environment, Generator, Model
 from planner.device.reserve import cuda_reserve_bytes
-from planner.solve.asked import request_of
 from tests.support.chains import random_profile
 
 CPU = torch.device("cpu")
@@ -57,7 +58,8 @@ def test_it_is_the_default_of_solve(reserve: str | None, expected: int) -> None:
     """And an option overrides it."""
     profile = random_profile(1, 4)
     profile = replace(profile, device=replace(profile.device, reserve_bytes=1000))
-    request = request_of(profile, ProfileReference(path="", digest=""), devices=2, mem="1GB", batch=1, reserve=reserve)
+    asked = SolverOptions(devices=2, mem="1GB", batch=1, reserve=reserve)
+    request = request_of(profile, ProfileReference(path="", digest=""), asked)
     assert request.inputs.reserve_bytes == expected
 
 

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 
 from planner import api
+from planner.api.asked import request_of
+from planner.api.options import SolverOptions
 from planner.cli.solve import solve as solve_command
 from planner.cli.sweep import sweep as sweep_command
 from planner.core.errors import UsageError
 from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
 from planner.core.values.profile import Device, Profile
-from planner.solve import Request, faster_schedule, many, request_of, solve
+from planner.solve import Request, faster_schedule, many, solve
 from planner.solve.search import MOST_ACTIONS_OF_AUTO
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of, profile_of
@@ -27,12 +29,13 @@ def tight() -> Profile:
 def answer(profile: Profile, schedule: str, *, devices: int = 4, batch: int = 16, **more: object) -> Plan:
     """The plan under a cap of 2000 bytes, unless another one is given."""
     mem = more.pop("mem", 2000)
-    return solve(profile, request_of(profile, WHERE, devices=devices, mem=mem, batch=batch, schedule=schedule, **more))  # type: ignore[arg-type]
+    asked = SolverOptions(devices=devices, mem=mem, batch=batch, schedule=schedule, **more)  # type: ignore[arg-type]
+    return solve(profile, request_of(profile, WHERE, asked))
 
 
 def test_it_is_what_is_asked_where_nothing_is() -> None:
     """By either command, by the functions of the same name, and by what resolves their options."""
-    asked = (api.solve, api.sweep, request_of, solve_command, sweep_command)
+    asked = (api.solve, api.sweep, SolverOptions, solve_command, sweep_command)
     assert {inspect.signature(one).parameters["schedule"].default for one in asked} == {DEFAULT_SCHEDULE} == {"auto"}
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from planner.api import texts
 from planner.core.errors import UsageError
-from planner.core.values import options
 from planner.core.values.cluster import Link
 
 
@@ -12,14 +12,14 @@ from planner.core.values.cluster import Link
 )
 def test_numbers_come_in_either_form(asked, found) -> None:
     """Text, one number, or several."""
-    assert options.integers("--x", asked) == found
+    assert texts.integers("--x", asked) == found
 
 
 @pytest.mark.parametrize("asked", ["", "1,", "a", "1.5", [], ["x"], 0, "0", [None]])
 def test_what_is_no_number_is_refused_by_name(asked) -> None:
     """The option is named in the message."""
     with pytest.raises(UsageError, match="--x"):
-        options.integers("--x", asked)
+        texts.integers("--x", asked)
 
 
 @pytest.mark.parametrize(
@@ -33,33 +33,33 @@ def test_what_is_no_number_is_refused_by_name(asked) -> None:
 )
 def test_caps_come_in_either_form(asked, found) -> None:
     """One for all, or one each."""
-    assert options.caps(asked, 2) == found
+    assert texts.caps(asked, 2) == found
 
 
 @pytest.mark.parametrize("asked", ["8", "1GB,1GB,1GB", [1, 2, 3], -1])
 def test_wrong_caps_are_refused(asked) -> None:
     """A bare number in text, too many, or less than nothing."""
     with pytest.raises(UsageError):
-        options.caps(asked, 2)
+        texts.caps(asked, 2)
 
 
 def test_shares_links_and_speeds_come_in_either_form() -> None:
     """And what they cannot be is refused."""
-    assert options.share("5%") == options.share(0.05) == 0.05
+    assert texts.share("5%") == texts.share(0.05) == 0.05
     link = Link(bytes_per_s=25e9, latency_us=5.0)
-    assert options.link("25GB/s,5us") == options.link(link) == link
-    assert options.speeds("1,2.5", 2) == options.speeds([1, 2.5], 2) == (1.0, 2.5)
-    assert options.speeds(2, 2) == (2.0, 2.0)
-    assert options.names("--together", "a,b") == options.names("--together", ["a", "b"]) == ("a", "b")
-    assert options.nodes("4x8") == (4, 8)
+    assert texts.link("25GB/s,5us") == texts.link(link) == link
+    assert texts.speeds("1,2.5", 2) == texts.speeds([1, 2.5], 2) == (1.0, 2.5)
+    assert texts.speeds(2, 2) == (2.0, 2.0)
+    assert texts.names("--together", "a,b") == texts.names("--together", ["a", "b"]) == ("a", "b")
+    assert texts.nodes("4x8") == (4, 8)
     for refuse in (
-        lambda: options.share(1.0),
-        lambda: options.share("5"),
-        lambda: options.speeds([0], 1),
-        lambda: options.names("--apart", ["a"]),
-        lambda: options.nodes("4x0"),
-        lambda: options.one("--m", [1, 2]),
-        lambda: options.choice("--solver", "x", ("gpipe", "1f1b")),
+        lambda: texts.share(1.0),
+        lambda: texts.share("5"),
+        lambda: texts.speeds([0], 1),
+        lambda: texts.names("--apart", ["a"]),
+        lambda: texts.nodes("4x0"),
+        lambda: texts.one("--m", [1, 2]),
+        lambda: texts.choice("--solver", "x", ("gpipe", "1f1b")),
     ):
         with pytest.raises(UsageError):
             refuse()
@@ -67,5 +67,5 @@ def test_shares_links_and_speeds_come_in_either_form() -> None:
 
 def test_auto_is_left_to_the_solver() -> None:
     """0 stands for it."""
-    assert options.count_or_auto("--chunks", "auto") == 0
-    assert options.count_or_auto("--chunks", 3) == options.count_or_auto("--chunks", "3") == 3
+    assert texts.count_or_auto("--chunks", "auto") == 0
+    assert texts.count_or_auto("--chunks", 3) == texts.count_or_auto("--chunks", "3") == 3

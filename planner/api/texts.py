@@ -1,10 +1,10 @@
-"""What users ask for, as text from a command line or as values from Python, made into values of the core.
+"""Options, as text from a command line or as values from Python, made into values of the core.
 
 Each function takes either form and refuses what it cannot mean, naming the option.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import get_args
 
@@ -28,6 +28,7 @@ __all__ = [
     "nodes",
     "one",
     "precision",
+    "settings",
     "share",
     "size",
     "sizes",
@@ -241,6 +242,21 @@ def nodes(asked: str) -> tuple[int, int]:
         raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {short(asked)}`")
     at_most("--nodes", int(found[1]) * int(found[2]), MOST_DEVICES, "devices")
     return int(found[1]), int(found[2])
+
+
+def settings(asked: Mapping[str, object] | Sequence[str]) -> dict[str, str]:
+    """`width=16` and so on, or the values by name, as texts by name.
+
+    Raises:
+        UsageError: Something else.
+    """
+    if isinstance(asked, Mapping):
+        return {name: str(value) for name, value in asked.items()}
+    pairs = [text.partition("=") for text in asked]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise UsageError(f"expected `--set name=value`, got `--set {name}`")
+    return {name: value for name, _, value in pairs}
 
 
 def _shown(asked: object) -> str:

@@ -1,16 +1,17 @@
 """What a user asks of the solver, every option resolved against the profile: the command's options to a `Request`."""
 
-from collections.abc import Sequence
 from typing import cast
 
+from planner.api import texts
+from planner.api.options import SolverOptions
+from planner.api.reading import calibration_of, cuts_of, links_of
+from planner.api.texts import Sizes
 from planner.core.cost.calibration import Calibration, calibrated_executor
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE, SCHEDULE_CHOICES, schedules_for
-from planner.core.values import options
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.limits import MOST_BATCH, MOST_DEVICES, at_most, short
-from planner.core.values.options import Numbers, Sizes
-from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, ProfileReference, RecomputePolicy, ScheduleName
+from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_us
@@ -19,82 +20,73 @@ from planner.solve.search import Request, Solver
 __all__ = ["request_of"]
 
 
-def request_of(
-    profile: Profile,
-    reference: ProfileReference,
-    *,
-    devices: int | None = None,
-    mem: Sizes | None = None,
-    batch: int | None = None,
-    micro_batches: str | int = "auto",
-    speed: str | float | Sequence[float] | None = None,
-    schedule: str = DEFAULT_SCHEDULE,
-    chunks: str | int = "auto",
-    replicas: str | int = "1",
-    recompute: str = "auto",
-    link: str | Link | None = None,
-    links: Sequence[Link] = (),
-    nodes: str | None = None,
-    inter_link: str | Link | None = None,
-    allreduce: str | Link | None = None,
-    overhead: str | None = None,
-    reserve: str | int | None = None,
-    calibration: Calibration | None = None,
-    headroom: str | float = "0%",
-    balance: Numbers | None = None,
-    together: Sequence[str | Sequence[str]] | None = None,
-    apart: Sequence[str | Sequence[str]] | None = None,
-    solver: str = "auto",
-    time_limit: str | None = None,
-    devices_any_order: bool = False,
-    extrapolate: bool = False,
-) -> Request:
-    """The question behind the options of `gpipe-plan solve`, which carry the same names here.
+def request_of(profile: Profile, reference: ProfileReference, asked: SolverOptions) -> Request:
+    """The question behind the options of `solve`.
+
+    Args:
+        profile: What the layers cost.
+        reference: How the plan is to refer to it.
+        asked: The options.
 
     Raises:
         UsageError: An option is wrong, or does not go with another or with the profile.
+        FileError: A file that an option names cannot be read.
     """
-    num_devices, node_devices = _devices(devices, nodes)
-    recomputation = _recompute(recompute, profile)
-    chosen = cast("Solver", options.choice("--solver", solver, Solver))
-    only_gpipe = recomputation == "layers" or chosen == "milp" or devices_any_order
-    policy = _schedule(schedule, profile, only_gpipe=only_gpipe)
-    # Cuts are for one stage on each device, unless it is said that they are not.
-    cuts = options.integers("--balance", balance) if balance is not None else None
+    links = links_of(asked.links, link=asked.link, nodes=asked.nodes, inter_link=asked.inter_link)
+    calibration = calibration_of(asked.calibration)
+    cuts = cuts_of(asked.balance, profile) if asked.balance is not None else None
+    solver = cast("Solver", texts.choice("--solver", asked.solver, Solver))
+    return Request(
+        inputs=_inputs(profile, reference, asked, calibration=calibration, links=links, cuts=cuts),
+        micro_batches=None if asked.micro_batches == "auto" else texts.one("--micro-batches", asked.micro_batches),
+        balance=cuts,
+        time_limit_s=parse_us(asked.time_limit) / 1e6 if asked.time_limit is not None else None,
+        solver=solver,
+    )
+
+
+def _inputs(
+    profile: Profile,
+    reference: ProfileReference,
+    asked: SolverOptions,
+    *,
+    calibration: Calibration | None,
+    links: tuple[Link, ...],
+    cuts: tuple[int, ...] | None,
+) -> Inputs:
+    """What a plan records of the question; files that the options name are read."""
+    num_devices, node_devices = _devices(asked.devices, asked.nodes)
+    recompute = _recompute(asked.recompute, profile)
+    only_gpipe = recompute == "layers" or asked.solver == "milp" or asked.devices_any_order
+    schedule = _schedule(asked.schedule, profile, only_gpipe=only_gpipe)
     executor = _executor(profile, calibration)
-    kept = 1 - options.share(headroom)
-    inputs = Inputs(
+    kept = 1 - texts.share(asked.headroom)
+    return Inputs(
         profile=reference,
         model_digest=profile.model.digest,
         devices=num_devices,
-        memory_bytes=tuple(int(cap * kept) for cap in _caps(mem, num_devices, profile)),
-        speeds=options.speeds(speed, num_devices) if speed is not None else (),
-        batch=_batch(batch, profile),
-        link=Link() if links else executor.link if link is None else options.link(link),
-        inter_link=options.link(inter_link, "--inter-link") if inter_link is not None else None,
+        memory_bytes=tuple(int(cap * kept) for cap in _caps(asked.mem, num_devices, profile)),
+        speeds=texts.speeds(asked.speed, num_devices) if asked.speed is not None else (),
+        batch=_batch(asked.batch, profile),
+        link=Link() if links else executor.link if asked.link is None else texts.link(asked.link),
+        inter_link=texts.link(asked.inter_link, "--inter-link") if asked.inter_link is not None else None,
         node_devices=node_devices,
-        links=tuple(links)[: max(1, num_devices - 1)],
-        allreduce=options.link(allreduce, "--allreduce") if allreduce is not None else None,
-        reserve_bytes=_reserve(reserve, calibration, profile),
+        links=links[: max(1, num_devices - 1)],
+        allreduce=texts.link(asked.allreduce, "--allreduce") if asked.allreduce is not None else None,
+        reserve_bytes=_reserve(asked.reserve, calibration, profile),
         compute=calibration.compute if calibration is not None else 1.0,
-        overhead_us=executor.overhead_us if overhead is None else parse_us(overhead),
-        schedule=policy,
-        chunks=1 if cuts and policy == "auto" and chunks == "auto" else _chunks(chunks, policy),
-        replicas=options.count_or_auto("--replicas", replicas),
-        together=tuple(options.names("--together", group) for group in together or ()),
-        apart=tuple(options.names("--apart", group) for group in apart or ()),
-        any_order=devices_any_order,
-        recompute=recomputation,
+        overhead_us=executor.overhead_us if asked.overhead is None else parse_us(asked.overhead),
+        schedule=schedule,
+        # Cuts are for one stage on each device, unless it is said that they are not.
+        chunks=1 if cuts and schedule == "auto" and asked.chunks == "auto" else _chunks(asked.chunks, schedule),
+        replicas=texts.count_or_auto("--replicas", asked.replicas),
+        together=tuple(texts.names("--together", group) for group in asked.together or ()),
+        apart=tuple(texts.names("--apart", group) for group in asked.apart or ()),
+        any_order=asked.devices_any_order,
+        recompute=recompute,
         optimizer=profile.optimizer,
         dtype=precision_of(profile.environment.dtype),
-        extrapolate=extrapolate,
-    )
-    return Request(
-        inputs=inputs,
-        micro_batches=None if micro_batches == "auto" else options.one("--micro-batches", micro_batches),
-        balance=cuts,
-        time_limit_s=parse_us(time_limit) / 1e6 if time_limit is not None else None,
-        solver=chosen,
+        extrapolate=asked.extrapolate,
     )
 
 
@@ -106,12 +98,12 @@ def _executor(profile: Profile, calibration: Calibration | None) -> ExecutorCost
 def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:
     if reserve is None:
         return profile.device.reserve_bytes if calibration is None else calibration.reserve_bytes
-    return options.size(reserve)
+    return texts.size(reserve)
 
 
 def _caps(mem: Sizes | None, devices: int, profile: Profile) -> tuple[int, ...]:
     if mem is not None:
-        return options.caps(mem, devices)
+        return texts.caps(mem, devices)
     if profile.device.memory_bytes == 0:
         raise UsageError(
             f"the profile does not say how much memory its device has ({profile.device.kind})",
@@ -128,7 +120,7 @@ def _devices(devices: int | None, nodes: str | None) -> tuple[int, int]:
         if devices < 1:
             raise UsageError(f"`--devices {short(devices)}`: at least 1 device is needed")
         return at_most("--devices", devices, MOST_DEVICES, "devices"), 0
-    count, each = options.nodes(nodes)
+    count, each = texts.nodes(nodes)
     total = count * each
     if devices is not None and not 1 <= devices <= total:
         raise UsageError(
@@ -139,21 +131,21 @@ def _devices(devices: int | None, nodes: str | None) -> tuple[int, int]:
 
 def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleName:
     """What is asked; where the schedule is left open, GPipe if only that can do the rest of what is asked."""
-    policy = options.choice("--schedule", schedule, SCHEDULE_CHOICES)
+    policy = texts.choice("--schedule", schedule, SCHEDULE_CHOICES)
     # What trains on a TPU is the JAX program, which knows one schedule.
     return GPIPE.name if policy == "auto" and (only_gpipe or profile.device.kind.startswith("tpu")) else policy
 
 
 def _chunks(chunks: str | int, policy: ScheduleName) -> int:
     if any(allowed.is_chunked for allowed in schedules_for(policy)):
-        return options.count_or_auto("--chunks", chunks)
+        return texts.count_or_auto("--chunks", chunks)
     if str(chunks) not in ("auto", "1"):
         raise UsageError(f"`--chunks {chunks}` needs `--schedule interleaved`, not `{policy}`")
     return 1
 
 
 def _recompute(recompute: str, profile: Profile) -> RecomputePolicy:
-    policy = cast("RecomputePolicy", options.choice("--recompute", recompute, RecomputePolicy))
+    policy = cast("RecomputePolicy", texts.choice("--recompute", recompute, RecomputePolicy))
     differs = profile.proof.differs_recomputed if profile.proof is not None else ""
     if not differs or policy == "never":
         return policy

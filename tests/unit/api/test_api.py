@@ -16,7 +16,6 @@ import typer
 
 import planner
 from planner import api, files
-from planner.cli.main import run
 from planner.core.errors import FileError, InfeasibleError, StaleError, UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.profile import Model
@@ -71,7 +70,7 @@ def test_functions_have_the_options_of_their_commands(verb: str) -> None:
     parameters = inspect.signature(getattr(api, verb)).parameters
     ours = {name: p.default for name, p in parameters.items() if name != "progress"}
     theirs = command_options(verb)
-    for more in ("example_batch", "loss_fn"):  # for models that are no file
+    for more in ("example_batch", "loss_fn", "note", "warn"):  # for models that are no file, and what is printed there
         ours.pop(more, None)
     assert set(ours) == set(theirs)
     for name, default in ours.items():
@@ -98,25 +97,6 @@ def test_a_standalone_script_can_be_emitted(here: Path) -> None:
     plan = planner.solve(profile, devices=2, mem="8GB")
     assert planner.emit(plan, profile=profile, output="alone", standalone=True) == (Path("alone/train.py"),)
     assert [path.name for path in Path("alone").iterdir()] == ["train.py"]
-
-
-def test_every_engine_can_be_emitted(here: Path) -> None:
-    """The same files as the command writes."""
-    profile = replace(files.read_profile("profile.yaml"), model=Model(source="model.py:build_model"))
-    files.write("profile.yaml", profile)
-    files.write("plan.yaml", planner.solve("profile.yaml", devices=2, mem="8GB", recompute="never"))
-    written = {}
-    for engine in ("native", "jax", "torchgpipe", "torch"):
-        assert run(["emit", "plan.yaml", "-o", engine, "--format", engine]) == 0
-        before = {path: path.read_text() for path in Path(engine).iterdir()}
-        for path in before:
-            path.unlink()
-        written[engine] = planner.emit("plan.yaml", output=engine, engine=engine)
-        assert {path: path.read_text() for path in written[engine]} == before
-    names = ["train.py", "train_jax.py", "plan_torchgpipe.py", "plan_torch.py"]
-    assert [paths[-1].name for paths in written.values()] == names
-    with pytest.raises(UsageError, match="unknown `--format caffe`"):
-        planner.emit("plan.yaml", engine="caffe")
 
 
 # Import

@@ -1,0 +1,77 @@
+"""`compare`: plans beside each other, and a plan beside an earlier one."""
+
+import os
+from collections.abc import Callable
+
+from planner import files
+from planner.api.reading import NOWHERE, File, plan_of, profile_for
+from planner.core.errors import FileError, UsageError
+from planner.core.judge.comparison import ComparedPlan, Comparison
+from planner.core.judge.difference import difference_of
+from planner.core.judge.verdict import judge
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+
+__all__ = ["compare", "earlier_plan"]
+
+
+def compare(*plans: File | Plan) -> Comparison:
+    """Plans beside each other, each recomputed from its profile where that can be.
+
+    Args:
+        plans: Two or more plans, or their files.
+
+    Raises:
+        UsageError: Fewer than two, or one is no plan of its profile.
+        FileError: A file cannot be read or is invalid.
+    """
+    if len(plans) < 2:
+        raise UsageError("two or more plans are needed", hint="`gpipe-plan compare a.yaml b.yaml`")
+    rows = [_compared(plan, n) for n, plan in enumerate(plans)]
+    difference = None
+    if len(rows) == 2:
+        first, second = rows
+        both = first.recomputed and second.recomputed
+        difference = difference_of(first.plan, second.plan, against=first.path, recomputed=both)
+    return Comparison(plans=tuple(rows), difference=difference)
+
+
+def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
+    """The plan to compare with, whether it was recomputed, and what it is called."""
+    if isinstance(against, Plan):
+        return _as_its_profile_says(against, lambda: profile_for(against, NOWHERE, None).profile, "the other plan")
+    path = os.fspath(against)
+    if not path.startswith("git:"):
+        plan = files.read_plan(path)
+        return _as_its_profile_says(plan, lambda: files.profile_for(plan, path, None), path)
+    if place == NOWHERE:
+        raise UsageError(f"`--against {path}` needs the plan's file, to look it up in git", hint="name the file")
+    revision = path.removeprefix("git:")
+    committed = files.read_plan(f"{path}:{place}", files.at_revision(place, revision))
+
+    def its_profile() -> Profile:
+        profile_place = files.profile_path(committed, place, None)
+        return files.read_profile(f"{path}:{profile_place}", files.at_revision(profile_place, revision))
+
+    return _as_its_profile_says(committed, its_profile, path)
+
+
+def _as_its_profile_says(plan: Plan, read: Callable[[], Profile], called: str) -> tuple[Plan, bool, str]:
+    """`plan` recomputed, if the very profile that it was made from is at hand; else as it was written."""
+    try:
+        profile = read()
+    except (FileError, UsageError):
+        return plan, False, called
+    digest = files.digest_of(profile)
+    if digest != plan.inputs.profile.digest:
+        return plan, False, called
+    return judge(plan, profile, profile_digest=digest).plan or plan, True, called
+
+
+def _compared(given: File | Plan, index: int) -> ComparedPlan:
+    plan, place = plan_of(given)
+    called = f"plan {index + 1}" if isinstance(given, Plan) else place
+    now, recomputed, _ = _as_its_profile_says(plan, lambda: profile_for(plan, place, None).profile, called)
+    caps = (now.stages[d].memory_bytes for d in range(now.num_devices))
+    fits = all(need <= cap for need, cap in zip(now.device_bytes(), caps, strict=True))
+    return ComparedPlan(path=called, recomputed=recomputed, fits=fits, plan=now)

@@ -1,0 +1,72 @@
+"""From a record of options to a function that takes its fields as keywords, seen so by type checkers and by `help`."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import Parameter, Signature, cleandoc, signature
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from planner.api.options import Keyword, Option, keywords_of
+from planner.api.reading import AnyProfile, File
+
+__all__ = ["on_model", "on_profile"]
+
+P = ParamSpec("P")
+Record = TypeVar("Record")
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class _OnProfile(Protocol[P, Result_co]):
+    def __call__(self, profile: AnyProfile = ..., *args: P.args, **keywords: P.kwargs) -> Result_co: ...
+
+
+class _OnModel(Protocol[P, Result_co]):
+    def __call__(self, model: File | Any, *args: P.args, **keywords: P.kwargs) -> Result_co: ...
+
+
+def on_profile(
+    record: Callable[P, Record],
+) -> Callable[[Callable[[AnyProfile, Record], Result]], _OnProfile[P, Result]]:
+    """A decorator: `verb(profile, options)` becomes `verb(profile="profile.yaml", *, …)`, a keyword for each field."""
+    return lambda verb: _with_keywords(verb, record, default="profile.yaml")
+
+
+def on_model(
+    record: Callable[P, Record],
+) -> Callable[[Callable[[File | Any, Record], Result]], _OnModel[P, Result]]:
+    """A decorator: `verb(model, options)` becomes `verb(model, *, …)`, a keyword for each field."""
+    return lambda verb: _with_keywords(verb, record, default=Parameter.empty)
+
+
+def _with_keywords(verb: Callable[..., Any], record: Any, *, default: object) -> Any:
+    keywords = keywords_of(record)
+    taken = signature(verb)
+    subject = next(iter(taken.parameters.values())).replace(default=default)
+    of_record = (
+        Parameter(k.name, Parameter.KEYWORD_ONLY, default=k.default, annotation=k.annotation) for k in keywords
+    )
+    shown = Signature([subject, *of_record], return_annotation=taken.return_annotation)
+
+    @wraps(verb)
+    def with_keywords(*arguments: Any, **values: Any) -> Any:
+        bound = shown.bind(*arguments, **values)
+        bound.apply_defaults()
+        first = bound.arguments.pop(subject.name)
+        return verb(first, record(**bound.arguments))
+
+    with_keywords.__signature__ = shown  # type: ignore[attr-defined]
+    with_keywords.__doc__ = _documented(verb.__doc__ or "", keywords)
+    return with_keywords
+
+
+def _documented(text: str, keywords: Sequence[Keyword]) -> str:
+    """The docstring of a verb with a line for each keyword in place of the record's."""
+    before, after = cleandoc(text).split("    options: ", 1)
+    lines = (f"{keyword.name}: {keyword.help}{_form(keyword.option)}" for keyword in keywords)
+    wrapped = (textwrap.fill(line, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in lines)
+    return before + "\n".join(wrapped) + after[after.index("\n") :]
+
+
+def _form(option: Option | None) -> str:
+    return f" (`{option.metavar}`)" if option is not None and option.metavar else ""

@@ -1,0 +1,210 @@
+"""`profile`: measures what every layer of a model costs."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from planner import files
+from planner.api import texts
+from planner.api.keywords import on_model
+from planner.api.options import ProfileOptions
+from planner.api.reading import File, calibration_of, path_of
+from planner.core.cost.calibration import Calibration, calibrated_executor
+from planner.core.errors import UsageError
+from planner.core.values.cluster import ExecutorCost
+from planner.core.values.precision import Precision
+from planner.core.values.profile import Granularity, Profile
+from planner.core.values.units import parse_us
+
+if TYPE_CHECKING:
+    from planner.core.values.proof import Proof
+    from planner.model import LoadedModel
+    from planner.profile import ProfileOptions as Measuring
+
+__all__ = ["partial_path", "profile", "profile_header"]
+
+
+@on_model(ProfileOptions)
+def profile(model: File | Any, options: ProfileOptions) -> Profile:
+    """Measures time and memory of every layer of a model, at several micro-batch sizes.
+
+    On a CPU, two processes are started once for a machine, which measure what the executor and its link cost; that is
+    remembered in the user's cache. With `output`, Ctrl-C leaves what was measured by then in a file beside it, from
+    which the same call goes on.
+
+    Args:
+        model: `path/to/model.py[:ENTRY]`, or an `nn.Module` itself, of which a copy is measured.
+        options: What is asked.
+
+    Raises:
+        PlannerError: The model cannot be loaded, cut into layers or run, or an option is wrong.
+        InterruptedProfileError: Ctrl-C, with what had been measured.
+    """
+    asked = _asked(model, options)
+    # torch takes longer to import than everything else together.
+    from planner.profile import InterruptedProfileError, profile_model  # noqa: PLC0415
+
+    unfinished = partial_path(asked.output)
+    earlier = files.read_partial(str(unfinished)) if unfinished is not None and unfinished.exists() else None
+    loaded, proof = _proven(_loaded(model, asked), asked)
+    # First, because an interrupt from here on loses nothing.
+    executor = _executor_cost(options) if options.device.startswith("cpu") and asked.calibration is None else None
+    if earlier is not None:
+        options.note(f"going on from {unfinished}")
+    options.progress("", 0, 0)
+    try:
+        measured = profile_model(
+            loaded, _measuring(asked), options.progress, warn=options.warn, note=options.note, earlier=earlier
+        )
+    except InterruptedProfileError as interrupt:
+        if unfinished is not None and interrupt.partial.measurements:
+            files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=_name_of(model)))
+        raise
+    if asked.calibration is not None:
+        executor = calibrated_executor(asked.calibration, measured.device.kind)
+    device = measured.device if executor is None else replace(measured.device, executor=executor)
+    source = measured.model.source if asked.output is None else _relative(measured.model.source, asked.output)
+    measured = replace(measured, proof=proof, device=device, model=replace(measured.model, source=source))
+    if asked.output is not None:
+        files.write(asked.output, measured, header=profile_header(model, measured))
+    if unfinished is not None:
+        unfinished.unlink(missing_ok=True)
+    return measured
+
+
+def profile_header(model: File | Any, measured: Profile) -> str:
+    """The comment at the top of a profile's file."""
+    how = measured.device.how.capitalize()
+    of = "times in microseconds, sizes in bytes, one value per micro-batch size."
+    return f"{how} by `gpipe-plan profile {_name_of(model)}`; {of}"
+
+
+def partial_path(output: File | None) -> Path | None:
+    """Where an interrupted profile is kept that was to be written to `output`; None where that is no file."""
+    return None if output in (None, "-") else Path(f"{output}.partial")
+
+
+_UNFINISHED = (
+    "What `gpipe-plan profile {model}` had measured when it was interrupted; the same command goes on from here.\n"
+    "Delete this file to start over."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The options, read and checked as far as that is possible without torch."""
+
+    options: ProfileOptions
+    output: str | None
+    sizes: tuple[int, ...]
+    precision: Precision
+    granularity: Granularity
+    time_budget_s: float
+    proof_budget_s: float
+    settings: dict[str, str]
+    calibration: Calibration | None
+
+
+def _asked(model: File | Any, options: ProfileOptions) -> _Asked:
+    asked = _Asked(
+        options=options,
+        output=path_of(options.output),
+        sizes=texts.micro_batch_sizes(options.batch_sizes, options.batch),
+        time_budget_s=parse_us(options.time_budget) / 1e6,
+        proof_budget_s=parse_us(options.proof_budget) / 1e6,
+        precision=texts.precision(options.dtype),
+        granularity=cast("Granularity", texts.choice("--granularity", options.granularity, Granularity)),
+        settings=texts.settings(options.settings or {}),
+        calibration=calibration_of(options.calibration),
+    )
+    if options.threads < 1 or options.repeat < 2:
+        asked_for = f"`--threads {options.threads} --repeat {options.repeat}`"
+        raise UsageError(f"{asked_for}: at least 1 thread and 2 repeats are needed")
+    if asked.output is not None:
+        # What is no Python file is refused as such before anything is written.
+        path = path_of(model) or ""
+        sources = [source for source in (path, path.rpartition(":")[0]) if source.endswith(".py")]
+        files.check_outputs({"--output": asked.output}, (*sources, path_of(options.calibration)))
+        files.check_writable(asked.output)
+    if asked.calibration is not None and options.device in ("cpu", "cuda"):
+        calibrated_executor(asked.calibration, options.device)  # before anything is measured
+    return asked
+
+
+def _loaded(model: File | Any, asked: _Asked) -> "LoadedModel":
+    from planner.model import in_precision, load_model, model_of  # noqa: PLC0415 - torch
+
+    options, inputs = asked.options, asked.options.inputs or ()
+    path = path_of(model)
+    if path is None:
+        loaded = model_of(
+            model,
+            example_batch=options.example_batch,
+            loss_fn=options.loss_fn,
+            inputs=inputs,
+            optimizer=options.optimizer,
+            granularity=asked.granularity,
+        )
+    else:
+        loaded = load_model(
+            path,
+            settings=asked.settings,
+            inputs=inputs,
+            optimizer=options.optimizer,
+            granularity=asked.granularity,
+        )
+    return in_precision(loaded, asked.precision)
+
+
+def _proven(loaded: "LoadedModel", asked: _Asked) -> "tuple[LoadedModel, Proof | None]":
+    """The model without cuts that its stages do not come out right of, and what was found of the others."""
+    from planner.executor import prove  # noqa: PLC0415 - torch
+
+    if not asked.proof_budget_s:
+        return loaded, None
+    proven = prove(loaded, budget_s=asked.proof_budget_s)
+    for warning in proven.warnings:
+        asked.options.warn(warning)
+    if proven.proof.differs_recomputed:
+        asked.options.warn(f"recomputation does not come out the same: {proven.proof.differs_recomputed}")
+    asked.options.note(str(proven.proof))
+    return proven.loaded, proven.proof
+
+
+def _executor_cost(options: ProfileOptions) -> ExecutorCost | None:
+    """What two neighbouring processes on this machine cost, measured once and remembered."""
+    from planner.executor import executor_cost  # noqa: PLC0415 - torch
+
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan")
+    try:
+        return executor_cost(folder / "executor.json")
+    except Exception as error:  # whatever it is, the profile that is about to be measured is worth more
+        options.warn(f"two processes could not be run, so links are taken to cost nothing: {error}")
+        return None
+
+
+def _measuring(asked: _Asked) -> "Measuring":
+    from planner.profile import ProfileOptions as Measuring  # noqa: PLC0415 - torch
+
+    options = asked.options
+    return Measuring(
+        micro_batch_sizes=asked.sizes,
+        device=options.device,
+        threads=options.threads,
+        repeats=options.repeat,
+        time_budget_s=asked.time_budget_s,
+        until_memory_ends=options.batch_sizes == "auto",
+    )
+
+
+def _relative(source: str, output: str) -> str:
+    """`path:entry` relative to the folder of the profile, so that both can move together; absolute paths stay."""
+    path, colon, entry = source.rpartition(":")
+    if path and not Path(path).is_absolute():
+        path = Path(os.path.relpath(path, Path(output).parent)).as_posix()
+    return f"{path}{colon}{entry}"
+
+
+def _name_of(model: File | Any) -> str:
+    return path_of(model) or type(model).__name__

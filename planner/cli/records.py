@@ -1,0 +1,52 @@
+"""Options of commands, made from the records of `planner.api.options`."""
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
+
+import typer
+
+from planner.api.options import Keyword, Option, keywords_of
+
+__all__ = ["with_options"]
+
+
+def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: a command with a parameter `options`, a `record`, has the options of its fields on the command line.
+
+    In the command's help they stand where `options` stands among its parameters; flags stand behind all that takes a
+    value.
+    """
+    taken = [(keyword, keyword.option) for keyword in keywords_of(record) if keyword.option is not None]
+    offered = [_parameter(*one) for one in taken if one[1].typed is not bool]
+    flags = [_parameter(*one) for one in taken if one[1].typed is bool]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shown: list[Parameter] = []
+        for parameter in signature(command).parameters.values():
+            shown += flags if parameter.name == "quiet" else []
+            shown += offered if parameter.name == "options" else [parameter.replace(kind=Parameter.KEYWORD_ONLY)]
+
+        @wraps(command)
+        def run(**typed: Any) -> None:
+            options = record(**{keyword.name: typed.pop(keyword.name) for keyword, _ in taken})
+            command(options=options, **typed)
+
+        run.__signature__ = Signature(shown)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _parameter(keyword: Keyword, option: Option) -> Parameter:
+    """The parameter of which typer makes the option."""
+    forms = option.flag.split() or [f"--{keyword.name.replace('_', '-')}"]
+    # Of rich's panels only the title is taken: `planner.cli.help` makes sections of them.
+    declared = typer.Option(
+        *forms, metavar=option.metavar or None, help=option.help, rich_help_panel=option.section or None
+    )
+    typed: Any = option.typed if keyword.default is not None else option.typed | None
+    return Parameter(
+        keyword.name, Parameter.KEYWORD_ONLY, default=keyword.default, annotation=Annotated[typed, declared]
+    )

@@ -1,0 +1,207 @@
+"""A command and the function of its name write the same bytes: there is one road, and the command only prints."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from planner import files
+from planner.core.errors import PlannerError, UsageError
+from planner.core.values.profile import LayerProfile, Model, Profile
+from planner.emit import ENGINES
+from tests.support import gate
+from tests.support.cli import call, environment, no_calibration, write_model
+
+Capsys = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def by_both(capsys: Capsys, output: str, *arguments: str, verb: Any, **keywords: Any) -> tuple[bytes, bytes]:
+    """What the command writes to `output`, and then the function."""
+    done = call(capsys, *arguments, "--output", output)
+    assert done.code == 0, done.err
+    of_command = Path(output).read_bytes()
+    Path(output).unlink()
+    verb(**keywords, output=output)
+    return of_command, Path(output).read_bytes()
+
+
+# Profiles
+
+
+def untimed(text: bytes, folder: Path) -> Profile:
+    """A profile without what a clock measured."""
+
+    def without(layer: LayerProfile) -> LayerProfile:
+        no_times = (0.0,) * len(layer.forward_us)
+        return replace(layer, forward_us=no_times, backward_us=no_times, spread=(), optimizer_us=0.0)
+
+    (folder / "untimed.yaml").write_bytes(text)
+    profile = files.read_profile(str(folder / "untimed.yaml"))
+    return replace(profile, layers=tuple(without(layer) for layer in profile.layers))
+
+
+@pytest.mark.parametrize("output", ["profile.yaml", "sub/deep/profile.yaml", "sub/profile.json"])
+def test_an_estimated_profile(here: Path, capsys: Capsys, output: str) -> None:
+    """To the byte, in any folder; the model's path in it leads from there to the model."""
+    write_model(here)
+    fast = {"device": "estimate:h100", "batch_sizes": [1, 2], "settings": {"width": 24}, "proof_budget": "0s"}
+    options = ("--device", "estimate:h100", "--batch-sizes", "1,2", "--set", "width=24", "--proof-budget", "0s")
+    of_command, of_function = by_both(
+        capsys, output, "profile", "model.py", *options, verb=planner.profile, model="model.py", **fast
+    )
+    assert of_function == of_command
+    source = files.read_profile(output).model.source.rpartition(":")[0]
+    assert (here / output).parent.joinpath(source).resolve() == here / "model.py"
+    planner.solve(output, devices=2, output="sub/plan.yaml")
+    _, script = planner.emit("sub/plan.yaml", output="emitted")
+    model = files.read_balance("emitted/balance.yaml").model.source.rpartition(":")[0]
+    assert script.parent.joinpath(model).samefile("model.py")
+
+
+def test_a_measured_profile(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the times, with what the executor costs in either."""
+    no_calibration(monkeypatch)
+    write_model(here)
+    written = by_both(
+        capsys,
+        "sub/profile.yaml",
+        *("profile", "model.py", "--repeat", "2", "--time-budget", "0s", "--batch-sizes", "1,2"),
+        verb=planner.profile,
+        model="model.py",
+        repeat=2,
+        time_budget="0s",
+        batch_sizes="1,2",
+    )
+    of_command, of_function = (untimed(text, here) for text in written)
+    assert of_function == of_command
+    assert of_function.device.executor is not None
+    headers = {text.splitlines()[0] for text in written}
+    assert len(headers) == 1
+    assert b"Measured by `gpipe-plan profile model.py`" in headers.pop()
+
+
+def test_an_interrupted_profile_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python, too: what was measured is kept beside `output`, and gone when the profile is whole."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    no_calibration(monkeypatch)
+    write_model(here)
+    notes: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("planner.profile.profiler.measure_times", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            planner.profile("model.py", repeat=2, batch_sizes=1, output="profile.yaml")
+    assert files.read_partial("profile.yaml.partial").measurements
+    planner.profile("model.py", repeat=2, batch_sizes=1, output="profile.yaml", note=notes.append)
+    assert "going on from profile.yaml.partial" in notes
+    assert {path.name for path in here.iterdir()} - {"__pycache__"} == {"model.py", "profile.yaml"}
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_run_once(here: Path) -> None:
+    """The processes that measure the executor do not run the caller's script again."""
+    write_model(here)
+    (here / "script.py").write_text(
+        """
+import planner
+print("begun")
+profile = planner.profile("model.py", repeat=2, time_budget="0s", batch_sizes=1, proof_budget="0s", warn=print)
+print(profile.device.executor is not None)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        env=environment(XDG_CACHE_HOME=str(here / "cache")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("begun\nTrue\n", "")
+
+
+# Plans
+
+
+def test_a_plan(here: Path, capsys: Capsys) -> None:
+    """With its profile's path seen from the plan's folder."""
+    gate.write(here)
+    of_command, of_function = by_both(
+        capsys,
+        "sub/plan.yaml",
+        *("solve", "profile.yaml", "--devices", "3", "--mem", "2MB", "--batch", "4", "--link", "1GB/s", "--frontier"),
+        verb=planner.solve,
+        devices=3,
+        mem="2MB",
+        batch=4,
+        link="1GB/s",
+        frontier=True,
+    )
+    assert of_function == of_command
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: planner.solve("profile.yaml", devices=2, mem="2MB", output="./profile.yaml"),
+        lambda: planner.profile("model.py", output="model.py"),
+        lambda: planner.verify("plan.yaml", calibration="plan.yaml"),
+    ],
+    ids=["solve", "profile", "verify"],
+)
+def test_nothing_writes_over_what_it_reads(here: Path, write: Callable[[], object]) -> None:
+    """The functions refuse it as their commands do."""
+    gate.write(here)
+    write_model(here)
+    with pytest.raises(UsageError, match="would overwrite"):
+        write()
+
+
+# What runs a plan
+
+
+def a_plan_for_every_engine(folder: Path) -> None:
+    """Layers as Megatron-LM has them, cut for GPipe."""
+    names = ("wte", "h.0", "h.1", "h.2", "h.3", "lm_head")
+    of_gate = gate.profile()
+    layers = tuple(replace(layer, name=name) for layer, name in zip(of_gate.layers, names, strict=True))
+    files.write("profile.yaml", replace(of_gate, layers=layers, model=Model(source="model.py:build_model")))
+    planner.solve("profile.yaml", devices=2, mem="8GB", recompute="never", schedule="gpipe", output="plan.yaml")
+
+
+@pytest.mark.parametrize("engine", ["native", "jax", "standalone", *ENGINES])
+def test_every_format(here: Path, capsys: Capsys, engine: str) -> None:
+    """The same files with the same bytes, and the function names those that the command names."""
+    a_plan_for_every_engine(here)
+    options = ("--standalone",) if engine == "standalone" else ("--format", engine)
+    done = call(capsys, "emit", "plan.yaml", "-o", "out", *options)
+    assert done.code == 0, done.err
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    for path in before:
+        path.unlink()
+    if engine == "standalone":
+        paths = planner.emit("plan.yaml", output="out", standalone=True)
+    else:
+        paths = planner.emit("plan.yaml", output="out", engine=engine)
+    assert {path: path.read_bytes() for path in paths} == before
+    assert done.out.split() == [str(path) for path in paths]
+
+
+def test_an_unknown_format(here: Path) -> None:
+    """Refused before a plan is read."""
+    with pytest.raises(PlannerError, match="unknown `--format caffe`"):
+        planner.emit("nowhere.yaml", engine="caffe")
