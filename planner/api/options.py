@@ -13,8 +13,9 @@ from planner.api.reading import File, Progress
 from planner.api.texts import Numbers, Sizes
 from planner.core.cost.calibration import Calibration
 from planner.core.values.cluster import Link
-from planner.core.values.plan import DEFAULT_SCHEDULE
+from planner.core.values.plan import DEFAULT_SCHEDULE, RecomputePolicy, SchedulePolicy
 from planner.core.values.precision import PRECISIONS
+from planner.core.values.profile import Granularity
 
 __all__ = [
     "Keyword",
@@ -74,6 +75,10 @@ def _keyword(name: str, annotation: Any, default: object) -> Keyword:
     )
 
 
+def _any_of(choices: object) -> str:
+    return "|".join(get_args(choices))
+
+
 def _ignore(*_: object) -> None:
     """Takes what nobody asked to be told."""
 
@@ -128,7 +133,7 @@ class SolverOptions:
         int | None, Option("B", "Samples per optimizer step; default: the largest profiled size.", _BATCH, typed=int)
     ] = None
     micro_batches: Annotated[str | int, Option("auto|M", "How many micro-batches.", _BATCH)] = "auto"
-    schedule: Annotated[str, Option("gpipe|1f1b|interleaved|auto", "In which order micro-batches run.", _BATCH)] = (
+    schedule: Annotated[str, Option(_any_of(SchedulePolicy), "In which order micro-batches run.", _BATCH)] = (
         DEFAULT_SCHEDULE
     )
     chunks: Annotated[str | int, Option("auto|V", "Stages per device of the interleaved schedule.", _BATCH)] = "auto"
@@ -138,7 +143,7 @@ class SolverOptions:
     recompute: Annotated[
         str,
         Option(
-            "auto|never|except-last|always|layers",
+            _any_of(RecomputePolicy),
             "Recompute activations in backward; `layers`: layer by layer where that is better.",
             _BATCH,
         ),
@@ -251,9 +256,9 @@ class ProfileOptions:
         ),
     ] = None
     threads: Annotated[int, Option("N", "CPU threads per stage.", typed=int)] = 1
-    granularity: Annotated[str, Option("coarse|fine", "About one layer per block, or cuts inside blocks too.")] = (
-        "coarse"
-    )
+    granularity: Annotated[
+        str, Option(_any_of(Granularity), "About one layer per block, or cuts inside blocks too.")
+    ] = "coarse"
     repeat: Annotated[
         int, Option("N", "Timed repeats of every layer, at least; more while the plan is in doubt.", typed=int)
     ] = 10
