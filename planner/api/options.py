@@ -7,6 +7,7 @@ were typed or handed in; `planner.api.texts` turns either form into values of th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import NoneType
 from typing import Annotated, Any, Final, get_args, get_type_hints
 
 from planner.api.reading import File, Progress
@@ -38,10 +39,9 @@ class Option:
     help: str
     section: str = ""
     """The title that it stands under in the command's help."""
-    typed: Any = str
-    """What a command line gives: `str`, `int`, `bool`, or `list[str]` where it may be repeated."""
-    flag: str = ""
-    """Its forms, where they are not its name with dashes."""
+    forms: str = ""
+    """How it is spelled, where that is not its name with dashes."""
+    repeatable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,14 @@ class Keyword:
     help: str
     option: Option | None
     """None: only Python has it."""
+
+    @property
+    def typed(self) -> Any:
+        """What a command line gives: `str`, `int`, `bool`, or `list[str]` of an option that may be repeated."""
+        if self.option is not None and self.option.repeatable:
+            return list[str]
+        kinds = {*(get_args(self.annotation) or [self.annotation])} - {NoneType}
+        return kinds.pop() if kinds in ({int}, {bool}) else str
 
 
 def keywords_of(record: type[Any]) -> tuple[Keyword, ...]:
@@ -94,9 +102,7 @@ _SEARCH: Final = "Search"
 class SolverOptions:
     """What is asked of the solver; `planner.api.asked` resolves it against a profile."""
 
-    devices: Annotated[int | None, Option("N", "Devices there are; the plan may use fewer.", _DEVICES, typed=int)] = (
-        None
-    )
+    devices: Annotated[int | None, Option("N", "Devices there are; the plan may use fewer.", _DEVICES)] = None
     mem: Annotated[Sizes | None, Option("8GB", "Memory cap per device, or one each: 24GB,24GB,80GB.", _DEVICES)] = None
     speed: Annotated[
         str | float | Sequence[float] | None,
@@ -107,9 +113,9 @@ class SolverOptions:
         str | int | None, Option("500MB", "Kept free on every device; default: as calibrated or measured.", _DEVICES)
     ] = None
     headroom: Annotated[str | float, Option("5%", "Share of every cap kept free.", _DEVICES)] = "0%"
-    devices_any_order: Annotated[
-        bool, Option("", "Unlike devices may take any place in the pipeline.", _DEVICES, typed=bool)
-    ] = False
+    devices_any_order: Annotated[bool, Option("", "Unlike devices may take any place in the pipeline.", _DEVICES)] = (
+        False
+    )
     link: Annotated[
         str | Link | None, Option("25GB/s,5us", "Links between neighbours; `,blocking` if they do not overlap.", _LINKS)
     ] = None
@@ -130,7 +136,7 @@ class SolverOptions:
         Option("FILE", "What `verify` measured of this machine: link, overhead and more.", _LINKS),
     ] = None
     batch: Annotated[
-        int | None, Option("B", "Samples per optimizer step; default: the largest profiled size.", _BATCH, typed=int)
+        int | None, Option("B", "Samples per optimizer step; default: the largest profiled size.", _BATCH)
     ] = None
     micro_batches: Annotated[str | int, Option("auto|M", "How many micro-batches.", _BATCH)] = "auto"
     schedule: Annotated[str, Option(_any_of(SchedulePolicy), "In which order micro-batches run.", _BATCH)] = (
@@ -148,17 +154,17 @@ class SolverOptions:
             _BATCH,
         ),
     ] = "auto"
-    extrapolate: Annotated[bool, Option("", "Allow unprofiled micro-batch sizes.", _BATCH, typed=bool)] = False
+    extrapolate: Annotated[bool, Option("", "Allow unprofiled micro-batch sizes.", _BATCH)] = False
     balance: Annotated[
         Numbers | File | None, Option("6,6,6,6|FILE", "Judge these cuts instead of searching.", _CUTS)
     ] = None
     together: Annotated[
         Sequence[str | Sequence[str]] | None,
-        Option("A,B", "Layers that must be in one stage; may be repeated.", _CUTS, typed=list[str]),
+        Option("A,B", "Layers that must be in one stage; may be repeated.", _CUTS, repeatable=True),
     ] = None
     apart: Annotated[
         Sequence[str | Sequence[str]] | None,
-        Option("A,B", "Layers of which no two may be in one stage; likewise.", _CUTS, typed=list[str]),
+        Option("A,B", "Layers of which no two may be in one stage; likewise.", _CUTS, repeatable=True),
     ] = None
     solver: Annotated[
         str, Option("auto|dp|milp", "Dynamic programme, or integer programme as a second opinion.", _SEARCH)
@@ -172,9 +178,9 @@ class SolverOptions:
 class SolveOptions(SolverOptions):
     """What `solve` takes beside the profile."""
 
-    frontier: Annotated[bool, Option("", "Show the best plan for every M.", _SEARCH, typed=bool)] = False
+    frontier: Annotated[bool, Option("", "Show the best plan for every M.", _SEARCH)] = False
     explain: Annotated[
-        bool, Option("", "Show what binds, what would help, and what noise does to the plan.", _SEARCH, typed=bool)
+        bool, Option("", "Show what binds, what would help, and what noise does to the plan.", _SEARCH)
     ] = False
     output: Annotated[File | None, "Where to write the plan."] = None
     note: Annotated[Callable[[str], None], "Called with defaults that were taken."] = _ignore
@@ -191,9 +197,9 @@ def _as_solved(name: str, **other: Any) -> Option:
 class SweepOptions:
     """What `sweep` takes beside the profile."""
 
-    devices: Annotated[
-        Numbers, _as_solved("devices", metavar="1,2,4,8", help="How many devices there may be.", typed=str)
-    ] = "1,2,4,8"
+    devices: Annotated[Numbers, _as_solved("devices", metavar="1,2,4,8", help="How many devices there may be.")] = (
+        "1,2,4,8"
+    )
     mem: Annotated[Sizes | None, _as_solved("mem", metavar="16GB,80GB", help="Memory caps that they may have.")] = None
     batch: Annotated[int | None, _as_solved("batch")] = None
     micro_batches: Annotated[str | int, _as_solved("micro_batches")] = "auto"
@@ -208,7 +214,7 @@ class SweepOptions:
     time_limit: Annotated[
         str | None, _as_solved("time_limit", help="For each cell; then the best plan found, with its proven gap.")
     ] = None
-    output: Annotated[File | None, Option("DIR", "Write the plan of every cell there.", flag="--output -o")] = None
+    output: Annotated[File | None, Option("DIR", "Write the plan of every cell there.", forms="--output -o")] = None
     extrapolate: Annotated[bool, _as_solved("extrapolate")] = False
     progress: Annotated[Progress, "Called before every cell."] = _ignore
 
@@ -226,9 +232,9 @@ class ProfileOptions:
             "while they fit into memory, without those too small for batch normalization.",
         ),
     ] = "auto"
-    batch: Annotated[
-        int | None, Option("B", "Samples per optimizer step, for `--batch-sizes auto`; default: 8.", typed=int)
-    ] = None
+    batch: Annotated[int | None, Option("B", "Samples per optimizer step, for `--batch-sizes auto`; default: 8.")] = (
+        None
+    )
     device: Annotated[
         str,
         Option(
@@ -244,24 +250,22 @@ class ProfileOptions:
     ] = None
     settings: Annotated[
         Mapping[str, object] | Sequence[str] | None,
-        Option("NAME=VALUE", "A setting of build_model; repeatable.", typed=list[str], flag="--set"),
+        Option("NAME=VALUE", "A setting of build_model; repeatable.", repeatable=True, forms="--set"),
     ] = None
     inputs: Annotated[
         Sequence[str] | None,
         Option(
             "3x224x224",
             "Input shape[:dtype[:bound]], without example_batch; repeatable.",
-            typed=list[str],
-            flag="--input",
+            repeatable=True,
+            forms="--input",
         ),
     ] = None
-    threads: Annotated[int, Option("N", "CPU threads per stage.", typed=int)] = 1
+    threads: Annotated[int, Option("N", "CPU threads per stage.")] = 1
     granularity: Annotated[
         str, Option(_any_of(Granularity), "About one layer per block, or cuts inside blocks too.")
     ] = "coarse"
-    repeat: Annotated[
-        int, Option("N", "Timed repeats of every layer, at least; more while the plan is in doubt.", typed=int)
-    ] = 10
+    repeat: Annotated[int, Option("N", "Timed repeats of every layer, at least; more while the plan is in doubt.")] = 10
     time_budget: Annotated[
         str, Option("60s", "Begin no repeats beyond `--repeat` after timing for so long; 0s: none.")
     ] = "60s"

@@ -148,11 +148,7 @@ def _loaded(model: File | Any, asked: _Asked) -> "LoadedModel":
         )
     else:
         loaded = load_model(
-            path,
-            settings=asked.settings,
-            inputs=inputs,
-            optimizer=options.optimizer,
-            granularity=asked.granularity,
+            path, settings=asked.settings, inputs=inputs, optimizer=options.optimizer, granularity=asked.granularity
         )
     return in_precision(loaded, asked.precision)
 

@@ -19,8 +19,8 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
     value.
     """
     taken = [(keyword, keyword.option) for keyword in keywords_of(record) if keyword.option is not None]
-    offered = [_parameter(*one) for one in taken if one[1].typed is not bool]
-    flags = [_parameter(*one) for one in taken if one[1].typed is bool]
+    offered = [_parameter(*one) for one in taken if one[0].typed is not bool]
+    flags = [_parameter(*one) for one in taken if one[0].typed is bool]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         shown: list[Parameter] = []
@@ -41,12 +41,12 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
 
 def _parameter(keyword: Keyword, option: Option) -> Parameter:
     """The parameter of which typer makes the option."""
-    forms = option.flag.split() or [f"--{keyword.name.replace('_', '-')}"]
+    forms = option.forms.split() or [f"--{keyword.name.replace('_', '-')}"]
     # Of rich's panels only the title is taken: `planner.cli.help` makes sections of them.
     declared = typer.Option(
         *forms, metavar=option.metavar or None, help=option.help, rich_help_panel=option.section or None
     )
-    typed: Any = option.typed if keyword.default is not None else option.typed | None
+    typed: Any = keyword.typed if keyword.default is not None else keyword.typed | None
     return Parameter(
         keyword.name, Parameter.KEYWORD_ONLY, default=keyword.default, annotation=Annotated[typed, declared]
     )
