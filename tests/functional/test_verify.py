@@ -8,8 +8,8 @@ import pytest
 
 import planner
 from planner import files
+from planner.api import trial
 from planner.core.errors import MeasurementError, UsageError
-from planner.emit import trial
 from tests.support.cli import FAST, call, no_calibration, write_model
 
 Capsys = pytest.CaptureFixture[str]
