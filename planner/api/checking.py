@@ -6,8 +6,9 @@ from dataclasses import replace
 from planner import files
 from planner.api import texts
 from planner.api.comparing import earlier_plan
+from planner.api.keywords import on_plan
+from planner.api.options import CheckOptions
 from planner.api.reading import File, cuts_of, plan_of, profile_for
-from planner.api.texts import Numbers, Sizes
 from planner.core.errors import UsageError
 from planner.core.judge.figures import claimed_of
 from planner.core.judge.recut import with_cuts
@@ -21,65 +22,48 @@ from planner.core.values.profile import Profile
 __all__ = ["check"]
 
 
-def check(
-    plan: File | Plan = "plan.yaml",
-    *,
-    mem: Sizes | None = None,
-    device: str | None = None,
-    headroom: str | float = "0%",
-    balance: Numbers | File | None = None,
-    model: File | None = None,
-    strict: bool = False,
-    against: File | Plan | None = None,
-    profile: File | Profile | None = None,
-) -> Verdict:
+@on_plan(CheckOptions)
+def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     """Whether a plan still fits, recomputed from its profile; `fits`, `findings`, and the plan as it is now.
 
     Args:
         plan: A plan, or its file.
-        mem: Judge against this cap instead of the plan's.
-        device: Judge against the memory of a known accelerator, such as `h100`.
-        headroom: Warn if less than this share of a cap stays free.
-        balance: Judge these cuts instead of the plan's: layers per stage, or a file that gives them.
-        model: `model.py[:ENTRY]`, to tell whether it still is the model that was profiled.
-        strict: Whether warnings make the answer no.
-        against: Another plan (or its file, or `git:REVISION` for this one as committed) to set this one beside.
-        profile: The plan's profile, if it is a value or its file was moved.
+        options: What is asked.
 
     Raises:
         FileError: A file cannot be read or is invalid.
         UsageError: An option is wrong, or the plan is none: layers lost, an empty stage.
     """
-    if mem is not None and device is not None:
+    if options.mem is not None and options.device is not None:
         raise UsageError("`--mem` and `--device` both say what the cap is", hint="give one of them")
-    share = texts.share(headroom)
-    known = accelerator(device) if device is not None else None
+    headroom = texts.share(options.headroom)
+    device = accelerator(options.device) if options.device is not None else None
     read, place = plan_of(plan)
-    measured = profile_for(read, place, profile).profile
-    memory_bytes = texts.caps(mem, read.inputs.devices) if mem is not None else None
-    if balance is not None:
-        read = with_cuts(read, measured, cuts_of(balance, measured), memory_bytes=memory_bytes)
+    profile = profile_for(read, place, options.profile).profile
+    memory_bytes = texts.caps(options.mem, read.inputs.devices) if options.mem is not None else None
+    if options.balance is not None:
+        read = with_cuts(read, profile, cuts_of(options.balance, profile), memory_bytes=memory_bytes)
     verdict = judge(
         read,
-        measured,
-        profile_digest=files.digest_of(measured),
+        profile,
+        profile_digest=files.digest_of(profile),
         memory_bytes=memory_bytes,
-        device=known,
-        headroom=share,
-        strict=strict,
+        device=device,
+        headroom=headroom,
+        strict=options.strict,
     )
     if claimed_of(read, verdict) is not None:
         from planner.solve import certified  # noqa: PLC0415 - of cuts that were given there is no certificate
 
-        verdict = certified(read, verdict, measured)
-    if model is not None:
-        verdict = with_findings(verdict, _changes(os.fspath(model), measured))
+        verdict = certified(read, verdict, profile)
+    if options.model is not None:
+        verdict = with_findings(verdict, _changes(os.fspath(options.model), profile))
     if verdict.is_over and verdict.plan is not None:
         from planner.solve import what_would_fit  # noqa: PLC0415 - a plan that fits is told so without the solver
 
-        verdict = replace(verdict, would_fit=what_would_fit(verdict.plan, measured))
-    if against is not None:
-        before, recomputed, called = earlier_plan(against, place)
+        verdict = replace(verdict, would_fit=what_would_fit(verdict.plan, profile))
+    if options.against is not None:
+        before, recomputed, called = earlier_plan(options.against, place)
         verdict = compared(verdict, before, against=called, recomputed=recomputed)
     return verdict
 

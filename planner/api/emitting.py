@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner import files
+from planner.api.keywords import on_plan
+from planner.api.options import EmitOptions
 from planner.api.reading import File, ReadProfile, fresh_verdict, plan_of, profile_for
 from planner.core.values.findings import Finding
 from planner.core.values.plan import Plan
@@ -17,27 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["FreshPlan", "emit", "fresh_plan"]
 
 
-def emit(
-    plan: File | Plan = "plan.yaml",
-    *,
-    output: File = ".",
-    profile: File | Profile | None = None,
-    engine: str = "native",
-    standalone: bool = False,
-    force: bool = False,
-) -> tuple[Path, ...]:
+@on_plan(EmitOptions)
+def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
     """Writes what runs a plan, by default `balance.yaml` and the script `train.py`, and says where it stands.
 
     A `train.py` that was edited stays as it is: it runs whatever `balance.yaml` says.
 
     Args:
         plan: A plan, or its file.
-        output: Folder to write to.
-        profile: The plan's profile, if it is a value or its file was moved.
-        engine: For which engine, as `--format` says it: `native`, `jax`, `torchgpipe`, `torch`, `torchtitan`,
-            `deepspeed`, `megatron` or `device-map`.
-        standalone: Whether to write a `train.py` alone, which needs torch alone: plain GPipe or 1F1B, `nn.Sequential`.
-        force: Whether to overwrite what was edited.
+        options: What is asked.
 
     Raises:
         StaleError: The plan was made from another profile.
@@ -46,8 +36,8 @@ def emit(
     """
     from planner.emit import check_engine  # noqa: PLC0415 - only here
 
-    check_engine(engine, standalone=standalone)
-    return fresh_plan(plan, profile=profile).write(output, engine=engine, standalone=standalone, force=force).paths
+    check_engine(options.engine, standalone=options.standalone)
+    return fresh_plan(plan, profile=options.profile).write(options).paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +50,20 @@ class FreshPlan:
     findings: tuple[Finding, ...]
     """What `check` says of it; nothing that keeps it from being written."""
 
-    def write(self, output: File, *, engine: str, standalone: bool, force: bool) -> "Written":
-        """Writes the files; options and errors are those of `emit`."""
+    def write(self, options: EmitOptions) -> "Written":
+        """Writes the files; raises as `emit`."""
         from planner.emit import write_emitted  # noqa: PLC0415 - only here
 
         profile, folder = self.source.profile, str(Path(self.source.path).parent)
         return write_emitted(
             self.plan,
             profile,
-            engine=engine,
-            standalone=standalone,
-            folder=os.fspath(output),
+            engine=options.engine,
+            standalone=options.standalone,
+            folder=os.fspath(options.output),
             profile_folder=folder,
             read=(self.plan_path, self.source.path, files.model_path(profile, folder)),
-            force=force,
+            force=options.force,
         )
 
 

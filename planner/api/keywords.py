@@ -8,8 +8,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from planner.api.options import Keyword, Option, keywords_of
 from planner.api.reading import AnyProfile, File
+from planner.core.values.plan import Plan
 
-__all__ = ["on_model", "on_profile"]
+__all__ = ["on_model", "on_plan", "on_profile"]
 
 P = ParamSpec("P")
 Record = TypeVar("Record")
@@ -19,6 +20,10 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 class _OnProfile(Protocol[P, Result_co]):
     def __call__(self, profile: AnyProfile = ..., *args: P.args, **keywords: P.kwargs) -> Result_co: ...
+
+
+class _OnPlan(Protocol[P, Result_co]):
+    def __call__(self, plan: File | Plan = ..., *args: P.args, **keywords: P.kwargs) -> Result_co: ...
 
 
 class _OnModel(Protocol[P, Result_co]):
@@ -32,9 +37,12 @@ def on_profile(
     return lambda verb: _with_keywords(verb, record, default="profile.yaml")
 
 
-def on_model(
-    record: Callable[P, Record],
-) -> Callable[[Callable[[File | Any, Record], Result]], _OnModel[P, Result]]:
+def on_plan(record: Callable[P, Record]) -> Callable[[Callable[[File | Plan, Record], Result]], _OnPlan[P, Result]]:
+    """A decorator: `verb(plan, options)` becomes `verb(plan="plan.yaml", *, …)`, a keyword for each field."""
+    return lambda verb: _with_keywords(verb, record, default="plan.yaml")
+
+
+def on_model(record: Callable[P, Record]) -> Callable[[Callable[[File | Any, Record], Result]], _OnModel[P, Result]]:
     """A decorator: `verb(model, options)` becomes `verb(model, *, …)`, a keyword for each field."""
     return lambda verb: _with_keywords(verb, record, default=Parameter.empty)
 

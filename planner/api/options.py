@@ -1,4 +1,4 @@
-"""The options of `profile`, `solve` and `sweep`, each written once.
+"""The options of the verbs, each written once.
 
 A record for each verb: its fields are the keywords in Python (`planner.api.keywords`), and those with an `Option` are
 options on the command line (`planner.cli.records`), with the same names, defaults and words. Values are kept as they
@@ -14,17 +14,20 @@ from planner.api.reading import File, Progress
 from planner.api.texts import Numbers, Sizes
 from planner.core.cost.calibration import Calibration
 from planner.core.values.cluster import Link
-from planner.core.values.plan import DEFAULT_SCHEDULE, RecomputePolicy, SchedulePolicy
+from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, RecomputePolicy, SchedulePolicy
 from planner.core.values.precision import PRECISIONS
-from planner.core.values.profile import Granularity
+from planner.core.values.profile import Granularity, Profile
 
 __all__ = [
+    "CheckOptions",
+    "EmitOptions",
     "Keyword",
     "Option",
     "ProfileOptions",
     "SolveOptions",
     "SolverOptions",
     "SweepOptions",
+    "VerifyOptions",
     "keywords_of",
     "values_of",
 ]
@@ -290,3 +293,56 @@ class ProfileOptions:
     progress: Annotated[Progress, "Called as layers are measured."] = _ignore
     note: Annotated[Callable[[str], None], "Called with defaults that were taken, and what was proven."] = _ignore
     warn: Annotated[Callable[[str], None], "Called with what may be wrong."] = _ignore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmitOptions:
+    """What `emit` takes beside the plan."""
+
+    output: Annotated[File, Option("DIR", "Folder to write to.", forms="--output -o")] = "."
+    profile: Annotated[File | Profile | None, Option("FILE", "The plan's profile, if it was moved.")] = None
+    engine: Annotated[
+        str,
+        Option(
+            "native|jax|torchgpipe|torch|torchtitan|deepspeed|megatron|device-map",
+            "For which engine; native is the bundled executor, jax one program for TPUs.",
+            forms="--format",
+        ),
+    ] = "native"
+    standalone: Annotated[
+        bool, Option("", "A train.py that needs torch alone: plain GPipe or 1F1B, nn.Sequential.")
+    ] = False
+    force: Annotated[bool, Option("", "Overwrite a file that was edited.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """What `check` takes beside the plan."""
+
+    mem: Annotated[Sizes | None, Option("8GB", "Judge against this cap instead of the plan's.")] = None
+    device: Annotated[str | None, Option("h100", "Judge against the memory of this accelerator instead.")] = None
+    headroom: Annotated[str | float, Option("5%", "Warn if less than this share stays free.")] = "0%"
+    balance: Annotated[Numbers | File | None, Option("6,6,6,6|FILE", "Judge these cuts instead of the plan's.")] = None
+    model: Annotated[
+        File | None, Option("MODEL.py[:ENTRY]", "Tell whether this still is the profiled model; needs torch.")
+    ] = None
+    against: Annotated[
+        File | Plan | None,
+        Option("PLAN|git:REV", "Tell what differs from this plan, or from this one as committed."),
+    ] = None
+    profile: Annotated[File | Profile | None, Option("FILE", "The plan's profile, if it was moved.")] = None
+    strict: Annotated[bool, Option("", "Warnings make the answer no as well.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What `verify` takes beside the plan."""
+
+    profile: Annotated[File | Profile | None, Option("FILE", "The plan's profile, if it was moved.")] = None
+    steps: Annotated[int, Option("N", "Optimizer steps to run; the first 2 warm up.")] = 12
+    tolerance_time: Annotated[str | float, Option("10%", "How far the step time may be off.")] = "10%"
+    tolerance_memory: Annotated[
+        str | Sequence[str | float], Option("1%,5%", "How far a predicted peak may be too low, and too high.")
+    ] = "1%,5%"
+    calibration: Annotated[File | None, "Where to write what the run says of this machine."] = None
+    progress: Annotated[Progress, "Called after every step."] = _ignore

@@ -1,12 +1,13 @@
 """`verify`: runs a plan on this machine, and sets what it took beside its prediction."""
 
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 from planner import files
 from planner.api import texts
-from planner.api.reading import File, Progress, fresh_verdict, path_of, plan_of, profile_for
+from planner.api.keywords import on_plan
+from planner.api.options import VerifyOptions
+from planner.api.reading import File, fresh_verdict, path_of, plan_of, profile_for
 from planner.core.errors import UsageError
 from planner.core.judge.verification import Tolerance, Verification, verification_of
 from planner.core.values.plan import Plan
@@ -23,29 +24,16 @@ _HEADER = """\
 Measured by `gpipe-plan verify` in a run of a plan; what a person knows better may be edited."""
 
 
-def verify(
-    plan: File | Plan = "plan.yaml",
-    *,
-    profile: File | Profile | None = None,
-    steps: int = 12,
-    tolerance_time: str | float = "10%",
-    tolerance_memory: str | Sequence[str | float] = "1%,5%",
-    calibration: File | None = None,
-    progress: Progress = lambda *_: None,
-) -> Verification:
+@on_plan(VerifyOptions)
+def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     """Runs a plan for a few steps on this machine and sets what it took beside what was predicted.
 
-    Starts torchrun with a process for every device of the plan, on the bundled executor.
+    Starts torchrun with a process for every device of the plan, on the bundled executor. A
+    peak may be off by 64 KiB in any case.
 
     Args:
         plan: A plan, or its file.
-        profile: The plan's profile, if it is a value or its file was moved.
-        steps: Optimizer steps; the first two warm up.
-        tolerance_time: How far the step time may be off.
-        tolerance_memory: How far a predicted peak may lie below the measured one, and how far above it; 64 KiB are
-            allowed in any case.
-        calibration: Where to write what the run says of the machine, for `solve`.
-        progress: Called after every step.
+        options: What is asked.
 
     Raises:
         StaleError: The plan was made from another profile.
@@ -55,19 +43,20 @@ def verify(
     """
     from planner.api.trial import crowding, run_plan  # noqa: PLC0415 - only here
 
-    below, above = texts.two_shares("--tolerance-memory", tolerance_memory)
-    tolerance = Tolerance(step=texts.share(tolerance_time), memory_below=below, memory_above=above)
-    if steps < 3:
-        raise UsageError(f"`--steps {steps}`: the first 2 steps warm up, so at least 3 are needed")
-    written = path_of(calibration)
+    written = path_of(options.calibration)
+    files.check_outputs({"--calibration": written}, (path_of(plan), path_of(options.profile)))
+    options.progress("", 0, 0)
+    below, above = texts.two_shares("--tolerance-memory", options.tolerance_memory)
+    tolerance = Tolerance(step=texts.share(options.tolerance_time), memory_below=below, memory_above=above)
+    if options.steps < 3:
+        raise UsageError(f"`--steps {options.steps}`: the first 2 steps warm up, so at least 3 are needed")
     if written is not None:
-        files.check_outputs({"--calibration": written}, (path_of(plan), path_of(profile)))
         files.check_writable(written)
     read, place = plan_of(plan)
-    source = profile_for(read, place, profile)
+    source = profile_for(read, place, options.profile)
     now = fresh_verdict(read, source.profile, place).plan or read
     folder = str(Path(source.path).parent)
-    report = run_plan(now, source.profile, profile_folder=folder, steps=steps, progress=progress)
+    report = run_plan(now, source.profile, profile_folder=folder, steps=options.steps, progress=options.progress)
     proof, wrong = _proof(now, source.profile, folder)
     crowded = crowding(now, source.profile)
     verification = verification_of(now, source.profile, report, tolerance, crowded=crowded, proof=proof, wrong=wrong)

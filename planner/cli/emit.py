@@ -5,42 +5,31 @@ from typing import Annotated
 import typer
 
 from planner.api.emitting import fresh_plan
+from planner.api.options import EmitOptions
 from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
+from planner.cli.records import with_options
 from planner.emit import check_engine
 
 __all__ = ["emit"]
 
 
+@with_options(EmitOptions)
 def emit(
+    options: EmitOptions,
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan; `-` is standard input.")] = "plan.yaml",
-    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write to.")] = ".",
-    profile: Annotated[str | None, typer.Option(metavar="FILE", help="The plan's profile, if it was moved.")] = None,
-    format_: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="native|jax|torchgpipe|torch|torchtitan|deepspeed|megatron|device-map",
-            help="For which engine; native is the bundled executor, jax one program for TPUs.",
-        ),
-    ] = "native",
     *,
-    standalone: Annotated[
-        bool,
-        typer.Option("--standalone", help="A train.py that needs torch alone: plain GPipe or 1F1B, nn.Sequential."),
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that was edited.")] = False,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Write balance.yaml and train.py, the pipelined training script; or the plan in another engine's format."""
     console = Console(quiet=quiet)
-    check_engine(format_, standalone=standalone)
-    fresh = fresh_plan(plan, profile=profile)
+    check_engine(options.engine, standalone=options.standalone)
+    fresh = fresh_plan(plan, profile=options.profile)
     for finding in fresh.findings:
         tell = console.note if finding.severity == "note" else console.warning
         tell(f"{finding.code}: {finding.message}")
-    written = fresh.write(output, engine=format_, standalone=standalone, force=force)
+    written = fresh.write(options)
     for path in written.paths[:-1] if written.kept else written.paths:
         console.result(str(path))
     if written.kept:

@@ -1,26 +1,25 @@
 """`gpipe-plan verify`: does the plan run as predicted?"""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from planner import api, files
+from planner.api.options import VerifyOptions, values_of
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
+from planner.cli.records import with_options
 from planner.core.errors import ExitCode
 from planner.show import verification_text
 
 __all__ = ["verify"]
 
 
+@with_options(VerifyOptions)
 def verify(
+    options: VerifyOptions,
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan; `-` is standard input.")] = "plan.yaml",
-    profile: Annotated[str | None, typer.Option(metavar="FILE", help="The plan's profile, if it was moved.")] = None,
-    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to run; the first 2 warm up.")] = 12,
-    tolerance_time: Annotated[str, typer.Option(metavar="10%", help="How far the step time may be off.")] = "10%",
-    tolerance_memory: Annotated[
-        str, typer.Option(metavar="1%,5%", help="How far a predicted peak may be too low, and too high.")
-    ] = "1%,5%",
     calibration: Annotated[
         str, typer.Option(metavar="FILE", help="Where to write what the run says of this machine.")
     ] = "calibration.yaml",
@@ -36,16 +35,8 @@ def verify(
     """
     console = Console(quiet=quiet)
     as_json = check_format(format_)
-    with console.progress(f"running {plan}") as progress:
-        found = api.verify(
-            plan,
-            profile=profile,
-            steps=steps,
-            tolerance_time=tolerance_time,
-            tolerance_memory=tolerance_memory,
-            calibration=calibration,
-            progress=progress,
-        )
+    with console.later_progress(f"running {plan}") as progress:
+        found = api.verify(plan, **values_of(replace(options, calibration=calibration, progress=progress)))
     console.result(files.dump(found, as_json=True) if as_json else verification_text(found, style_for_stdout()))
     console.note(f"wrote {calibration}")
     if not found.agrees:
