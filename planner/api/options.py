@@ -13,8 +13,9 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 from planner.api.reading import File, Progress
 from planner.api.texts import Numbers, Sizes
 from planner.core.cost.calibration import Calibration
+from planner.core.schedule import SCHEDULE_CHOICES
 from planner.core.values.cluster import Link
-from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, RecomputePolicy, SchedulePolicy
+from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, RecomputePolicy
 from planner.core.values.precision import PRECISIONS
 from planner.core.values.profile import Granularity, Profile
 
@@ -142,7 +143,7 @@ class SolverOptions:
         int | None, Option("B", "Samples per optimizer step; default: the largest profiled size.", _BATCH)
     ] = None
     micro_batches: Annotated[str | int, Option("auto|M", "How many micro-batches.", _BATCH)] = "auto"
-    schedule: Annotated[str, Option(_any_of(SchedulePolicy), "In which order micro-batches run.", _BATCH)] = (
+    schedule: Annotated[str, Option("|".join(SCHEDULE_CHOICES), "In which order micro-batches run.", _BATCH)] = (
         DEFAULT_SCHEDULE
     )
     chunks: Annotated[str | int, Option("auto|V", "Stages per device of the interleaved schedule.", _BATCH)] = "auto"
