@@ -38,7 +38,8 @@ from solve_cases import ONE_CORE, UNLIMITED, Case, inputs_of, request_of, run_ca
 from solve_peers import MIN_MAX, Peer, installed_peers, judge, smallest_cap
 
 from planner import files
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.solve import Request, solve
 
 LAYERS, DEVICES = (24, 50, 200, 1000, 4000, 10_000), (8, 32, 128, 1024)

@@ -17,9 +17,11 @@ import numpy as np
 from chains import Chain, FloatArray
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Partition, optimizer_us, timeline
-from planner.core.cost.memory import interval_memory, stage_memory
+from planner.core.cost.memory import interval_totals, stage_memory
+from planner.core.cost.moments import stage_moments
+from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
 
@@ -125,7 +127,7 @@ def judge(costs: ChainCosts, balance: Balance, *, micro_batches: int, cap_bytes:
 
 
 def _stage_bytes(costs: ChainCosts, first: int, end: int, micro_batches: int, recompute: Recompute) -> int:
-    memory = stage_memory(costs, first, end, micro_batches=micro_batches, in_flight=micro_batches, recompute=recompute)
+    memory = stage_memory(costs, first, end, stage_moments(GPIPE, micro_batches=micro_batches), recompute=recompute)
     return memory.total
 
 
@@ -133,10 +135,8 @@ def smallest_cap(costs: ChainCosts, num_devices: int, *, micro_batches: int) -> 
     """Smallest cap under which some plan of at most K stages fits."""
     num, firsts = costs.num_layers, np.arange(costs.num_layers)
     need = np.full((num + 1, num + 1), np.inf)
-    for choice in CHOICES:
-        total = interval_memory(
-            costs, firsts, micro_batches=micro_batches, in_flight=micro_batches, recompute=choice
-        ).total()
+    moments = stage_moments(GPIPE, micro_batches=micro_batches)
+    for total in interval_totals(costs, firsts, num, moments, choices=CHOICES):
         need[:-1, 1:] = np.minimum(need[:-1, 1:], total)
     return int(min(_evenest(need, k, last=False)[0] for k in range(1, num_devices + 1)))
 

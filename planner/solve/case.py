@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.moments import stage_moments
 from planner.core.schedule import Loads, Schedule
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import RecomputePolicy
@@ -118,20 +119,14 @@ class Case:
 
     def memory(self, width: int, level: int) -> MemoryTable:
         """Peak memory of every stage in a window, if `level` stages are behind it."""
-        in_flight = self.schedule.in_flight(0, level + 1, self.micro_batches)
-        found = self._memory.get((width, in_flight))
-        if found is None:
-            found = MemoryTable.of(
-                self.costs,
-                width=width,
-                micro_batches=self.micro_batches,
-                in_flight=in_flight,
-                policy=self.policy,
-            )
+        moments = stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
+        key = width, moments.in_flight
+        if key not in self._memory:
+            table = MemoryTable.of(self.costs, moments, width=width, policy=self.policy)
             if any(width != other for other, _ in self._memory):
                 self._memory.clear()  # windows only grow
-            self._memory[width, in_flight] = found
-        return found
+            self._memory[key] = table
+        return self._memory[key]
 
     def problem(
         self,
@@ -163,7 +158,7 @@ class Case:
             tables=self._tables(num_stages, width, most_bytes, every_choice=every_choice),
             links=self._links(num_stages),
             afterwards=self.afterwards(),
-            output_bytes=np.array([0.0, *self.costs.output[:-1], 0.0]),
+            output_bytes=np.array([0.0, *self.costs.boundaries.output[:-1], 0.0]),
         )
 
     def _tables(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.errors import InfeasibleError
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, schedules_for
 from planner.core.values.plan import Inputs
@@ -132,7 +132,7 @@ def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
 
 def smallest_cap_bytes(case: Case) -> float:
     """Smallest cap, the reserve included, under which the case has a plan on devices alike; infinite if none has."""
-    static = case.costs.parameters + case.costs.optimizer + case.costs.buffers
+    static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
     while True:
         width = width_for(case.costs, longest_us=np.inf, cap_bytes=guess)

@@ -3,7 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.moments import stage_moments
+from planner.core.schedule import GPIPE
 from planner.solve.layerwise import LayerChoice, cheapest_layers, least_again_us
 from planner.solve.tables import windowed
 
@@ -20,7 +22,7 @@ class LayerTimes:
 
     def __init__(self, costs: ChainCosts, micro_batches: int) -> None:
         self._costs = costs
-        self._micro_batches = micro_batches
+        self._moments = stage_moments(GPIPE, micro_batches=micro_batches)
         self._tables: dict[float, FloatArray] = {}
         self._exact: dict[tuple[float, int, int], LayerChoice | None] = {}
 
@@ -32,16 +34,7 @@ class LayerTimes:
                 self._costs.num_layers,
                 width,
                 1,
-                lambda firsts, stop: [
-                    least_again_us(
-                        self._costs,
-                        firsts,
-                        stop,
-                        micro_batches=self._micro_batches,
-                        in_flight=self._micro_batches,
-                        cap_bytes=cap_bytes,
-                    )
-                ],
+                lambda firsts, stop: [least_again_us(self._costs, firsts, stop, self._moments, cap_bytes=cap_bytes)],
             )
             self._tables[cap_bytes] = table
             for (cap, first, end), choice in self._exact.items():
@@ -53,14 +46,7 @@ class LayerTimes:
         """The cheapest layers to recompute, which the tables hold from now on; None if the stage never fits."""
         key = (cap_bytes, first, end)
         if key not in self._exact:
-            self._exact[key] = cheapest_layers(
-                self._costs,
-                first,
-                end,
-                micro_batches=self._micro_batches,
-                in_flight=self._micro_batches,
-                cap_bytes=cap_bytes,
-            )
+            self._exact[key] = cheapest_layers(self._costs, first, end, self._moments, cap_bytes=cap_bytes)
             self._enter(self._tables[cap_bytes], first, end, self._exact[key])
         return self._exact[key]
 

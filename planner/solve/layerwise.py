@@ -26,9 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import AGAIN, KEPT, StageLayers, least_levels, most_savings
 from planner.core.cost.memory import linear_moments
+from planner.core.cost.moments import Moments
 from planner.core.cost.sparse import accumulated
 
 __all__ = ["LayerChoice", "cheapest_layers", "least_again_us"]
@@ -71,9 +72,8 @@ def cheapest_layers(
     costs: ChainCosts,
     first: int,
     end: int,
+    moments: Moments,
     *,
-    micro_batches: int,
-    in_flight: int,
     cap_bytes: float,
     most_labels: int = 4096,
 ) -> LayerChoice | None:
@@ -85,19 +85,18 @@ def cheapest_layers(
         costs: The chain at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
-        micro_batches: M.
-        in_flight: Most micro-batches waiting for their backward.
+        moments: Of the stage's device.
         cap_bytes: The cap, the reserve taken off.
         most_labels: So many labels are followed from each layer to the next; only if there are more, the answer may
             be inexact.
 
     Complexity: O((end - first) · labels); there are few where many layers are alike.
     """
-    costs = accumulated(costs, micro_batches)
-    moments = linear_moments(costs, np.array([first]), end, micro_batches=micro_batches, in_flight=in_flight)
-    if any(moment.level is None and float(moment.fixed[0, -1]) > cap_bytes for moment in moments):
+    costs = accumulated(costs, moments.micro_batches)
+    linear = linear_moments(costs, np.array([first]), end, moments)
+    if any(moment.level is None and float(moment.fixed[0, -1]) > cap_bytes for moment in linear):
         return None
-    limits = [_Limit(cap_bytes - float(m.fixed[0, -1]), m.weight, m.level) for m in moments if m.level is not None]
+    limits = [_Limit(cap_bytes - float(m.fixed[0, -1]), m.weight, m.level) for m in linear if m.level is not None]
     layers, times = StageLayers.of(costs, first, end), costs.forward_us[first:end]
     walk = _Walk(layers, limits, times)
     best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_labels))
@@ -359,9 +358,7 @@ def _narrowed(groups: dict[Waiting, _Labels], width: int) -> tuple[dict[Waiting,
     return narrowed, float(bound[~chosen].min())
 
 
-def least_again_us(
-    costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, in_flight: int, cap_bytes: float
-) -> FloatArray:
+def least_again_us(costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments, *, cap_bytes: float) -> FloatArray:
     """Time below which no choice of recomputed layers makes a stage fit; infinite where none is known to do so.
 
     Stages whose first layer is one of `firsts`, which must ascend, and whose last is one of `firsts[0]`..`stop - 1`;
@@ -374,10 +371,10 @@ def least_again_us(
     Complexity: O(firsts · (stop - firsts[0]) · different ratios of time to bytes, at most 64).
     """
     span = slice(int(firsts[0]), stop)
-    costs = accumulated(costs, micro_batches)
+    costs = accumulated(costs, moments.micro_batches)
     saved, levels = least_levels(costs, firsts, span)
     must_go = np.full(saved.shape, -np.inf)
-    for moment in linear_moments(costs, firsts, stop, micro_batches=micro_batches, in_flight=in_flight):
+    for moment in linear_moments(costs, firsts, stop, moments):
         over = moment.fixed - cap_bytes
         shares = moment.weight
         if moment.level is not None:

@@ -5,8 +5,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.device_memory import device_peaks, held_once, moments_of, shared_bytes
-from planner.core.cost.memory import CHUNK_PARTS, chunk_parts
+from planner.core.cost.device_memory import chunk_totals, device_peaks, held_once, shared_bytes
+from planner.core.cost.moments import PARTS, moments_of
 from planner.core.cost.simulate import makespans
 from planner.core.schedule import Action
 from planner.solve.case import Case
@@ -98,7 +98,7 @@ class Many:
         shared = shared_bytes(self.case.costs, cuts, self.num_devices)
         always, every = held_once(always, np.stack(parts, axis=2), shared, exact=self.case.costs.exact)
         over = np.zeros(len(cuts))
-        for device, moments in enumerate(moments_of(self.actions)):
+        for device, moments in enumerate(moments_of(self.case.schedule, self.actions)):
             mine = slice(device, None, self.num_devices)
             known = np.asarray(inside[:, mine].all(axis=1))
             fixed = np.where(known[:, None], always[:, mine], 0.0)
@@ -109,16 +109,18 @@ class Many:
 
     @cached_property
     def _parts(self) -> tuple[FloatArray, ...]:
-        """`ChunkParts` of every stage in the window, by choice: each of shape (choices, L+1, width)."""
+        """Bytes that are always there, and of each of `PARTS`: arrays of shape (choices, L+1, width)."""
         num = self.case.costs.num_layers
         shape = (len(CHOICES), num + 1, self.width)
-        count = 1 + len(CHUNK_PARTS)
+        count = 1 + len(PARTS)
         parts = tuple(np.full(shape, np.inf) for _ in range(count))
         for choice in self._allowed:
 
-            def block(firsts: IntArray, stop: int, choice: int = choice) -> tuple[FloatArray, ...]:
+            def block(firsts: IntArray, stop: int, choice: int = choice) -> list[FloatArray]:
                 recompute, micro_batches = CHOICES[choice], self.case.micro_batches
-                return chunk_parts(self.case.costs, firsts, stop, micro_batches=micro_batches, recompute=recompute)
+                return list(
+                    chunk_totals(self.case.costs, firsts, stop, micro_batches=micro_batches, recompute=recompute)
+                )
 
             for part, table in zip(parts, windowed(num, self.width, count, block), strict=True):
                 part[choice] = table

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.values.cluster import Link
 from planner.solve.tables import CHOICES, LAYERS, NOWHERE
 
@@ -70,7 +70,9 @@ class LinkTimes:
         nothing = np.zeros(costs.num_layers + 1)
         if link is None:
             return cls(on_link_us=nothing, receive_us=nothing)
-        crossing = link.latency_us + (costs.output[:-1] / link.bytes_per_s * 1e6 if link.bytes_per_s else 0.0)
+        crossing = link.latency_us + (
+            costs.boundaries.output[:-1] / link.bytes_per_s * 1e6 if link.bytes_per_s else 0.0
+        )
         times = nothing.copy()
         times[1:-1] = crossing
         return cls(on_link_us=nothing, receive_us=times) if link.blocking else cls(on_link_us=times, receive_us=nothing)

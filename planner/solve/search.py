@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isqrt
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from planner.core.cost.costs import ChainCosts, CostTable, covers
+from planner.core.cost.costs import CostTable, covers
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
@@ -24,6 +24,9 @@ from planner.solve.laws import GPipeLaw
 from planner.solve.layered import layered_answer
 from planner.solve.replicas import check_replicas, replica_counts
 from planner.solve.simulated import simulated_answer
+
+if TYPE_CHECKING:
+    from planner.core.cost.chain_costs import ChainCosts
 
 __all__ = ["Request", "Solver", "cases_of", "faster_plan", "micro_batch_counts", "solve"]
 

@@ -187,7 +187,7 @@ class _Search:
         self._check_time()
         costs = case.costs
         # A layer may need less within a stage than alone, but never less than what it holds all the time.
-        always = costs.parameters + costs.gradients + costs.optimizer + costs.buffers
+        always = costs.state.always + costs.gradients
         if float(always.max()) > max(case.caps_bytes):
             return
         for count in range(case.num_devices, 0, -1):

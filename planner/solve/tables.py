@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.memory import interval_totals
+from planner.core.cost.moments import Moments
 from planner.core.values.plan import Recompute, RecomputePolicy
 
 __all__ = ["CHOICES", "LAYERS", "NOWHERE", "MemoryTable", "allowed_choices", "width_for", "windowed"]
@@ -44,17 +45,13 @@ class MemoryTable:
     """By index into `CHOICES`, each of shape (L+1, width); infinite where there is no such stage."""
 
     @classmethod
-    def of(
-        cls, costs: ChainCosts, *, width: int, micro_batches: int, in_flight: int, policy: RecomputePolicy
-    ) -> "MemoryTable":
-        """Of a chain with M micro-batches, of which at most `in_flight` wait for their backward."""
-        allowed = allowed_choices(policy, micro_batches)
+    def of(cls, costs: ChainCosts, moments: Moments, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
+        """The table of a chain, of stages whose devices have these moments."""
+        allowed = allowed_choices(policy, moments.micro_batches)
         choices = [CHOICES[n] for n in allowed]
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
-            return interval_totals(
-                costs, firsts, stop, micro_batches=micro_batches, in_flight=in_flight, choices=choices
-            )
+            return interval_totals(costs, firsts, stop, moments, choices=choices)
 
         return cls(totals=dict(zip(allowed, windowed(costs.num_layers, width, len(allowed), block), strict=True)))
 
@@ -122,14 +119,9 @@ def width_for(costs: ChainCosts, *, longest_us: float, cap_bytes: float) -> int:
     """
     ends = np.arange(1, costs.num_layers + 1)
     tied = sum(tie.parameter_bytes + tie.optimizer_bytes for tie in costs.ties)
-    times = _before(costs.forward_us + costs.backward_us)
-    fixed = _before(costs.parameters + costs.optimizer + costs.buffers)
+    times = sums_before(costs.forward_us + costs.backward_us)
+    fixed = sums_before(costs.state.always)
     # Sums in another order differ by rounding: the window may be a layer too wide, never too narrow.
     by_time = np.searchsorted(times, times[1:] - longest_us * (1 + 1e-9) - 1e-9)
     by_memory = np.searchsorted(fixed, fixed[1:] - cap_bytes - tied)
     return int(max(1, (ends - np.maximum(by_time, by_memory)).max()))
-
-
-def _before(per_layer: FloatArray) -> FloatArray:
-    before: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
-    return before

@@ -19,6 +19,7 @@ from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.profile import ProfileOptions, profile_model
 from tests.support.measure import loaded_model
+from tests.support.moments import moments_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,8 +138,7 @@ def test_composed_memory_is_the_allocators(recompute: Recompute, micro_batches: 
         costs_at(profile, SIZE),
         0,
         len(modules),
-        micro_batches=micro_batches,
-        in_flight=micro_batches,
+        moments_with(micro_batches),
         recompute=recompute,
     )
     truth = memory.parameters + memory.optimizer + memory.buffers + CudaMeter(CUDA).measure(step).peak_bytes

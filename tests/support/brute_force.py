@@ -14,10 +14,12 @@ from itertools import chain, combinations, pairwise, permutations, product
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts, costs_at, covers
-from planner.core.cost.device_memory import chunk_memory, device_peaks, held_once, moments_of, shared_bytes
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at, covers
+from planner.core.cost.device_memory import chunk_memory, device_peaks, held_once, shared_bytes
 from planner.core.cost.evaluate import Partition, own_step_us, stages_of, step_us
-from planner.core.cost.memory import CHUNK_PARTS, interval_memory, stage_memory
+from planner.core.cost.memory import interval_totals, stage_memory
+from planner.core.cost.moments import PARTS, Moments, moments_of, stage_moments
 from planner.core.cost.planning import cluster_of
 from planner.core.cost.simulate import makespans
 from planner.core.errors import UsageError
@@ -86,7 +88,7 @@ class Tables:
         self.backward = self._filled(lambda first, end, _: float(costs.backward_us[first:end].sum()))
         self.again = self._filled(lambda first, end, way: self._again_us(first, end, way, last=False))
         self.last_again = self._filled(lambda first, end, way: self._again_us(first, end, way, last=True))
-        self._totals: dict[int, FloatArray] = {}
+        self._totals: dict[Moments, FloatArray] = {}
 
     def _filled(self, value: Callable[[int, int, Way], float]) -> FloatArray:
         table = np.full(self._shape, np.inf)
@@ -107,29 +109,28 @@ class Tables:
         """Whether any of the layers in front of `end` is; in a profile without gradients, all are."""
         return bool(self.costs.gradients[:end].any() or not self.costs.gradients.any())
 
-    def bytes(self, in_flight: int) -> FloatArray:
-        """Peak of each stage with so many micro-batches waiting, the reserve not included."""
-        if in_flight not in self._totals:
-            num, counts = self.costs.num_layers, {"micro_batches": self.micro_batches, "in_flight": in_flight}
-            whole = {
-                recompute: interval_memory(self.costs, np.arange(num), recompute=recompute, **counts).total()
-                for recompute in {way.recompute for ways in self.ways.values() for way in ways} - {"layers"}
-            }
+    def bytes(self, moments: Moments) -> FloatArray:
+        """Peak of each stage on a device with these moments, the reserve not included."""
+        if moments not in self._totals:
+            num = self.costs.num_layers
+            choices = sorted({way.recompute for ways in self.ways.values() for way in ways} - {"layers"})
+            totals = interval_totals(self.costs, np.arange(num), num, moments, choices=choices)
+            whole = dict(zip(choices, totals, strict=True))
 
             def total(first: int, end: int, way: Way) -> float:
                 if way.recompute != "layers":
                     return float(whole[way.recompute][first, end - 1])
-                memory = stage_memory(self.costs, first, end, recompute="layers", recomputed=way.recomputed, **counts)
+                memory = stage_memory(self.costs, first, end, moments, recompute="layers", recomputed=way.recomputed)
                 return memory.total
 
-            self._totals[in_flight] = self._filled(total)
-        return self._totals[in_flight]
+            self._totals[moments] = self._filled(total)
+        return self._totals[moments]
 
     @cached_property
     def chunks(self) -> tuple[FloatArray, FloatArray]:
         """Of each stage as a chunk: what is always there, and its parts along a last axis."""
         always = np.full(self._shape, np.inf)
-        parts = np.full((*self._shape, len(CHUNK_PARTS)), np.inf)
+        parts = np.full((*self._shape, len(PARTS)), np.inf)
         for (first, end), ways in self.ways.items():
             for n, way in enumerate(ways):
                 chunk = chunk_memory(
@@ -184,14 +185,19 @@ class Block:
         """Peak of each device in use, the reserve included; shape (N, K)."""
         reserve = self.inputs.reserve_bytes
         if self.schedule != "interleaved":
-            stages = range(self.num_devices)
-            in_flight = [SCHEDULES[self.schedule].in_flight(k, len(stages), self.micro_batches) for k in stages]
-            return np.stack([self._at(self.tables.bytes(n))[:, k] for k, n in enumerate(in_flight)], axis=1) + reserve
+            every = [
+                stage_moments(
+                    SCHEDULES[self.schedule], micro_batches=self.micro_batches, behind=self.num_devices - 1 - k
+                )
+                for k in range(self.num_devices)
+            ]
+            peaks = [self._at(self.tables.bytes(moments))[:, k] for k, moments in enumerate(every)]
+            return np.stack(peaks, axis=1) + reserve
         costs = self.tables.costs
         shared = shared_bytes(costs, self.cuts, self.num_devices)
         always, parts = held_once(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
         devices = []
-        for d, moments in enumerate(moments_of(self.actions)):
+        for d, moments in enumerate(moments_of(SCHEDULES[self.schedule], self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))
             devices.append(device_peaks(always[of], parts[of], moments=moments))
         return np.stack(devices, axis=1) + reserve
@@ -204,7 +210,9 @@ class Block:
             cluster.link_behind(s % self.num_devices, num_devices=self.num_devices, replicas=self.replicas)
             for s in stages
         ]
-        crossing = [[0.0, *(link.transfer_us(float(size)) for size in costs.output[:-1]), 0.0] for link in links]
+        crossing = [
+            [0.0, *(link.transfer_us(float(size)) for size in costs.boundaries.output[:-1]), 0.0] for link in links
+        ]
         return np.array(crossing), np.array([link.blocking for link in links])
 
     @cached_property
@@ -258,7 +266,7 @@ class Block:
 
     def ranks(self) -> FloatArray:
         """Per plan its highest peak, the bytes it moves and the sum of squares of its stages' times; shape (N, 3)."""
-        outputs = np.array([0.0, *self.tables.costs.output[:-1], 0.0])
+        outputs = np.array([0.0, *self.tables.costs.boundaries.output[:-1], 0.0])
         return np.stack(
             [self.peaks.max(axis=1), outputs[self.cuts[:, 1:]].sum(axis=1), (self.pairs**2).sum(axis=1)], axis=1
         )

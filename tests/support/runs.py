@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Partition, stage_times, step_us, timeline
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Partition, stages_of
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.cluster import Cluster

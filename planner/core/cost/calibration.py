@@ -6,7 +6,7 @@ These are the values behind `calibration.yaml`; `docs/file-formats.md` describes
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.planning import GENERATOR, cluster_of
 from planner.core.errors import UsageError
@@ -136,7 +136,7 @@ def _both(boundary: BoundaryRun) -> tuple[float, ...]:
 
 def _predicted_us(partition: Partition, cluster: Cluster, costs: ChainCosts, boundary: int) -> float:
     end = partition.intervals()[boundary][1]
-    return cluster.link.transfer_us(float(costs.output[end - 1]))
+    return cluster.link.transfer_us(float(costs.boundaries.output[end - 1]))
 
 
 def _reserve(plan: Plan, report: RunReport) -> int:

@@ -9,16 +9,16 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import (
     ChunkMemory,
     SharedBytes,
     chunk_memory,
     device_memory,
-    moments_of,
     shared_bytes,
 )
 from planner.core.cost.memory import stage_memory
+from planner.core.cost.moments import moments_of, stage_moments
 from planner.core.cost.simulate import Event, StageTimes, last_end_us, simulate
 from planner.core.cost.step_time import gpipe_step, optimizer_tail_us
 from planner.core.errors import UsageError
@@ -166,7 +166,7 @@ def stage_times(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tu
                 forward_us=forward + cluster.overhead_us,
                 backward_us=backward + again + cluster.overhead_us,
                 last_backward_us=backward + last_again + cluster.overhead_us,
-                send_us=link.transfer_us(float(costs.output[end - 1])) if crosses else 0.0,
+                send_us=link.transfer_us(float(costs.boundaries.output[end - 1])) if crosses else 0.0,
                 blocking=crosses and link.blocking,
                 recompute_us=again,
                 last_recompute_us=last_again,
@@ -295,15 +295,15 @@ def chunks_on(device: int, costs: ChainCosts, partition: Partition) -> dict[int,
 
 
 def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
-    if SCHEDULES[partition.schedule].is_chunked:
+    schedule, num_stages = SCHEDULES[partition.schedule], len(partition.balance)
+    if schedule.is_chunked:
         return _chunk_memories(costs, partition, cluster)
     return [
         stage_memory(
             costs.of_replicas(partition.replicas),
             first,
             end,
-            micro_batches=partition.micro_batches,
-            in_flight=SCHEDULES[partition.schedule].in_flight(k, partition.num_devices, partition.micro_batches),
+            stage_moments(schedule, micro_batches=partition.micro_batches, behind=num_stages - 1 - k),
             recompute=partition.recompute[k],
             recomputed=partition.recomputed_in(k),
             reserve_bytes=cluster.reserve_bytes,
@@ -314,7 +314,7 @@ def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list
 
 def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
     memories = [StageMemory()] * len(partition.balance)
-    for device, moments in enumerate(moments_of(partition.actions())):
+    for device, moments in enumerate(moments_of(SCHEDULES[partition.schedule], partition.actions())):
         chunks = chunks_on(device, costs, partition)
         for k, memory in zip(chunks, device_memory(list(chunks.values()), moments, cluster.reserve_bytes), strict=True):
             memories[k] = memory

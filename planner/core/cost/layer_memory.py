@@ -31,12 +31,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.passing import Passing
 from planner.core.cost.waiting import Backward, waiting_in
 
 __all__ = [
     "AGAIN",
+    "BACKWARD",
+    "FIRST_BACKWARD",
+    "FORWARD",
     "KEPT",
     "LayerPeaks",
     "Pending",
@@ -51,6 +54,10 @@ FloatArray = NDArray[np.float64]
 
 KEPT, AGAIN = 0, 1
 """The two decisions, first index of many arrays: what the layer saves is kept, or computed again."""
+
+
+FORWARD, FIRST_BACKWARD, BACKWARD = 0, 1, 2
+"""Positions in `LayerPeaks`."""
 
 
 class LayerPeaks(NamedTuple):
@@ -112,23 +119,23 @@ class StageLayers:
 
         Complexity: O(L).
         """
-        made, stage = costs.storage_from, slice(first, end)
-        by_maker, unkept = np.rint(costs.kept_by_maker), np.rint(costs.kept_by_nobody)
-        copied = np.rint(costs.copied_input[stage])
+        made, stage = costs.storages.maker, slice(first, end)
+        by_maker, unkept = np.rint(costs.storages.kept_by_maker), np.rint(costs.storages.kept_by_nobody)
+        copied = np.rint(costs.boundaries.copied_input[stage])
         # A first layer that is not recomputed works on a copy that the stage makes.
         own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
-        again = _per_layer(costs, costs.kept_by_readers)
+        again = _per_layer(costs, costs.storages.kept_by_readers)
         kept = again + most_savings(costs)[0]
         pending: list[list[Pending]] = [[] for _ in range(first, end)]
         for n in np.flatnonzero((made >= first) & (made < end) & (by_maker + unkept > 0)):
             sizes = (float(unkept[n]), float(by_maker[n] + unkept[n]))
-            pending[made[n] - first].append(Pending(int(costs.storage_until[n]), sizes))
+            pending[made[n] - first].append(Pending(int(costs.storages.until[n]), sizes))
         return cls(
             first=first,
             end=end,
             stacked=costs.exact,
             peaks=_peaks(costs, first, end, copied, own_copy) if costs.exact else _transients(costs, stage),
-            held=np.stack([own_copy + kept[stage], copied + again[stage] + np.rint(costs.rewritten[stage])]),
+            held=np.stack([own_copy + kept[stage], copied + again[stage] + np.rint(costs.state.rewritten[stage])]),
             pending=tuple(map(tuple, pending)),
             again=costs.has_backward[stage],
             passed=_passed(costs, unkept, first, end) * (copied[0] > 0),
@@ -167,16 +174,16 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
         Two arrays of shape (L,): if the layer is the first of its stage, which is given its input; and if it is not,
         and has to keep what nobody else keeps of its input.
     """
-    dropped = np.rint(costs.internal) + _per_layer(costs, costs.kept_by_maker)
+    dropped = np.rint(costs.levels.internal) + _per_layer(costs, costs.storages.kept_by_maker)
     # What goes on to other layers, too, one of these may keep already.
-    own = (costs.storage_from >= 0) & (costs.storage_until == costs.storage_from + 1)
-    sizes = np.where(own, np.rint(costs.kept_by_nobody), 0.0)
-    kept = np.bincount(costs.storage_until[own], sizes[own], minlength=costs.num_layers + 1)[:-1]
+    own = (costs.storages.maker >= 0) & (costs.storages.until == costs.storages.maker + 1)
+    sizes = np.where(own, np.rint(costs.storages.kept_by_nobody), 0.0)
+    kept = np.bincount(costs.storages.until[own], sizes[own], minlength=costs.num_layers + 1)[:-1]
     return dropped, np.maximum(dropped - kept, 0.0)
 
 
 def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Of many stages what they hold in the end, and their levels, with nothing recomputed, or below.
+    """What many stages hold in the end, and their levels, with nothing recomputed, or below.
 
     Whatever is recomputed, its `most_savings` added: what is held in the end is no less than this, and if the savings
     of layers in front of the highest are added to it, no level is less either.
@@ -185,16 +192,16 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
         Arrays of shape (firsts, span); row a, column e is the stage of layers `firsts[a]`..`span.start + e`. Values
         left of a row's own first layer mean nothing.
     """
-    kept = most_savings(costs)[0] + _per_layer(costs, costs.kept_by_readers)
-    unkept, into = np.rint(costs.kept_by_nobody), np.zeros(costs.num_layers + 2)
-    np.add.at(into, costs.storage_from + 1, unkept)
-    np.add.at(into, costs.storage_until + 1, -unkept)
+    kept = most_savings(costs)[0] + _per_layer(costs, costs.storages.kept_by_readers)
+    unkept, into = np.rint(costs.storages.kept_by_nobody), np.zeros(costs.num_layers + 2)
+    np.add.at(into, costs.storages.maker + 1, unkept)
+    np.add.at(into, costs.storages.until + 1, -unkept)
     into = np.cumsum(into)
     layers = np.arange(costs.num_layers)[span]
     passing = Passing(costs, firsts, layers)
-    copied = np.rint(costs.copied_input)
+    copied = np.rint(costs.boundaries.copied_input)
     first, layer = firsts[:, None], layers[None, :]
-    before = _before(kept)
+    before = sums_before(kept)
     in_front = before[layer] - before[first] + copied[first]
     saved = in_front + kept[layer] + into[layer + 1] - passing.unkept
 
@@ -208,8 +215,8 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
         return saved, LayerPeaks(transient, transient, transient)
     received = passing.in_front(passing.unkept, into[layers])
     forward = np.minimum(forward, no_grad)[layer] + into[layer] - received
-    output, through = np.rint(costs.output)[layer], np.cumsum(np.rint(costs.gradients))
-    casts = _before(np.rint(costs.casts))
+    output, through = np.rint(costs.boundaries.output)[layer], np.cumsum(np.rint(costs.gradients))
+    casts = sums_before(np.rint(costs.state.casts))
     casts_through = casts[layer + 1]
     at_end = copied[first] + highest(np.rint(cast_gradient_peaks(costs))[layer]) + casts_through - casts[first]
     at_end = np.where(casts_through > casts[first], at_end, 0.0)
@@ -223,8 +230,9 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
 
     return saved, LayerPeaks(
         highest(in_front + forward),
-        highest_backward(first_backward, through, costs.end_twice_first, "first") + output,
-        np.maximum(highest_backward(backward, casts[1:], costs.end_twice, "later"), at_end - passing.all) + output,
+        highest_backward(first_backward, through, costs.levels.end_twice_first, "first") + output,
+        np.maximum(highest_backward(backward, casts[1:], costs.levels.end_twice, "later"), at_end - passing.all)
+        + output,
     )
 
 
@@ -236,10 +244,10 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     counted_twice[:, -1] = float(passing.kept[0, -1]), 0.0
     all_kept, all_no_grad = _layer_peaks(costs)
     forward, first_backward, backward = (peak[stage] for peak in all_kept)
-    rewritten = np.rint(costs.rewritten[stage])
-    output, gradients = np.rint(costs.output[stage]), np.rint(costs.gradients[stage])
+    rewritten = np.rint(costs.state.rewritten[stage])
+    output, gradients = np.rint(costs.boundaries.output[stage]), np.rint(costs.gradients[stage])
     behind = gradients.sum() - np.cumsum(gradients)
-    casts = np.rint(costs.casts[stage])
+    casts = np.rint(costs.state.casts[stage])
     casts_behind = casts.sum() - np.cumsum(casts)
     # The gradient of the stage's own output is counted with the engine's transfers.
     again = np.append(output[:-1], 0.0) + forward + rewritten
@@ -247,10 +255,10 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     later = np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + casts_behind
     later += waiting_in(costs, "later", first, end)
     later += own_output - counted_twice
-    later[KEPT, -1] -= np.rint(costs.end_twice[end - 1])
+    later[KEPT, -1] -= np.rint(costs.levels.end_twice[end - 1])
     sooner = np.stack([own_copy + first_backward, copied + np.maximum(again, first_backward)]) + behind
     sooner += own_output - counted_twice + waiting_in(costs, "first", first, end)
-    sooner[KEPT, -1] -= np.rint(costs.end_twice_first[end - 1])
+    sooner[KEPT, -1] -= np.rint(costs.levels.end_twice_first[end - 1])
     if casts.any():
         # In front of the first layer nothing is held, as at the end of the backward (but a copy of the input).
         at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + own_output
@@ -268,26 +276,27 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
     Of exact records. Autograd runs what was recorded last first. The copies were recorded by the first micro-batch, so
     in the backward of a later one their gradients all wait until everything else is done, stage by stage.
     """
-    return np.maximum(_layer_peaks(costs)[0].backward - costs.casts, 0.0)
+    return np.maximum(_layer_peaks(costs)[0].backward - costs.state.casts, 0.0)
 
 
 def _transients(costs: ChainCosts, stage: slice) -> LayerPeaks:
     kept = _layer_peaks(costs)[0].backward[stage]
-    rows = np.stack([kept, kept + np.rint(np.maximum(costs.saved, costs.output))[stage]])
+    rows = np.stack([kept, kept + np.rint(np.maximum(costs.levels.saved, costs.boundaries.output))[stage]])
     return LayerPeaks(rows, rows, rows)
 
 
 def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
     """The peaks of layers that are not recomputed, shape (L,), and of their forward without gradients."""
     if not costs.exact:
-        transient = np.rint(np.maximum(costs.forward_level, costs.backward_level))
+        transient = np.rint(np.maximum(costs.levels.forward, costs.levels.backward))
         return LayerPeaks(transient, transient, transient), transient
-    held, gradients, casts = _before(costs.saved)[:-1], _before(costs.gradients), _before(costs.casts)
+    held = sums_before(costs.levels.saved)[:-1]
+    gradients, casts = sums_before(costs.gradients), sums_before(costs.state.casts)
     peaks = (
-        costs.forward_level - held - costs.unkept_input,
-        costs.first_backward_level - held + gradients[1:] - gradients[-1],
-        costs.backward_level - held + casts[1:] - casts[-1],
-        costs.no_grad_peak - costs.input_alive,
+        costs.levels.forward - held - costs.boundaries.unkept_input,
+        costs.levels.first_backward - held + gradients[1:] - gradients[-1],
+        costs.levels.backward - held + casts[1:] - casts[-1],
+        costs.levels.no_grad - costs.boundaries.input_alive,
     )
     # Interpolation may have cut the levels off at zero, each for itself.
     forward, first_backward, backward, no_grad = (np.rint(np.maximum(peak, 0.0)) for peak in peaks)
@@ -296,20 +305,15 @@ def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
 
 def _per_layer(costs: ChainCosts, sizes: FloatArray) -> FloatArray:
     """Sizes of storages summed over the layers that make them."""
-    made = costs.storage_from >= 0
-    total = np.bincount(costs.storage_from[made], np.rint(sizes[made]), minlength=costs.num_layers)
+    made = costs.storages.maker >= 0
+    total = np.bincount(costs.storages.maker[made], np.rint(sizes[made]), minlength=costs.num_layers)
     return total.astype(np.float64)
 
 
 def _passed(costs: ChainCosts, unkept: FloatArray, first: int, end: int) -> FloatArray:
     layers = np.arange(first, end + 1)[:, None]
-    passes = (costs.storage_from < first) & (costs.storage_until >= layers)
+    passes = (costs.storages.maker < first) & (costs.storages.until >= layers)
     passed: FloatArray = np.where(passes, unkept, 0.0).sum(axis=1)
     # The input of the first layer is what the stage received.
     passed[0] = 0.0
     return passed
-
-
-def _before(per_layer: FloatArray) -> FloatArray:
-    before: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
-    return before

@@ -18,10 +18,17 @@ Not known here, since a profile has sizes and no shapes: arrays of shapes that n
 less. How near it comes: docs/measurements/tpu-composition.md.
 """
 
-from planner.core.cost.costs import ChainCosts
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Partition
-from planner.core.cost.memory import ProgramParts, program_parts, stage_memory
-from planner.core.values.plan import StageMemory
+from planner.core.cost.memory import one_stage, stage_memory
+from planner.core.cost.moments import stage_moments
+from planner.core.schedule import GPIPE
+from planner.core.values.plan import Recompute, StageMemory
 
 __all__ = ["program_memory"]
 
@@ -45,13 +52,12 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         return stage_memory(
             costs,
             *intervals[0],
-            micro_batches=micro_batches,
-            in_flight=micro_batches,
+            stage_moments(GPIPE, micro_batches=micro_batches),
             recompute=choices[0],
             recomputed=partition.recomputed_in(0),
         )
     stages = [
-        program_parts(
+        _program_parts(
             costs,
             first,
             end,
@@ -61,7 +67,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         )
         for k, (first, end) in enumerate(intervals)
     ]
-    most = ProgramParts(*map(max, zip(*stages, strict=True)))
+    most = _ProgramParts(*map(max, zip(*stages, strict=True)))
     forward = most.input + most.kept + most.input + most.forward
     backward = most.gradients + most.input + most.kept + 2 * most.input + _GAPS * most.backward
     gradients = most.gradients if backward > forward else 0.0
@@ -74,3 +80,53 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         transfer=round(2 * most.input),
         working=round(most.invariant + max(forward, backward) - gradients - 2 * most.input),
     )
+
+
+class _ProgramParts(NamedTuple):
+    """What a stage brings into a program that several stages share , in bytes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    data: float
+    """The part of the mini-batch that this stage reads."""
+    input: float
+    """Received per micro-batch."""
+    kept: float
+    """Per micro-batch, in the arrays of the loops."""
+    invariant: float
+    """Made before the loops: weights and the mini-batch as products take them, and padding."""
+    forward: float
+    """What a forward makes, and its temporaries."""
+    backward: float
+    """While a backward runs, a forward again included."""
+
+
+def _program_parts(
+    costs: ChainCosts,
+    first: int,
+    end: int,
+    *,
+    micro_batches: int,
+    recompute: Recompute,
+    recomputed: Collection[int] = (),
+) -> _ProgramParts:
+    s, _ = one_stage(costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed)
+    keeps = recompute in ("never", "layers")
+    nothing = np.zeros_like(s.saved)
+    kept = s.saved if keeps else nothing
+    invariant = nothing
+    if s.looped is not None and costs.programs is not None:
+        # All of the mini-batch lies as the first layer wants it, in 16 bits where its products read it so.
+        programs, stage = costs.programs, slice(first, end)
+        is_narrowed = programs.narrowed_input[stage].any()
+        batch = micro_batches * programs.laid_out[stage].sum() / (2 if is_narrowed else 1)
+        invariant = nothing + programs.narrowed[stage].sum() + programs.padding[stage].sum() + batch
+        running = kept + s.peaks.forward, s.peaks.backward if keeps else s.looped.straight
+    elif s.exact:
+        running = s.peaks.forward, s.peaks.backward
+    else:
+        running = kept + s.peaks.transient, s.saved - kept + s.peaks.transient
+    sizes = (s.parameters, s.gradients, s.optimizer, s.buffers, s.data, s.input, kept, invariant, *running)
+    return _ProgramParts(*(float(size[0, -1]) for size in sizes))

@@ -8,7 +8,7 @@ the tensor, too, and adds to it.
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.waiting import Backward, waiting_rows
 
 __all__ = ["Passing"]
@@ -21,7 +21,7 @@ IntArray = NDArray[np.int64]
 
 
 class Passing:
-    """Of the stages of layers first..e, for every first (rows) and every last layer e (columns), whole bytes.
+    """What passes by stages, for every first (rows) and every last layer (columns), in whole bytes.
 
     Arrays are of that shape, or broadcast to it. Where a stage works on a copy of its input, the copy is what goes on,
     and counts: nothing passes by.
@@ -38,21 +38,21 @@ class Passing:
 
         def spans(sizes: FloatArray) -> FloatArray:
             # Of a storage: from the layer behind its maker to the one in front of the last that it is handed to.
-            return _spanning(costs.storage_from + 1, costs.storage_until - 1, np.rint(sizes), firsts, layers)
+            return _spanning(costs.storages.maker + 1, costs.storages.until - 1, np.rint(sizes), firsts, layers)
 
-        received = (costs.copied_input[firsts] == 0)[:, None]
-        by_readers = spans(costs.kept_by_readers)
-        self.unkept = spans(costs.kept_by_nobody) * received
-        """What is received and sent on, and no layer of the chain keeps."""
-        self.all = self.unkept + (by_readers + spans(costs.kept_by_maker)) * received
+        received = (costs.boundaries.copied_input[firsts] == 0)[:, None]
+        by_readers = spans(costs.storages.kept_by_readers)
+        self.unkept = spans(costs.storages.kept_by_nobody) * received
+        """Bytes that are received and sent on, and that no layer of the chain keeps."""
+        self.all = self.unkept + (by_readers + spans(costs.storages.kept_by_maker)) * received
         """All that is received and sent on."""
-        self._relays = costs.relayed_first - 1, costs.relayed_last, np.rint(costs.relayed)
+        self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _passed_by(costs)[layers] - by_readers
         """What layers of the stage make, the last one left out, and some layer keeps that gets it, and is sent."""
 
     def in_front(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Of what goes into each of `layers`, the part that the stage received: `own_input` of its first layer.
+        """The part of what goes into each of `layers` that the stage received: `own_input` of its first layer.
 
         Args:
             sizes: `unkept` or `all`.
@@ -90,7 +90,7 @@ class Passing:
         return np.where(inside, highest, 0.0)
 
     def _highest_in_front(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
-        """Of the layers in front of the last one, for the last layers in `block`; those that are none are -inf."""
+        """The highest of the layers in front of the last one, for the last layers in `block`; -inf without any."""
         ends = self._layers[block]
         levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
         rows = self._highest_from(levels)
@@ -114,20 +114,20 @@ def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntAr
     if not some.any():
         return np.zeros((1, 1))
     order = np.argsort(firsts)
-    found = np.zeros((len(firsts), len(layers)))
+    covered_from = np.zeros((len(firsts), len(layers)))
     rows = np.searchsorted(firsts[order], begins[some])
-    np.add.at(found, (rows, np.minimum(ends[some] - layers[0], len(layers) - 1)), sizes[some])
-    covered = np.empty_like(found)
-    covered[order] = np.cumsum(np.cumsum(found, axis=0)[:, ::-1], axis=1)[:, ::-1]
+    np.add.at(covered_from, (rows, np.minimum(ends[some] - layers[0], len(layers) - 1)), sizes[some])
+    covered = np.empty_like(covered_from)
+    covered[order] = np.cumsum(np.cumsum(covered_from, axis=0)[:, ::-1], axis=1)[:, ::-1]
     return covered
 
 
 def _passed_by(costs: ChainCosts) -> FloatArray:
     """Bytes that pass by each layer and some layer keeps that gets them, shape (L,)."""
-    sizes, begins = np.rint(costs.kept_by_readers), costs.storage_from + 1
+    sizes, begins = np.rint(costs.storages.kept_by_readers), costs.storages.maker + 1
     change = np.zeros(costs.num_layers + 2)
     np.add.at(change, begins, sizes)
-    np.add.at(change, np.maximum(costs.storage_until, begins), -sizes)
+    np.add.at(change, np.maximum(costs.storages.until, begins), -sizes)
     passed: FloatArray = np.cumsum(change)[: costs.num_layers]
     return passed
 

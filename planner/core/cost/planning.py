@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planner import __version__
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Partition, predict, stages_of
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Inputs, Plan, SolverReport

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.core.cost.costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.values.profile import Profile
 
 __all__ = ["accumulated", "sparse_layer"]
@@ -29,16 +29,18 @@ def accumulated(costs: ChainCosts, micro_batches: int) -> ChainCosts:
 
     What comes back has been accumulated, and is left as it is by a second call.
     """
-    sparse = costs.sparse_gradients
+    sparse, state = costs.sparse.gradients, costs.state
     if not sparse.any():
         return costs
-    step = micro_batches * sparse * costs.sparse_peak
-    peak = costs.optimizer_peak + step if costs.optimizer_peaks_add else np.maximum(costs.optimizer_peak, step)
+    step = micro_batches * sparse * costs.sparse.optimizer_peak
+    peak = state.optimizer_peak + step if costs.optimizer_peaks_add else np.maximum(state.optimizer_peak, step)
     return replace(
         costs,
-        sparse_gradients=np.zeros_like(sparse),
-        accumulated=(micro_batches - 1) * sparse,
-        optimizer_peak=peak,
+        sparse=replace(costs.sparse, gradients=np.zeros_like(sparse), accumulated=(micro_batches - 1) * sparse),
+        state=replace(state, optimizer_peak=peak),
         # Of the last one's: 2 M n in all, of which M n are counted as gradients.
-        backward_level=np.maximum(costs.backward_level + (micro_batches - _MEASURED) * sparse, 0.0),
+        levels=replace(
+            costs.levels,
+            backward=np.maximum(costs.levels.backward + (micro_batches - _MEASURED) * sparse, 0.0),
+        ),
     )

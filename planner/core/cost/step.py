@@ -1,7 +1,7 @@
 """One training step drawn out: what every device does when, and how much memory it holds meanwhile.
 
 What pictures and traces are made of. Times are the simulator's; memory follows the moments that the peak is taken
-over (`planner.core.cost.memory`, `planner.core.cost.device_memory`), so that its highest point is the plan's peak.
+over (`planner.core.cost.moments`), so that its highest point is the plan's peak.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,16 +10,21 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from planner.core.cost.costs import ChainCosts
-from planner.core.cost.device_memory import counts_of, moments_of
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Partition, chunks_on, own_step_us, stage_times, stages_of, timeline
-from planner.core.cost.memory import StageMoments, stage_moments
+from planner.core.cost.memory import one_stage
+from planner.core.cost.moments import Counts, counts_of, optimizer_steps
+from planner.core.cost.parts import parts_of
 from planner.core.cost.simulate import Event, StageTimes
 from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Cluster
 
 __all__ = ["Level", "Span", "SpanKind", "Step", "step_of"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 SpanKind = Literal["forward", "backward", "send forward", "send backward", "receive", "optimizer"]
 """Sends overlap with what their device computes; `receive`, over a link that blocks, keeps it busy."""
@@ -141,101 +146,88 @@ def _optimizer_spans(
             yield Span(kind="optimizer", device=device, stage=device, start_us=end_us, end_us=end_us + own_us)
 
 
-class _Held(NamedTuple):
-    """Bytes of a device while it computes, and behind that."""
-
-    during: int
-    after: int
-
-
 def _memory(
     spans: Sequence[Span], costs: ChainCosts, partition: Partition, cluster: Cluster
 ) -> tuple[tuple[Level, ...], ...]:
-    stages, count = stages_of(costs, partition, cluster), partition.num_devices
-    computing: list[list[Span]] = [[] for _ in range(count)]
+    stages, num_devices = stages_of(costs, partition, cluster), partition.num_devices
+    counts = counts_of(SCHEDULES[partition.schedule], partition.actions())
+    computing: list[list[Span]] = [[] for _ in range(num_devices)]
     for span in spans:
         if span.kind in ("forward", "backward"):
             computing[span.device].append(span)
     levels = []
-    for device in range(count):
-        law: _StageLaw | _ChunkLaw
-        if SCHEDULES[partition.schedule].is_chunked:
-            law = _ChunkLaw(costs, partition, device, cluster.reserve_bytes)
-        else:
-            law = _StageLaw(costs, partition, device, cluster.reserve_bytes)
-        peak = sum(stage.memory.total for stage in stages[device::count])
-        levels.append(tuple(_levels(computing[device], law, peak)))
+    for device in range(num_devices):
+        held = _Held.of(_stage_bytes(device, costs, partition), counts[device], cluster.reserve_bytes)
+        peak = sum(stage.memory.total for stage in stages[device::num_devices])
+        levels.append(tuple(_levels(computing[device], held, peak)))
     return tuple(levels)
 
 
-def _levels(computing: Sequence[Span], law: "_StageLaw | _ChunkLaw", peak: int) -> Iterator[Level]:
-    """Levels as they change; `peak` is the exact one, from which chunks differ by rounding."""
-    yield Level(0.0, law.idle)
-    ends = [*(after.start_us for _, after in pairwise(computing)), float("inf")]
-    for span, next_us in zip(computing, ends, strict=True):
-        held = law.hold(span)
-        yield Level(span.start_us, min(peak, held.during))
-        if next_us > span.end_us:
-            yield Level(span.end_us, min(peak, held.after))
-    end_us = computing[-1].end_us
-    yield Level(end_us, min(peak, law.optimizer_step))
+class _StageBytes(NamedTuple):
+    """What a stage holds, in columns that are rounded one by one: the items of the plan, or a single one."""
+
+    always: FloatArray
+    """Shape (columns,)."""
+    parts: FloatArray
+    """Shape (parts, columns)."""
+
+    def at(self, counts: IntArray) -> FloatArray:
+        """Whole bytes at moments; counts have shape (moments, parts)."""
+        whole: FloatArray = np.rint(self.always + counts @ self.parts).sum(axis=1)
+        return whole
 
 
-class _StageLaw:
-    """Memory of a device with one stage, action by action."""
+def _stage_bytes(device: int, costs: ChainCosts, partition: Partition) -> list[_StageBytes]:
+    schedule = SCHEDULES[partition.schedule]
+    if schedule.is_chunked:
+        chunks = chunks_on(device, costs, partition).values()
+        return [_StageBytes(np.array([float(chunk.always.total)]), chunk.parts[:, None]) for chunk in chunks]
+    stages, recompute = one_stage(
+        costs.of_replicas(partition.replicas),
+        *partition.intervals()[device],
+        micro_batches=partition.micro_batches,
+        recompute=partition.recompute[device],
+        recomputed=partition.recomputed_in(device),
+    )
+    in_flight = schedule.in_flight(device, partition.num_devices, partition.micro_batches)
+    return [_StageBytes(*parts_of(stages, recompute, in_flight=in_flight).of_one_stage())]
 
-    def __init__(self, costs: ChainCosts, partition: Partition, stage: int, reserve: int) -> None:
-        first, end = partition.intervals()[stage]
-        count = len(partition.balance)
-        self._most = SCHEDULES[partition.schedule].in_flight(stage, count, partition.micro_batches)
-        self._last = partition.micro_batches - 1
-        self._at: StageMoments = stage_moments(
-            costs.of_replicas(partition.replicas),
-            first,
-            end,
-            micro_batches=partition.micro_batches,
-            in_flight=self._most,
-            recompute=partition.recompute[stage],
-            recomputed=partition.recomputed_in(stage),
+
+class _Held(NamedTuple):
+    """Whole bytes of a device, the reserve included."""
+
+    idle: int
+    """Before the first action."""
+    during: Sequence[int]
+    """While each action runs."""
+    after: Sequence[int]
+    """Until the next one runs."""
+    optimizer_step: int
+
+    @classmethod
+    def of(cls, stages: Sequence[_StageBytes], counts: Counts, reserve_bytes: int) -> "_Held":
+        """The bytes of a device that runs `stages` with these counts."""
+
+        def at(moments: IntArray) -> FloatArray:
+            sizes: FloatArray = np.array([stage.at(moments[:, v]) for v, stage in enumerate(stages)])
+            total: FloatArray = sizes.sum(axis=0) + reserve_bytes
+            return total
+
+        during = np.maximum(at(counts.during), at(counts.message))
+        return cls(
+            idle=int(at(np.zeros_like(counts.during[:1]))[0]),
+            during=during.astype(int).tolist(),
+            after=np.minimum(during, at(counts.after)).astype(int).tolist(),
+            optimizer_step=int(at(optimizer_steps(counts)).max()),
         )
-        self._reserve = reserve
-        self._in_flight = 0
-        self._gradients = 0
-        self.idle = self._at.always + reserve
-        self.optimizer_step = self._at.optimizer_step + reserve
-
-    def hold(self, span: Span) -> _Held:
-        """Bytes during and after `span`, the next one of the device."""
-        if span.kind == "forward":
-            self._in_flight += 1
-            during = self._at.forward - (self._most - self._in_flight) * self._at.held
-        else:
-            later = self._in_flight <= self._at.left
-            reference, count = (self._at.backward, self._at.left) if later else (self._at.first_backward, self._most)
-            during = reference - (count - self._in_flight) * self._at.held
-            if span.micro_batch == self._last:
-                during = max(during, self._at.last_backward)
-            self._in_flight -= 1
-            self._gradients = self._at.gradients
-        after = self._at.always + self._gradients + self._in_flight * self._at.held
-        return _Held(during + self._reserve, min(during, after) + self._reserve)
 
 
-class _ChunkLaw:
-    """Memory of a device whose chunks take turns, action by action."""
-
-    def __init__(self, costs: ChainCosts, partition: Partition, device: int, reserve: int) -> None:
-        chunks = list(chunks_on(device, costs, partition).values())
-        parts = np.stack([chunk.parts for chunk in chunks])
-        self.idle = reserve + sum(chunk.always.total for chunk in chunks)
-        counts = counts_of(partition.actions())[device]
-        during, after = ((count * parts).sum(axis=(1, 2)) for count in counts)
-        self._spans = zip(during.round().astype(int).tolist(), after.round().astype(int).tolist(), strict=True)
-        steps = moments_of(partition.actions())[device][:, :, -1].any(axis=1)
-        alive = (moments_of(partition.actions())[device][steps] * parts).sum(axis=(1, 2))
-        self.optimizer_step = self.idle + round(float(alive.max()))
-
-    def hold(self, _span: Span) -> _Held:
-        """Bytes during and after the next span of the device."""
-        during, after = next(self._spans)
-        return _Held(self.idle + during, self.idle + min(during, after))
+def _levels(computing: Sequence[Span], held: _Held, peak: int) -> Iterator[Level]:
+    """Levels as they change; `peak` is the exact one, from which chunks differ by rounding."""
+    yield Level(0.0, held.idle)
+    ends = [*(after.start_us for _, after in pairwise(computing)), float("inf")]
+    for n, (span, next_us) in enumerate(zip(computing, ends, strict=True)):
+        yield Level(span.start_us, min(peak, held.during[n]))
+        if next_us > span.end_us:
+            yield Level(span.end_us, min(peak, held.after[n]))
+    yield Level(computing[-1].end_us, min(peak, held.optimizer_step))

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, check_partition, stages_of
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import UsageError

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from planner.core.cost.costs import BUCKET_BYTES
+from planner.core.cost.chain_costs import BUCKET_BYTES
 from planner.core.errors import ModelError
 from planner.executor.run.gradients import expect_dense
 

@@ -1,24 +1,33 @@
 """A profile as arrays at one micro-batch size: interpolation, additive and exact records, storages, ties."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
-from planner.core.cost.costs import ChainCosts, costs_at, covers
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at, covers
 from planner.core.cost.memory import stage_memory
 from planner.core.errors import UsageError
 from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
+from tests.support.moments import moments_with
 
-ARRAYS = [
-    f.name for f in dataclasses.fields(ChainCosts) if f.name not in ("micro_batch_size", "names", "ties", "exact")
-]
+
+def numbers_of(record: Any) -> dict[str, Any]:
+    """The numbers of a record by name, those of the records in it too."""
+    found = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        nested = numbers_of(value) if dataclasses.is_dataclass(value) else {"": value}
+        found |= {f"{field.name}.{name}": number for name, number in nested.items()}
+    return found
 
 
 def whole(costs: ChainCosts, first: int, end: int) -> StageMemory:
     """A stage with one micro-batch."""
-    return stage_memory(costs, first, end, micro_batches=1, in_flight=1, recompute="never")
+    return stage_memory(costs, first, end, moments_with(1), recompute="never")
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -29,10 +38,12 @@ def test_costs_between_profiled_sizes_lie_on_the_line(size: int, *, exact: bool)
     truth = costs_at(random_profile(4, 6, exact=exact, sizes=(size,)), size)
     assert costs.micro_batch_size == size
     assert costs.exact is truth.exact is exact
-    for name in ARRAYS:
-        np.testing.assert_allclose(getattr(costs, name), getattr(truth, name), rtol=1e-12, atol=1e-9, err_msg=name)
+    found, expected = numbers_of(costs), numbers_of(truth)
+    assert found.keys() == expected.keys()
+    for name in found.keys() - {"names.", "ties.", "programs."}:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, atol=1e-9, err_msg=name)
     assert costs.forward_us.sum() > 0
-    assert costs.saved.sum() > 0
+    assert costs.levels.saved.sum() > 0
 
 
 def test_a_profiled_size_is_taken_as_it_is() -> None:
@@ -44,7 +55,7 @@ def test_a_profiled_size_is_taken_as_it_is() -> None:
     for size, forward, saved in ((1, 0.1, 5), (2, 7.3, 6), (4, 5.9, 9)):
         costs = costs_at(profile, size)
         assert costs.forward_us.tolist() == [forward]
-        assert costs.saved.tolist() == [saved]
+        assert costs.levels.saved.tolist() == [saved]
 
 
 def test_between_sizes_the_two_neighbours_decide() -> None:
@@ -83,7 +94,7 @@ def test_extrapolation_continues_the_line_where_allowed(size: int) -> None:
     slope = 2.0 if size < 2 else 4.0
     assert costs.forward_us.tolist() == [11 + slope * (size - 4)]
     assert costs.backward_us.tolist() == [2.0 * size]
-    assert costs.saved.tolist() == [max(0.0, 10 + 5.0 * (size - 4))]
+    assert costs.levels.saved.tolist() == [max(0.0, 10 + 5.0 * (size - 4))]
 
 
 def test_extrapolation_never_goes_below_zero() -> None:
@@ -94,7 +105,7 @@ def test_extrapolation_never_goes_below_zero() -> None:
     costs = costs_at(profile, 1, extrapolate=True)
     assert costs.forward_us.tolist() == [0.0]
     assert costs.backward_us.tolist() == [0.0]
-    assert costs.output.tolist() == [0.0]
+    assert costs.boundaries.output.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("extrapolate", [False, True])
@@ -124,9 +135,18 @@ def test_no_size_is_smaller_than_one_sample() -> None:
 def test_what_is_left_out_defaults_to_nothing_and_gradients_to_the_parameters() -> None:
     """A profile written by hand from published numbers has the required fields alone."""
     costs = costs_at(chain(layer(parameter_bytes=40, forward_us=1.0, saved_bytes=9, output_bytes=9)), 1)
-    assert (costs.gradients.tolist(), costs.parameters.tolist()) == ([40.0], [40.0])
-    for name in ("optimizer", "optimizer_peak", "buffers", "optimizer_us", "forward_level", "backward_level", "input"):
-        assert getattr(costs, name).tolist() == [0.0], name
+    assert (costs.gradients.tolist(), costs.state.parameters.tolist()) == ([40.0], [40.0])
+    state, levels = costs.state, costs.levels
+    nothing = (
+        state.optimizer,
+        state.optimizer_peak,
+        state.buffers,
+        costs.optimizer_us,
+        levels.forward,
+        levels.backward,
+    )
+    for sizes in (*nothing, costs.boundaries.input):
+        assert sizes.tolist() == [0.0]
     assert (costs.target, costs.ties, costs.exact) == (0.0, (), False)
 
 
@@ -143,13 +163,13 @@ def test_the_additive_form_takes_the_peaks_as_transients() -> None:
     )
     costs = costs_at(profile, 1)
     assert not costs.exact
-    assert costs.input.tolist() == [0, 30]
-    assert costs.output.tolist() == [30, 40]
-    assert costs.saved.tolist() == [50, 25]
-    assert costs.forward_level.tolist() == [7, 3]
-    assert costs.backward_level.tolist() == [9, 1]
+    assert costs.boundaries.input.tolist() == [0, 30]
+    assert costs.boundaries.output.tolist() == [30, 40]
+    assert costs.levels.saved.tolist() == [50, 25]
+    assert costs.levels.forward.tolist() == [7, 3]
+    assert costs.levels.backward.tolist() == [9, 1]
     # b saves 25 bytes, so at least 15 of its 40 bytes of output are not among them.
-    assert costs.unsaved_output.tolist() == [0, 15]
+    assert costs.boundaries.unsaved_output.tolist() == [0, 15]
 
 
 def test_exact_records_are_used_only_where_every_layer_has_them() -> None:
@@ -159,8 +179,9 @@ def test_exact_records_are_used_only_where_every_layer_has_them() -> None:
     plain = dataclasses.replace(exact, layers=tuple(dataclasses.replace(x, detail=()) for x in exact.layers))
     assert costs_at(exact, 1).exact
     assert not costs_at(mixed, 1).exact
-    for name in ARRAYS:
-        assert np.array_equal(getattr(costs_at(mixed, 1), name), getattr(costs_at(plain, 1), name)), name
+    found, expected = numbers_of(costs_at(mixed, 1)), numbers_of(costs_at(plain, 1))
+    for name, numbers in expected.items():
+        assert np.array_equal(found[name], numbers), name
 
 
 def test_a_storage_counts_where_it_was_made_if_any_layer_keeps_it() -> None:
@@ -170,9 +191,9 @@ def test_a_storage_counts_where_it_was_made_if_any_layer_keeps_it() -> None:
         layer("b", detail=record(internal=3, given=[tensor(100, kept=True)], made=[tensor(20)])),
     )
     costs = costs_at(profile, 1)
-    assert costs.saved.tolist() == [107, 3]
-    assert costs.unsaved_output.tolist() == [0, 20]
-    assert (costs.input.tolist(), costs.output.tolist()) == ([5, 100], [100, 20])
+    assert costs.levels.saved.tolist() == [107, 3]
+    assert costs.boundaries.unsaved_output.tolist() == [0, 20]
+    assert (costs.boundaries.input.tolist(), costs.boundaries.output.tolist()) == ([5, 100], [100, 20])
 
 
 def test_a_storage_that_crosses_two_boundaries_counts_once() -> None:
@@ -183,9 +204,9 @@ def test_a_storage_that_crosses_two_boundaries_counts_once() -> None:
         layer("c", detail=record(internal=1, given=[tensor(100, kept=True)], made=[tensor(4)])),
     )
     costs = costs_at(profile, 1)
-    assert costs.saved.tolist() == [107, 3, 1]
-    assert costs.unsaved_output.tolist() == [0, 0, 4]
-    assert costs.output.tolist() == [100, 100, 4]
+    assert costs.levels.saved.tolist() == [107, 3, 1]
+    assert costs.boundaries.unsaved_output.tolist() == [0, 0, 4]
+    assert costs.boundaries.output.tolist() == [100, 100, 4]
 
 
 def test_a_storage_that_nobody_keeps_is_saved_nowhere() -> None:
@@ -196,8 +217,8 @@ def test_a_storage_that_nobody_keeps_is_saved_nowhere() -> None:
         layer("c", detail=record(internal=1, given=[tensor(100)], made=[tensor(4)])),
     )
     costs = costs_at(profile, 1)
-    assert costs.saved.tolist() == [7, 3, 1]
-    assert costs.unsaved_output.tolist() == [100, 100, 4]
+    assert costs.levels.saved.tolist() == [7, 3, 1]
+    assert costs.boundaries.unsaved_output.tolist() == [100, 100, 4]
 
 
 def test_two_views_of_one_storage_cross_a_boundary_one_by_one() -> None:
@@ -208,7 +229,7 @@ def test_two_views_of_one_storage_cross_a_boundary_one_by_one() -> None:
         layer("views", detail=record(given=[tensor(64), tensor(10)], made=[tensor(64, alias=0), tensor(64, alias=0)])),
         layer("c", detail=record(given=given, made=[tensor(1)])),
     )
-    assert costs_at(profile, 1).output.tolist() == [74, 64 + 64, 1]
+    assert costs_at(profile, 1).boundaries.output.tolist() == [74, 64 + 64, 1]
 
 
 def test_the_models_input_is_saved_by_no_layer() -> None:
@@ -217,8 +238,8 @@ def test_the_models_input_is_saved_by_no_layer() -> None:
         layer("a", detail=record(internal=7, given=[tensor(500, kept=True)], made=[tensor(500, alias=0, kept=True)]))
     )
     costs = costs_at(profile, 1)
-    assert costs.saved.tolist() == [7]
-    assert costs.input.tolist() == [500]
+    assert costs.levels.saved.tolist() == [7]
+    assert costs.boundaries.input.tolist() == [500]
 
 
 def test_the_targets_belong_to_the_last_layer() -> None:

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from planner import __version__
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import (
     Partition,
     check_partition,
@@ -23,6 +24,7 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import Predicted, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from tests.support.chains import chain, layer, random_profile
+from tests.support.moments import moments_with
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
 
 
@@ -180,7 +182,7 @@ def test_stages_name_their_layers_and_carry_their_memory(schedule: ScheduleName)
         assert stage.recompute == partition.recompute[stage.index]
         assert stage.forward_us == float(costs.forward_us[first:end].sum())
         assert stage.memory == stage_memory(
-            costs, first, end, micro_batches=5, in_flight=held, recompute=stage.recompute, reserve_bytes=7
+            costs, first, end, moments_with(5, held), recompute=stage.recompute, reserve_bytes=7
         )
 
 

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory
 from planner.core.cost.memory import stage_memory
 from planner.core.values.plan import Recompute, StageMemory
 from tests.support.chains import chain, even_chain, layer
+from tests.support.moments import moments_with
 
 
 def costs_of(*, gradients: tuple[int, ...] = (10, 14, 22), step: int = 0) -> ChainCosts:
@@ -21,8 +23,7 @@ def memory_of(
     costs: ChainCosts, first: int, end: int, *, m: int = 1, recompute: Recompute = "never", in_flight: int | None = None
 ) -> StageMemory:
     """Under GPipe, unless fewer are in flight."""
-    held = in_flight or m
-    return stage_memory(costs, first, end, micro_batches=m, in_flight=held, recompute=recompute)
+    return stage_memory(costs, first, end, moments_with(m, in_flight), recompute=recompute)
 
 
 def test_copies_are_not_there_in_the_optimizers_step() -> None:
@@ -34,7 +35,9 @@ def test_copies_are_not_there_in_the_optimizers_step() -> None:
 def test_one_micro_batch() -> None:
     """All copies once; in the first backward gradients of parameters appear layer by layer, as without autocast."""
     costs = costs_of()
-    with_casts, without = (memory_of(c, 0, 3) for c in (costs, replace(costs, casts=costs.casts * 0)))
+    with_casts, without = (
+        memory_of(c, 0, 3) for c in (costs, replace(costs, state=replace(costs.state, casts=costs.state.casts * 0)))
+    )
     assert with_casts.casts == 5 + 7 + 11
     # Nothing else is different: the levels of later backwards are, but there are none.
     assert with_casts.total == without.total + 23

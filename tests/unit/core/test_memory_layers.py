@@ -7,11 +7,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.layer_memory import StageLayers, least_levels, most_savings
-from planner.core.cost.memory import interval_memory, linear_moments, stage_memory
+from planner.core.cost.memory import interval_totals, linear_moments, stage_memory
 from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
+from tests.support.moments import moments_with
 
 COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
 """M and micro-batches in flight."""
@@ -19,7 +21,7 @@ COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
 
 def memory_of(costs: ChainCosts, first: int, end: int, recomputed: Collection[int], *, m: int = 1) -> StageMemory:
     """Under GPipe."""
-    return stage_memory(costs, first, end, micro_batches=m, in_flight=m, recompute="layers", recomputed=recomputed)
+    return stage_memory(costs, first, end, moments_with(m), recompute="layers", recomputed=recomputed)
 
 
 def exact() -> ChainCosts:
@@ -215,7 +217,7 @@ def test_nothing_recomputed_is_never(*, is_exact: bool) -> None:
         for m, in_flight in COUNTS:
             for first, end in combinations(range(7), 2):
                 never, layers = (
-                    stage_memory(costs, first, end, micro_batches=m, in_flight=in_flight, recompute=choice)
+                    stage_memory(costs, first, end, moments_with(m, in_flight), recompute=choice)
                     for choice in ("never", "layers")
                 )
                 assert never.total == layers.total
@@ -230,7 +232,7 @@ def test_moments_are_linear_in_what_is_recomputed(*, is_exact: bool) -> None:
     rng = random.Random(1)
     for m, in_flight in COUNTS:
         firsts = np.array([0, 1, 3])
-        moments = linear_moments(costs, firsts, 6, micro_batches=m, in_flight=in_flight)
+        moments = linear_moments(costs, firsts, 6, moments_with(m, in_flight))
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 7):
                 recomputed = [n for n in range(first, end) if rng.random() < 0.5]
@@ -242,7 +244,7 @@ def test_moments_are_linear_in_what_is_recomputed(*, is_exact: bool) -> None:
                     for moment in moments
                 ]
                 memory = stage_memory(
-                    costs, first, end, micro_batches=m, in_flight=in_flight, recompute="layers", recomputed=recomputed
+                    costs, first, end, moments_with(m, in_flight), recompute="layers", recomputed=recomputed
                 )
                 assert max(totals) == memory.total == sum(size for _, size in memory.items())
 
@@ -271,4 +273,4 @@ def test_no_choice_is_below_the_bounds(*, is_exact: bool) -> None:
 def test_which_layers_must_be_said() -> None:
     """All stages at once know nothing of single layers."""
     with pytest.raises(ValueError, match="one stage at a time"):
-        interval_memory(exact(), np.arange(3), micro_batches=2, in_flight=2, recompute="layers")
+        interval_totals(exact(), np.arange(3), 3, moments_with(2), choices=["layers"])

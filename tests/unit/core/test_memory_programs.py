@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ProgramMemory
 from tests.support.chains import chain, layer
+from tests.support.moments import moments_with
 
 FIRST = replace(
     layer("a", parameter_bytes=100, output_bytes=10, saved_bytes=50, forward_peak_bytes=7, backward_peak_bytes=20),
@@ -42,7 +44,7 @@ def memory_of(
     costs: ChainCosts, first: int, m: int, recompute: Recompute, recomputed: tuple[int, ...] = ()
 ) -> StageMemory:
     """Of the layers from `first` on, under GPipe."""
-    return stage_memory(costs, first, 2, micro_batches=m, in_flight=m, recompute=recompute, recomputed=recomputed)
+    return stage_memory(costs, first, 2, moments_with(m), recompute=recompute, recomputed=recomputed)
 
 
 @pytest.mark.parametrize(

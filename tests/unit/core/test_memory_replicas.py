@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.cost import costs as costs_module
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost import chain_costs as costs_module
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, stages_of
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute, ScheduleName, StageMemory

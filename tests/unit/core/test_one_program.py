@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.one_program import program_memory
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import ProgramMemory
 from tests.support.chains import chain, layer
+from tests.support.moments import moments_with
 
 M = 4
 FIRST = replace(
@@ -89,7 +91,7 @@ def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
 
 def test_one_stage_is_a_stage_by_itself() -> None:
     """There is no other to choose."""
-    alone = stage_memory(costs(), 0, 2, micro_batches=M, in_flight=M, recompute="always")
+    alone = stage_memory(costs(), 0, 2, moments_with(M), recompute="always")
     assert program_memory(costs(), partition("always", balance=(2,))) == alone
 
 

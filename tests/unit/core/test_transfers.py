@@ -7,9 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from planner.core.cost.device_memory import counts_of, moments_of
-from planner.core.cost.memory import CHUNK_PARTS
-from planner.core.schedule import SCHEDULES, Instruction, programs
+from planner.core.cost.moments import PARTS, counts_of, moments_of
+from planner.core.schedule import INTERLEAVED, Instruction, programs
 
 Rows = Sequence[Sequence[Instruction]]
 
@@ -18,7 +17,7 @@ SIZES = [(1, 2, 4), (2, 1, 2), (2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 8), (4, 3
 
 
 def rows_of(devices: int, chunks: int, micro_batches: int) -> Rows:
-    return programs(SCHEDULES["interleaved"].actions(devices, micro_batches, chunks))
+    return programs(INTERLEAVED.actions(devices, micro_batches, chunks))
 
 
 def as_text(row: Sequence[Instruction]) -> str:
@@ -115,15 +114,15 @@ def test_waiting_for_all_gradients_but_the_last_costs_nothing(devices: int, chun
 
 def test_counts_by_hand() -> None:
     """Device 1 of K = 2, V = 2, M = 2, action by action: F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1."""
-    counts = counts_of(SCHEDULES["interleaved"].actions(2, 2, 2))[1]
-    during = {part: counts.during[:, :, n].tolist() for n, part in enumerate(CHUNK_PARTS)}
-    assert during["held"] == [[0, 0], [1, 0], [2, 0], [2, 0], [2, 0], [2, 0], [1, 0], [0, 0]]
+    counts = counts_of(INTERLEAVED, INTERLEAVED.actions(2, 2, 2))[1]
+    during = {part: counts.during[:, :, n].tolist() for n, part in enumerate(PARTS)}
+    assert during["held"] == [[0, 0], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [0, 0], [0, 0]]
     assert during["forward"] == [[1, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
     assert during["last_forward"] == [[0, 0], [1, 0], [0, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0]]
     assert during["first_backward"] == [[0, 0], [0, 0], [0, 0], [0, 1], [0, 0], [0, 0], [1, 0], [0, 0]]
     assert during["last_backward"] == [[0, 0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 0], [1, 0]]
     assert during["backward"] == [[0, 0]] * 8
-    # Only the last micro-batch is kept by `except-last`, and only while it waits.
+    # The last micro-batch, which `except-last` does not recompute, waits by itself.
     assert during["kept"] == [[0, 0], [0, 0], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [0, 0]]
     assert during["gradients"] == [[0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [1, 1]]
     # rF1.1 stands in front of B0.1, rB0 in front of F1.1, and rB1 in front of B0.
@@ -135,12 +134,13 @@ def test_counts_by_hand() -> None:
 @pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
 def test_only_moments_that_cannot_be_the_peak_are_left_out(devices: int, chunks: int, micro_batches: int) -> None:
     """Whatever the bytes of the parts."""
-    actions = SCHEDULES["interleaved"].actions(devices, micro_batches, chunks)
-    for (counts, moments), seed in product(zip(counts_of(actions), moments_of(actions), strict=True), range(5)):
-        parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(CHUNK_PARTS)))
-        parts[:, CHUNK_PARTS.index("optimizer_step")] = 0
-        assert len(moments) <= len(counts.during) + chunks
+    actions = INTERLEAVED.actions(devices, micro_batches, chunks)
+    both = zip(counts_of(INTERLEAVED, actions), moments_of(INTERLEAVED, actions), strict=True)
+    for (counts, moments), seed in product(both, range(5)):
+        parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(PARTS)))
+        parts[:, PARTS.index("optimizer_step")] = 0
+        assert len(moments) <= 2 * len(counts.during) + chunks
         assert (moments * parts).sum(axis=(1, 2)).max() >= (counts.during * parts).sum(axis=(1, 2)).max()
         # All that is held is let go of in the end.
-        left = dict(zip(CHUNK_PARTS, counts.after[-1].sum(axis=0).tolist(), strict=True))
+        left = dict(zip(PARTS, counts.after[-1].sum(axis=0).tolist(), strict=True))
         assert [left[part] for part in ("held", "kept", "input", "output_gradient")] == [0, 0, 0, 0]

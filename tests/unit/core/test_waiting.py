@@ -5,10 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.core.cost.costs import ChainCosts, Tie, costs_at
-from planner.core.cost.memory import interval_memory, stage_memory, stage_moments
+from planner.core.cost.chain_costs import ChainCosts, Tie
+from planner.core.cost.costs import costs_at
+from planner.core.cost.memory import interval_totals, one_stage, stage_memory
+from planner.core.cost.parts import parts_of
 from planner.core.cost.waiting import waiting_in, waiting_rows
+from planner.core.values.plan import Recompute
 from tests.support.chains import even_chain
+from tests.support.moments import moments_with
 
 PARAMETERS = (80, 0, 100, 0, 100, 0)
 
@@ -47,19 +51,24 @@ def test_what_many_stages_hold_is_what_each_holds() -> None:
     for first in range(6):
         for last in range(first, 6):
             assert table[first, first : last + 1, last].tolist() == waiting_in(costs, "later", first, last + 1).tolist()
-    whole = interval_memory(costs, layers, micro_batches=3, in_flight=3, recompute="never").total()
+    whole = interval_totals(costs, layers, 6, moments_with(3), choices=["never"])[0]
     for first in range(6):
         for last in range(first, 6):
-            alone = stage_memory(costs, first, last + 1, micro_batches=3, in_flight=3, recompute="never")
+            alone = stage_memory(costs, first, last + 1, moments_with(3), recompute="never")
             assert whole[first, last] == alone.total
 
 
 def test_the_levels_of_a_stage() -> None:
     """The highest of the layers' backwards, what waits included; the same with no layer recomputed by itself."""
 
-    def moments(*, tied: bool, recompute: str) -> tuple[int, int]:
-        found = stage_moments(costs_of(tied=tied), 0, 6, micro_batches=3, in_flight=3, recompute=recompute)  # type: ignore[arg-type]
-        return found.first_backward, found.backward
+    def moments(*, tied: bool, recompute: Recompute) -> tuple[float, float]:
+        stages, _ = one_stage(costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=())
+        parts = parts_of(stages, recompute, in_flight=3)
+        sums = {
+            moment[-1][0]: sum(float(size[0, -1]) for size in parts.at(moment).values())
+            for moment in moments_with(3).alike
+        }
+        return sums["first_backward"], sums["backward"]
 
     tied, apart = moments(tied=True, recompute="never"), moments(tied=False, recompute="never")
     # Beside 100 of parameters: behind the first layer, 60 + 80 itself, both gradients counted, and the third is higher

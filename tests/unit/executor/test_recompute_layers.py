@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.device.meter import CpuMeter
 from planner.executor.build.building import build_structure
@@ -22,6 +23,7 @@ from planner.executor.run.stage_module import Shapes, StageModule, shapes_of
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
 from tests.support.measure import loaded_model, profile_of_model
+from tests.support.moments import moments_with
 
 ROOT = Path(__file__).parents[3]
 SIZE = 4
@@ -277,8 +279,7 @@ def test_predicted_peaks_are_the_allocators(name: str, first: int, end: int, mic
             costs,
             first,
             end,
-            micro_batches=micro_batches,
-            in_flight=micro_batches,
+            moments_with(micro_batches),
             recompute="layers",
             recomputed=recomputed,
         )

@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.values.plan import Recompute
 from planner.device.meter import CpuMeter
 from planner.model.chain import Layer, chain_of, run_layers
 from planner.model.load import LoadedModel, load_model
 from tests.support.measure import profile_of_model
+from tests.support.moments import moments_with
 
 SAMPLE_MODELS = Path(__file__).parents[3] / "sample_models"
 SIZE = 4
@@ -57,7 +59,7 @@ def measured(step: Callable[[], None]) -> int:
 
 def predicted(costs: ChainCosts, first: int, end: int, micro_batches: int, recompute: Recompute) -> tuple[int, int]:
     """Total of the stage, and of it what stays from step to step."""
-    memory = stage_memory(costs, first, end, micro_batches=micro_batches, in_flight=micro_batches, recompute=recompute)
+    memory = stage_memory(costs, first, end, moments_with(micro_batches), recompute=recompute)
     return memory.total, memory.parameters + memory.optimizer + memory.buffers
 
 

@@ -23,6 +23,7 @@ from planner.profile.backends.rates import RATES, rates_of
 from planner.show import Style, profile_text
 from planner.solve import solve
 from tests.support.measure import loaded_model, mean_loss, profile_of_model
+from tests.support.moments import moments_with
 from tests.support.real_models import REAL_MODELS
 
 
@@ -87,9 +88,7 @@ def test_memory_is_that_of_a_measured_profile(name: str) -> None:
     count = len(truth.layers)
     for first, end in ((0, count), (0, count // 2), (count // 2, count)):
         for recompute in ("never", "always"):
-            totals = [
-                stage_memory(c, first, end, micro_batches=3, in_flight=3, recompute=recompute).total for c in costs
-            ]
+            totals = [stage_memory(c, first, end, moments_with(3), recompute=recompute).total for c in costs]
             assert totals[0] / totals[1] == pytest.approx(1.0, abs=0.03)
 
 

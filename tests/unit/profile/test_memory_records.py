@@ -305,7 +305,7 @@ def test_what_is_sent_is_counted_as_received(layer: type[nn.Module], crossing: i
     """A stage behind the boundary has a buffer for every tensor that is sent: they share nothing there."""
     model = nn.Sequential(nn.Linear(N, N), layer(), Joined())
     costs = costs_at(profile_of_model(loaded_model(model, N), sizes=(B,)), B)
-    assert costs.input[2] == crossing
+    assert costs.boundaries.input[2] == crossing
 
 
 def test_a_layer_behind_a_table_of_numbers() -> None:

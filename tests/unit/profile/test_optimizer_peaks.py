@@ -11,6 +11,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.device.meter import CpuMeter
 from tests.support.measure import loaded_model, profile_of_model
+from tests.support.moments import moments_with
 
 Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -47,7 +48,7 @@ def test_the_peak_of_a_step(name: str) -> None:
     torch.set_num_threads(1)
     loaded = loaded_model(model, WIDTHS[0], build_optimizer=OPTIMIZERS[name])
     costs = costs_at(profile_of_model(loaded), 2)
-    memory = stage_memory(costs, 0, len(WIDTHS) - 1, micro_batches=1, in_flight=1, recompute="never")
+    memory = stage_memory(costs, 0, len(WIDTHS) - 1, moments_with(1), recompute="never")
     trained = model()
     optimizer = loaded.build_optimizer(trained.parameters())
     batch = loaded.example_batch(2).inputs

@@ -14,6 +14,7 @@ from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile
 from planner.device.meter import CpuMeter
 from tests.support.measure import loaded_model, profile_of_model
+from tests.support.moments import moments_with
 
 Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -79,7 +80,7 @@ def test_what_has_accumulated_counts_once() -> None:
     costs = costs_at(profile_of(nn.Sequential(table(), nn.Linear(WIDTH, WIDTH)), sgd), SIZE)
     assert accumulated(accumulated(costs, 4), 4) is not costs
     peaks = [
-        stage_memory(c, 0, 2, micro_batches=m, in_flight=1, recompute="never").total
+        stage_memory(c, 0, 2, moments_with(m, 1), recompute="never").total
         for m in (8, 12)
         for c in (costs, accumulated(costs, m))
     ]

@@ -7,10 +7,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from planner.core.cost.costs import ChainCosts, costs_at
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.solve.layerwise import LayerChoice, cheapest_layers, least_again_us
 from tests.support.chains import chain, layer, random_profile, record, tensor, with_programs
+from tests.support.moments import moments_with
 
 COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
 """M and micro-batches in flight."""
@@ -22,8 +24,7 @@ def total(costs: ChainCosts, first: int, end: int, counts: tuple[int, int], reco
         costs,
         first,
         end,
-        micro_batches=counts[0],
-        in_flight=counts[1],
+        moments_with(*counts),
         recompute="layers",
         recomputed=recomputed,
     ).total
@@ -37,8 +38,7 @@ def cheapest(
         costs,
         first,
         end,
-        micro_batches=counts[0],
-        in_flight=counts[1],
+        moments_with(*counts),
         cap_bytes=cap,
         most_labels=most_labels,
     )
@@ -46,7 +46,7 @@ def cheapest(
 
 def bounds(costs: ChainCosts, firsts: list[int], stop: int, counts: tuple[int, int], cap: float) -> np.ndarray:
     """Of all stages."""
-    return least_again_us(costs, np.array(firsts), stop, micro_batches=counts[0], in_flight=counts[1], cap_bytes=cap)
+    return least_again_us(costs, np.array(firsts), stop, moments_with(*counts), cap_bytes=cap)
 
 
 def caps(least: int, most: int, rng: random.Random) -> list[int]:
@@ -169,7 +169,7 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
 def test_parameters_alone_may_not_fit(*, fits: bool) -> None:
     """Then no choice does: neither the optimizer's step nor anything else depends on it."""
     costs = blocks(4)
-    cap = float(total(costs, 0, 4, (2, 2), (0, 1, 2, 3)) if fits else costs.parameters.sum())
+    cap = float(total(costs, 0, 4, (2, 2), (0, 1, 2, 3)) if fits else costs.state.parameters.sum())
     assert (cheapest(costs, 0, 4, (2, 2), cap) is not None) is fits
     assert bool(np.isfinite(bounds(costs, [0], 4, (2, 2), cap)[0, -1])) is fits
 

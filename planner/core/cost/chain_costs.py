@@ -1,0 +1,224 @@
+"""What the layers of a chain cost at one micro-batch size: the records that the laws of time and memory compute with.
+
+All arrays have shape (L,) unless they say otherwise, times are in microseconds, sizes in bytes of one micro-batch.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "BUCKET_BYTES",
+    "Boundaries",
+    "ChainCosts",
+    "Levels",
+    "Programs",
+    "Relays",
+    "Sparse",
+    "State",
+    "Storages",
+    "Tie",
+    "sums_before",
+]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+BUCKET_BYTES = 4 * 2**20
+"""Small gradients that replicas sum share a message of about this size; larger ones need no copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """Layers `first` < `second` share parameters: a stage that holds both, and all between, holds these bytes once."""
+
+    first: int
+    second: int
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    cast_bytes: float = 0.0
+    these_alone: bool = True
+    """Whether these two layers are known to share so much, whatever lies between them."""
+    earlier: tuple[int, ...] = ()
+    """Layers in front of `first` that share the same bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What a layer holds whatever the micro-batch."""
+
+    parameters: FloatArray
+    optimizer: FloatArray
+    optimizer_peak: FloatArray
+    """Transient bytes of the optimizer's step."""
+    buffers: FloatArray
+    rewritten: FloatArray
+    """What of the layer's state its forward writes: kept as it was for each micro-batch that is to be recomputed."""
+    casts: FloatArray
+    """Copies of weights that autocast holds from the first forward of a step to its last backward."""
+
+    @property
+    def always(self) -> FloatArray:
+        """Bytes that are there at every moment: parameters, optimizer state and buffers."""
+        return self.parameters + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparse:
+    """The part of the gradients that is sparse (see `planner.core.cost.sparse`)."""
+
+    gradients: FloatArray
+    """Bytes that one micro-batch makes; part of `ChainCosts.gradients`."""
+    optimizer_peak: FloatArray
+    """Transient bytes of the optimizer's step per byte of these."""
+    accumulated: FloatArray
+    """Bytes that the other micro-batches have made, beside `ChainCosts.gradients`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundaries:
+    """What crosses the boundaries in front of each layer and behind it."""
+
+    input: FloatArray
+    """What crosses the boundary in front of each layer; for layer 0 the model's input."""
+    output: FloatArray
+    unsaved_output: FloatArray
+    """The part of `output` that `Levels.saved` does not hold: what a stage that ends here holds in addition."""
+    unkept_input: FloatArray
+    """The part of `input` that no layer keeps: it counts in `Levels.forward` while its layer runs."""
+    input_alive: FloatArray
+    """The part of `input` that counts in `Levels.no_grad`."""
+    copied_input: FloatArray
+    """What a stage that begins here copies, because its layers write into the input they receive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """What a micro-batch leaves behind in each layer, and the highest that is alive while the layer runs.
+
+    A level is counted from what was alive when the stage began this micro-batch, if the stage began at layer 0:
+    subtract `saved[:i].sum()` for a stage that begins at layer i. Without exact records levels are transients above
+    all that is held.
+    """
+
+    saved: FloatArray
+    internal: FloatArray
+    """The part of `saved` that never leaves the layer."""
+    forward: FloatArray
+    no_grad: FloatArray
+    """Highest during a forward without gradients, layer by layer, input included unless it is the stage's own."""
+    first_backward: FloatArray
+    """During the first micro-batch's backward; parameter gradients that it allocates are counted."""
+    backward: FloatArray
+    """During a later backward; parameter gradients are not counted, those of `State.casts` behind the layer are."""
+    end_twice_first: FloatArray
+    """The part of `first_backward`, the engine's output and its gradient that is counted twice where a stage ends with
+    the layer. Tensors that the layer did not make count as far as their gradients."""
+    end_twice: FloatArray
+    """The same part of `backward`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """What a layer needs within one compiled program."""
+
+    carried: FloatArray
+    """Held there from a layer's forward to its backward."""
+    level: FloatArray
+    """Highest there, in a forward and backward of one micro-batch."""
+    narrowed: FloatArray
+    """Weights as products take them, held by a loop over micro-batches."""
+    narrowed_input: FloatArray
+    """The first layer's input, of one micro-batch, where it is copied likewise."""
+    padding: FloatArray
+    """Bytes by which parameters and gradients are larger there."""
+    laid_out: FloatArray
+    """The first layer's input once more, of one micro-batch, as it wants it to lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storages:
+    """The storages that cross boundaries; arrays of shape (storages,).
+
+    Every output tensor of a layer has an entry; it is of no bytes where the tensor lies in another's storage.
+    """
+
+    maker: IntArray
+    """The layer that makes the storage; -1 for the model's input."""
+    until: IntArray
+    """The last layer that the storage is handed to; L for the model's output."""
+    kept_by_readers: FloatArray
+    """Its bytes where a layer that it is handed to keeps it, else 0."""
+    kept_by_maker: FloatArray
+    """Its bytes where the layer that makes it keeps it, and no other, else 0."""
+    kept_by_nobody: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relays:
+    """Gradients of tensors that pass by some layers, one after the other, which hand them on as they are.
+
+    Arrays of shape (relays,).
+    """
+
+    first: IntArray
+    """The first of these layers."""
+    last: IntArray
+    bytes: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainCosts:
+    """Costs of L layers for micro-batches of `micro_batch_size` samples."""
+
+    micro_batch_size: int
+    names: tuple[str, ...]
+    forward_us: FloatArray
+    backward_us: FloatArray
+    optimizer_us: FloatArray
+    state: State
+    optimizer_peaks_add: bool
+    """Whether the optimizer works on all parameters at once, so that its transients add up."""
+    ties: tuple[Tie, ...]
+    gradients: FloatArray
+    """What the first micro-batch's backward leaves behind."""
+    sparse: Sparse
+    boundaries: Boundaries
+    target: float
+    """What the loss reads beside the output."""
+    levels: Levels
+    exact: bool
+    """Whether the levels come from exact records; else they are the additive bound of the two transient peaks."""
+    programs: Programs | None
+    """What layers need within one program; None where they have no such record."""
+    storages: Storages
+    relays: Relays
+    bucket_bytes: float = 0.0
+    """Most that gradients take in a message to other replicas, a copy of them; 0 where there are none."""
+
+    def of_replicas(self, replicas: int) -> "ChainCosts":
+        """These costs in one of so many pipelines side by side."""
+        return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
+
+    @property
+    def has_backward(self) -> NDArray[np.bool_]:
+        """Whether there is a backward behind each layer, because it or one in front is trained; shape (L,).
+
+        A stage whose last layer has none computes nothing again, whatever the plan says, nor does such a layer by
+        itself. Where no layer has gradients, the profile says nothing of them.
+        """
+        trained = np.cumsum(self.gradients) > 0
+        return trained if trained[-1] else np.ones_like(trained)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.names)
+
+
+def sums_before(per_layer: FloatArray) -> FloatArray:
+    """Sums over the layers in front of each layer, and over all of them; shape (L+1,)."""
+    sums: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
+    return sums

@@ -1,0 +1,267 @@
+"""The parts of what a stage holds, and how large each of them is.
+
+The letters are those of docs/cost-model.md, for one micro-batch unless they say otherwise:
+
+    I   input received                       S    saved: activations kept for backward
+    O   output                               A    I + S: a waiting micro-batch that kept its activations
+    J   state as it was before a forward     E    I + O + J: a waiting one that dropped them, and is recomputed
+    D   copy of the input                    G    gradients of the stage's parameters
+    T   autocast's copies of weights         Z    gradients in a message to other replicas
+
+A part of a stage in the middle of a pipeline, from exact records, in bytes:
+
+                      nothing is recomputed              recomputed
+    held              A                                  E
+    forward           I D  level                         I D J  level without gradients
+    first backward    I D  level with G, O's gradient    I O D  the higher of forward again with J, and of that level
+    backward          I D  level, O's gradient           I O D  likewise
+    message           as `backward`, and Z               `always`: I O D  as `backward`, and Z
+
+with G, T, O, I as parts of their own (`gradients`, `casts`, `sent output`, `input gradient`). The last micro-batch has
+its own parts, since `except-last` does not recompute it. Which parts are there when: `planner.core.cost.moments`.
+
+Without exact records the parts are a bound that counts everything at once; stages that are compiled as one program have
+a law of their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.cost.layer_memory import BACKWARD, FIRST_BACKWARD, FORWARD
+from planner.core.cost.moments import PARTS, Moment, PartName
+from planner.core.cost.stages import Looped, Stages
+from planner.core.values.plan import Recompute
+
+__all__ = ["Item", "Parts", "Size", "parts_of", "shared_parts_of"]
+
+FloatArray = NDArray[np.float64]
+
+Item = Literal["parameters", "gradients", "optimizer", "buffers", "casts", "in_flight", "transfer", "working"]
+"""The item of a plan's `StageMemory` under which bytes are shown."""
+
+_ITEMS: tuple[Item, ...] = get_args(Item)
+
+_FORWARDS: tuple[PartName, ...] = ("forward", "last_forward")
+_BACKWARDS: tuple[PartName, ...] = ("first_backward", "backward", "last_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a part is: bytes by item, for many stages at once."""
+
+    items: Mapping[Item, FloatArray]
+    saved: int = 0
+    """How many S are in it, in stages whose layers are recomputed one by one."""
+    level: int | None = None
+    """Position in `LayerPeaks` of the level that is in it, in such stages."""
+
+    @property
+    def total(self) -> FloatArray | float:
+        """Bytes of all items."""
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What stages hold, part by part."""
+
+    always: Mapping[Item, FloatArray]
+    sizes: Mapping[PartName, Size]
+    """Parts that are left out are of no bytes."""
+    last_differs: bool
+    """Whether the last micro-batch is recomputed otherwise than the others."""
+
+    def at(self, moment: Moment) -> dict[Item, FloatArray]:
+        """Bytes at a moment, by item."""
+        items = dict(self.always)
+        for name, count in moment:
+            if name in self.sizes:
+                for item, size in self.sizes[name].items.items():
+                    more = size if count == 1 else count * size
+                    items[item] = items[item] + more if item in items else more
+        return items
+
+    def of_one_stage(self) -> tuple[FloatArray, FloatArray]:
+        """The bytes of the last stage, by item: what is always there, shape (items,), and (parts, items)."""
+        always, sizes = np.zeros(len(_ITEMS)), np.zeros((len(PARTS), len(_ITEMS)))
+        for item, size in self.always.items():
+            always[_ITEMS.index(item)] = size[0, -1]
+        for name, part in self.sizes.items():
+            for item, size in part.items.items():
+                sizes[PARTS.index(name), _ITEMS.index(item)] = size[0, -1]
+        return always, sizes
+
+    def totals(self, shape: tuple[int, int]) -> FloatArray:
+        """Whole bytes of what is always there and of every part: shape (1 + parts, *shape)."""
+        always = sum(np.rint(size) for size in self.always.values())
+        parts = [np.rint(self.sizes[name].total) if name in self.sizes else 0.0 for name in PARTS]
+        return np.stack([np.broadcast_to(part, shape) for part in (always, *parts)])
+
+
+def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
+    """The parts of stages that have a device each.
+
+    Args:
+        stages: The stages; with `recompute="layers"` from `with_layers_again`.
+        recompute: On which micro-batches activations are dropped.
+        in_flight: N: most micro-batches that wait for their backward or run.
+    """
+    if stages.looped is not None:
+        return _compiled(stages, stages.looped, _in_effect(stages, recompute), in_flight=in_flight)
+    parts = shared_parts_of(stages, recompute)
+    if stages.exact or "message" not in parts.sizes:
+        return parts
+    # A bound on everything at once: whatever runs, gradients may be on their way.
+    return replace(parts, sizes={**parts.sizes, **dict.fromkeys((*_FORWARDS, *_BACKWARDS), parts.sizes["message"])})
+
+
+def shared_parts_of(stages: Stages, recompute: Recompute) -> Parts:
+    """The parts of stages that may share a device, on which no compiled program runs."""
+    return (_exact if stages.exact else _additive)(stages, _in_effect(stages, recompute))
+
+
+def _in_effect(stages: Stages, recompute: Recompute) -> Recompute:
+    # A micro-batch that is alone is the last one.
+    return "never" if recompute == "except-last" and stages.micro_batches == 1 else recompute
+
+
+def _exact(s: Stages, recompute: Recompute) -> Parts:
+    """The parts from exact records."""
+    I, O, S, D, J = s.input, s.own_output, s.saved, s.copied_input, s.rewritten
+    A, E = I + S, I + O + J
+    gradient = s.output_gradient
+    held, kept = Size({"in_flight": A}, saved=1), Size({"in_flight": A})
+    forward = last_forward = _running(I + D, s.peaks.forward, level=FORWARD)
+    first = _making_gradients(s, I + D, s.peaks.first_backward)
+    backward = last_backward = _running(I + D, s.peaks.backward, gradient, level=BACKWARD)
+    if recompute in ("except-last", "always"):
+        held = Size({"in_flight": E})
+        forward = _running(I, s.peaks.no_grad + J + D)
+        # A recomputed micro-batch runs forward once more, with the state as it was; its new output, part of both
+        # levels, lives beside the one that was sent.
+        again = s.peaks.forward + J
+        first = _making_gradients(s, I + O, np.maximum(again, s.peaks.first_again) + D)
+        backward = _running(I + O, np.maximum(again, s.peaks.backward) + D, gradient)
+    if recompute == "except-last":
+        last_forward = _running(I, s.peaks.forward + D)
+    else:
+        kept, last_forward, last_backward = held, forward, backward
+    running: dict[PartName, Size] = {
+        "forward": forward,
+        "last_forward": last_forward,
+        "first_backward": first,
+        "backward": backward,
+        "last_backward": last_backward,
+    }
+    if s.message.any():
+        # The forward again is over when gradients go out: of its micro-batch, the output that was sent is left.
+        running["message"] = _message(s, I + O + D if recompute == "always" else I + D)
+    return _parts(s, recompute, held=held, kept=kept, output_gradient=gradient, running=running)
+
+
+def _making_gradients(s: Stages, held: FloatArray, level: FloatArray) -> Size:
+    # Gradients exist in part; the items show them as far as they are part of what is alive.
+    gradients = np.minimum(s.gradients, level)
+    size = _running(held, level - gradients, s.output_gradient, level=FIRST_BACKWARD)
+    return replace(size, items={**size.items, "gradients": gradients})
+
+
+def _message(s: Stages, held: FloatArray) -> Size:
+    """The last backward, in which gradients go out to other replicas: those of one message are there twice."""
+    transfer = s.output_gradient + s.message
+    if s.micro_batches > 1:
+        return _running(held, s.peaks.message, transfer, level=BACKWARD)
+    first = _making_gradients(s, held, s.peaks.first_message)
+    return replace(first, items={**first.items, "transfer": transfer})
+
+
+def _additive(s: Stages, recompute: Recompute) -> Parts:
+    """The bound without exact records: whatever runs counts with everything that could run beside it."""
+    A, E = s.input + s.saved, s.input + s.output + s.rewritten
+    keeps = recompute in ("never", "layers")
+    held = Size({"in_flight": A if keeps else E}, saved=int(keeps))
+    # The gradients of autocast's copies wait for the end of a backward.
+    working = s.peaks.transient + s.casts + (0.0 if keeps else s.saved)
+    transfer = s.sent_output + s.input_gradient
+    every = _running(held.items["in_flight"], working, transfer, saved=int(keeps), level=BACKWARD)
+    running = dict.fromkeys((*_FORWARDS, *_BACKWARDS), every)
+    if s.message.any():
+        running["message"] = replace(every, items={**every.items, "transfer": transfer + s.message})
+    kept = Size({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
+    return _parts(s, recompute, held=held, kept=kept, output_gradient=s.sent_output, running=running)
+
+
+def _compiled(s: Stages, looped: Looped, recompute: Recompute, *, in_flight: int) -> Parts:
+    """The parts of stages that are compiled as one program each; gradients are there from begin to end.
+
+    A loop over micro-batches has an array with a place for each of them for everything that is kept. Its forward makes
+    what one of them keeps before it puts that into its place, so there is one more of it. A micro-batch that is alone,
+    or is computed again, is no loop's business: forward and backward are one piece, in which the compiler keeps what it
+    likes and lets go of it as the backward goes.
+    """
+    A, E = s.input + s.saved, s.input + s.output
+    keeps, loops = recompute in ("never", "layers"), in_flight > 1
+    held = Size({"in_flight": A if keeps else E}, saved=int(keeps))
+    around = looped.padding + (looped.narrowed if loops else 0.0)
+    transfer = s.sent_output + s.input_gradient + s.message
+    if not keeps or not (loops or s.layers_again):
+        forward = backward = _running(s.input if keeps else E, looped.straight + around, transfer)
+    else:
+        # Not all of it waits to be put away, so that copies of weights find room.
+        making = s.peaks.forward + looped.padding + (s.saved if loops else 0.0)
+        forward = _running(A, making, s.message, saved=1 + loops, level=FORWARD)
+        backward = _running(A, s.peaks.backward + around, transfer, saved=1, level=BACKWARD)
+    kept = Size({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
+    running = {**dict.fromkeys(_FORWARDS, forward), **dict.fromkeys(_BACKWARDS, backward)}
+    return _parts(s, recompute, held=held, kept=kept, output_gradient=s.sent_output, running=running)
+
+
+def _running(
+    in_flight: FloatArray,
+    working: FloatArray,
+    transfer: FloatArray | None = None,
+    *,
+    saved: int = 0,
+    level: int | None = None,
+) -> Size:
+    items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
+    return Size(items if transfer is None else {**items, "transfer": transfer}, saved, level)
+
+
+def _parts(
+    s: Stages,
+    recompute: Recompute,
+    *,
+    held: Size,
+    kept: Size,
+    output_gradient: FloatArray,
+    running: Mapping[PartName, Size],
+) -> Parts:
+    """All parts: those that differ from law to law, and those that do not."""
+    always: dict[Item, FloatArray] = {
+        "parameters": s.parameters,
+        "optimizer": s.optimizer,
+        "buffers": s.buffers,
+        "in_flight": s.data,
+    }
+    sizes: dict[PartName, Size] = {
+        "casts": Size({"casts": s.casts}),
+        "held": held,
+        "kept": kept,
+        "input": Size({"in_flight": s.input}),
+        "output_gradient": Size({"transfer": output_gradient}),
+        "sent_output": Size({"transfer": s.sent_output}),
+        "input_gradient": Size({"transfer": s.input_gradient}),
+        **running,
+        "optimizer_step": Size({"working": s.optimizer_peak}),
+    }
+    # Only exact records tell when gradients appear.
+    if s.exact:
+        sizes["gradients"] = Size({"gradients": s.gradients})
+    else:
+        always["gradients"] = s.gradients
+    return Parts(always=always, sizes=sizes, last_differs=recompute == "except-last")

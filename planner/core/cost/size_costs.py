@@ -1,0 +1,195 @@
+"""What a profile says at one of its micro-batch sizes, as arrays over the layers.
+
+There are three kinds of profiles: with exact records of every layer, which are composed here along the chain; with
+records of compiled programs; and with the required fields alone. The last two are additive: everything that can be
+held is added up, and peaks are transients above it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.cost.chain_costs import Boundaries, Levels, Programs, sums_before
+from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additive_crossing, writes_received
+from planner.core.cost.ties import gradient_bytes
+from planner.core.values.profile import LayerProfile, MemoryDetail, ProgramMemory
+
+__all__ = ["SizeCosts", "additive_costs", "compiled_costs", "exact_costs"]
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeCosts:
+    """The costs of a chain at a profiled size, as far as they depend on it."""
+
+    forward_us: FloatArray
+    backward_us: FloatArray
+    gradients: FloatArray
+    sparse_gradients: FloatArray
+    boundaries: Boundaries
+    levels: Levels
+    programs: Programs | None = None
+    target: float = 0.0
+    crossing: dict[tuple[int, int], Crossing]
+    relays: dict[Relay, int]
+    """With the bytes of each gradient."""
+
+
+def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
+    """The costs at the profile's size number `n` from the required fields alone."""
+    output = np.array([layer.output_bytes[n] for layer in layers], dtype=float)
+    saved = np.array([layer.saved_bytes[n] for layer in layers], dtype=float)
+    forward, backward = (
+        np.array([peaks[n] if peaks else 0 for peaks in by_layer], dtype=float)
+        for by_layer in ([x.forward_peak_bytes for x in layers], [x.backward_peak_bytes for x in layers])
+    )
+    nothing = np.zeros(len(layers))
+    return SizeCosts(
+        forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
+        backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
+        gradients=_per_layer(layers, gradient_bytes),
+        sparse_gradients=nothing,
+        boundaries=Boundaries(
+            input=np.append(0.0, output[:-1]),
+            output=output,
+            # Whether `saved` already holds the output is not known: a layer that saves nothing holds none of it.
+            unsaved_output=np.maximum(output - saved, 0.0),
+            unkept_input=nothing,
+            input_alive=nothing,
+            copied_input=nothing,
+        ),
+        levels=Levels(
+            saved=saved,
+            # What is saved holds the output as far as it can, as above.
+            internal=np.maximum(saved - output, 0.0),
+            forward=forward,
+            no_grad=saved + forward,
+            first_backward=backward,
+            backward=backward,
+            end_twice_first=nothing,
+            end_twice=nothing,
+        ),
+        crossing=additive_crossing(layers, n),
+        relays={},
+    )
+
+
+def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
+    """The additive costs, and beside them what layers need within one program."""
+    plain, programs = additive_costs(layers, n), [layer.program[n] for layer in layers]
+    received = np.append(programs[0].input_bytes, plain.boundaries.input[1:])
+    return replace(
+        plain,
+        boundaries=replace(plain.boundaries, input=received),
+        programs=_programs(programs),
+        target=float(programs[-1].target_bytes),
+    )
+
+
+def _programs(programs: Sequence[ProgramMemory]) -> Programs:
+    carried = np.array([program.carried_bytes for program in programs], dtype=float)
+    peaks = np.array([program.peak_bytes for program in programs], dtype=float)
+    return Programs(
+        carried=carried,
+        level=sums_before(carried)[:-1] + peaks,
+        narrowed=np.array([program.narrowed_bytes for program in programs], dtype=float),
+        narrowed_input=np.array([program.narrowed_input_bytes for program in programs], dtype=float),
+        padding=np.array([2 * program.padding_bytes for program in programs], dtype=float),
+        laid_out=np.array([program.laid_out_bytes for program in programs], dtype=float),
+    )
+
+
+def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
+    """The costs at the profile's size number `n`, composed from the exact records of all layers."""
+    details = [layer.detail[n] for layer in layers]
+    storages = CrossingStorages(details)
+    boundaries, saved = _boundaries(details, storages), np.array(storages.saved())
+    gradients = _per_layer(layers, lambda layer: _first_gradients(layer, layer.detail[n]))
+    return SizeCosts(
+        forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
+        backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
+        gradients=gradients,
+        sparse_gradients=_per_layer(layers, lambda layer: layer.detail[n].sparse_gradient_bytes),
+        boundaries=boundaries,
+        levels=_exact_levels(layers, details, storages, boundaries, saved=saved, gradients=gradients),
+        target=float(details[-1].target_bytes),
+        crossing=storages.crossing(),
+        relays=storages.relays(),
+    )
+
+
+def _boundaries(details: Sequence[MemoryDetail], storages: CrossingStorages) -> Boundaries:
+    num = len(details)
+    # A boundary is crossed tensor by tensor, also where several lie in one storage.
+    received = [sum(tensor.bytes for tensor in detail.inputs) for detail in details]
+    behind = [storages.bytes_behind(n) for n in range(num)]
+    crossed = np.array(
+        [received[0], *(max(pair) for pair in zip(behind, received[1:], strict=False)), behind[-1]], dtype=float
+    )
+    unkept = np.array([storages.unkept_behind(n) for n in range(num)])
+    writes = np.array([writes_received(details, n) for n in range(num)])
+    return Boundaries(
+        input=crossed[:-1],
+        output=crossed[1:],
+        unsaved_output=unkept,
+        # The input that nobody keeps is still alive while its layer runs; the model's own input is counted elsewhere.
+        unkept_input=np.append(0.0, unkept[:-1]),
+        input_alive=np.append(0.0, crossed[1:-1]),
+        copied_input=crossed[:-1] * writes,
+    )
+
+
+def _exact_levels(
+    layers: Sequence[LayerProfile],
+    details: Sequence[MemoryDetail],
+    storages: CrossingStorages,
+    boundaries: Boundaries,
+    *,
+    saved: FloatArray,
+    gradients: FloatArray,
+) -> Levels:
+    held = sums_before(saved)[:-1]
+    gradients_through, casts_through = np.cumsum(gradients), np.cumsum([float(layer.cast_bytes) for layer in layers])
+    # Where a stage ends: its output, but for what the layers in front made and the layer's peak does not count, and
+    # the gradient of all of it (of the loss, none is received).
+    passing = np.array([storages.passing(n) for n in range(len(details))], dtype=float)
+    at_end = 2 * boundaries.output - passing
+    at_end[-1] -= boundaries.output[-1]
+
+    def peaks(peak: Callable[[MemoryDetail], int]) -> FloatArray:
+        return np.array([peak(detail) for detail in details], dtype=float)
+
+    def twice(peak: FloatArray, at_stage_end: Callable[[MemoryDetail], int | None]) -> FloatArray:
+        ends = [at_stage_end(detail) for detail in details]
+        more = [0.0 if end is None else peak[n] + at_end[n] - end for n, end in enumerate(ends)]
+        counted: FloatArray = np.maximum(np.array(more), 0.0)
+        return counted
+
+    first_backward = peaks(lambda detail: detail.first_backward_peak_bytes)
+    backward = peaks(lambda detail: detail.backward_peak_bytes)
+    return Levels(
+        saved=saved,
+        internal=peaks(lambda detail: detail.internal_bytes),
+        forward=held + boundaries.unkept_input + peaks(lambda detail: detail.forward_peak_bytes),
+        no_grad=peaks(lambda detail: detail.no_grad_peak_bytes) + boundaries.input_alive,
+        # Gradients of the layers behind this one are there already: their sum is added for the stage's end, here
+        # everything up to and including this layer is taken off.
+        first_backward=held + first_backward - gradients_through + gradients_through[-1],
+        # Gradients of autocast's copies, likewise: they wait for the end of the backward.
+        backward=held + backward - casts_through + casts_through[-1],
+        end_twice_first=twice(first_backward, lambda detail: detail.end_first_backward_peak_bytes),
+        end_twice=twice(backward, lambda detail: detail.end_backward_peak_bytes),
+    )
+
+
+def _first_gradients(layer: LayerProfile, detail: MemoryDetail) -> float:
+    """Bytes that the first micro-batch's backward leaves behind."""
+    dense = max(0.0, float(gradient_bytes(layer) - detail.sparse_parameter_bytes))
+    return dense + detail.sparse_gradient_bytes
+
+
+def _per_layer(layers: Sequence[LayerProfile], get: Callable[[LayerProfile], float]) -> FloatArray:
+    return np.array([get(layer) for layer in layers], dtype=float)

@@ -1,0 +1,322 @@
+"""What stages have of everything: sums and highest levels over their layers, for many stages of a chain at once.
+
+A window of stages is every stage that begins with one of some layers (rows) and ends with one of some layers
+(columns). What of it is there at which moment is for `planner.core.cost.parts` and `planner.core.cost.moments` to say.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.cost.chain_costs import ChainCosts, sums_before
+from planner.core.cost.layer_memory import StageLevels, cast_gradient_peaks
+from planner.core.cost.passing import Passing
+from planner.core.cost.sparse import accumulated
+from planner.core.cost.waiting import Backward
+
+__all__ = ["Looped", "Peaks", "Stages", "stages_in", "with_layers_again"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """The highest levels of a micro-batch that runs, its received input and the engine's own buffers left out.
+
+    Without exact records they are transients above all that is held.
+    """
+
+    forward: FloatArray
+    no_grad: FloatArray
+    """Highest in a forward without gradients."""
+    first_backward: FloatArray
+    """Highest in the first micro-batch's backward, which makes the gradients of parameters: they are part of it. So is,
+    in all backwards, the output, which the engine holds until the backward is done."""
+    first_again: FloatArray
+    """The same if that micro-batch is recomputed: gradients of autocast's copies wait otherwise then."""
+    backward: FloatArray
+    """Highest in a later backward."""
+    first_message: FloatArray
+    """Highest in a first backward while its gradients go out to other replicas."""
+    message: FloatArray
+    """Highest in a later backward while gradients go out."""
+    transient: FloatArray
+    """Highest of whatever runs, without exact records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looped:
+    """What stages that are compiled as one program have beside that."""
+
+    straight: FloatArray
+    """Highest in a forward and backward in one piece."""
+    narrowed: FloatArray
+    """Copies of weights, and of the mini-batch, as products take them."""
+    padding: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Bytes of the stages of a window, in arrays of shape (firsts, ends) or broadcast to it; see `stages_in`.
+
+    Values of stages whose end lies in front of their first layer mean nothing.
+    """
+
+    micro_batches: int
+    """M."""
+    exact: bool
+    shape: tuple[int, int]
+    parameters: FloatArray
+    gradients: FloatArray
+    optimizer: FloatArray
+    optimizer_peak: FloatArray
+    buffers: FloatArray
+    casts: FloatArray
+    rewritten: FloatArray
+    data: FloatArray
+    """The mini-batch's part."""
+    input: FloatArray
+    """Received for a micro-batch; stage 0 reads slices of the mini-batch instead."""
+    copied_input: FloatArray
+    output: FloatArray
+    own_output: FloatArray
+    """The output without what passes by, which lies in the input."""
+    sent_output: FloatArray
+    """The output, but of the last stage, which sends none."""
+    output_gradient: FloatArray
+    """Received for a micro-batch; none where nothing is trained in front of the boundary."""
+    input_gradient: FloatArray
+    """Sent to the stage in front."""
+    saved: FloatArray
+    """Held of a micro-batch between its forward and its backward, the received input left out."""
+    forward_only: NDArray[np.bool_]
+    """Whether there is no backward, since nothing in front of the stage's end is trained: nothing is recomputed."""
+    peaks: Peaks
+    message: FloatArray
+    """Copies of gradients on their way to other replicas; 0 where there are none."""
+    looped: Looped | None
+    layers_again: bool = False
+    """Whether `saved` and the peaks are those of a stage whose layers are recomputed one by one."""
+
+
+def stages_in(costs: ChainCosts, firsts: IntArray, columns: slice, *, micro_batches: int) -> Stages:
+    """The stages that begin with one of the layers `firsts` and end with one of the layers `columns`.
+
+    Complexity: O(layers in `columns`) for each of `firsts`.
+    """
+    return _Window(accumulated(costs, micro_batches), firsts, columns).stages(micro_batches)
+
+
+def with_layers_again(stages: Stages, levels: StageLevels) -> Stages:
+    """The stages as they are if they have these levels, in whole bytes, which single recomputed layers have made."""
+    whole: dict[str, Any] = {
+        field.name: np.rint(value)
+        for field in fields(stages)
+        if isinstance(value := getattr(stages, field.name), np.ndarray) and value.dtype == np.float64
+    }
+
+    def of_all(size: float) -> FloatArray:
+        return np.full(stages.shape, size)
+
+    first_backward, backward = of_all(levels.first_backward), of_all(levels.backward)
+    peaks = replace(
+        stages.peaks,
+        forward=of_all(levels.forward),
+        first_backward=first_backward,
+        first_message=first_backward,
+        backward=backward,
+        message=backward,
+        transient=backward,
+    )
+    looped = stages.looped
+    if looped is not None:
+        looped = Looped(**{field.name: np.rint(getattr(looped, field.name)) for field in fields(looped)})
+    # A copy of the input is part of the levels.
+    whole |= {"saved": of_all(levels.saved), "copied_input": np.zeros((1, 1))}
+    return replace(stages, **whole, peaks=peaks, looped=looped, layers_again=True)
+
+
+class _Window:
+    """Sums and running maxima over layers first..e, for every first (rows) and every last layer e (columns)."""
+
+    def __init__(self, costs: ChainCosts, firsts: IntArray, columns: slice) -> None:
+        self.costs = costs
+        self.firsts = firsts
+        self.columns = columns
+        layers = np.arange(costs.num_layers)[columns]
+        self.first = firsts[:, None]
+        self.last = layers[None, :]
+        self.passing = Passing(costs, firsts, layers)
+        self.saved_before = sums_before(costs.levels.saved)[firsts][:, None]
+
+    def stages(self, micro_batches: int) -> Stages:
+        """What `stages_in` returns."""
+        costs, passing = self.costs, self.passing
+        state, edge, shape = costs.state, costs.boundaries, (len(self.firsts), self.last.shape[1])
+        is_last = self.last == costs.num_layers - 1
+        output = np.broadcast_to(edge.output[None, self.columns], shape)
+        copied_input = edge.copied_input[self.firsts][:, None]
+        received = np.where(self.firsts > 0, edge.input[self.firsts], 0.0)[:, None]
+        unsaved = edge.unsaved_output[None, self.columns]
+        forward_only = np.broadcast_to(~costs.has_backward[None, self.columns], shape)
+        crossing = np.where(is_last, 0.0, output)
+        saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
+        gradients = self._tied(costs.gradients, "gradient_bytes") + self.sums(costs.sparse.accumulated)
+        peaks = self._peaks(output)
+        first_message, message = self._message_peaks(peaks, gradients, output)
+        batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)
+        return Stages(
+            micro_batches=micro_batches,
+            exact=costs.exact,
+            shape=shape,
+            parameters=self._tied(state.parameters, "parameter_bytes"),
+            gradients=gradients,
+            optimizer=self._tied(state.optimizer, "optimizer_bytes"),
+            optimizer_peak=self._optimizer_peak(),
+            buffers=self.sums(state.buffers),
+            casts=self._tied(state.casts, "cast_bytes"),
+            rewritten=self.sums(state.rewritten),
+            # The first stage reads slices of the mini-batch, which its caller holds for the whole step.
+            data=micro_batches * batch,
+            input=received,
+            copied_input=copied_input,
+            output=output,
+            own_output=output - passing.all,
+            # Tensors that lie in one storage are sent one by one, and held as what they are: part of what is saved.
+            sent_output=np.where(passing.all > 0, crossing, np.minimum(crossing, saved)),
+            output_gradient=np.where(forward_only, 0.0, crossing),
+            # Of the model's own input there is none anyway.
+            input_gradient=np.where(costs.has_backward[self.firsts - 1][:, None], received, 0.0),
+            saved=saved,
+            forward_only=forward_only,
+            peaks=replace(peaks, first_message=first_message, message=message),
+            message=np.minimum(costs.bucket_bytes, gradients) if costs.bucket_bytes else np.zeros((1, 1)),
+            looped=self._looped(micro_batches),
+        )
+
+    def sums(self, per_layer: FloatArray) -> FloatArray:
+        """The sum over the layers of every stage."""
+        through = sums_before(per_layer)
+        between: FloatArray = through[1:][None, self.columns] - through[self.firsts][:, None]
+        return between
+
+    def highest(self, levels: FloatArray) -> FloatArray:
+        """The highest of the layers' levels in every stage; they may depend on its first layer."""
+        running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, levels, 0.0), axis=1)
+        return running
+
+    def _highest_backward(self, level: FloatArray, end_twice: FloatArray, which: Backward | None = None) -> FloatArray:
+        return self.passing.highest_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
+
+    def _tied(self, per_layer: FloatArray, name: str) -> FloatArray:
+        """Sums in which parameters that several layers of a stage share count once."""
+        total = self.sums(per_layer)
+        for tie in self.costs.ties:
+            holds_both = (self.first <= tie.first) & (self.last >= tie.second)
+            total = total - np.where(holds_both, getattr(tie, name), 0.0)
+        return total
+
+    def _optimizer_peak(self) -> FloatArray:
+        peak = self.costs.state.optimizer_peak
+        return self.sums(peak) if self.costs.optimizer_peaks_add else self.highest(peak[self.columns])
+
+    def _peaks(self, output: FloatArray) -> Peaks:
+        costs, levels, edge, columns = self.costs, self.costs.levels, self.costs.boundaries, self.columns
+        passing, casts = self.passing, self.costs.state.casts
+        if not costs.exact:
+            return self._transients()
+        # What the stage received is counted as that, whichever of its layers it goes into.
+        unkept = passing.in_front(passing.unkept, edge.unkept_input[columns])
+        alive = passing.in_front(passing.all, edge.input_alive[columns])
+        casts_behind = casts.sum() - np.cumsum(casts)[None, columns]
+        backward = self._highest_backward(levels.backward, levels.end_twice, "later") - casts_behind + output
+        gradients_behind = costs.gradients.sum() - np.cumsum(costs.gradients)[None, columns]
+        first_backward = self._highest_backward(levels.first_backward, levels.end_twice_first, "first")
+        first_backward = first_again = first_backward - gradients_behind + output
+        if casts.any():
+            backward, first_again = self._with_gradients_of_casts(backward, first_backward, output)
+        return Peaks(
+            forward=self.highest(levels.forward[columns] - unkept) - self.saved_before,
+            no_grad=self.highest(levels.no_grad[columns] - alive),
+            first_backward=first_backward,
+            first_again=first_again,
+            backward=backward,
+            first_message=first_backward,
+            message=backward,
+            transient=backward,
+        )
+
+    def _transients(self) -> Peaks:
+        levels, columns = self.costs.levels, self.columns
+        transient = forward = backward = self.highest(np.maximum(levels.forward, levels.backward)[columns])
+        if self.costs.programs is not None:
+            # In a loop they lie above all that it keeps, whatever is in front of a layer.
+            forward, backward = self.highest(levels.forward[columns]), self.highest(levels.backward[columns])
+        return Peaks(
+            forward=forward,
+            no_grad=forward,
+            first_backward=backward,
+            first_again=backward,
+            backward=backward,
+            first_message=backward,
+            message=backward,
+            transient=transient,
+        )
+
+    def _with_gradients_of_casts(
+        self, backward: FloatArray, first_backward: FloatArray, output: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """A later backward, and a first one that is recomputed, with the gradients of autocast's copies.
+
+        They wait for the end of a backward, and there turn into gradients of parameters, which are twice as large. But
+        in the backward of the micro-batch that made the copies they turn into these at once.
+        """
+        costs, levels, columns = self.costs, self.costs.levels, self.columns
+        waiting = self.highest(cast_gradient_peaks(costs)[columns])
+        casts = self.sums(costs.state.casts)
+        own_output = output - self.passing.all
+        at_end = np.where(casts > 0, waiting + casts + own_output, 0.0)
+        # If that micro-batch is recomputed, they wait, and gradients of parameters without a copy exist at once.
+        uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
+        through = np.cumsum(costs.state.casts + uncopied)
+        level = levels.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()
+        highest = self._highest_backward(level, levels.end_twice) - through[-1] + through[None, columns] + output
+        again = np.maximum(highest, self.sums(costs.gradients) + waiting / 2 + own_output)
+        return np.maximum(backward, at_end), np.minimum(first_backward, again)
+
+    def _message_peaks(self, peaks: Peaks, gradients: FloatArray, output: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """The levels of the backwards, first and later, in which gradients go out to other replicas.
+
+        All gradients of a small stage go out together: not before the backward of its first layer that has any. Of a
+        larger one, or under autocast, whose copies have gradients of their own, the highest level is a bound.
+        """
+        costs, levels = self.costs, self.costs.levels
+        if not costs.exact or not costs.bucket_bytes or costs.state.casts.any():
+            return peaks.first_backward, peaks.backward
+        trained = np.flatnonzero(costs.gradients > 0)
+        at = np.append(trained, costs.num_layers - 1)[np.searchsorted(trained, self.firsts)]
+        behind = costs.gradients.sum() - np.cumsum(costs.gradients)[None, self.columns]
+        first = levels.first_backward[at][:, None] - self.saved_before - behind + output
+        later = levels.backward[at][:, None] - self.saved_before + output
+        for tie in costs.ties:
+            waits = (at[:, None] == tie.first) & (self.last >= tie.second)
+            later = later + np.where(waits, tie.gradient_bytes, 0.0)
+        is_one = gradients <= costs.bucket_bytes
+        return (
+            np.where(is_one, np.minimum(peaks.first_backward, first), peaks.first_backward),
+            np.where(is_one, np.minimum(peaks.backward, later), peaks.backward),
+        )
+
+    def _looped(self, micro_batches: int) -> Looped | None:
+        programs = self.costs.programs
+        if programs is None:
+            return None
+        carried_before = sums_before(programs.carried)[self.firsts][:, None]
+        return Looped(
+            straight=self.highest(programs.level[self.columns]) - carried_before,
+            narrowed=self.sums(programs.narrowed) + micro_batches * self.sums(programs.narrowed_input),
+            padding=self.sums(programs.padding) + self.sums(programs.laid_out),
+        )

@@ -1,0 +1,137 @@
+"""Which storages cross the boundaries of a chain, which layer makes each of them, and whether any layer keeps it.
+
+A storage may cross several boundaries (views, in-place layers, skip connections) and is kept if any layer that it
+crosses keeps it; it is counted once, at the layer that made it. That is what findings on real allocators showed to be
+exact.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from planner.core.values.profile import BoundaryTensor, LayerProfile, MemoryDetail
+
+__all__ = ["Crossing", "CrossingStorages", "Relay", "additive_crossing", "writes_received"]
+
+
+class Relay(NamedTuple):
+    """A tensor that passes by some layers, one after the other, which hand its gradient on as it is."""
+
+    origin: int
+    place: int
+    first: int
+    last: int
+
+
+class Crossing(NamedTuple):
+    """A storage that crosses boundaries."""
+
+    until: int
+    bytes: tuple[float, float, float]
+    """Kept by a layer that gets it, kept by its maker alone, kept by nobody: one of them is its size."""
+
+
+def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], Crossing]:
+    """The storages that cross boundaries, as far as the required fields tell: one output for each layer."""
+    outputs = {}
+    for index, layer in enumerate(layers):
+        output, saved = float(layer.output_bytes[n]), float(layer.saved_bytes[n])
+        outputs[index, 0] = Crossing(index + 1, (min(output, saved), 0.0, max(0.0, output - saved)))
+    return outputs
+
+
+class CrossingStorages:
+    """Which storage every boundary tensor lies in, where it was made, and whether any layer keeps it."""
+
+    def __init__(self, details: Sequence[MemoryDetail]) -> None:
+        self.details = details
+        self.bytes: list[int] = []
+        self.origin: list[int] = []
+        self.place: list[int] = []
+        self.until: list[int] = []
+        self.kept: list[bool] = []
+        self.kept_by_reader: list[bool] = []
+        self.relaying: list[list[int]] = []
+        self.behind: list[list[int]] = []
+        crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
+        for layer, detail in enumerate(details):
+            for storage in crossing:
+                self.until[storage] = layer
+            for storage, tensor in zip(crossing, detail.inputs, strict=False):
+                self.kept[storage] |= tensor.kept
+                self.kept_by_reader[storage] |= tensor.kept
+            received, crossing = crossing, []
+            for tensor in detail.outputs:
+                crossing.append(self._output(layer, tensor, received, crossing))
+            self.behind.append(crossing)
+        for storage in crossing:
+            self.until[storage] = len(details)
+
+    def _new(self, origin: int, place: int, tensor: BoundaryTensor) -> int:
+        self.bytes.append(tensor.bytes)
+        self.origin.append(origin)
+        self.place.append(place)
+        self.until.append(origin)
+        self.kept.append(tensor.kept)
+        self.kept_by_reader.append(False)
+        self.relaying.append([])
+        return len(self.bytes) - 1
+
+    def _output(self, layer: int, tensor: BoundaryTensor, received: list[int], before: list[int]) -> int:
+        crossing = [*received, *before]
+        if 0 <= tensor.alias < len(crossing):
+            storage = crossing[tensor.alias]
+            self.kept[storage] |= tensor.kept
+            self.kept_by_reader[storage] |= tensor.kept and self.origin[storage] < layer
+            if tensor.relayed and layer not in self.relaying[storage]:
+                self.relaying[storage].append(layer)
+            return storage
+        return self._new(layer, len(before), tensor)
+
+    def saved(self) -> list[float]:
+        """Bytes that each layer adds to what is held for backward."""
+        saved = [float(detail.internal_bytes) for detail in self.details]
+        for size, origin, kept in zip(self.bytes, self.origin, self.kept, strict=True):
+            if kept and origin >= 0:
+                saved[origin] += size
+        return saved
+
+    def crossing(self) -> dict[tuple[int, int], Crossing]:
+        """Every storage, by its origin and its place among what that layer makes."""
+        crossing = {}
+        for n, size in enumerate(self.bytes):
+            by = 0 if self.kept_by_reader[n] else 1 if self.kept[n] else 2
+            bytes_by = (float(size * (by == 0)), float(size * (by == 1)), float(size * (by == 2)))
+            crossing[self.origin[n], self.place[n]] = Crossing(self.until[n], bytes_by)
+        return crossing
+
+    def relays(self) -> dict[Relay, int]:
+        """The tensors that pass by, with the bytes of their gradients; layers one after the other are one relay."""
+        relays = {}
+        for n, layers in enumerate(self.relaying):
+            begins = [layer for layer in layers if layer - 1 not in layers]
+            ends = [layer for layer in layers if layer + 1 not in layers]
+            for first, last in zip(begins, ends, strict=True):
+                relays[Relay(self.origin[n], self.place[n], first, last)] = self.bytes[n]
+        return relays
+
+    def passing(self, layer: int) -> int:
+        """Bytes behind `layer` that a layer in front of it made."""
+        return sum(self.bytes[s] for s in set(self.behind[layer]) if self.origin[s] < layer)
+
+    def bytes_behind(self, layer: int) -> int:
+        """Bytes behind `layer`, a storage that several tensors lie in once."""
+        return sum(self.bytes[storage] for storage in set(self.behind[layer]))
+
+    def unkept_behind(self, layer: int) -> float:
+        """Bytes behind `layer` that no layer keeps."""
+        return float(sum(self.bytes[s] for s in set(self.behind[layer]) if not self.kept[s]))
+
+
+def writes_received(details: Sequence[MemoryDetail], first: int) -> bool:
+    """Whether a stage that begins at `first` writes into what it receives, at once or through views of it."""
+    for detail in details[first:]:
+        if detail.writes_input:
+            return True
+        if all(tensor.alias < 0 for tensor in detail.outputs):
+            return False
+    return False

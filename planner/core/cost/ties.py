@@ -1,0 +1,66 @@
+"""Which layers of a profile share parameters, and how many bytes of them must be one and the same."""
+
+from collections.abc import Sequence
+
+from planner.core.cost.chain_costs import Tie
+from planner.core.values.profile import LayerProfile
+
+__all__ = ["gradient_bytes", "ties_of"]
+
+
+def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
+    """The pairs of layers that share parameters, with what they share for certain."""
+    ties = []
+    for second, layer in enumerate(layers):
+        if not layer.tied:
+            continue
+        owners = [
+            first
+            for first, other in enumerate(layers[:second])
+            if any(name == other.name or name.startswith(other.name + ".") for name in layer.tied)
+        ]
+        trained = _trained_surely(layer)
+        for first, size, these_alone, earlier in _shared(layers, owners, layer.tied_bytes):
+            shared_bytes = trained * size / layer.tied_bytes
+            ties.append(
+                Tie(
+                    first=first,
+                    second=second,
+                    parameter_bytes=size,
+                    gradient_bytes=shared_bytes,
+                    optimizer_bytes=layer.optimizer_bytes * shared_bytes / max(1, gradient_bytes(layer)),
+                    cast_bytes=min(_casts_surely(layers[first], size), _casts_surely(layer, size)),
+                    these_alone=these_alone,
+                    earlier=earlier,
+                )
+            )
+    return tuple(ties)
+
+
+def gradient_bytes(layer: LayerProfile) -> int:
+    """Bytes of a layer's gradients; as many as of its parameters where the profile does not say."""
+    return layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
+
+
+def _trained_surely(layer: LayerProfile) -> float:
+    """Bytes of gradients that must be of tied parameters, which may be frozen: all others have as many as they are."""
+    return max(0.0, gradient_bytes(layer) - (layer.parameter_bytes - layer.tied_bytes))
+
+
+def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
+    """Bytes of copies that must be of tied parameters: those of all others are half as large as these at most."""
+    return max(0.0, layer.cast_bytes - (layer.parameter_bytes - tied_bytes) / 2)
+
+
+def _shared(
+    layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int
+) -> list[tuple[int, int, bool, tuple[int, ...]]]:
+    """By earlier layer that a stage must hold too, to hold some of `tied_bytes` once: the rest of `Tie`."""
+    if not owners or not tied_bytes:
+        return []
+    theirs = [layers[first].tied_bytes for first in owners]
+    if min(theirs) >= tied_bytes:
+        return [(owners[-1], tied_bytes, True, tuple(owners[:-1]))]  # all share one and the same: the nearest will do
+    if sum(theirs) <= tied_bytes:
+        return [(first, size, True, ()) for first, size in zip(owners, theirs, strict=True)]  # each shares another
+    return [(owners[0], tied_bytes, False, ())]  # not told apart: only a stage that holds them all is sure
