@@ -98,7 +98,7 @@ class Many:
         shared = shared_bytes(self.case.costs, cuts, self.num_devices)
         always, every = held_once(always, np.stack(parts, axis=2), shared, exact=self.case.costs.exact)
         over = np.zeros(len(cuts))
-        for device, moments in enumerate(moments_of(self.case.schedule, self.actions)):
+        for device, moments in enumerate(moments_of(self.actions)):
             mine = slice(device, None, self.num_devices)
             known = np.asarray(inside[:, mine].all(axis=1))
             fixed = np.where(known[:, None], always[:, mine], 0.0)

@@ -197,7 +197,7 @@ class Block:
         shared = shared_bytes(costs, self.cuts, self.num_devices)
         always, parts = held_once(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
         devices = []
-        for d, moments in enumerate(moments_of(SCHEDULES[self.schedule], self.actions)):
+        for d, moments in enumerate(moments_of(self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))
             devices.append(device_peaks(always[of], parts[of], moments=moments))
         return np.stack(devices, axis=1) + reserve

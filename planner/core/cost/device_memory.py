@@ -197,7 +197,7 @@ def _itemised(chunk: ChunkMemory, count: Mapping[PartName, int], reserve_bytes: 
         buffers=always.buffers,
         casts=there["casts"],
         in_flight=always.in_flight + there["held"] + there["kept"] + there["input"] + waiting,
-        transfer=there["output_gradient"] + there["sent_output"] + there["input_gradient"] + received,
+        transfer=there["output_gradient"] + there["input_gradient"] + received,
         working=running - waiting - received + there["optimizer_step"],
         reserve=reserve_bytes,
     )

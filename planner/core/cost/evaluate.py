@@ -314,7 +314,7 @@ def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list
 
 def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
     memories = [StageMemory()] * len(partition.balance)
-    for device, moments in enumerate(moments_of(SCHEDULES[partition.schedule], partition.actions())):
+    for device, moments in enumerate(moments_of(partition.actions())):
         chunks = chunks_on(device, costs, partition)
         for k, memory in zip(chunks, device_memory(list(chunks.values()), moments, cluster.reserve_bytes), strict=True):
             memories[k] = memory

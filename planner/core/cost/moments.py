@@ -10,7 +10,7 @@ instruction:
     instruction    makes                                        takes away
     receive F      input                                        -
     F              held; kept if it is the last micro-batch     input
-    send F         -  (the output is in `held`, in `kept`)      -
+    send F         -  (the output is in `held` and `kept`)      -
     receive B      output gradient                              -
     B              gradients, if it is the first one            held or kept, output gradient
     send B         input gradient                               the input gradients before it
@@ -20,20 +20,17 @@ of its micro-batch included: what it takes away is gone by then, what it makes i
 backward is there a second time as `message`, with gradients on their way. `casts` are there from begin to end, but for
 the optimizer's step.
 
-    GPipe, M = 3               F0        F1        F2            B0              B1        B2             step
+    GPipe, M = 3, device 1     F0        F1        F2            B0              B1        B2             step
     runs                       forward   forward   last forward  first backward  backward  last backward  optimizer step
     held, kept                 0, 0      1, 0      2, 0          1, 1            0, 1      0, 0           0, 0
     gradients                  0         0         0             0               1         1              1
-    sent output, input grad.   0         0         0             0               1         2              0
+    input, input gradient      1, 0      1, 0      0, 0          0, 0            0, 1      0, 1           0, 0
 
-    1F1B, device 0 of 2        F0        F1        B0            F2              B1        B2             step
+    1F1B, M = 3, device 1 of 3 F0        F1        B0            F2              B1        B2             step
     runs                       forward   forward   first back…   last forward    backward  last backward  optimizer step
     held, kept                 0, 0      1, 0      1, 0          1, 0            0, 1      0, 0           0, 0
     gradients                  0         0         0             1               1         1              1
-
-The loops of the engine differ in three habits (`Habits`): how far ahead buffers are there, and when they let go of
-what was sent. In GPipe handles of sends hold outputs and input gradients to the end of the step; 1F1B waits for an
-input gradient before its next forward, interleaved 1F1B when the next one is sent.
+    input, input gradient      1, 0      1, 0      1, 0          0, 1            0, 1      0, 1           0, 0
 
 Long programs have few moments that can be the peak. `stage_moments` has them in closed form for devices with one stage
 (K = 128 devices with M = 4096 micro-batches are a million instructions); `moments_of` takes any program.
@@ -47,7 +44,7 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.schedule import GPIPE, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, Action, Instruction, Schedule, programs
+from planner.core.schedule import Action, Instruction, Schedule, programs
 
 __all__ = [
     "PARTS",
@@ -69,7 +66,6 @@ PartName = Literal[
     "kept",
     "input",
     "output_gradient",
-    "sent_output",
     "input_gradient",
     "forward",
     "last_forward",
@@ -82,27 +78,6 @@ PartName = Literal[
 
 PARTS: Final[tuple[PartName, ...]] = get_args(PartName)
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
-
-
-class Habits(NamedTuple):
-    """When a loop of the engine has what is received, and lets go of what was sent."""
-
-    receives_ahead: bool
-    """Whether a receive buffer counts from its instruction on, and not only while the micro-batch runs."""
-    outputs_to_end: bool
-    """Whether outputs that were sent outlive the backward of their micro-batch, to the end of the step."""
-    input_gradients: Literal["to end", "to next forward", "to next"]
-    """How long input gradients that were sent are there: to the end of the step; until a forward begins or the next
-    one is sent; until the next one is sent."""
-
-
-_HABITS: Final[Mapping[str, Habits]] = {
-    GPIPE.name: Habits(receives_ahead=False, outputs_to_end=True, input_gradients="to end"),
-    ONE_FORWARD_ONE_BACKWARD.name: Habits(
-        receives_ahead=False, outputs_to_end=False, input_gradients="to next forward"
-    ),
-    INTERLEAVED.name: Habits(receives_ahead=True, outputs_to_end=False, input_gradients="to next"),
-}
 
 
 # ---- closed forms, for a device with one stage
@@ -137,10 +112,7 @@ def stage_moments(schedule: Schedule, *, micro_batches: int, behind: int = 0) ->
     """
     in_flight = schedule.in_flight(0, behind + 1, micro_batches)
     every = _fill_and_drain if in_flight == micro_batches else _steady
-    alike, apart = (
-        tuple(every(_HABITS[schedule.name], micro_batches, in_flight, last_differs=differs))
-        for differs in (False, True)
-    )
+    alike, apart = (tuple(every(micro_batches, in_flight, last_differs=differs)) for differs in (False, True))
     return Moments(micro_batches=micro_batches, in_flight=in_flight, alike=alike, apart=apart)
 
 
@@ -150,58 +122,38 @@ def _moment(running: PartName, *, gradients: int = 1, **counts: int) -> Moment:
     return tuple((part, count) for part, count in (*during.items(), (running, 1)) if count)
 
 
-def _fill_and_drain(habits: Habits, m: int, _in_flight: int, *, last_differs: bool) -> Iterator[Moment]:
-    """All M forwards, then all M backwards.
+def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[Moment]:
+    """All M forwards, then all M backwards; of these, the later the fewer micro-batches wait.
 
-    In between two backwards a micro-batch less is held and something more was sent, by so much each time: of all that
-    are neither the first nor the last one, the two at the ends are enough.
+    What can be the peak only if the last micro-batch has parts of its own is left out where it has none.
     """
-    if m == 1:
-        yield _moment("last_forward", gradients=0)
-        yield _moment("first_backward", gradients=0)
-        yield _moment("message", gradients=0)
-        yield _moment("optimizer_step")
-        return
-    if last_differs:
-        yield _moment("forward", held=m - 2, gradients=0)
+    if m > 1 and last_differs:
+        yield _moment("forward", held=m - 2, input=1, gradients=0)
     yield _moment("last_forward", held=m - 1, gradients=0)
-    yield _moment("first_backward", held=m - 2, kept=1, gradients=0)
-    # Behind the second backward, and behind the last but one: if there are two of them, and not one and the same.
-    between = dict.fromkeys([1, m - 2] if last_differs else [1]) if m > 2 else {}
-    for done in between:
-        yield _moment("backward", held=m - 2 - done, kept=1, **_sent(habits, done))
-    yield _moment("last_backward", **_sent(habits, m - 1))
-    yield _moment("message", **_sent(habits, m - 1))
+    yield _moment("first_backward", held=max(0, m - 2), kept=int(m > 1), gradients=0)
+    if m > 2:
+        yield _moment("backward", held=m - 3, kept=1, input_gradient=1)
+    if m == 2 or (m > 2 and last_differs):
+        yield _moment("last_backward", input_gradient=1)
+    yield _moment("message", gradients=int(m > 1), input_gradient=int(m > 1))
     yield _moment("optimizer_step")
 
 
-def _sent(habits: Habits, done: int) -> dict[str, int]:
-    """The parts that were sent and are there in the backward behind `done` others, no forward in between."""
-    return {
-        "sent_output": done if habits.outputs_to_end else 0,
-        "input_gradient": done if habits.input_gradients == "to end" else 1,
-    }
-
-
-def _steady(habits: Habits, m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
-    """N < M forwards, then a backward after each further forward, then the last N - 1 backwards.
-
-    No output outlives its micro-batch's backward.
-    """
-    sent = {"input_gradient": 0 if habits.input_gradients == "to next forward" else 1}
-    if last_differs:
-        # With M = N + 1 the only forward behind a backward is the last one.
-        yield _moment("forward", held=n - 1, gradients=int(m > n + 1), **(sent if m > n + 1 else {}))
-    yield _moment("last_forward", held=n - 1, **sent)
-    yield _moment("first_backward", held=n - 1, gradients=0)
+def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
+    """N < M forwards, then a backward after each further forward, then the last N - 1 backwards."""
+    yield _moment("forward", held=n - 1, input=1, gradients=0)
     if last_differs and m > n + 1:
-        yield _moment("backward", held=n - 1, **sent)
-    if n > 1:
-        yield _moment("backward", held=n - 2, kept=1, **sent)
-    # Later on an input gradient takes the place of something held, of which it is no more than a part.
-    last = sent if n == 1 else {"input_gradient": 1}
-    yield _moment("last_backward", **last)
-    yield _moment("message", **last)
+        yield _moment("forward", held=n - 1, input_gradient=1)
+    yield _moment("last_forward", held=n - 1, input_gradient=1)
+    yield _moment("first_backward", held=n - 1, input=1, gradients=0)
+    if m > n + 1:
+        yield _moment("backward", held=n - 1, input=1, input_gradient=1)
+    # Behind the last forward a micro-batch less is held each time.
+    if n > 1 and (last_differs or m == n + 1):
+        yield _moment("backward", held=n - 2, kept=1, input_gradient=1)
+    if last_differs or m == n + 1:
+        yield _moment("last_backward", input_gradient=1)
+    yield _moment("message", input_gradient=1)
     yield _moment("optimizer_step")
 
 
@@ -219,22 +171,21 @@ class Counts(NamedTuple):
     """Until the next one runs."""
 
 
-def counts_of(schedule: Schedule, actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
+def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
     """The counts during and after every forward and backward of each device."""
     chunks = 1 + max(action.chunk for row in actions for action in row)
     last = max(action.micro_batch for action in actions[0])
-    return tuple(_Walk(_HABITS[schedule.name], chunks, last).counts(row) for row in programs(actions))
+    return tuple(_Walk(chunks, last).counts(row) for row in programs(actions))
 
 
 class _Walk:
     """The counts of a device as its program runs; see the module's table."""
 
-    def __init__(self, habits: Habits, chunks: int, last: int) -> None:
-        self._habits = habits
+    def __init__(self, chunks: int, last: int) -> None:
         self._last = last
+        self._backwards_left = [last + 1] * chunks
         self._now = np.zeros((chunks, len(PARTS)), np.int64)
         self._now[:, _PLACE["casts"]] = 1
-        self._outputs_sent: set[tuple[int, int]] = set()
 
     def counts(self, row: Sequence[Instruction]) -> Counts:
         during, message, after = [], [], []
@@ -244,8 +195,9 @@ class _Walk:
                 continue
             running = self._begin(what)
             during.append(self._with(what.chunk, running))
-            sends = what.kind == "B" and what.micro_batch == self._last
-            message.append(self._with(what.chunk, "message" if sends else running))
+            self._backwards_left[what.chunk] -= what.kind == "B"
+            is_final = what.kind == "B" and not self._backwards_left[what.chunk]
+            message.append(self._with(what.chunk, "message" if is_final else running))
             self._end(what)
             after.append(self._now.copy())
         return Counts(np.array(during), np.array(message), np.array(after))
@@ -256,25 +208,20 @@ class _Walk:
         return counts
 
     def _transfer(self, what: Instruction) -> None:
-        here, habits = self._now[what.chunk], self._habits
+        here = self._now[what.chunk]
         match what.do, what.kind:
             case "receive", "F":
-                here[_PLACE["input"]] += habits.receives_ahead
+                here[_PLACE["input"]] += 1
             case "receive", "B":
-                here[_PLACE["output_gradient"]] += habits.receives_ahead
-            case "send", "F":
-                self._outputs_sent.add((what.chunk, what.micro_batch))
-            case _:
-                if habits.input_gradients != "to end":
-                    self._now[:, _PLACE["input_gradient"]] = 0
-                here[_PLACE["input_gradient"]] += 1
+                here[_PLACE["output_gradient"]] += 1
+            case "send", "B":
+                self._now[:, _PLACE["input_gradient"]] = 0
+                here[_PLACE["input_gradient"]] = 1
 
     def _begin(self, what: Instruction) -> PartName:
         """Takes away what the micro-batch brings along; returns the part that is there while it runs."""
         here, is_last = self._now[what.chunk], what.micro_batch == self._last
         if what.kind == "F":
-            if self._habits.input_gradients == "to next forward":
-                self._now[:, _PLACE["input_gradient"]] = 0
             # The first stage receives no input, and what stays on the device is in no buffer.
             here[_PLACE["input"]] = max(0, here[_PLACE["input"]] - 1)
             return "last_forward" if is_last else "forward"
@@ -290,19 +237,17 @@ class _Walk:
             here[_PLACE["kept" if what.micro_batch == self._last else "held"]] += 1
             return
         here[_PLACE["gradients"]] = 1
-        if self._habits.outputs_to_end and (what.chunk, what.micro_batch) in self._outputs_sent:
-            here[_PLACE["sent_output"]] += 1
 
 
 @lru_cache(maxsize=1024)
-def moments_of(schedule: Schedule, actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
+def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
     """For each device the counts that can be its peak: shape (moments, V, parts), the optimizer's step included.
 
     Those are left out in which others have as much of everything.
     """
     return tuple(
         _undominated(np.concatenate([counts.during, counts.message, optimizer_steps(counts)]))
-        for counts in counts_of(schedule, actions)
+        for counts in counts_of(actions)
     )
 
 

@@ -17,8 +17,8 @@ A part of a stage in the middle of a pipeline, from exact records, in bytes:
     backward          I D  level, O's gradient           I O D  likewise
     message           as `backward`, and Z               `always`: I O D  as `backward`, and Z
 
-with G, T, O, I as parts of their own (`gradients`, `casts`, `sent output`, `input gradient`). The last micro-batch has
-its own parts, since `except-last` does not recompute it. Which parts are there when: `planner.core.cost.moments`.
+with G, T, O, I as parts of their own (`gradients`, `casts`, `output gradient`, `input gradient`). The last micro-batch
+has its own parts, since `except-last` does not recompute it. Which parts are there when: `planner.core.cost.moments`.
 
 Without exact records the parts are a bound that counts everything at once; stages that are compiled as one program have
 a law of their own.
@@ -254,7 +254,6 @@ def _parts(
         "kept": kept,
         "input": Size({"in_flight": s.input}),
         "output_gradient": Size({"transfer": output_gradient}),
-        "sent_output": Size({"transfer": s.sent_output}),
         "input_gradient": Size({"transfer": s.input_gradient}),
         **running,
         "optimizer_step": Size({"working": s.optimizer_peak}),

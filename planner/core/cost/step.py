@@ -150,7 +150,7 @@ def _memory(
     spans: Sequence[Span], costs: ChainCosts, partition: Partition, cluster: Cluster
 ) -> tuple[tuple[Level, ...], ...]:
     stages, num_devices = stages_of(costs, partition, cluster), partition.num_devices
-    counts = counts_of(SCHEDULES[partition.schedule], partition.actions())
+    counts = counts_of(partition.actions())
     computing: list[list[Span]] = [[] for _ in range(num_devices)]
     for span in spans:
         if span.kind in ("forward", "backward"):

@@ -4,8 +4,6 @@ The one place that knows which stage a stage hears from and sends to. A forward 
 a backward for that of stage s+1, and on the last stage for its own forward: `Kind.direction` and `Kind.follows` say so.
 
     1F1B, K = 2, M = 2
-    device 0: F0 send F0  F1 receive B0 send F1  B0 receive B1 B1
-    device 1: receive F0  F0 B0 send B0 receive F1  F1 B1 send B1
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,9 +79,10 @@ def needed_for(kind: Letter, stage: int, num_stages: int) -> Need | None:
 def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
     """The actions of every device with the transfers between devices, as the executor runs them.
 
-    Devices take turns with one action each. What an action makes is sent right behind it, and what receives it is put
-    behind all that its device has done by then, ahead of its need. Every two devices so have their transfers in the
-    same order, and each waits only for what stands in front of it: they cannot block each other.
+    Devices take turns, all at once, with one action each; within a turn they are gone through in their order. What an
+    action makes is sent right behind it, and what receives it is put at the end of what its device has by then: for a
+    forward ahead of the device's own action of that turn, with which the transfer overlaps. Every two devices so have
+    their transfers in the same order, and each waits only for what stands in front of it: they cannot block each other.
 
     Args:
         actions: Per device (K of them), its actions in order.
@@ -97,7 +96,7 @@ def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ..
     num_devices = len(actions)
     num_stages = num_devices * (1 + max(action.chunk for row in actions for action in row))
     rows: list[list[Instruction]] = [[] for _ in actions]
-    for stage, action in _in_turns(actions, num_stages, most_at_once=1):
+    for stage, action in _in_turns(actions, num_stages):
         device = device_of(stage, num_devices)
         rows[device].append(Instruction("run", action.kind, action.micro_batch, action.chunk))
         target = message_to(action.kind, stage, num_stages)
@@ -122,32 +121,29 @@ def execution_order(actions: Sequence[Sequence[Action]], num_stages: int) -> tup
     Raises:
         ValueError: The lists wait for each other in a circle, or for what is in no list.
     """
-    return tuple(_in_turns(actions, num_stages, most_at_once=sum(map(len, actions))))
+    return tuple(_in_turns(actions, num_stages))
 
 
-def _in_turns(
-    actions: Sequence[Sequence[Action]], num_stages: int, *, most_at_once: int
-) -> Iterator[tuple[int, Action]]:
-    """Devices in turn do up to so many actions of their lists, as far as what these need is over."""
+def _in_turns(actions: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[int, Action]]:
+    """Turn by turn, every device does the next action of its list if what that needs was over before the turn."""
     num_devices = len(actions)
     needs = {(kind, s): needed_for(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
     over: set[tuple[Letter, int, int]] = set()
     position = [0] * num_devices
-    left = sum(map(len, actions))
-    while left:
-        left_before = left
-        for device, row in enumerate(actions):
-            first = position[device]
-            for action in row[first : first + most_at_once]:
-                stage = stage_of(device, action.chunk, num_devices)
-                need = needs[action.kind, stage]
-                if need is not None and (need.kind, need.stage, action.micro_batch) not in over:
-                    break
-                over.add((action.kind, stage, action.micro_batch))
+    while any(at < len(row) for at, row in zip(position, actions, strict=True)):
+        turn = []
+        for device, (at, row) in enumerate(zip(position, actions, strict=True)):
+            if at == len(row):
+                continue
+            action = row[at]
+            stage = stage_of(device, action.chunk, num_devices)
+            need = needs[action.kind, stage]
+            if need is None or (need.kind, need.stage, action.micro_batch) in over:
+                turn.append((stage, action))
                 position[device] += 1
-                left -= 1
-                yield stage, action
-        if left == left_before:
+        if not turn:
             progress = enumerate(zip(actions, position, strict=True))
             waiting = {device: str(row[at]) for device, (row, at) in progress if at < len(row)}
             raise ValueError(f"deadlock: devices wait for what never comes, at {waiting}")
+        over.update((action.kind, stage, action.micro_batch) for stage, action in turn)
+        yield from turn
