@@ -7,7 +7,7 @@ for what the device computes and one for each direction that it sends in. Recomp
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from planner.core.schedule.kinds import KINDS
 
@@ -40,8 +40,7 @@ class TraceSlice:
     """What a viewer tells of the slice that is chosen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceLevel:
+class TraceLevel(NamedTuple):
     """The memory that a process holds from a time on."""
 
     process: int
@@ -82,15 +81,12 @@ _Event = dict[str, object]
 
 def _rows(processes: Mapping[int, str], threads: Sequence[str]) -> Iterator[_Event]:
     for process, name in processes.items():
-        yield _metadata("process_name", process, 0, {"name": name})
-        yield _metadata("process_sort_index", process, 0, {"sort_index": process})
+        event = {"ph": "M", "pid": process}
+        yield {"name": "process_name", **event, "tid": 0, "args": {"name": name}}
+        yield {"name": "process_sort_index", **event, "tid": 0, "args": {"sort_index": process}}
         for number, thread in enumerate(TRACE_THREADS):
             if thread in threads:
-                yield _metadata("thread_name", process, number, {"name": thread})
-
-
-def _metadata(name: str, process: int, thread: int, args: _Event) -> _Event:
-    return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
+                yield {"name": "thread_name", **event, "tid": number, "args": {"name": thread}}
 
 
 def _slice(entry: TraceSlice) -> _Event:
@@ -109,5 +105,5 @@ def _slice(entry: TraceSlice) -> _Event:
 
 
 def _counter(level: TraceLevel) -> _Event:
-    args = {"bytes": level.bytes}
-    return {"name": "memory", "ph": "C", "ts": round(level.start_us, 3), "pid": level.process, "args": args}
+    time_us, args = round(level.start_us, 3), {"bytes": level.bytes}
+    return {"name": "memory", "ph": "C", "ts": time_us, "pid": level.process, "args": args}

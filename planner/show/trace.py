@@ -4,6 +4,7 @@ A run's trace (`train.py --trace`) has the same rows.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.core.cost.step import Span, Step
 from planner.files.trace import TRACE_THREADS, TraceLevel, TraceSlice, trace_text
@@ -18,11 +19,7 @@ def trace_json(step: Step, title: str) -> str:
     return trace_text(
         {device: f"{row_name(step)} {device}" for device in range(step.num_devices)},
         (entry for span in step.spans for entry in _slices(span, step)),
-        (
-            TraceLevel(process=device, start_us=level.start_us, bytes=level.bytes)
-            for device, levels in enumerate(step.memory)
-            for level in levels
-        ),
+        (TraceLevel(device, *level) for device, levels in enumerate(step.memory) for level in levels),
         threads=[thread for thread in TRACE_THREADS if thread in kinds],
         title=title,
         what="predicted by gpipe-plan, one training step",
@@ -36,7 +33,7 @@ def _slices(span: Span, step: Step) -> Iterator[TraceSlice]:
     if span.kind != "optimizer":
         args["micro_batch"] = span.micro_batch
         number = number_of(span, step)
-    yield TraceSlice(
+    whole = TraceSlice(
         kind=span.kind,
         process=span.device,
         micro_batch=number,
@@ -44,6 +41,6 @@ def _slices(span: Span, step: Step) -> Iterator[TraceSlice]:
         end_us=span.end_us,
         args=args,
     )
+    yield whole
     if span.recompute_us > 0:
-        end_us = span.start_us + span.recompute_us
-        yield TraceSlice(kind="recompute", process=span.device, start_us=span.start_us, end_us=end_us, args=args)
+        yield replace(whole, kind="recompute", micro_batch="", end_us=span.start_us + span.recompute_us)

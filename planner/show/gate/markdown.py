@@ -26,9 +26,9 @@ def verdict_markdown(verdict: Verdict, place: Place) -> str:
     """The answer, the findings, a row per stage, and the difference from another plan."""
     mark = "✅" if verdict.fits else "❌"
     parts = [f"### {mark} `{_code(place.path)}`: {answer(verdict)}"]
-    for found in verdict.findings:
-        hint = f" {_text(_sentence(found.hint))}" if found.hint else ""
-        parts.append(f"- **{found.code}** {found.severity}: {_text(_sentence(found.message))}{hint}")
+    for finding in verdict.findings:
+        hint = f" {_text(_sentence(finding.hint))}" if finding.hint else ""
+        parts.append(f"- **{finding.code}** {finding.severity}: {_text(_sentence(finding.message))}{hint}")
     parts += [f"- would fit: {_text(line)}" for line in verdict.would_fit]
     if verdict.plan is not None:
         stages = stage_table(verdict.plan, brief=True).pick(*_STAGES)
@@ -59,9 +59,9 @@ def rules_markdown(rules: Sequence[Rule]) -> str:
         "Made by `gpipe-plan explain --format markdown`; a test keeps it so. An error makes the answer no (exit code",
         "1), a warning does with `--strict`, a note never does.",
     ]
-    for known in rules:
-        parts += ["", f"## {known.code}: {known.title}", "", f"*{known.severity}*", "", known.meaning]
-        parts += ["", f"**Why it matters.** {known.why}", "", f"**What to do.** {known.remedy}"]
+    for rule in rules:
+        parts += ["", f"## {rule.code}: {rule.title}", "", f"*{rule.severity}*", "", rule.meaning]
+        parts += ["", f"**Why it matters.** {rule.why}", "", f"**What to do.** {rule.remedy}"]
     return "\n".join(parts) + "\n"
 
 

@@ -13,7 +13,7 @@ class Place:
     """The plan's file."""
 
     path: str
-    """As the user named it; `-` is standard input."""
+    """The name that the user gave; `-` is standard input."""
     stage_lines: tuple[int, ...] = ()
     """The line of every stage, from 1; none where they are not known."""
 

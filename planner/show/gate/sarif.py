@@ -16,7 +16,7 @@ SARIF_SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/o
 
 def sarif_log(verdict: Verdict, place: Place) -> str:
     """A log of one run: every rule there is, and a result per finding."""
-    driver = {"name": "gpipe-plan", "semanticVersion": __version__, "rules": [_rule(known) for known in RULES]}
+    driver = {"name": "gpipe-plan", "semanticVersion": __version__, "rules": [_rule(rule) for rule in RULES]}
     run = {
         "tool": {"driver": driver},
         "automationDetails": {"id": f"gpipe-plan check/{place.path}"},
@@ -37,7 +37,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 
 def _result(finding: Finding, verdict: Verdict, place: Place) -> dict[str, Any]:
-    codes = [known.code for known in RULES]
+    codes = [rule.code for rule in RULES]
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "ruleIndex": codes.index(finding.code),
@@ -67,5 +67,5 @@ def _uri(path: str) -> str:
     from pathlib import Path  # noqa: PLC0415
     from urllib.parse import quote  # noqa: PLC0415
 
-    found = Path(path)
-    return found.as_uri() if found.is_absolute() else quote(found.as_posix())
+    place = Path(path)
+    return place.as_uri() if place.is_absolute() else quote(place.as_posix())

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, details, note, view
+from planner.show.html.parts import Section, details, figure, line, note, view
 from planner.show.markup import element, number, safe
 from planner.show.views.frontier import frontier_table, has_several_replicas
 from planner.show.views.numbers import NOTHING, percent
@@ -39,67 +39,69 @@ def frontier_section(plan: Plan) -> Section:
         return Section(anchor="trade-off", title="Trade-off over M", body=body)
     several = has_several_replicas(plan)
     names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]
-    shown = frontier_table(plan)
-    chosen = [row in shown.column("micro_batches").marked for row in range(len(points))]
+    numbers = frontier_table(plan)
+    chosen = [row in numbers.column("micro_batches").marked for row in range(len(points))]
     cap = max(plan.inputs.memory_bytes)
     figures = (
         _Figure(title="step time", of=lambda p: p.step_us, text=format_us),
         _Figure(title="bubble", of=lambda p: p.bubble, text=percent),
         _Figure(title="peak memory", of=lambda p: p.peak_bytes, text=format_bytes, limit=cap),
     )
-    charts = [_chart(figure, points, names, chosen) for figure in figures]
+    charts = [_chart(shown, points, names, chosen) for shown in figures]
     unfit = [name for name, point in zip(names, points, strict=True) if not point.fits]
     lead = "The best plan for each number of micro-batches M; the diamond is this plan."
     if unfit:
         lead += f" No plan fits with M = {', '.join(unfit)} (×)."  # noqa: RUF001 - as drawn
-    body = element("div", *charts, class_="charts") + details("The numbers", _numbers(shown, names, points))
+    body = element("div", *charts, class_="charts") + details("The numbers", _numbers(numbers, names, points))
     return Section(anchor="trade-off", title="Trade-off over M", lead=lead, body=body)
 
 
-def _chart(figure: _Figure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
+def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
     """Points from left to right, evenly spaced, from zero up; in shares of the picture, so that it fits any width."""
-    of, text, title = figure.of, figure.text, figure.title
+    of, text, title = shown.of, shown.text, shown.title
     most = max((of(point) for point in points if point.fits), default=0.0)
     # A cap far above all points would press them flat.
-    limit = figure.limit if figure.limit <= 2 * most else 0.0
+    limit = shown.limit if shown.limit <= 2 * most else 0.0
     top = max(most, limit) or 1.0
     places = [(n + 0.5) / len(points) * 100 for n in range(len(points))]
 
     def y(value: float) -> float:
         return 18 + (1 - value / top) * 110
 
-    parts = [_line(0, 100, 128, 128, "axis")]
+    parts = [line("axis", (0, 100), (128, 128))]
     if limit:
-        parts.append(_line(0, 100, y(limit), y(limit), "limit"))
+        parts.append(line("limit", (0, 100), (y(limit), y(limit))))
         title += f" (dashed: cap {text(limit)})"
     fitting = [(x, y(of(p))) for x, p in zip(places, points, strict=True) if p.fits]
-    for (x1, y1), (x2, y2) in pairwise(fitting):
-        parts.append(_line(x1, x2, y1, y2, "curve"))
+    parts += [line("curve", *zip(begin, end, strict=True)) for begin, end in pairwise(fitting)]
     every = -(-len(points) // _MOST_LABELS)
-    told = len(points) <= _FEW
+    labelled = len(points) <= _FEW
     for n, (x, point) in enumerate(zip(places, points, strict=True)):
         parts += _point(
-            x, y(of(point)) if point.fits else 128, point, names[n], text(of(point)), chosen=chosen[n], told=told
+            x,
+            y(of(point)) if point.fits else 128,
+            point,
+            names[n],
+            text(of(point)),
+            chosen=chosen[n],
+            labelled=labelled,
         )
         if n % every == 0 or chosen[n]:
             parts.append(_text(x, 145, names[n], "middle", look="chosen" if chosen[n] else None))
-    picture = element("svg", *parts, width="100%", height=150.0, role="img", aria_label=f"{title} over M")
-    return element("figure", element("figcaption", safe(title)), picture)
+    return figure(title, *parts, height=150.0, label=f"{title} over M")
 
 
-def _point(x: float, y: float, point: FrontierPoint, name: str, value: str, *, chosen: bool, told: bool) -> list[str]:
+def _point(
+    x: float, y: float, point: FrontierPoint, name: str, value: str, *, chosen: bool, labelled: bool
+) -> list[str]:
     if not point.fits:
         return [_text(x, y - 4, "×", "middle", look="unfit", tip=f"M = {name}: no plan fits")]  # noqa: RUF001
     tip = f"M = {name}: {value}"
     side = "start" if x < 15 else "end" if x > 85 else "middle"
-    written = [_text(x, max(11, y - 9), value, side, look="chosen" if chosen else None)] if chosen or told else []
+    written = [_text(x, max(11, y - 9), value, side, look="chosen" if chosen else None)] if chosen or labelled else []
     if chosen:
         return [_text(x, y + 5, "◆", "middle", look="mark", tip=tip), *written]
     return [element("circle", element("title", safe(tip)), cx=f"{number(x)}%", cy=y, r=3.5), *written]
-
-
-def _line(x1: float, x2: float, y1: float, y2: float, look: str) -> str:
-    return element("line", class_=look, x1=f"{number(x1)}%", x2=f"{number(x2)}%", y1=y1, y2=y2)
 
 
 def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None, tip: str = "") -> str:

@@ -1,5 +1,6 @@
 """The layers with their times and bytes, and where the plan cuts them."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -7,8 +8,9 @@ from itertools import accumulate
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import counted, format_bytes, format_us
-from planner.show.html.parts import Section, details, layer_name, legend, note, scroll, table
+from planner.show.html.parts import Section, details, figure, legend, line, note, scroll, view
 from planner.show.markup import element, number, safe
+from planner.show.views.table import column, table
 
 __all__ = ["layers_section"]
 
@@ -69,13 +71,13 @@ def _chart(
 ) -> str:
     top = max((sum(part.of(layer) for part in parts) for layer in layers), default=0.0) or 1.0
     width = 100 / len(layers)
-    drawn = [_line(0, _HEIGHT, look="axis", across=True)]
+    drawn = [line("axis", (0, 100), (_HEIGHT, _HEIGHT))]
     for place, layer in enumerate(layers):
         drawn.append(_layer(layer, parts, place * width, width, top=top, text=text))
     begin, every = 0, 1 if len(cuts) <= _FEW else 8 * -(-len(cuts) // 80)
     for stage, end in enumerate(cuts):
         if stage % every == 0 and stage:
-            drawn.append(_line(begin * width, _HEIGHT + 4, look="cut"))
+            drawn.append(line("cut", (begin * width, begin * width), (0.0, _HEIGHT + 4)))
         if stage % every == 0:
             drawn.append(
                 element(
@@ -83,12 +85,9 @@ def _chart(
                 )
             )
         begin = end
-    picture = element(
-        "svg", *drawn, width="100%", height=_HEIGHT + 20, role="img", aria_label=f"{title} of every layer"
-    )
-    told = f"{title}: the largest layer takes {text(top)}"
+    caption, label = f"{title}: the largest layer takes {text(top)}", f"{title} of every layer"
     keys = legend((part.look, part.words) for part in parts)
-    return element("figure", element("figcaption", safe(told)), picture, keys, class_="layers")
+    return figure(caption, *drawn, height=_HEIGHT + 20, label=label, below=keys, look="layers")
 
 
 def _layer(
@@ -111,26 +110,15 @@ def _layer(
     return element("g", *drawn)
 
 
-def _line(x: float, bottom: float, *, look: str, across: bool = False) -> str:
-    left, right = ("0", "100%") if across else (f"{number(x)}%", f"{number(x)}%")
-    return element("line", class_=look, x1=left, x2=right, y1=bottom if across else 0.0, y2=bottom)
-
-
 def _numbers(profile: Profile, n: int, cuts: Sequence[int]) -> str:
-    rows, stage = [], 0
-    for place, layer in enumerate(profile.layers):
-        while stage < len(cuts) and place >= cuts[stage]:
-            stage += 1
-        rows.append(
-            [
-                layer_name(layer.name),
-                *([str(stage)] if cuts else []),
-                format_us(layer.forward_us[n]),
-                format_us(layer.backward_us[n]),
-                format_bytes(layer.parameter_bytes),
-                format_bytes(layer.saved_bytes[n]),
-                format_bytes(layer.output_bytes[n]),
-            ]
-        )
-    header = ("layer", *(("stage",) if cuts else ()), "forward", "backward", "parameters", "saved", "output")
-    return table(header, rows)
+    shown = table(
+        tuple(enumerate(profile.layers)),
+        column("layer", "layer", lambda row: row[1].name),
+        column("stage", "stage", lambda row: str(bisect_right(cuts, row[0]))),
+        column("forward", "forward", lambda row: row[1].forward_us[n], "us"),
+        column("backward", "backward", lambda row: row[1].backward_us[n], "us"),
+        column("parameters", "parameters", lambda row: row[1].parameter_bytes, "bytes"),
+        column("saved", "saved", lambda row: row[1].saved_bytes[n], "bytes"),
+        column("output", "output", lambda row: row[1].output_bytes[n], "bytes"),
+    )
+    return view(shown if cuts else shown.without("stage"))

@@ -9,8 +9,8 @@ from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, bar, layer_name, legend, note, table
-from planner.show.markup import element, number, safe
+from planner.show.html.parts import Section, bar, figure, layer_name, legend, line, note, table
+from planner.show.markup import element, safe
 from planner.show.views.measured import HEADERS, OF_REPLICAS, Beside, beside, ran_other_stages
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.run import run_table
@@ -52,12 +52,12 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
 def _rows(figures: Sequence[Beside], text: Callable[[float], str]) -> Iterator[list[str]]:
     # The step is so much longer than a micro-batch that it has a scale of its own.
     most = max((max(f.predicted, f.measured) for f in figures if f.what != "step_us"), default=0.0) or 1.0
-    for figure in figures:
-        full = (max(figure.predicted, figure.measured) or 1.0) if figure.what == "step_us" else most
-        track = bar("t-predicted", 0, figure.predicted / full) + bar("t-measured", 0, figure.measured / full)
-        measured = text(figure.measured) if figure.measured else NOTHING
+    for row in figures:
+        full = (max(row.predicted, row.measured) or 1.0) if row.what == "step_us" else most
+        track = bar("t-predicted", 0, row.predicted / full) + bar("t-measured", 0, row.measured / full)
+        measured = text(row.measured) if row.measured else NOTHING
         bars = element("div", track, class_="pair", aria_hidden="true")
-        yield [safe(figure.label), text(figure.predicted), measured, figure.difference, bars]
+        yield [safe(row.label), text(row.predicted), measured, row.difference, bars]
 
 
 def run_section(report: RunReport) -> Section:
@@ -89,10 +89,6 @@ def _series(title: str, values: Sequence[float], text: Callable[[float], str]) -
         for n, value in enumerate(values)
         if n % every == 0 and isfinite(value)
     ]
-    lines = [
-        element("line", class_="curve", x1=f"{number(a)}%", x2=f"{number(c)}%", y1=b, y2=d)
-        for (a, b), (c, d) in pairwise(points)
-    ]
-    told = f"{title}: first {text(values[0])}, last {text(values[-1])}; from {text(low)} to {text(high)}"
-    picture = element("svg", *lines, width="100%", height=106.0, role="img", aria_label=told)
-    return element("figure", element("figcaption", safe(told)), picture)
+    lines = [line("curve", *zip(begin, end, strict=True)) for begin, end in pairwise(points)]
+    words = f"{title}: first {text(values[0])}, last {text(values[-1])}; from {text(low)} to {text(high)}"
+    return figure(words, *lines, height=106.0)

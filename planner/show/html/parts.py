@@ -12,8 +12,10 @@ __all__ = [
     "bar",
     "definitions",
     "details",
+    "figure",
     "layer_name",
     "legend",
+    "line",
     "note",
     "scroll",
     "table",
@@ -46,15 +48,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1
 
     head = element("thead", element("tr", cells("th", [safe(name) for name in header])))
     body = element("tbody", *(element("tr", cells("td", row)) for row in rows))
-    told = element("caption", safe(caption)) if caption else ""
-    return element("div", element("table", told, head, body), class_="wide", tabindex="0", role="group")
+    title = element("caption", safe(caption)) if caption else ""
+    return element("div", element("table", title, head, body), class_="wide", tabindex="0", role="group")
 
 
 def view(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None) -> str:
     """A table of values.
 
     Args:
-        shown: What to draw; columns called `layers` hold names, which may be broken.
+        shown: What to draw; columns called `layer` and `layers` hold names, which may be broken.
         text: So many columns are words, the others numbers.
         marks: By name of a column what follows the values that are marked there.
     """
@@ -63,8 +65,8 @@ def view(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None)
 
 
 def _cells(column: Column, mark: str) -> list[str]:
-    if column.name == "layers":
-        return [layer_name(printable(text)) for text in column.texts()]
+    if column.name in ("layer", "layers"):
+        return [layer_name(text if column.name == "layer" else printable(text)) for text in column.texts()]
     return [f"{safe(text)}{mark if row in column.marked else ''}" for row, text in enumerate(column.texts())]
 
 
@@ -76,6 +78,27 @@ def scroll(content: str, label: str) -> str:
 def definitions(items: Iterable[tuple[str, str]]) -> str:
     """Names and what there is to say of each; texts."""
     return element("dl", *(element("div", element("dt", safe(k)), element("dd", safe(v))) for k, v in items if v))
+
+
+def figure(caption: str, *drawn: str, height: float, label: str = "", below: str = "", look: str | None = None) -> str:
+    """A picture as wide as its place, with what it shows above it.
+
+    Args:
+        caption: What it shows.
+        drawn: Markup.
+        height: In pixels.
+        label: The same for who cannot see it; the caption, unless given.
+        below: Markup that follows it.
+        look: The class of the whole.
+    """
+    picture = element("svg", *drawn, width="100%", height=height, role="img", aria_label=label or caption)
+    return element("figure", element("figcaption", safe(caption)), picture, below, class_=look)
+
+
+def line(look: str, x: tuple[float, float], y: tuple[float, float]) -> str:
+    """A line of a picture, from one end to the other: across in percent of its width, down in pixels."""
+    begin, end = (f"{number(across)}%" for across in x)
+    return element("line", class_=look, x1=begin, x2=end, y1=y[0], y2=y[1])
 
 
 def note(text: str) -> str:

@@ -9,6 +9,7 @@ from planner.core.values.units import format_bytes, format_us
 from planner.show.terminal.rendering import facts, heading, plain
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import percent
+from planner.show.views.words import place_word
 
 __all__ = ["insight_parts"]
 
@@ -38,8 +39,7 @@ def _tightest(plan: Plan, insight: Insight) -> str:
     free = f"{format_bytes(insight.free_bytes)} free"
     if place >= plan.num_devices:
         return f"device {place}, {free}"
-    called = "stage" if plan.chunks == 1 else "device"
-    return f"{called} {place}, {free} of {format_bytes(plan.stages[place].memory_bytes)}"
+    return f"{place_word(plan.chunks)} {place}, {free} of {format_bytes(plan.stages[place].memory_bytes)}"
 
 
 def _gain(what_if: WhatIf, step_us: float) -> str:

@@ -44,9 +44,9 @@ def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
     return list(lines)
 
 
-def difference_parts(found: Difference, style: Style) -> list[RenderableType]:
+def difference_parts(difference: Difference, style: Style) -> list[RenderableType]:
     """Bytes and time per stage, before and now."""
-    title = heading(plain(f"against {found.against}", style))
-    if not found.recomputed:
+    title = heading(plain(f"against {difference.against}", style))
+    if not difference.recomputed:
         title.append(", whose numbers are as written: its profile is not at hand", "not bold")
-    return [title, drawn(fitted(difference_table(found), style), style)]
+    return [title, drawn(fitted(difference_table(difference), style), style)]

@@ -167,7 +167,7 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
 
 
 def _ties(profile: Profile, style: Style) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Who shares parameters with whom; layers that all share with each other are told once."""
+    """The layers that share parameters, with whom; those that all share with each other are one item."""
     groups: dict[frozenset[str], list[LayerProfile]] = {}
     for layer in profile.layers:
         if layer.tied:

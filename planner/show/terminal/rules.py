@@ -15,11 +15,11 @@ __all__ = ["rules_text"]
 
 def rules_text(rules: Sequence[Rule], style: Style) -> str:
     """Each with its code, what it means, why it matters, and what to do."""
-    return render(style, *chain.from_iterable(_rule(known, style) for known in rules)).rstrip("\n")
+    return render(style, *chain.from_iterable(_rule(rule, style) for rule in rules)).rstrip("\n")
 
 
-def _rule(known: Rule, style: Style) -> Iterator[Text | Padding]:
-    yield heading(plain(f"{known.code} ({known.severity}): {known.title}", style))
-    for title, said in (("meaning", known.meaning), ("why", known.why), ("what to do", known.remedy)):
+def _rule(rule: Rule, style: Style) -> Iterator[Text | Padding]:
+    yield heading(plain(f"{rule.code} ({rule.severity}): {rule.title}", style))
+    for title, said in (("meaning", rule.meaning), ("why", rule.why), ("what to do", rule.remedy)):
         yield Padding(Text(plain(f"{title}: {said}", style)), (0, 0, 0, 2), expand=False)
     yield BLANK

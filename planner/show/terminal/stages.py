@@ -45,19 +45,19 @@ def recomputed_layers(plan: Plan, style: Style) -> list[Text]:
 def _recomputed(stage: Stage, style: Style) -> Text:
     names = _names(stage, style)
 
-    def told(kept: int) -> Text:
+    def text(kept: int) -> Text:
         left = len(names) - kept
         items = [f"{name}," for name in names[: kept - 1]] + names[kept - 1 : kept]
         more = [f"and {left} more"] if left else []
         return flow([f"stage {stage.index} recomputes", *items, *more], style, gap=" ", indent="  ")
 
     def lines(kept: int) -> int:
-        return told(kept).plain.count("\n") + 1
+        return text(kept).plain.count("\n") + 1
 
     # A pipe cuts nothing.
     if not style.wrap or lines(len(names)) <= _MOST_LINES:
-        return told(len(names))
-    return told(max(1, bisect_right(range(1, len(names)), _MOST_LINES, key=lines)))
+        return text(len(names))
+    return text(max(1, bisect_right(range(1, len(names)), _MOST_LINES, key=lines)))
 
 
 def _names(stage: Stage, style: Style) -> list[str]:
@@ -66,11 +66,11 @@ def _names(stage: Stage, style: Style) -> list[str]:
     if len(names) == stage.layers:
         return [plain(layer_range(stage.first, stage.last, stage.layers), style)]
     counting = groupby(enumerate(map(_numbered, names)), key=lambda item: (*item[1][::2], item[1][1] - item[0]))
-    told: list[str] = []
+    texts: list[str] = []
     for _, group in counting:
         run = [names[place] for place, _ in group]
-        told += [layer_range(run[0], run[-1], len(run))] if len(run) > 2 else run
-    return [plain(name, style) for name in told]
+        texts += [layer_range(run[0], run[-1], len(run))] if len(run) > 2 else run
+    return [plain(name, style) for name in texts]
 
 
 def _numbered(name: str) -> tuple[str, int, str]:

@@ -40,12 +40,12 @@ def _row(row: Compared) -> Sequence[str | Text]:
 
 
 def _calibrated(verification: Verification, style: Style) -> Text:
-    found = verification.calibration
-    facts = [f"compute x {found.compute:.3g}", f"executor {format_us(found.overhead_us)}"]
-    if found.link is not None:
-        rate = f"{format_rate(found.link.bytes_per_s)}, " if found.link.bytes_per_s else ""
-        facts.append(f"link {rate}{format_us(found.link.latency_us)}")
-    facts.append(f"reserve {format_bytes(found.reserve_bytes)}")
+    calibration = verification.calibration
+    facts = [f"compute x {calibration.compute:.3g}", f"executor {format_us(calibration.overhead_us)}"]
+    if calibration.link is not None:
+        rate = f"{format_rate(calibration.link.bytes_per_s)}, " if calibration.link.bytes_per_s else ""
+        facts.append(f"link {rate}{format_us(calibration.link.latency_us)}")
+    facts.append(f"reserve {format_bytes(calibration.reserve_bytes)}")
     return flow(["calibrated:", *(f"{fact};" for fact in facts[:-1]), facts[-1]], style, gap=" ")
 
 

@@ -30,7 +30,7 @@ class Column:
     """One column."""
 
     name: str
-    """By which renderers pick it."""
+    """Renderers pick the column by it."""
     title: str
     """A line feed stands where it may be broken."""
     values: tuple[Value, ...] = ()
@@ -75,11 +75,11 @@ class Table:
         return self.pick(*(column.name for column in self.columns if column.name not in names))
 
     def titled(self, **titles: str) -> "Table":
-        """With other titles for some columns."""
+        """The table with other titles for some columns."""
         return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
 
     def reworded(self, name: str, texts: Iterable[str], **changes: Any) -> "Table":
-        """With other texts in one column, and other fields of it."""
+        """The table with other texts in one column, and other fields of that."""
         changed = replace(self.column(name), values=tuple(texts), **changes)
         return replace(self, columns=tuple(changed if c.name == name else c for c in self.columns))
 
@@ -88,7 +88,7 @@ class Table:
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
     def scales(self) -> Mapping[str, TimeScale]:
-        """For each `per` the unit in which its largest time has three or four digits."""
+        """The unit of each `per`, in which its largest time has three or four digits."""
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
