@@ -77,28 +77,21 @@ def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str]
     every = -(-len(points) // _MOST_LABELS)
     labelled = len(points) <= _FEW
     for n, (x, point) in enumerate(zip(places, points, strict=True)):
-        parts += _point(
-            x,
-            y(of(point)) if point.fits else 128,
-            point,
-            names[n],
-            text(of(point)),
-            chosen=chosen[n],
-            labelled=labelled,
-        )
+        if point.fits:
+            value, is_chosen = text(of(point)), chosen[n]
+            parts += _point(x, y(of(point)), names[n], value=value, chosen=is_chosen, labelled=labelled or is_chosen)
+        else:
+            tip = f"M = {names[n]}: no plan fits"
+            parts.append(_text(x, 124, "\u00d7", "middle", look="unfit", tip=tip))
         if n % every == 0 or chosen[n]:
             parts.append(_text(x, 145, names[n], "middle", look="chosen" if chosen[n] else None))
     return figure(title, *parts, height=150.0, label=f"{title} over M")
 
 
-def _point(
-    x: float, y: float, point: FrontierPoint, name: str, value: str, *, chosen: bool, labelled: bool
-) -> list[str]:
-    if not point.fits:
-        return [_text(x, y - 4, "×", "middle", look="unfit", tip=f"M = {name}: no plan fits")]  # noqa: RUF001
+def _point(x: float, y: float, name: str, *, value: str, chosen: bool, labelled: bool) -> list[str]:
     tip = f"M = {name}: {value}"
     side = "start" if x < 15 else "end" if x > 85 else "middle"
-    written = [_text(x, max(11, y - 9), value, side, look="chosen" if chosen else None)] if chosen or labelled else []
+    written = [_text(x, max(11, y - 9), value, side, look="chosen" if chosen else None)] if labelled else []
     if chosen:
         return [_text(x, y + 5, "◆", "middle", look="mark", tip=tip), *written]
     return [element("circle", element("title", safe(tip)), cx=f"{number(x)}%", cy=y, r=3.5), *written]

@@ -39,7 +39,7 @@ def _with_marks(view: Table, style: Style) -> Table:
     width = max(map(len, choice.texts()))
     marks = [f" {style.glyphs.mark}" if row in choice.marked else "" for row in range(len(choice.values))]
     texts = (f"{text:>{width}}{mark}" for text, mark in zip(choice.texts(), marks, strict=True))
-    return view.reworded("micro_batches", texts, title=choice.title.rjust(width), unit="text")
+    return view.reworded("micro_batches", texts, "text").titled(micro_batches=choice.title.rjust(width))
 
 
 def _bars(plan: Plan, room: int, style: Style) -> tuple[Column, ...]:

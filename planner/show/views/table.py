@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from planner.core.values.units import format_bytes, format_us
 from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
@@ -78,10 +78,11 @@ class Table:
         """The table with other titles for some columns."""
         return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
 
-    def reworded(self, name: str, texts: Iterable[str], **changes: Any) -> "Table":
-        """The table with other texts in one column, and other fields of that."""
-        changed = replace(self.column(name), values=tuple(texts), **changes)
-        return replace(self, columns=tuple(changed if c.name == name else c for c in self.columns))
+    def reworded(self, name: str, texts: Iterable[str], unit: Unit | None = None) -> "Table":
+        """The table with other texts in one column, and its values as words if `unit` says so."""
+        values = tuple(texts)
+        changed = (replace(c, values=values, unit=unit or c.unit) if c.name == name else c for c in self.columns)
+        return replace(self, columns=tuple(changed))
 
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """Every row as texts, each value with a unit of its own."""
@@ -97,10 +98,17 @@ class Table:
 
 
 def column(
-    name: str, title: str, value: Callable[[Row], Value], unit: Unit = "text", **more: Any
+    name: str,
+    title: str,
+    value: Callable[[Row], Value],
+    unit: Unit = "text",
+    *,
+    per: str = "",
+    goes: int = 0,
+    marked: frozenset[int] = frozenset(),
 ) -> tuple[Column, Callable[[Row], Value]]:
-    """A column of `table`, and how its value is read from a row; `more` are other fields of `Column`."""
-    return Column(name=name, title=title, unit=unit, **more), value
+    """A column for `table`, with the fields of `Column`, and how its value is read from a row."""
+    return Column(name=name, title=title, unit=unit, per=per, goes=goes, marked=marked), value
 
 
 def table(rows: Sequence[Row], *columns: tuple[Column, Callable[[Row], Value]], group: int = 0) -> Table:

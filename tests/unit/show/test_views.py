@@ -1,0 +1,68 @@
+"""What every medium draws: computed once, so that no medium forgets what another one knows."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.show.html import run_html
+from planner.show.notebook import plan_html
+from planner.show.terminal.tables import fitted, width_of
+from planner.show.views.plan import headline, stage_table
+from planner.show.views.run import pipeline_words, run_table
+from planner.show.views.table import column, table
+from tests.unit.show.samples import interleaved, plan, report, style
+
+WORDS = table(
+    ["a", "bb"],
+    column("name", "name", str),
+    column("size", "size in\nletters", len, "count", goes=2),
+    column("time", "time", lambda word: 1500.0 * len(word), "us", per="word", goes=1),
+)
+
+
+def replicated():
+    """A run of two pipelines side by side, each of three stages."""
+    run = report(plan())
+    return replace(run, stages=(*run.stages, *(replace(stage, replica=1) for stage in run.stages)))
+
+
+def test_a_value_has_its_unit_or_that_of_its_column():
+    """By itself a time is written with a unit; where digits are compared, all of a column have the largest one's."""
+    assert WORDS.rows() == (("a", "1", "1.50 ms"), ("bb", "2", "3.00 ms"))
+    times = WORDS.column("time")
+    assert times.texts(WORDS.scales()["word"]) == ("1.500", "3.000")
+    assert replace(times, values=(None, "no plan fits")).texts() == ("-", "no plan fits")
+
+
+@pytest.mark.parametrize(("width", "names"), [(60, "name"), (66, "name time"), (80, "name size time")])
+def test_less_important_columns_go_first(width, names):
+    """Where there is no room, columns go in the order that they say; what is left has room, and its numbers whole."""
+    view = WORDS.reworded("name", ["n" * 55, ""])
+    kept = fitted(view, style(width))
+    assert " ".join(c.name for c in kept.columns) == names
+    assert width_of(kept, style(width)) <= width
+    assert fitted(view, style(60, wrap=False)) == view
+
+
+def test_a_notebook_knows_chunks_and_replicas():
+    """Its title is the one of the terminal."""
+    assert "3 devices × 2 chunks × 6 micro-batches" in plan_html(interleaved())  # noqa: RUF001 - as shown
+    assert "2 replicas of 2 stages" in plan_html(plan((3, 3), replicas=2))
+    assert headline(plan((3, 3), replicas=2), by=", ").startswith("GPipe, 2 replicas of 2 stages, 4 micro-batches")
+
+
+def test_stages_of_replicas_are_told_apart():
+    """In the terminal and in the report each stage of a second pipeline says so, and the title counts pipelines."""
+    assert pipeline_words(replicated()) == "3 stages in 2 replicas"
+    assert run_table(replicated()).column("stage").values[2:4] == ("2", "0, replica 1")
+    assert "0, replica 1: " in run_html(replicated())
+    assert "3 stages in 2 replicas" in run_html(replicated())
+
+
+def test_what_is_over_its_cap_is_marked():
+    """Of every stage, and only there; the slowest of several stages is marked as well."""
+    over = stage_table(plan(cap=1000))
+    assert over.column("share").marked == {0, 1, 2}
+    assert stage_table(plan()).column("share").marked == frozenset()
+    assert over.column("stage").marked == {plan().predicted.bottleneck_stage}
+    assert stage_table(plan((6,))).column("stage").marked == frozenset()
