@@ -48,11 +48,11 @@ def run_plan(
         said = Path(folder, "stderr.txt")
         with said.open("w", encoding="utf-8") as errors, _started(command, profile, errors.fileno()) as process:
             assert process.stdout is not None
-            done = 0
+            num_steps = 0
             for line in process.stdout:
                 if line.startswith("step "):
-                    done += 1
-                    progress(line.strip(), done, steps)
+                    num_steps += 1
+                    progress(line.strip(), num_steps, steps)
         if process.returncode != 0 or not report.exists():
             raise _failure(said.read_text(encoding="utf-8", errors="replace"), process.returncode)
         return read_run(str(report))

@@ -49,10 +49,10 @@ def emit_deepspeed(layout: Layout) -> EngineFile:
     """
     layout.refuse_chunks(_NAME)
     plan, paths = layout.plan, layout.sequential_paths(_NAME)
-    for one, other in layout.ties_over_stages():
+    for first, second in layout.ties_over_stages():
         raise UsageError(
-            f'"{one}" and "{other}" share parameters over stages, of which DeepSpeed would train two copies',
-            hint=f"solve with `--together {one},{other}`; or write both as a `TiedLayerSpec` and set PARTS by hand",
+            f'"{first}" and "{second}" share parameters over stages, of which DeepSpeed would train two copies',
+            hint=f"solve with `--together {first},{second}`; or write both as a `TiedLayerSpec` and set PARTS by hand",
         )
     choices = {stage.recompute for stage in plan.stages}
     notes = layout.schedule_notes(_NAME, ONE_FORWARD_ONE_BACKWARD) + layout.order_notes()

@@ -56,10 +56,10 @@ def _check_program(plan: Plan, layout: Layout) -> None:
         )
     tied = layout.ties_over_stages()
     if tied:
-        one, other = tied[0]
-        together = layout.kept_together(one, other)
+        first, second = tied[0]
+        together = layout.kept_together(first, second)
         raise UsageError(
-            f'"{one}" and "{other}" share parameters over stages, whose gradients the JAX program does not sum',
+            f'"{first}" and "{second}" share parameters over stages, whose gradients the JAX program does not sum',
             hint="build the model without sharing them (transformers: `tie_word_embeddings=False` in its config) "
             "and profile again; or leave out `--format jax`: the bundled executor sums them"
             + (f"; or solve with {together}: one stage from the one to the other" if together else ""),
@@ -70,9 +70,9 @@ def _check_cap(plan: Plan, memory: StageMemory, cap_bytes: int) -> None:
     if memory.total <= cap_bytes:
         return
     fullest = max(stage.memory.total - stage.memory.reserve for stage in plan.stages)
-    told = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.items() if size)
+    items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.items() if size)
     raise InfeasibleError(
-        f"in one JAX program every device holds as much as the stage with most of it: {told}; "
+        f"in one JAX program every device holds as much as the stage with most of it: {items}; "
         f"that is {format_bytes(memory.total)}, the cap is {format_bytes(cap_bytes)}",
         hint=f"leave room for what the program needs beside its fullest stage, `solve --reserve "
         f"{bytes_option(memory.total - fullest)}`, or emit for the bundled executor",

@@ -83,10 +83,10 @@ class Layout:
         return tuple(tuple(path for layer in stage for path in modules_of(layer)) for stage in self.stages)
 
     def sequential_paths(self, engine: str) -> tuple[tuple[str, ...], ...]:
-        """As `module_paths`, for engines that run a list of modules one after the other.
+        """Per stage the paths of its modules, for engines that run a list of modules one after the other.
 
         Raises:
-            UsageError: Besides, a layer holds several modules: the model is not a sequence of them.
+            UsageError: A layer is a part of a module, or holds several: the model is not a sequence of modules.
         """
         for layer in self.layers:
             if len(modules_of(layer)) > 1:
@@ -104,18 +104,18 @@ class Layout:
         for n, layer in enumerate(self.layers):
             owners = (owner.get(path) for name in layer.tied for path in paths_above(name))
             pairs |= dict.fromkeys((other, n) for other in owners if other is not None and other < n)
-        return tuple((self.layers[one].name, self.layers[other].name) for one, other in pairs)
+        return tuple((self.layers[first].name, self.layers[second].name) for first, second in pairs)
 
     def ties_over_stages(self) -> tuple[tuple[str, str], ...]:
-        """Those of them that lie in different stages."""
+        """Pairs of layers in different stages that share parameters."""
         stage_of = {layer.name: k for k, stage in enumerate(self.stages) for layer in stage}
         return tuple(pair for pair in self.ties() if stage_of[pair[0]] != stage_of[pair[1]])
 
-    def kept_together(self, one: str, other: str) -> str | None:
+    def kept_together(self, first: str, second: str) -> str | None:
         """The option of `solve` that keeps two layers in one stage; None where that would be the whole model."""
         names = [layer.name for layer in self.layers]
-        num_between = names.index(other) - names.index(one) + 1
-        return None if num_between == len(names) else f"`--together {one},{other}`"
+        num_layers = names.index(second) - names.index(first) + 1
+        return None if num_layers == len(names) else f"`--together {first},{second}`"
 
     # What formats cannot hold
 
@@ -128,7 +128,7 @@ class Layout:
             )
 
     def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
-        """Where the engine runs other schedules than the plan's, the first of which is to be told."""
+        """A note where the engine runs none but other schedules than the plan's; it names the first of them."""
         if self.schedule in runs:
             return []
         text = f"the plan is for {self.schedule.torch_name}, {engine} runs {runs[0].torch_name}"
@@ -143,14 +143,14 @@ class Layout:
         return [f"{text} (planned: {planned})"]
 
     def replica_notes(self, engine: str) -> list[str]:
-        """Where the plan has pipelines side by side and the engine's format one."""
+        """A note where the plan has pipelines side by side and the engine's format one."""
         count = self.plan.replicas
         if count == 1:
             return []
         return [f"{engine}'s format holds one pipeline: start {count} of them and sum their gradients yourself"]
 
     def order_notes(self) -> list[str]:
-        """Where devices are not in the usual order, and the engine takes them as they come."""
+        """A note where devices are not in the usual order, and the engine takes them as they come."""
         order = self.devices[: self.plan.num_devices]
         if order == tuple(range(len(order))):
             return []
@@ -179,8 +179,8 @@ def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Seque
     Args:
         layout: What it holds.
         body: The configuration.
-        engine: Whose it is, with the version that it was made for.
-        option: Of `emit --format`.
+        engine: The engine, with the version that the file was made for.
+        option: What `emit --format` calls it.
         notes: What it does not hold.
         docstring: A second paragraph on how it is used.
     """

@@ -76,17 +76,17 @@ def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, .
     sizes = [len(list(run)) for _, run in groupby(_kinds(layers))]
     flat = text.replace(",", "").replace(" ", "")
     for pattern in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
-        flat = re.sub(pattern, lambda found: found[1] * int(found[2]), flat)
+        flat = re.sub(pattern, lambda repeat: repeat[1] * int(repeat[2]), flat)
     expected = "".join(letter for letter, _ in kinds)
     if flat.replace("|", "") != expected:
         raise UsageError(
             f"the layout `{text}` is {flat.replace('|', '')}, the profile's layers are {expected}",
             hint="one E, a t for every transformer block, one L; `m` and empty stages have no counterpart in a plan",
         )
-    balance, done = [], 0
+    balance, first = [], 0
     for stage in flat.split("|"):
-        balance.append(sum(sizes[done : done + len(stage)]))
-        done += len(stage)
+        balance.append(sum(sizes[first : first + len(stage)]))
+        first += len(stage)
     return tuple(balance)
 
 
@@ -116,13 +116,13 @@ def _kinds(layers: Sequence[LayerProfile]) -> list[Kind]:
 
 
 def _numbered(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """The number in the name, of those with the commonest name apart from it; empty where no name has one."""
-    found = [_NUMBERED.fullmatch(layer.name) for layer in layers]
-    stems = Counter(match["stem"] for match in found if match)
+    """By layer the number in its name, if the rest of the name is the commonest; empty where no name has one."""
+    matches = [_NUMBERED.fullmatch(layer.name) for layer in layers]
+    stems = Counter(match["stem"] for match in matches if match)
     if not stems or max(stems.values()) == 1:
         return []
     stem = max(stems, key=lambda name: stems[name])
-    return [int(match["number"]) if match and match["stem"] == stem else None for match in found]
+    return [int(match["number"]) if match and match["stem"] == stem else None for match in matches]
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[int | None]:

@@ -54,13 +54,14 @@ class Emitted:
         balance, script = Path(folder, "balance.yaml"), Path(folder, self.name)
         if not force:
             refuse_edited(balance, hint="edit the plan instead; `--force` overwrites this file")
-        kept = not force and is_edited(script)
-        if kept and not runs_balance(script):
+        # An edited script reads the balance anew: it is kept, unless it would run something else beside the new file.
+        is_kept = not force and is_edited(script)
+        if is_kept and not runs_balance(script):
             refuse_edited(script)
         write_text(str(balance), self.balance)
-        if not kept:
+        if not is_kept:
             write_text(str(script), self.script)
-        return not kept
+        return not is_kept
 
 
 def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) -> Emitted:
@@ -88,7 +89,20 @@ def emit_with(
     profile_folder: str,
     more: Mapping[str, Any] | None = None,
 ) -> Emitted:
-    """As `emit_native`, with the script made from `template` and called `name`; `more`: values that it needs."""
+    """The configuration, as `emit_native` makes it, and a script called `name` from `template`.
+
+    Args:
+        template: The file in this folder that the script is made from.
+        name: What the script is called.
+        plan: The plan.
+        profile: The profile it was made from.
+        folder: Where the files will stand.
+        profile_folder: Where the profile stands.
+        more: What the template needs beside what every script does.
+
+    Raises:
+        UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
+    """
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     if not profile.model.source:

@@ -41,14 +41,14 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
     """
     try:
         if path.endswith((".yaml", ".yml")):
-            return _own(path, layers)
+            return _balance_in(path, layers)
         text = Path(path).read_text(encoding="utf-8")
         for name, value in _values(path, text).items():
             if name in _READERS:
                 return _READERS[name](value, layers)
-        found = _LAYOUT.search(text)
-        if found:
-            return balance_of_layout(found[1], layers)
+        layout = _LAYOUT.search(text)
+        if layout:
+            return balance_of_layout(layout[1], layers)
     except UsageError as error:
         raise FileError(error.message, path=path, hint=error.hint) from None
     except (SyntaxError, ValueError, TypeError) as error:
@@ -60,7 +60,7 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
     )
 
 
-def _own(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
+def _balance_in(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     value = read(path)
     if isinstance(value, Balance):
         return _from_parts([stage.layers for stage in value.stages], layers)
@@ -176,19 +176,20 @@ def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list
         for above in paths_above(path):
             inside.setdefault(above, []).append(path)
     places: list[Any] = []
-    known: set[str] = set()
+    named_paths: set[str] = set()
     for layer in layers:
-        here: set[Any] = set()
+        stages: set[Any] = set()
         for module in modules_of(layer):
             around = [path for path in (module, *paths_above(module), "") if path in place_of]
             named = inside.get(module) or around[:1]
-            here.update(place_of[path] for path in named)
-            known.update(around, named)
-        if len(here) != 1:
-            what = "is on several stages" if here else "is in none of the stages"
-            raise UsageError(f'layer "{layer.name}" {what}', hint="every layer of the profile belongs to one stage")
-        places += here
-    strangers = [path for path in place_of if path not in known]
+            # A file may name blocks where the profile has their parts, or parts where it has blocks.
+            stages.update(place_of[path] for path in named)
+            named_paths.update(around, named)
+        if len(stages) != 1:
+            where = "is on several stages" if stages else "is in none of the stages"
+            raise UsageError(f'layer "{layer.name}" {where}', hint="every layer of the profile belongs to one stage")
+        places += stages
+    strangers = [path for path in place_of if path not in named_paths]
     if strangers:
         raise _inside(strangers[0], layers)
     return places

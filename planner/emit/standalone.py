@@ -91,13 +91,13 @@ def _check(layout: Layout, profile: Profile) -> None:
         (bool(profile.model.inputs), "inputs from `--input` instead of an `example_batch`"),
         (any(stage.device is not None for stage in plan.stages), "devices in another order"),
     )
-    for is_wanted, what in wanted:
+    for is_wanted, feature in wanted:
         if is_wanted:
-            raise UsageError(f"{_NAME} does not do {what}", hint=_OWN)
-    for one, other in layout.ties_over_stages():
-        together = layout.kept_together(one, other)
+            raise UsageError(f"{_NAME} does not do {feature}", hint=_OWN)
+    for first, second in layout.ties_over_stages():
+        together = layout.kept_together(first, second)
         raise UsageError(
-            f'{_NAME} does not sum gradients over stages, and "{one}" and "{other}" share parameters in two of them',
+            f'{_NAME} does not sum gradients over stages, and "{first}" and "{second}" share parameters in two of them',
             hint=_OWN + (f"; or solve with {together}, which keeps them in one stage" if together else ""),
         )
 

@@ -37,9 +37,9 @@ def emit_torchgpipe(layout: Layout) -> EngineFile:
     """
     layout.refuse_chunks(_NAME)
     paths = layout.sequential_paths(_NAME)
-    for one, other in layout.ties():
+    for first, second in layout.ties():
         raise UsageError(
-            f'torchgpipe refuses parameters that layers share, as "{one}" and "{other}" do',
+            f'torchgpipe refuses parameters that layers share, as "{first}" and "{second}" do',
             hint="untie them, or use another `--format`",
         )
     choices = [stage.recompute for stage in layout.plan.stages]

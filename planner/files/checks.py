@@ -183,7 +183,8 @@ def _links_problems(links: Links) -> Iterator[Problem]:
 
 
 def _partial_problems(partial: Partial) -> Iterator[Problem]:
-    for n, one in enumerate(partial.measurements):
-        if len(one.forward_us) != len(one.backward_us):
-            text = f"expected {len(one.forward_us)} values, one per repeat, got {len(one.backward_us)}"
+    for n, measurement in enumerate(partial.measurements):
+        repeats = len(measurement.forward_us)
+        if repeats != len(measurement.backward_us):
+            text = f"expected {repeats} values, one per repeat, got {len(measurement.backward_us)}"
             yield ("measurements", n, "backward_us"), text, "delete the file to start over"

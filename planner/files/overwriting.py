@@ -36,11 +36,11 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None
 # Private functions
 
 
-def _is_same(one: str, other: str) -> bool:
+def _is_same(path: str, other: str) -> bool:
     try:
-        if Path(one).exists() and Path(other).exists():
-            return Path(one).samefile(other) and not _is_device(one)
-        return Path(one).resolve() == Path(other).resolve()
+        if Path(path).exists() and Path(other).exists():
+            return Path(path).samefile(other) and not _is_device(path)
+        return Path(path).resolve() == Path(other).resolve()
     except (OSError, ValueError, RuntimeError):  # neither can be opened, which is told where it is tried
         return False
 

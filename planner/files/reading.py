@@ -178,26 +178,26 @@ def _schema(document: Document, wanted: str | None) -> str:
         raise FileError(
             f"has no key `schema` (expected {expected}): not a file of gpipe-plan", path=document.path, line=1
         )
-    found = document.content["schema"]
-    if not isinstance(found, str):
-        found = json.dumps(found)
-    if wanted is not None and found in _TYPES and found != wanted:
+    schema = document.content["schema"]
+    if not isinstance(schema, str):
+        schema = json.dumps(schema)
+    if wanted is not None and schema in _TYPES and schema != wanted:
         raise FileError(
-            f"is a {_called(found)}, a {_called(wanted)} is needed",
+            f"is a {_called(schema)}, a {_called(wanted)} is needed",
             path=document.path,
             line=document.line_of(("schema",)),
         )
-    if found not in _TYPES:
-        same_kind = [name for name in _TYPES if _kind(name) == _kind(str(found))]
-        known = wanted or (same_kind[0] if same_kind else " or ".join(_TYPES))
-        rewrite = _MADE_BY.get(_kind(known), "gpipe-plan profile MODEL.py")
+    if schema not in _TYPES:
+        same_kind = [name for name in _TYPES if _kind(name) == _kind(schema)]
+        expected = wanted or (same_kind[0] if same_kind else " or ".join(_TYPES))
+        rewrite = _MADE_BY.get(_kind(expected), "gpipe-plan profile MODEL.py")
         raise FileError(
-            f"`schema`: expected {known}, got {json.dumps(found)}",
+            f"`schema`: expected {expected}, got {json.dumps(schema)}",
             path=document.path,
             line=document.line_of(("schema",)),
             hint=f"write the file anew with this version: `{rewrite}`",
         )
-    return str(found)
+    return schema
 
 
 def _kind(schema: str) -> str:

@@ -21,16 +21,16 @@ def at_revision(path: str, revision: str) -> str:
     # `./` makes git take the path from the folder that it runs in, wherever the repository begins.
     command = ["git", "show", "--end-of-options", f"{revision}:./{file.name}"]
     try:
-        done = subprocess.run(command, cwd=file.parent, capture_output=True, check=False)  # noqa: S603 - no shell
+        process = subprocess.run(command, cwd=file.parent, capture_output=True, check=False)  # noqa: S603 - no shell
     except FileNotFoundError:
         raise FileError("git, or the folder of the file, is not there", path=called) from None
     except OSError as error:
         raise FileError(f"git could not be run: {error.strerror}", path=called) from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().partition("\n")[0].removeprefix("fatal: ")
+    if process.returncode:
+        said = process.stderr.decode(errors="replace").strip().partition("\n")[0].removeprefix("fatal: ")
         hint = "in CI the checkout may hold one commit alone: `fetch-depth: 0` of actions/checkout fetches the others"
         raise FileError(f"git says: {said}", path=called, hint=hint)
     try:
-        return done.stdout.decode("utf-8")
+        return process.stdout.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FileError(f"is not UTF-8 text (byte {error.start})", path=called) from None

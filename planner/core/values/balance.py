@@ -22,7 +22,7 @@ class StageBalance:
     recompute: Recompute
     layers: tuple[str, ...]
     recomputed: tuple[str, ...] = ()
-    """Those of `layers` that are recomputed, each on its own, where `recompute` is `layers`."""
+    """The layers that are recomputed, each on its own, where `recompute` is `layers`."""
     peak_bytes: int = 0
     """Memory that the plan predicts for it, to be told when there is too little; 0 where nothing is predicted."""
 
@@ -38,7 +38,7 @@ class Balance:
     """`source` is relative to the folder of this file."""
     optimizer: str = ""
     dtype: Precision = ""
-    """As `profile --dtype`; empty where the model runs as it is built."""
+    """What `profile --dtype` asked for; empty where the model runs as it is built."""
     device: str = "cpu"
     threads: int = 1
     schedule: ScheduleName

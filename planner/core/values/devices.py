@@ -85,6 +85,6 @@ def accelerator(name: str) -> Accelerator:
 
 
 def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
-    """Those that hold `need_bytes`, the smallest first."""
+    """The devices that hold `need_bytes`, the smallest first."""
     able = [known for known in ACCELERATORS if known.memory_bytes >= need_bytes]
     return tuple(sorted(able, key=lambda known: known.memory_bytes))

@@ -35,10 +35,10 @@ class Links:
     schema: Literal["gpipe-plan/links/v1"] = LINKS_SCHEMA
     generator: Generator | None = None
     device: Device
-    """Of the first process."""
+    """What the first process runs on."""
     environment: Environment
     backend: str
-    """Of `torch.distributed`."""
+    """The backend of `torch.distributed` that moved the samples."""
     boundaries: tuple[MeasuredLink, ...]
 
 

@@ -66,7 +66,7 @@ class Inputs:
     profile: ProfileReference
     model_digest: str = ""
     devices: int
-    """Of all replicas together."""
+    """How many devices all replicas have together."""
     memory_bytes: tuple[int, ...]
     """Cap of each device, in pipeline order."""
     speeds: tuple[float, ...] = ()
@@ -164,7 +164,7 @@ class Stage:
     backward_us: float
     """Recomputation included."""
     memory: StageMemory
-    """Of a stage that shares its device with other chunks: its part of the device's peak."""
+    """The stage's peak; where it shares its device with other chunks, its part of the device's peak."""
     memory_bytes: int
     """The cap of the device."""
 
@@ -202,7 +202,7 @@ class FrontierPoint:
     samples_per_s: float = 0.0
     bubble: float = 0.0
     peak_bytes: int = 0
-    """Of the device that needs most."""
+    """Predicted peak of the device that needs most."""
     recompute_share: float = 0.0
 
 
@@ -239,7 +239,7 @@ class Insight:
     """Below the cap of that device."""
     what_if: tuple[WhatIf, ...] = ()
     noise: Noise | None = None
-    """None where the profile has no spread."""
+    """What errors of measurement do; None where the profile has no spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ class Environment:
     torch: str = ""
     python: str = ""
     dtype: str = "float32"
-    """Of the parameters, as the model is built; else what `--dtype` asked for (`planner.core.values.precision`)."""
+    """The parameters', as the model is built; else what `--dtype` asked for (`planner.core.values.precision`)."""
     threads: int = 1
 
 
@@ -120,7 +120,7 @@ class MemoryDetail:
     backward_peak_bytes: int
     """Highest during a later backward, which accumulates into the gradients (not counted)."""
     end_first_backward_peak_bytes: int | None = None
-    """As `first_backward_peak_bytes`, outputs and their gradients held throughout, as where a stage ends; counted."""
+    """Highest during the first backward where a stage ends: outputs and their gradients are held, and counted."""
     end_backward_peak_bytes: int | None = None
     writes_input: bool = False
     """Whether it writes into its input: a stage that begins with it works on a copy."""
@@ -147,15 +147,15 @@ class ProgramMemory:
     narrowed_bytes: int = 0
     """Copies of its weights as products take them, which a loop over micro-batches holds from begin to end."""
     padding_bytes: int = 0
-    """Of its trained parameters, and once more of their gradients."""
+    """Padding of its trained parameters, and once more of their gradients."""
     input_bytes: int = 0
-    """First layer only: of the mini-batch's part."""
+    """First layer only: the mini-batch's part."""
     narrowed_input_bytes: int = 0
-    """First layer only: likewise, a copy as products take it, which a loop holds of the whole mini-batch."""
+    """First layer only: a copy of the mini-batch's part as products take it, which a loop holds of all of it."""
     laid_out_bytes: int = 0
     """First layer only: the same as the layer wants it to lie, of the micro-batch that runs."""
     target_bytes: int = 0
-    """Last layer only: likewise, the targets its loss reads."""
+    """Last layer only: the targets its loss reads, of the mini-batch's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ class LayerProfile:
     forward_flops: tuple[int, ...] = ()
     detail: tuple[MemoryDetail, ...] = ()
     program: tuple[ProgramMemory, ...] = ()
-    """Of a compiled profile, in place of `detail`."""
+    """What a compiled profile has in place of `detail`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class BoundaryRun:
     """What moving one micro-batch over a boundary took, as the receiver felt it: medians."""
 
     index: int
-    """Of the stage in front of it."""
+    """The stage in front of it."""
     replica: int = 0
     forward_us: float
     backward_us: float
@@ -72,6 +72,6 @@ class RunReport:
     warmup_steps: int
     """The first steps also read memory, and are left out of the times per stage."""
     stages: tuple[StageRun, ...]
-    """Those of one pipeline in order, then the next pipeline's."""
+    """The stages of one pipeline in order, then the next pipeline's."""
     boundaries: tuple[BoundaryRun, ...] = ()
     """Between processes, in the same order."""

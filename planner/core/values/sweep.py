@@ -17,7 +17,7 @@ class SweepCell:
 
     devices: int
     memory_bytes: int
-    """As asked for; what the plan may use of it is in its inputs (headroom)."""
+    """What was asked for; what the plan may use of it is in its inputs (headroom)."""
     status: Literal["optimal", "feasible", "none", "unknown"]
     """`none`: proven that nothing fits; `unknown`: the time limit came before a plan."""
     samples_per_device_s: float = 0.0
