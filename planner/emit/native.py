@@ -108,7 +108,7 @@ def emit_with(
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
     balance = _balance(plan, profile, relocated(profile.model.source, profile_folder, folder))
-    script = _script(template, Path(folder, name), plan, balance, more or {})
+    script = _script(template, Path(folder, name), plan, balance, more=more or {})
     return Emitted(balance=signed(dump(balance, header=_HEADER)), script=signed(script), name=name)
 
 
@@ -163,7 +163,7 @@ def relocated(source: str, profile_folder: str, folder: str) -> str:
     return f"{path}{colon}{entry}"
 
 
-def _script(template: str, path: Path, plan: Plan, balance: Balance, more: Mapping[str, Any]) -> str:
+def _script(template: str, path: Path, plan: Plan, balance: Balance, *, more: Mapping[str, Any]) -> str:
     text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
     script = in_docstring(path.as_posix())
     how = plan.inputs.profile.how

@@ -8,7 +8,7 @@ there, too.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +44,15 @@ def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Non
 
 @contextmanager
 def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Does the same for a while; afterwards every module holds what it held before."""
-    before = [(owned, dict(owned)) for part in module.modules() for owned in (part._parameters, part._buffers)]
+    """Does what `replace_tensors` does for a while; afterwards every module holds what it held before."""
+    before = [(table, dict(table)) for table in _tables(module)]
     changed = _replace(module, other)
     try:
         yield
     finally:
-        for owned, tensors in before:
-            owned.clear()
-            owned.update(tensors)  # type: ignore[arg-type]
+        for table, tensors in before:
+            table.clear()
+            table.update(tensors)
         for change in changed:
             vars(change.part)[change.name] = change.before
 
@@ -93,6 +93,13 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def _tables(module: nn.Module) -> Iterator[dict[str, Tensor | None]]:
+    """The mappings in which a module and its parts hold their parameters and buffers, by name."""
+    for part in module.modules():
+        yield cast("dict[str, Tensor | None]", part._parameters)
+        yield part._buffers
+
+
 def _ghost(tensor: Tensor) -> Tensor:
     ghost = ghost_like(tensor, torch.device("cpu"))
     is_parameter = isinstance(tensor, nn.Parameter)
@@ -102,11 +109,11 @@ def _ghost(tensor: Tensor) -> Tensor:
 def _replace(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
     # With those that are replaced: what nobody holds any more might leave its identity to another.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
-    for part in module.modules():
-        for owned in (part._parameters, part._buffers):
-            for name, tensor in owned.items():
-                if tensor is not None:
-                    if id(tensor) not in replacements:
-                        replacements[id(tensor)] = tensor, other(tensor)
-                    owned[name] = replacements[id(tensor)][1]  # type: ignore[assignment]
+    for table in _tables(module):
+        for name, tensor in table.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in replacements:
+                replacements[id(tensor)] = tensor, other(tensor)
+            table[name] = replacements[id(tensor)][1]
     return replace_loose(module, lambda tensor: replacements[id(tensor)][1] if id(tensor) in replacements else tensor)
