@@ -4,9 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import inspect
-import math
 import sys
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
@@ -31,6 +29,7 @@ from planner.model.held import as_ghosts
 from planner.model.inputs import BATCH_FIRST, input_tensor
 from planner.model.nests import tensors_in
 from planner.model.optimizers import optimizer_builder
+from planner.model.settings import public_names, typed_settings
 from planner.model.user_errors import user_code
 
 __all__ = ["Batch", "LoadedModel", "load_model", "model_of"]
@@ -249,7 +248,7 @@ def _builder(
         raise ModelError(
             f"{path}: `{name}` is a {type(value).__name__}, not an nn.Module or a function that builds one"
         )
-    typed = _typed_settings(f"{path}:{name}", value, settings)
+    typed = typed_settings(f"{path}:{name}", value, settings)
 
     def build() -> nn.Module:
         with user_code(path, f"`{name}()`"):
@@ -264,7 +263,7 @@ def _builder(
 def _entry(path: str, module: ModuleType, entry: str | None) -> tuple[str, Any]:
     if entry is not None:
         if not hasattr(module, entry):
-            raise ModelError(f"{path} has no `{entry}`", hint=f"it defines {_names(vars(module))}")
+            raise ModelError(f"{path} has no `{entry}`", hint=f"it defines {public_names(vars(module))}")
         return entry, getattr(module, entry)
     for name in ("build_model", "model"):
         if hasattr(module, name):
@@ -277,7 +276,8 @@ def _entry(path: str, module: ModuleType, entry: str | None) -> tuple[str, Any]:
     ready = [value for value in classes if not _required(value)]
     if len(ready) == 1:
         return ready[0].__name__, ready[0]
-    models = f"{len(ready)} modules that could be it ({_names(c.__name__ for c in ready)})" if ready else "no model"
+    names = public_names(value.__name__ for value in ready)
+    models = f"{len(ready)} modules that could be it ({names})" if ready else "no model"
     raise ModelError(
         f"{path} has {models}",
         hint="define `build_model()` that returns an nn.Module, or name the entry: `model.py:NAME`",
@@ -287,53 +287,6 @@ def _entry(path: str, module: ModuleType, entry: str | None) -> tuple[str, Any]:
 def _required(callable_: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(callable_).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, str]) -> dict[str, Setting]:
-    parameters = inspect.signature(build).parameters
-    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    typed: dict[str, Setting] = {}
-    for name, text in settings.items():
-        if name not in parameters and not is_open:
-            raise UsageError(f"{owner} has no setting `{name}`", hint=f"it has {_names(parameters)}")
-        wanted = _wanted(build, parameters[name]) if name in parameters else _guessed(text)
-        typed[name] = _typed(f"{owner}: `--set {name}={text}`", text, wanted)
-    return typed
-
-
-def _wanted(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
-    """The type of a setting: by its annotation, also as text or optional; else by its default."""
-    try:
-        hint = typing.get_type_hints(build.__init__ if inspect.isclass(build) else build).get(parameter.name)
-    except Exception:  # an annotation that names what is not there says nothing
-        hint = None
-    for option in (hint, *typing.get_args(hint)):
-        if option in (bool, int, float, str):
-            return typing.cast("type", option)
-    return type(parameter.default)
-
-
-def _guessed(text: str) -> type:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            kind(text)
-            return kind
-    return bool if text.lower() in ("true", "false") else str
-
-
-def _typed(where: str, text: str, wanted: type) -> Setting:
-    if wanted is bool:
-        if text.lower() not in ("true", "false"):
-            raise UsageError(f"{where}: expected true or false")
-        return text.lower() == "true"
-    expected = UsageError(f"{where}: expected {'an integer' if wanted is int else 'a number'}")
-    try:
-        value: Setting = int(text) if wanted is int else float(text) if wanted is float else text
-    except ValueError:
-        raise expected from None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise expected
-    return value
 
 
 def _example_batch(
@@ -388,11 +341,6 @@ def _checked_optimizer(
 
 def _unwrap(items: tuple[Tensor, ...]) -> Any:
     return items[0] if len(items) == 1 else items
-
-
-def _names(names: Iterable[str]) -> str:
-    public = [f"`{name}`" for name in names if not name.startswith("_")]
-    return ", ".join(public) or "nothing"
 
 
 def _kind(value: Any) -> str:

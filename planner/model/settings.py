@@ -1,0 +1,79 @@
+"""Values of `--set name=value`, which come as text: the model's own signature says of what type they are."""
+
+import contextlib
+import inspect
+import math
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from planner.core.errors import UsageError
+from planner.core.values.profile import Setting
+
+__all__ = ["public_names", "typed_settings"]
+
+
+def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, str]) -> dict[str, Setting]:
+    """Settings with the types that a function takes them as.
+
+    Args:
+        owner: What to call the function in a message.
+        build: The function, or the class.
+        settings: By name, as they were typed.
+
+    Raises:
+        UsageError: The function has no such setting, or the text is not of its type.
+    """
+    parameters = inspect.signature(build).parameters
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    typed: dict[str, Setting] = {}
+    for name, text in settings.items():
+        if name not in parameters and not is_open:
+            raise UsageError(f"{owner} has no setting `{name}`", hint=f"it has {public_names(parameters)}")
+        wanted = _wanted(build, parameters[name]) if name in parameters else _guessed(text)
+        typed[name] = _typed(f"{owner}: `--set {name}={text}`", text, wanted)
+    return typed
+
+
+def public_names(names: Iterable[str]) -> str:
+    """The names without an underscore in front, as a message lists them."""
+    public = [f"`{name}`" for name in names if not name.startswith("_")]
+    return ", ".join(public) or "nothing"
+
+
+# Private functions
+
+
+def _wanted(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
+    """The type of a setting: by its annotation, also as text or optional; else by its default."""
+    try:
+        hint = typing.get_type_hints(build.__init__ if inspect.isclass(build) else build).get(parameter.name)
+    except Exception:  # an annotation that names what is not there says nothing
+        hint = None
+    for option in (hint, *typing.get_args(hint)):
+        if option in (bool, int, float, str):
+            return typing.cast("type", option)
+    return type(parameter.default)
+
+
+def _guessed(text: str) -> type:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            kind(text)
+            return kind
+    return bool if text.lower() in ("true", "false") else str
+
+
+def _typed(where: str, text: str, wanted: type) -> Setting:
+    if wanted is bool:
+        if text.lower() not in ("true", "false"):
+            raise UsageError(f"{where}: expected true or false")
+        return text.lower() == "true"
+    expected = UsageError(f"{where}: expected {'an integer' if wanted is int else 'a number'}")
+    try:
+        value: Setting = int(text) if wanted is int else float(text) if wanted is float else text
+    except ValueError:
+        raise expected from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise expected
+    return value
