@@ -24,12 +24,14 @@ from planner.files.bounds import is_too_deep
 __all__ = ["NotQuickError", "number", "once", "quick_content"]
 
 _LINE = re.compile(r"(- |[a-z_]+: )([\[{].*)")
-_WORD = re.compile(r"'([^'\"\\]*)'|(?<![\w.+\-])(?!(?:true|false|null)(?![\w.\-/]))([A-Za-z_][\w.\-/]*)")
+_WORD = re.compile(r"'[^'\"\\]*'|(?<![\w.+\-])[A-Za-z_][\w.\-/]*")
 _STRANGE = re.compile(r"[\"\\#&*!|>%@`~?\t\r]|[:,]['\w.\-\[{]|'[^'\"\\]*'[^,\]}:]")
 """What means something else in YAML than in JSON, or may: a colon or comma without a space behind it among them."""
 
 _OTHER_BREAKS = re.compile("[\r\x85\u2028\u2029]")
 """What also ends a line in YAML."""
+
+_SAME = frozenset({"true", "false", "null"})
 
 _MARK = "<line "
 
@@ -91,13 +93,20 @@ def _value(text: str) -> Any:
     """The list or mapping that a text is, in JSON but for quotes; None where YAML might take it for something else."""
     if _STRANGE.search(text):
         return None
-    quoted = _WORD.sub(r'"\1\2"', text)
+    quoted = _WORD.sub(_quoted, text)
     if is_too_deep(quoted):
         return None
     try:
         return json.loads(quoted, object_pairs_hook=once, parse_float=number)
     except (ValueError, RecursionError, NotQuickError):
         return None
+
+
+def _quoted(match: re.Match[str]) -> str:
+    word = match[0]
+    if word in _SAME:
+        return word
+    return f'"{word[1:-1]}"' if word[0] == "'" else f'"{word}"'
 
 
 def _meant(entry: Any, values: dict[str, Any], otherwise: Any) -> Any:
