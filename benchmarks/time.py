@@ -27,8 +27,8 @@ from planner.core.values.profile import LayerProfile, Profile
 from planner.device.clock import CpuClock
 from planner.device.machine import cpu_name
 from planner.model import load_model
+from planner.model.calling import arguments_of
 from planner.model.load import LoadedModel
-from planner.model.recording import arguments_of
 from planner.profile import ProfileOptions, profile_model
 from planner.solve import Request, solve
 
