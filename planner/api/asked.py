@@ -91,8 +91,8 @@ def _inputs(
 
 
 def _executor(profile: Profile, calibration: Calibration | None) -> ExecutorCost:
-    known = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
-    return known if calibration is None else calibrated_executor(calibration, profile.device.kind, known)
+    profiled = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
+    return profiled if calibration is None else calibrated_executor(calibration, profile.device.kind, profiled)
 
 
 def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:

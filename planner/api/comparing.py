@@ -68,9 +68,9 @@ def _as_its_profile_says(plan: Plan, read: Callable[[], Profile], called: str) -
     return judge(plan, profile, profile_digest=digest).plan or plan, True, called
 
 
-def _compared(given: File | Plan, index: int) -> ComparedPlan:
-    plan, place = plan_of(given)
-    called = f"plan {index + 1}" if isinstance(given, Plan) else place
+def _compared(file: File | Plan, index: int) -> ComparedPlan:
+    plan, place = plan_of(file)
+    called = f"plan {index + 1}" if isinstance(file, Plan) else place
     now, recomputed, _ = _as_its_profile_says(plan, lambda: profile_for(plan, place, None).profile, called)
     caps = (now.stages[d].memory_bytes for d in range(now.num_devices))
     fits = all(need <= cap for need, cap in zip(now.device_bytes(), caps, strict=True))

@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a keyword is typed on the command line, and what is told of it."""
+    """How a keyword is typed on the command line, and what its help says."""
 
     metavar: str
     """What stands behind it; empty for a flag."""
@@ -80,10 +80,10 @@ def values_of(options: Any) -> dict[str, Any]:
 
 
 def _keyword(name: str, annotation: Any, default: object) -> Keyword:
-    plain, told = get_args(annotation)
-    option = told if isinstance(told, Option) else None
+    plain, about = get_args(annotation)
+    option = about if isinstance(about, Option) else None
     return Keyword(
-        name=name, annotation=plain, default=default, help=told if option is None else option.help, option=option
+        name=name, annotation=plain, default=default, help=about if option is None else option.help, option=option
     )
 
 

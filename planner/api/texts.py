@@ -96,7 +96,7 @@ def size(asked: str | int) -> int:
         UsageError: Not a size, or negative.
     """
     if isinstance(asked, str):
-        named = next((known for known in ACCELERATORS if known.name == asked.strip().lower()), None)
+        named = next((one for one in ACCELERATORS if one.name == asked.strip().lower()), None)
         return parse_bytes(asked) if named is None else named.memory_bytes
     if not 0 <= asked <= LARGEST:
         raise UsageError(f"a size is from 0 to 2^60 bytes, got {short(asked)}")
@@ -115,12 +115,12 @@ def caps(asked: Sizes, devices: int) -> tuple[int, ...]:
     Raises:
         UsageError: Not sizes, or not as many as devices.
     """
-    found = sizes(asked)
-    if len(found) not in (1, devices):
+    one_or_each = sizes(asked)
+    if len(one_or_each) not in (1, devices):
         raise UsageError(
-            f"`--mem {_shown(asked)}` names {len(found)} caps for {devices} devices", hint="give one, or one each"
+            f"`--mem {_shown(asked)}` names {len(one_or_each)} caps for {devices} devices", hint="give one, or one each"
         )
-    return found * devices if len(found) == 1 else found
+    return one_or_each * devices if len(one_or_each) == 1 else one_or_each
 
 
 def micro_batch_sizes(asked: Numbers, batch: int | None) -> tuple[int, ...]:
@@ -237,11 +237,11 @@ def nodes(asked: str) -> tuple[int, int]:
     Raises:
         UsageError: Something else.
     """
-    found = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", asked, re.ASCII)
-    if found is None:
+    parts = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", asked, re.ASCII)
+    if parts is None:
         raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {short(asked)}`")
-    at_most("--nodes", int(found[1]) * int(found[2]), MOST_DEVICES, "devices")
-    return int(found[1]), int(found[2])
+    at_most("--nodes", int(parts[1]) * int(parts[2]), MOST_DEVICES, "devices")
+    return int(parts[1]), int(parts[2])
 
 
 def settings(asked: Mapping[str, object] | Sequence[str]) -> dict[str, str]:

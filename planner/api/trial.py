@@ -48,11 +48,9 @@ def run_plan(
         said = Path(folder, "stderr.txt")
         with said.open("w", encoding="utf-8") as errors, _started(command, profile, errors.fileno()) as process:
             assert process.stdout is not None
-            num_steps = 0
-            for line in process.stdout:
-                if line.startswith("step "):
-                    num_steps += 1
-                    progress(line.strip(), num_steps, steps)
+            of_steps = (line.strip() for line in process.stdout if line.startswith("step "))
+            for done, line in enumerate(of_steps, start=1):
+                progress(line, done, steps)
         if process.returncode != 0 or not report.exists():
             raise _failure(said.read_text(encoding="utf-8", errors="replace"), process.returncode)
         return read_run(str(report))

@@ -73,7 +73,7 @@ def _proof(plan: Plan, profile: Profile, folder: str) -> tuple[Proof, tuple[str,
     ends = tuple(accumulate(plan.balance))[:-1]
     source = str(Path(folder, profile.model.source))
     loaded = load_again(source, profile.model, precision_of(profile.environment.dtype))
-    found = prove(loaded, budget_s=_PROOF_S, ends=ends)
+    proven = prove(loaded, budget_s=_PROOF_S, ends=ends)
     recomputes = any(stage.recompute != "never" for stage in plan.stages)
-    differs = found.proof.differs_recomputed
-    return found.proof, (*found.warnings, *([f"recomputed, {differs}"] if recomputes and differs else []))
+    differs = proven.proof.differs_recomputed
+    return proven.proof, (*proven.warnings, *([f"recomputed, {differs}"] if recomputes and differs else []))

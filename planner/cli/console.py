@@ -91,7 +91,7 @@ class Console:
 
     @contextmanager
     def later_progress(self, what: str) -> Iterator[_Progress]:
-        """As `progress`, from the first call on: what is said before stands above the line."""
+        """Yields what begins the bar or line of `progress` at its first call: what is said before stands above it."""
         with ExitStack() as begun:
             shown: list[_Progress] = []
 

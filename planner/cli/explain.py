@@ -29,7 +29,7 @@ def explain(
     asked = tuple(dict.fromkeys(map(rule, codes))) if codes else RULES
     console = Console(quiet=False)
     if format_ == "json":
-        console.result(json.dumps([to_plain(known) for known in asked], indent=2))
+        console.result(json.dumps([to_plain(one) for one in asked], indent=2))
     elif format_ == "markdown":
         from planner.show.gate import rules_markdown  # noqa: PLC0415 - for the documentation
 

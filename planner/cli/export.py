@@ -30,16 +30,16 @@ def export(
 
     from planner.executor import check_whole, export_weights, latest_checkpoint  # noqa: PLC0415 - torch
 
-    found = latest_checkpoint(checkpoint)
-    if found is None:
+    latest = latest_checkpoint(checkpoint)
+    if latest is None:
         raise FileError(
             "there is no checkpoint in it", path=checkpoint, hint="train.py writes them with `--checkpoint DIR`"
         )
-    if Path(output).resolve().is_relative_to(found.resolve()):
+    if Path(output).resolve().is_relative_to(latest.resolve()):
         raise UsageError(f"`--output {output}` lies in the checkpoint that is read", hint="name another file")
-    check_whole(found)
-    count = export_weights(str(found), output)
+    check_whole(latest)
+    count = export_weights(str(latest), output)
     console.result(output)
     console.note(
-        f"{count} tensors of {found}: `model.load_state_dict(torch.load({output!r}))`, or `--weights {output}`"
+        f"{count} tensors of {latest}: `model.load_state_dict(torch.load({output!r}))`, or `--weights {output}`"
     )

@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> int:
     try:
         code = app_for(arguments)(arguments, prog_name="gpipe-plan", standalone_mode=False)
     except PlannerError as error:
-        code = _told(console, error, error.exit_code)
+        code = _code_after(console, error, error.exit_code)
         _debug(arguments)
     except TyperException as error:
         console.error(misused(error, arguments[0] if arguments[0] in _COMMANDS else ""))
@@ -103,12 +103,12 @@ def run(arguments: list[str]) -> int:
         console.interrupted()
         code = ExitCode.INTERRUPTED
     except Exception as error:
-        code = _told(console, _explained(error), ExitCode.ERROR)
+        code = _code_after(console, _explained(error), ExitCode.ERROR)
         _debug(arguments)
     return int(code or 0)
 
 
-def _told(console: Console, error: PlannerError, code: int) -> int:
+def _code_after(console: Console, error: PlannerError, code: int) -> int:
     if _is_interrupt(error):
         console.interrupted()
         return ExitCode.INTERRUPTED
@@ -131,19 +131,21 @@ _LONGEST_CHAIN = 50
 
 def _explained(error: Exception) -> PlannerError:
     """What to tell of an error that nobody raised on purpose."""
-    told: PlannerError
+    explained: PlannerError
     if isinstance(error, MemoryError):
-        told = PlannerError("this machine has not enough memory for that", hint="ask for less, or close other programs")
+        explained = PlannerError(
+            "this machine has not enough memory for that", hint="ask for less, or close other programs"
+        )
     elif isinstance(error, OSError) and error.errno is not None:
         place = f" ({error.filename})" if error.filename else ""
-        told = PlannerError(f"the operating system refuses: {error.strerror}{place}")
+        explained = PlannerError(f"the operating system refuses: {error.strerror}{place}")
     else:
-        told = PlannerError(
+        explained = PlannerError(
             f"this is a bug in gpipe-plan: {type(error).__name__}: {error}",
             hint="run again with `--debug` and report the traceback",
         )
-    told.__cause__ = error
-    return told
+    explained.__cause__ = error
+    return explained
 
 
 def _debug(arguments: list[str]) -> None:

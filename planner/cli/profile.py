@@ -50,10 +50,10 @@ def _measured(console: Console, model: str, options: ProfileOptions) -> Profile:
     try:
         # What the user's code prints is not our answer.
         with contextlib.redirect_stdout(sys.stderr), console.later_progress(f"profiling {model}") as progress:
-            told = replace(
+            reporting = replace(
                 options, progress=progress, note=lambda text: console.note(f"note: {text}"), warn=console.warning
             )
-            return api.profile(model, **values_of(told))
+            return api.profile(model, **values_of(reporting))
     except KeyboardInterrupt as interrupt:
         unfinished = partial_path(options.output)
         partial = getattr(interrupt, "partial", None)

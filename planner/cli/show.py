@@ -80,11 +80,11 @@ def show(
     files.check_outputs(wanted, also_read)
     for path in wanted.values():
         files.check_writable(path)
-    seen = _seen(value, file, plan, run, console)
+    seen = _seen(value, file, plan, run, console=console)
     if isinstance(value, Plan) and (wanted or not as_json):
         seen = replace(seen, plan=_as_profiled(value, file, profile_for(value, file, profile), console))
     text = files.dump(value, as_json=True) if as_json else _text(value, seen, file, profile)
-    drawn = _drawn(seen, plan or file, profile, wanted, console)
+    drawn = _drawn(seen, plan or file, profile, wanted, console=console)
     for option, path in wanted.items():
         files.write_text(path, drawn[option])
     if not to_stdout:
@@ -103,7 +103,7 @@ def _refusal(value: Balance | Calibration | Partial, file: str) -> UsageError:
 
 
 def _seen(
-    value: Profile | Plan | RunReport | Links, file: str, plan: str | None, run: str | None, console: Console
+    value: Profile | Plan | RunReport | Links, file: str, plan: str | None, run: str | None, *, console: Console
 ) -> _Seen:
     if isinstance(value, Links):
         return _Seen(links=value)
@@ -142,17 +142,19 @@ def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> P
         from planner.solve import certified  # noqa: PLC0415 - of cuts that were given there is no certificate
 
         verdict = certified(plan, verdict, profile)
-    told = [found for found in verdict.findings if found.severity != "note" and found.code[:3] == "GP2"]
+    contradictions = [
+        finding for finding in verdict.findings if finding.severity != "note" and finding.code[:3] == "GP2"
+    ]
     if verdict.plan is None:
-        found = told[-1]
-        raise StaleError(found.message, path=path, hint=found.hint)
-    for found in told:
-        console.warning(f"{found.code}: {found.message}; shown is what the profile gives")
+        finding = contradictions[-1]
+        raise StaleError(finding.message, path=path, hint=finding.hint)
+    for finding in contradictions:
+        console.warning(f"{finding.code}: {finding.message}; shown is what the profile gives")
     return replace(plan, stages=verdict.plan.stages, predicted=verdict.plan.predicted, solver=verdict.plan.solver)
 
 
 def _drawn(
-    seen: _Seen, plan_path: str, profile: str | None, wanted: Collection[str], console: Console
+    seen: _Seen, plan_path: str, profile: str | None, wanted: Collection[str], *, console: Console
 ) -> dict[str, str]:
     """The text of every file that is wanted, by its option."""
     if seen.links is not None and wanted:
@@ -166,13 +168,13 @@ def _drawn(
     if not wanted:
         return {}
     plan = seen.plan
-    found = _profile_of(seen, plan_path, profile, console, needed=bool(pictures))
-    if found is not None and seen.report is not None:
-        plan = _as_profiled(plan, plan_path, found, console)
-    step = step_of_plan(plan, found) if found is not None else None
+    measured = _profile_of(seen, plan_path, profile, console, needed=bool(pictures))
+    if measured is not None and seen.report is not None:
+        plan = _as_profiled(plan, plan_path, measured, console)
+    step = step_of_plan(plan, measured) if measured is not None else None
     drawn = {}
     if "--html" in wanted:
-        drawn["--html"] = plan_html(plan, found, step, seen.report, decisions_digest(plan))
+        drawn["--html"] = plan_html(plan, measured, step, seen.report, decisions_digest(plan))
     if step is not None:
         title = (
             f"{SCHEDULES[plan.schedule].title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
@@ -204,8 +206,8 @@ def _plan_of(report: RunReport, report_path: str, plan_path: str | None, console
     beside = Path(report_path).with_name("plan.yaml")
     if plan_path is None and (report_path == "-" or not beside.exists()):
         return None
-    found = files.read_plan(plan_path or str(beside))
-    if decisions_digest(found) != report.plan_digest:
+    plan = files.read_plan(plan_path or str(beside))
+    if decisions_digest(plan) != report.plan_digest:
         console.warning(f"{plan_path or beside} is not the plan of this run: nothing to compare with")
         return None
-    return found
+    return plan

@@ -32,19 +32,19 @@ def sweep(
     console = Console(quiet=quiet)
     check_format(format_, _FORMATS)
     with console.progress("solving every cell") as progress:
-        found = api.sweep(profile, **values_of(replace(options, progress=progress)))
+        answers = api.sweep(profile, **values_of(replace(options, progress=progress)))
     if options.batch is None:
-        console.note(f"note: no `--batch`: planning for {found.batch} samples per step, the largest size profiled")
+        console.note(f"note: no `--batch`: planning for {answers.batch} samples per step, the largest size profiled")
     if format_ == "json":
-        console.result(files.dump(found, as_json=True))
+        console.result(files.dump(answers, as_json=True))
     elif format_ == "markdown":
         from planner.show.gate import sweep_markdown  # noqa: PLC0415 - only where it is asked for
 
-        console.result(sweep_markdown(found))
+        console.result(sweep_markdown(answers))
     else:
         from planner.show.terminal.sweep import sweep_text  # noqa: PLC0415 - likewise
 
-        console.result(sweep_text(found, style_for_stdout()))
+        console.result(sweep_text(answers, style_for_stdout()))
     if options.output is not None:
-        console.note(f"wrote {sum(cell.plan is not None for cell in found.cells)} plans to {options.output}")
-    raise typer.Exit(ExitCode.NO if found.smallest is None else ExitCode.OK)
+        console.note(f"wrote {sum(cell.plan is not None for cell in answers.cells)} plans to {options.output}")
+    raise typer.Exit(ExitCode.NO if answers.smallest is None else ExitCode.OK)

@@ -36,9 +36,11 @@ def verify(
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     with console.later_progress(f"running {plan}") as progress:
-        found = api.verify(plan, **values_of(replace(options, calibration=calibration, progress=progress)))
-    console.result(files.dump(found, as_json=True) if as_json else verification_text(found, style_for_stdout()))
+        verification = api.verify(plan, **values_of(replace(options, calibration=calibration, progress=progress)))
+    console.result(
+        files.dump(verification, as_json=True) if as_json else verification_text(verification, style_for_stdout())
+    )
     console.note(f"wrote {calibration}")
-    if not found.agrees:
+    if not verification.agrees:
         console.next(f"gpipe-plan solve … --calibration {calibration}")
-    raise typer.Exit(ExitCode.OK if found.agrees else ExitCode.NO)
+    raise typer.Exit(ExitCode.OK if verification.agrees else ExitCode.NO)
