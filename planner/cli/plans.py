@@ -7,9 +7,9 @@ from planner.core.cost.simulate import Event
 from planner.core.cost.step import Step, step_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.files import profile_for, profile_path, reference_path
+from planner.files import profile_for, profile_path
 
-__all__ = ["events_of", "profile_for", "profile_path", "reference_path", "step_of_plan"]
+__all__ = ["events_of", "profile_for", "profile_path", "step_of_plan"]
 
 
 def events_of(plan: Plan, profile: Profile) -> tuple[Event, ...]:

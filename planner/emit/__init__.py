@@ -4,19 +4,17 @@ import sys
 
 from planner import Verb
 from planner.emit.engines import ENGINES, emit_engine
-from planner.emit.jax_program import JAX_SCRIPT, emit_jax
+from planner.emit.jax_program import emit_jax
 from planner.emit.layout import EngineFile
-from planner.emit.native import Emitted, decisions_digest, emit_native
+from planner.emit.native import decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
-from planner.emit.signature import is_edited, refuse_edited
+from planner.emit.signature import is_edited
 from planner.emit.standalone import emit_standalone
 from planner.emit.writing import Written, check_engine, write_emitted
 
 __all__ = [
     "ENGINES",
-    "JAX_SCRIPT",
     "SUFFIXES",
-    "Emitted",
     "EngineFile",
     "Written",
     "check_engine",
@@ -27,7 +25,6 @@ __all__ = [
     "emit_standalone",
     "is_edited",
     "read_balance_list",
-    "refuse_edited",
     "write_emitted",
 ]
 
