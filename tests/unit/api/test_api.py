@@ -99,6 +99,13 @@ def test_a_standalone_script_can_be_emitted(here: Path) -> None:
     assert [path.name for path in Path("alone").iterdir()] == ["train.py"]
 
 
+@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "verify", "sweep"])
+def test_an_unknown_keyword_is_refused_by_name(verb: str) -> None:
+    """Before anything is read."""
+    with pytest.raises(TypeError, match="devcies"):
+        getattr(planner, verb)("nowhere.yaml", devcies=2)
+
+
 # Import
 
 

@@ -69,3 +69,11 @@ def test_auto_is_left_to_the_solver() -> None:
     """0 stands for it."""
     assert texts.count_or_auto("--chunks", "auto") == 0
     assert texts.count_or_auto("--chunks", 3) == texts.count_or_auto("--chunks", "3") == 3
+
+
+def test_settings_come_in_either_form() -> None:
+    """As texts, of which each has a name, or by name."""
+    assert texts.settings(["width=16", "name=a=b"]) == {"width": "16", "name": "a=b"}
+    assert texts.settings({"width": 16}) == {"width": "16"}
+    with pytest.raises(UsageError, match="--set width"):
+        texts.settings(["width"])
