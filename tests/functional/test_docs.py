@@ -129,7 +129,7 @@ def test_every_option_that_is_mentioned_exists() -> None:
     others |= {"--pipeline-model-parallel-layout"}
     group = get_command(app_for(["--help"]))
     options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
-    scripts = ("script.py", "jax_training.py")
+    scripts = ("script.py", "jax/training.py")
     script = "".join((ROOT / "planner" / "executor" / name).read_text(encoding="utf-8") for name in scripts)
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
