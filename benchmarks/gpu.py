@@ -23,9 +23,8 @@ from torch import Tensor
 from planner import api
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import format_bytes, parse_bytes
-from planner.device.clock import clock_for
-from planner.device.machine import cpu_name, keep_freed_memory
-from planner.device.meter import meter_for
+from planner.device.kinds import kind_of
+from planner.device.machine import keep_freed_memory
 from planner.executor.build.building import build_layers, build_structure
 from planner.executor.run.stage_module import StageModule, shapes_of
 from planner.model import LoadedModel, load_model
@@ -84,13 +83,13 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="models for a CPU")
     options = parser.parse_args()
     device = torch.device(options.device)
-    if device.type == "cpu":
+    kind = kind_of(device)
+    if not kind.has_own_memory:
         keep_freed_memory()
-        torch.set_num_threads(1)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    torch.set_num_threads(1)
     print("# Stages alone on one device\n")
     print(
-        f"`{shlex.join(['python', *sys.argv])}` on {name}, torch {torch.__version__}, Python "
+        f"`{shlex.join(['python', *sys.argv])}` on {kind.model_name}, torch {torch.__version__}, Python "
         f"{platform.python_version()}. Each model planned for {NUM_DEVICES} such devices of {options.mem}; times per "
         "micro-batch.\n"
     )
@@ -149,7 +148,7 @@ def _alone(loaded: LoadedModel, chain: Chain, plan: Plan, stage: Stage, device: 
     )
     module.targets = [to_device(batch.targets, device)] * count
     optimizer = loaded.build_optimizer(module.parameters())
-    clock, meter = clock_for(device, 1), meter_for(device)
+    clock, meter = kind_of(device).clock(1), kind_of(device).meter()
     given = shapes.boundaries[first].tensors
 
     def received() -> list[Tensor]:

@@ -13,6 +13,7 @@ from planner.api.reading import File, calibration_of, path_of
 from planner.core.cost.calibration import Calibration, calibrated_executor
 from planner.core.errors import UsageError
 from planner.core.values.cluster import ExecutorCost
+from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Profile
 from planner.core.values.units import parse_us
@@ -127,7 +128,7 @@ def _asked(model: File | Any, options: ProfileOptions) -> _Asked:
         sources = [source for source in (path, path.rpartition(":")[0]) if source.endswith(".py")]
         files.check_outputs({"--output": asked.output}, (*sources, path_of(options.calibration)))
         files.check_writable(asked.output)
-    if asked.calibration is not None and options.device in ("cpu", "cuda"):
+    if asked.calibration is not None and options.device in TORCH_KINDS:
         calibrated_executor(asked.calibration, options.device)  # before anything is measured
     return asked
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from planner.core.errors import MeasurementError, UsageError
+from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
@@ -58,7 +59,7 @@ def run_plan(
 
 def crowding(plan: Plan, profile: Profile) -> str:
     """Why times measured here would say nothing; empty if they do."""
-    if profile.device.kind == "cuda":
+    if training_kind(profile.device.kind) != "cpu":
         return ""
     wanted = plan.num_devices * plan.replicas * profile.environment.threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

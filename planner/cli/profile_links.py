@@ -9,6 +9,7 @@ from planner import files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
 from planner.core.errors import ExitCode, UsageError
+from planner.core.values.devices import TORCH_KINDS
 
 __all__ = ["profile_links"]
 
@@ -57,8 +58,9 @@ def profile_links(
 
 
 def _check_usage(device: str) -> None:
-    if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"unknown `--device {device}`", hint="one of auto, cpu, cuda")
+    devices = ("auto", *TORCH_KINDS)
+    if device not in devices:
+        raise UsageError(f"unknown `--device {device}`", hint=f"one of {', '.join(devices)}")
     if os.environ.get("WORLD_SIZE", "1") == "1":
         raise UsageError("one process has no neighbour", hint=f"start 2 or more: `{_START}`")
 

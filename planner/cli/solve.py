@@ -16,6 +16,7 @@ from planner.cli.plans import events_of
 from planner.cli.records import with_options
 from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Link
+from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes, format_rate, format_us
@@ -72,7 +73,7 @@ def _notes(console: Console, inputs: Inputs, profile: Profile, *, extrapolated: 
         console.note(f"note: link {rate}, {format_us(inputs.link.latency_us)}{kind}")
     if inputs.replicas != 1 and inputs.allreduce is None:
         console.note("note: no `--allreduce`: summing gradients over replicas is taken to cost nothing")
-    if inputs.link == Link() and not inputs.links and profile.device.kind == "cuda":
+    if inputs.link == Link() and not inputs.links and training_kind(profile.device.kind) != "cpu":
         console.note("note: no `--link`: moving tensors between stages is taken to cost nothing")
     if extrapolated:
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be under-estimated")

@@ -1,17 +1,14 @@
-"""Clocks for short pieces of work.
+"""Clocks for short pieces of work, and the processor's.
 
-CPU with one thread: process time, which other processes cannot lengthen by taking the core away; with several threads
-wall time. The smallest of many repeats is kept. CUDA: events, the median.
+With one thread it is process time, which other processes cannot lengthen by taking the core away; with several threads
+wall time. The smallest of many repeats is kept.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
-__all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
+__all__ = ["Clock", "CpuClock"]
 
 
 class Clock(Protocol):
@@ -41,26 +38,3 @@ class CpuClock:
     def typical_us(self, times_us: list[float]) -> float:
         """The smallest: on a CPU everything else only adds."""
         return min(times_us)
-
-
-class CudaClock:
-    """CUDA events around work on the current stream."""
-
-    def time_us(self, work: Callable[[], None]) -> float:
-        """Microseconds between the events, all earlier work done."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
-
-    def typical_us(self, times_us: list[float]) -> float:
-        """The median: a GPU's clock wanders both ways."""
-        return statistics.median(times_us)
-
-
-def clock_for(device: torch.device, threads: int) -> Clock:
-    """The clock of a CPU or CUDA device."""
-    return CudaClock() if device.type == "cuda" else CpuClock(threads)

@@ -1,8 +1,8 @@
-"""Live and peak bytes of a piece of work, by the device's own allocator.
+"""Live and peak bytes of a piece of work, by the device's own allocator; and the processor's meter.
 
-CUDA has allocator statistics. On the CPU torch's profiler records every allocation and release with its size
-(operator temporaries included, which no dispatch mode sees); its older recorder does so without Kineto's start-up
-time and messages. Resident set size would be useless: the C allocator keeps freed memory.
+Torch's profiler records every allocation and release of the CPU's with its size (operator temporaries included, which
+no dispatch mode sees); its older recorder does so without Kineto's start-up time and messages. Resident set size would
+be useless: the C allocator keeps freed memory.
 """
 
 import gc
@@ -14,7 +14,7 @@ import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch.autograd import ProfilerConfig, ProfilerState  # type: ignore[attr-defined]
 
-__all__ = ["CpuMeter", "CudaMeter", "Meter", "Usage", "meter_for", "recorded_allocations"]
+__all__ = ["CpuMeter", "Meter", "Usage", "recorded_allocations"]
 
 
 class Usage(NamedTuple):
@@ -52,28 +52,6 @@ class CpuMeter:
             live += size
             peak = max(peak, live)
         return Usage(peak, live)
-
-
-class CudaMeter:
-    """Reads the caching allocator's statistics."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def measure(self, work: Callable[[], None]) -> Usage:
-        """Runs `work` once."""
-        torch.cuda.synchronize(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        work()
-        torch.cuda.synchronize(self.device)
-        after = torch.cuda.memory_allocated(self.device)
-        return Usage(torch.cuda.max_memory_allocated(self.device) - before, after - before)
-
-
-def meter_for(device: torch.device) -> Meter:
-    """The meter of a CPU or CUDA device."""
-    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from planner.core.cost.planning import GENERATOR
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES
 from planner.core.values.balance import Balance, StageBalance, launch_line
+from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
@@ -133,7 +134,7 @@ def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
         model=replace(profile.model, source=source),
         optimizer=profile.optimizer,
         dtype=precision_of(profile.environment.dtype),
-        device="cuda" if profile.device.kind == "cuda" else "cpu",
+        device=training_kind(profile.device.kind),
         threads=profile.environment.threads,
         schedule=plan.schedule,
         chunks=plan.chunks,

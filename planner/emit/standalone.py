@@ -6,6 +6,7 @@ from string import Template
 
 from planner import __version__
 from planner.core.errors import UsageError
+from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
@@ -62,7 +63,7 @@ def emit_standalone(plan: Plan, profile: Profile, *, folder: str, profile_folder
         path=repr(path),
         entry=repr(entry),
         settings=repr(dict(profile.model.settings)),
-        device=repr("cuda" if profile.device.kind == "cuda" else "cpu"),
+        device=repr(training_kind(profile.device.kind)),
         threads=profile.environment.threads,
         batch=plan.inputs.batch,
         layers=_lists(paths),

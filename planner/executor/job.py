@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance
+from planner.device.kinds import kind_of
 from planner.executor.build.opening import device_of_rank, stage_name
 from planner.executor.run.placement import Groups, Place, place_of
 from planner.executor.run.relay import Relay
@@ -86,7 +87,7 @@ def join(job: Job, timeout_s: float) -> bool:
         UsageError: A process has something else to do than the first.
     """
     job.position.at("joining the others", waits_for=ANY)
-    backend = "nccl" if job.device.type == "cuda" else "gloo"
+    backend = kind_of(job.device).communication
     if dist.is_initialized():
         return False
     if "RANK" not in os.environ:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.core.values.run_report import RunReport
+from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
 from planner.executor.build.assembly import Assembly
 from planner.executor.build.opening import load_planned
@@ -65,7 +66,7 @@ class Pipeline:
         """What is yet to be done when the loop has ended, on all ranks alike (`pipeline_script` does it)."""
         self.at_close: list[Callable[[], None]] = []
         torch.set_num_threads(job.balance.threads)
-        if job.device.type == "cpu":
+        if not kind_of(job.device).has_own_memory:
             keep_freed_memory()
         self._notes = Notes(job)
         self.losses = self._notes.losses

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
+from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
 from planner.executor.keep.checkpoint import Checkpoints
 from planner.executor.measure.trace import trace_json
@@ -50,7 +51,7 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
     add("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
     add("--report", metavar="run.json", help="write what the run took to this file")
     add("--trace", metavar="trace.json", help="write what every rank did, for Perfetto")
-    add("--device", choices=("cpu", "cuda"), help="instead of the device planned for")
+    add("--device", choices=TORCH_KINDS, help="instead of the device planned for")
     add("--checkpoint", metavar="DIR", help="save checkpoints in this folder, also on SIGTERM")
     add("--checkpoint-every", type=int, default=100, metavar="N", help="steps between two of them (default 100)")
     add("--keep", type=int, default=3, metavar="N", help="how many of the newest to keep (default 3)")

@@ -3,7 +3,6 @@
 import gc
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,10 +23,10 @@ from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import ACCELERATORS, accelerator
 from planner.core.values.partial import Measurement, Partial
 from planner.core.values.profile import Device, Environment, LayerProfile, MemoryDetail, Model, Profile
-from planner.device.clock import Clock, clock_for
-from planner.device.machine import LARGE_BYTES, cpu_name, give_freed_memory_back, keep_freed_memory
-from planner.device.meter import Meter, meter_for
-from planner.device.reserve import cuda_reserve_bytes
+from planner.device.clock import Clock
+from planner.device.kinds import DEVICE_KINDS, kind_of
+from planner.device.machine import LARGE_BYTES, give_freed_memory_back, keep_freed_memory
+from planner.device.meter import Meter
 from planner.model.chain import Chain, Layer, chain_digest, tied_parameters
 from planner.model.ghosts import NeedsValuesError
 from planner.model.lean import fill
@@ -117,7 +116,7 @@ def profile_model(
     target = _target_of(options.device)
     device = torch.device("cpu") if target is not None else device_of(options.device)
     torch.set_num_threads(options.threads)
-    if device.type == "cpu":
+    if not kind_of(device).has_own_memory:
         # A large model need not take the room of several before anything is timed.
         keep_freed_memory(below=LARGE_BYTES)
     if target is not None:
@@ -132,7 +131,7 @@ def profile_model(
         if text:
             warn(text)
     model = chain.model
-    described = describe_device(device) if target is None else target.described
+    described = kind_of(device).described() if target is None else target.described
     kept = _Kept(_header(loaded, model, chain, described, options.threads))
     if earlier is not None:
         kept.take_over(earlier, warn)
@@ -240,25 +239,16 @@ def device_of(name: str) -> torch.device:
     Raises:
         UsageError: Unknown, or not on this machine.
     """
-    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+    kind, colon, number = name.partition(":")
+    if kind not in DEVICE_KINDS or (colon and not (DEVICE_KINDS[kind].has_own_memory and number.isdecimal())):
         hint = "use `--device cpu`, `cuda` or `tpu`, or without the device itself `estimate:h100` or `tpu:v2`"
         raise UsageError(f"unknown device `{name}`", hint=hint)
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"no CUDA device here for `--device {name}`", hint="profile on the machine that has it")
-    return torch.device(name)
-
-
-def describe_device(device: torch.device) -> Device:
-    """Name and memory of a device, and how much of it is not for tensors."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return Device(
-            kind="cuda",
-            name=properties.name,
-            memory_bytes=properties.total_memory,
-            reserve_bytes=cuda_reserve_bytes(device),
+    if not DEVICE_KINDS[kind].count():
+        raise UsageError(
+            f"no {DEVICE_KINDS[kind].title} device here for `--device {name}`",
+            hint="profile on the machine that has it",
         )
-    return Device(kind="cpu", name=cpu_name())
+    return torch.device(name)
 
 
 @contextmanager
@@ -346,7 +336,7 @@ class _Measured:
         self.tied = tied_parameters(chain.layers)
         self._measure_memory()
         give_freed_memory_back()
-        if device.type == "cpu":
+        if not kind_of(device).has_own_memory:
             keep_freed_memory()
         self.saved = [saved_bytes([self.memory[unit.digest, size] for unit in self.units]) for size in self.sizes]
         check_ties(chain.layers, self.tied, lambda n: self._sparse(self.units[n].digest))
@@ -365,7 +355,8 @@ class _Measured:
         self._measure_optimizer()
 
     def _instruments(self) -> tuple[Meter, Clock]:
-        return meter_for(self._device), clock_for(self._device, self._options.threads)
+        kind = kind_of(self._device)
+        return kind.meter(), kind.clock(self._options.threads)
 
     def _measure_memory(self) -> None:
         """Size by size, as far as memory suffices."""
@@ -424,7 +415,7 @@ class _Measured:
 
     def _without(self, size: int) -> None:
         gc.collect()
-        torch.cuda.empty_cache()
+        kind_of(self._device).empty_cache()
         if not self.sizes:
             raise MeasurementError(
                 f"out of memory at micro-batch size {size}, the smallest",
@@ -682,7 +673,8 @@ class _Compiled(_Estimated):
             # Zeros that nobody writes take no memory, and of large parameters a part is enough.
             trained = (p for p in module.parameters() if p.requires_grad)
             values = nn.ParameterList([nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in trained])
-            return measure(values, meter=meter_for(self._device), clock=clock_for(self._device, 1))
+            kind = kind_of(self._device)
+            return measure(values, meter=kind.meter(), clock=kind.clock(1))
 
     def _compile_steps(self) -> dict[str, CompiledStep]:
         """The optimizer's step of every distinct layer that has something to train."""

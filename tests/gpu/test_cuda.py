@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.values.plan import Recompute
-from planner.device.clock import CudaClock, clock_for
-from planner.device.meter import CudaMeter, Usage, meter_for
-from planner.device.reserve import cuda_reserve_bytes
+from planner.device.cuda import Cuda, CudaClock, CudaMeter
+from planner.device.kinds import kind_of
+from planner.device.meter import Usage
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
@@ -57,7 +57,7 @@ def test_known_allocations() -> None:
         kept.append(torch.empty(1 << 19, dtype=torch.uint8, device=CUDA))
         del temporary
 
-    meter = meter_for(CUDA)
+    meter = kind_of(CUDA).meter()
     assert isinstance(meter, CudaMeter)
     assert meter.measure(work) == Usage((1 << 20) + (1 << 19), 1 << 19)
     assert meter.measure(kept.clear) == Usage(0, -(1 << 19))
@@ -65,7 +65,7 @@ def test_known_allocations() -> None:
 
 def test_the_clock_waits_for_the_device() -> None:
     """A large product takes longer than a small one; the median of several counts."""
-    clock = clock_for(CUDA, 1)
+    clock = kind_of(CUDA).clock(1)
     assert isinstance(clock, CudaClock)
     large, small = torch.randn(4096, 4096, device=CUDA), torch.randn(64, 64, device=CUDA)
     for value in (large, small):
@@ -97,9 +97,9 @@ def test_a_profile_of_the_device() -> None:
 
 def test_the_reserve_is_measured_and_is_no_tensor() -> None:
     """Reported are 300 to 700 MB; a large tensor of ours does not change it."""
-    before = cuda_reserve_bytes(CUDA)
+    before = Cuda(CUDA).reserve_bytes()
     ours = torch.ones(2**28, device=CUDA)
-    after = cuda_reserve_bytes(CUDA)
+    after = Cuda(CUDA).reserve_bytes()
     assert 100e6 < before < 4e9
     assert abs(after - before) < 64 << 20
     del ours

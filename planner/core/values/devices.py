@@ -12,7 +12,10 @@ from typing import Final
 
 from planner.core.errors import UsageError
 
-__all__ = ["ACCELERATORS", "Accelerator", "accelerator", "accelerators_with"]
+__all__ = ["ACCELERATORS", "TORCH_KINDS", "Accelerator", "accelerator", "accelerators_with", "training_kind"]
+
+TORCH_KINDS: Final = ("cpu", "cuda")
+"""Kinds of device that the bundled executor trains on, each a class of `planner.device.kinds`."""
 
 _GB = 10**9
 _GIB = 2**30
@@ -88,3 +91,8 @@ def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
     """The devices that hold `need_bytes`, the smallest first."""
     able = [known for known in ACCELERATORS if known.memory_bytes >= need_bytes]
     return tuple(sorted(able, key=lambda known: known.memory_bytes))
+
+
+def training_kind(profiled: str) -> str:
+    """The kind of device that torch trains on after such a profile: the CPU in place of those that only JAX reaches."""
+    return profiled if profiled in TORCH_KINDS else "cpu"

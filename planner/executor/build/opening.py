@@ -7,6 +7,7 @@ import torch
 
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance
+from planner.device.kinds import DEVICE_KINDS
 from planner.model.again import load_again
 from planner.model.load import LoadedModel
 
@@ -32,13 +33,12 @@ def device_of_rank(name: str) -> torch.device:
     Raises:
         UsageError: This machine has none for it.
     """
-    if name != "cuda":
+    if name not in DEVICE_KINDS:  # a device by its number, say
         return torch.device(name)
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.device_count() <= local:
+    kind, local = DEVICE_KINDS[name], int(os.environ.get("LOCAL_RANK", "0"))
+    if kind.count() <= local:
         raise UsageError(
-            f"the plan is for CUDA, and this machine has {torch.cuda.device_count()} CUDA devices for rank {local}",
+            f"the plan is for {kind.title}, and this machine has {kind.count()} {kind.title} devices for rank {local}",
             hint="run on the machine it was planned for, or pass `--device cpu` to try it out",
         )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    return kind.of_rank(local)

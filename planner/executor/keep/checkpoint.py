@@ -12,7 +12,6 @@ A stage resumes bit for bit under the plan that wrote. Under another one it find
 state by name; only the random state, which belongs to a rank, starts anew.
 """
 
-import functools
 import json
 import shutil
 import signal
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from planner.core.errors import FileError, ModelError, PlannerError, UsageError
 from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes
+from planner.device.kinds import kind_of
 from planner.executor.keep.description import description_of
 from planner.executor.keep.optimizer_state import OptimizerState
 from planner.executor.keep.rank_state import as_data, packed, restored, unpacked_ranks
@@ -99,10 +99,10 @@ class Checkpoints:
         self._pending: Future[Any] | None = None
         self._partial: Path | None = None
         pipeline.position.at("opening the checkpoints", waits_for=ANY)
-        # On CUDA too: what is agreed on here are paths and errors, and files are written from a thread of their own.
+        # On GPUs too: what is agreed on here are paths and errors, and files are written from a thread of their own.
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         # In a thread, from a copy in the host's memory. On the CPU the copy would take memory that the plan counts on.
-        self._is_async = pipeline.device.type == "cuda" and self._group is not None
+        self._is_async = kind_of(pipeline.device).has_own_memory and self._group is not None
         self._place = RunFolder(folder, rank=pipeline.rank, group=self._group, tell=self._tell)
         self._folder = self._place.path
         pipeline.at_close.append(self._place.release)
@@ -208,12 +208,12 @@ class Checkpoints:
 
     def _state(self) -> dict[str, Any]:
         pipeline = self._pipeline
-        names = pipeline.first_names
+        names, of_device = pipeline.first_names, kind_of(pipeline.device).generator
         tensors = {names[name]: tensor.detach() for name, tensor in pipeline.named_tensors().items()}
         mine = {
             "groups": self._optimizer.groups(),
             "random": HostStates.now().plain(),
-            "cuda_random": torch.cuda.get_rng_state(pipeline.device) if pipeline.device.type == "cuda" else None,
+            "cuda_random": None if of_device is None else of_device.get_state(),
             "pipeline": pipeline.state_dict(),
             "others": {name: other.state_dict() for name, other in self._others.items()},
         }
@@ -338,9 +338,9 @@ class Checkpoints:
         restored("the pipeline", pipeline.load_state_dict, mine["pipeline"], str(source))
         # Outside of steps every rank draws the same, whatever the plan.
         restored("the random numbers", _go_on_drawing, mine["random"], str(source))
-        if mine.get("cuda_random") is not None and pipeline.device.type == "cuda":
-            on_device = functools.partial(torch.cuda.set_rng_state, device=pipeline.device)
-            restored("the device's random numbers", on_device, mine["cuda_random"], str(source))
+        of_device = kind_of(pipeline.device).generator
+        if mine.get("cuda_random") is not None and of_device is not None:
+            restored("the device's random numbers", of_device.set_state, mine["cuda_random"], str(source))
 
     def _restore_others(self, saved: Mapping[str, Any], path: str) -> None:
         if set(saved) != set(self._others):

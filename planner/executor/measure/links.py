@@ -18,7 +18,7 @@ from planner.core.cost.planning import GENERATOR
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.values.links import Links, MeasuredLink, fit_link
 from planner.core.values.profile import Device, Environment
-from planner.device.machine import cpu_name
+from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.measure.calibrate import overhead_us_of, step_us, transfer_us_of
 
 __all__ = ["measure_links", "round_trip_us"]
@@ -69,16 +69,16 @@ def measure_links(device: str = "auto", progress: Callable[[str, int, int], None
 
 def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -> Links | None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    kind = kind_of(device)
     mine: MeasuredLink | None = None
     for sender in range(world - 1):
         progress(f"{sender} to {sender + 1}", sender, world - 1)
-        alone, pair = (dist.new_group(ranks, backend=backend) for ranks in ([sender], [sender, sender + 1]))
+        alone, pair = (dist.new_group(ranks, backend=kind.communication) for ranks in ([sender], [sender, sender + 1]))
         if rank in (sender, sender + 1):
-            measure = _over_nccl if device.type == "cuda" else _over_gloo
+            measure = _over_nccl if kind.transfers_overlap else _over_gloo
             times = measure(rank - sender, sender, alone, pair, device)
             if rank == sender:
-                link = fit_link(_SIZES, times, blocking=device.type == "cpu")
+                link = fit_link(_SIZES, times, blocking=not kind.transfers_overlap)
                 mine = MeasuredLink(link=link, sample_bytes=_SIZES, sample_us=tuple(times))
         dist.barrier()
     everyones: list[MeasuredLink | None] = [None] * world
@@ -87,9 +87,9 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
         return None
     return Links(
         generator=GENERATOR,
-        device=_described(device),
+        device=Device(kind=kind.name, name=kind.model_name),
         environment=Environment(torch=str(torch.__version__), python=platform.python_version()),
-        backend=backend,
+        backend=kind.communication,
         boundaries=tuple(link for link in everyones if link is not None),
     )
 
@@ -107,42 +107,31 @@ def _over_nccl(index: int, sender: int, _alone: Group, pair: Group, device: torc
 
 def round_trip_us(index: int, peer: int, size_bytes: int, pair: Group, device: torch.device) -> float:
     """Smallest time of sending so much from the first of two processes to the other and back."""
-    tensor = torch.zeros(size_bytes // 4, device=device)
+    tensor, kind = torch.zeros(size_bytes // 4, device=device), kind_of(device)
     times = []
     for _ in range(_WARM_UPS + _ROUND_TRIPS):
-        _wait_for(device)
+        kind.synchronize()
         begin = time.perf_counter_ns()
         for move in (dist.send, dist.recv) if index == 0 else (dist.recv, dist.send):
             move(tensor, peer, group=pair)
-        _wait_for(device)
+        kind.synchronize()
         times.append((time.perf_counter_ns() - begin) / 1e3)
     return min(times[_WARM_UPS:])
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _device(name: str) -> torch.device:
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if name == "cpu" or (name == "auto" and not enough):
-        return torch.device("cpu")
-    if not enough:
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if name == "auto":
+        # The CPU, which comes first, has room for any number of processes.
+        name = next(kind.name for kind in reversed(tuple(DEVICE_KINDS.values())) if kind.count() >= processes)
+    kind = DEVICE_KINDS[name]
+    if kind.count() < processes:
         raise UsageError(
-            f"{torch.cuda.device_count()} CUDA devices for {os.environ.get('LOCAL_WORLD_SIZE', '1')} processes",
+            f"{kind.count()} {kind.title} devices for {processes} processes",
             hint="start as many processes as there are devices, or use `--device cpu`",
         )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    return kind.of_rank(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _on_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-
-
-def _described(device: torch.device) -> Device:
-    if device.type == "cuda":
-        return Device(kind="cuda", name=torch.cuda.get_device_name(device))
-    return Device(kind="cpu", name=cpu_name())

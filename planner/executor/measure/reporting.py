@@ -11,7 +11,7 @@ from planner import __version__
 from planner.core.values.balance import Balance
 from planner.core.values.profile import Device, Environment, Generator
 from planner.core.values.run_report import RunReport, StageRun
-from planner.device.machine import cpu_name
+from planner.device.kinds import kind_of
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.measure.run_waits import ProcessRun, Waits
 from planner.executor.measure.timeline import gather_runs
@@ -52,13 +52,13 @@ def run_report(
     if runs is None:
         return [], None
     stages = sorted((run for runs in gathered for run in runs), key=lambda run: (run.replica, run.index))
-    waits = Waits.of(runs, stages, warm_up=WARM_UP_STEPS, overlaps=device.type == "cuda")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    kind = kind_of(device)
+    waits = Waits.of(runs, stages, warm_up=WARM_UP_STEPS, overlaps=kind.transfers_overlap)
     report = RunReport(
         generator=Generator(name="gpipe-plan", version=__version__),
         plan_digest=balance.plan_digest,
         seed=seed,
-        device=Device(kind=device.type, name=name),
+        device=Device(kind=kind.name, name=kind.model_name),
         environment=Environment(
             torch=str(torch.__version__),
             python=platform.python_version(),

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planner.device.kinds import accelerator_in_use
+
 __all__ = [
     "HostStates",
     "StepSeeds",
@@ -117,16 +119,16 @@ class HostStates(NamedTuple):
 @contextmanager
 def keeping_random_state() -> Iterator[None]:
     """Afterwards torch's generators go on as if nothing had been drawn."""
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    of_device = _device_generator()
     # Bytes, no tensor: a stage may need less memory than 5 kB, and nothing else of a step is that of no layer.
     state = torch.get_rng_state().numpy().tobytes()
-    of_device = None if device is None else torch.cuda.get_rng_state(device)
+    device_state = None if of_device is None else of_device.get_state()
     try:
         yield
     finally:
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        if device is not None and of_device is not None:
-            torch.cuda.set_rng_state(of_device, device)
+        if of_device is not None and device_state is not None:
+            of_device.set_state(device_state)
 
 
 # Private functions
@@ -152,5 +154,10 @@ def _mixed(number: int) -> int:
 def _seed_generators(seed: int) -> None:
     # Not `torch.manual_seed`, which asks every kind of device there may be: 100 us instead of 1.
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    if (of_device := _device_generator()) is not None:
+        of_device.manual_seed(seed)
+
+
+def _device_generator() -> torch.Generator | None:
+    device = accelerator_in_use()
+    return None if device is None else device.generator

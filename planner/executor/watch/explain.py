@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from planner.core.errors import PlannerError, TrainingError
 from planner.core.values.units import format_bytes
+from planner.device.kinds import accelerator_in_use
 from planner.executor.watch.position import Position
 
 __all__ = ["explained", "hang", "is_lost_contact", "left_alone", "name_of_rank"]
@@ -86,8 +87,10 @@ def is_lost_contact(error: BaseException) -> bool:
 def _out_of_memory(error: BaseException, who: str, position: Position) -> PlannerError:
     predicted = sum(position.predicted_bytes.get(stage, 0) for stage in position.stages)
     beside = f"; the plan predicts a peak of {format_bytes(predicted)}" if predicted else ""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        held = f"{format_bytes(torch.cuda.memory_allocated())} allocated"
+    device = accelerator_in_use()
+    allocated_bytes = None if device is None else device.allocated_bytes()
+    if allocated_bytes is not None:
+        held = f"{format_bytes(allocated_bytes)} allocated"
     else:
         held = f"{format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} in the process"
     return TrainingError(

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from planner.core.values.devices import Accelerator
 from planner.core.values.profile import Device
+from planner.device.cuda import ASSUMED_RESERVE_BYTES, Cuda
 from planner.device.meter import Usage
-from planner.device.reserve import ASSUMED_BYTES
 from planner.model.chain import Chain
 from planner.model.ghosts import storage_of
 from planner.model.held import as_ghosts
@@ -42,10 +42,10 @@ _ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", 
 def estimated_device(absent: Accelerator, rates: Rates) -> Device:
     """Name and memory of a device that is not here, and what is taken not to be for tensors."""
     return Device(
-        kind="cuda",
+        kind=Cuda.name,
         name=rates.full_name,
         memory_bytes=absent.memory_bytes,
-        reserve_bytes=ASSUMED_BYTES,
+        reserve_bytes=ASSUMED_RESERVE_BYTES,
         how="estimated",
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.device.meter import CpuMeter, Usage, meter_for, recorded_allocations
+from planner.device.meter import CpuMeter, Usage, recorded_allocations
 
 KEPT: list[Tensor] = []
 
@@ -124,8 +124,3 @@ def test_sizes_are_in_order() -> None:
         del first
         del second
     assert sizes == [10, 20, -10, -20]
-
-
-def test_the_meter_of_a_cpu() -> None:
-    """Is the one that counts events."""
-    assert isinstance(meter_for(torch.device("cpu")), CpuMeter)

@@ -14,7 +14,7 @@ from planner.core.cost.memory import stage_memory
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Profile
-from planner.device.reserve import ASSUMED_BYTES
+from planner.device.cuda import ASSUMED_RESERVE_BYTES
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
 from planner.profile import ProfileOptions, profile_model
@@ -66,7 +66,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def test_a_device_that_is_not_here_has_a_reserve() -> None:
     """An allowance for context and libraries, stated in the profile and the default of `solve`."""
     profile = estimated(loaded_model(blocks, words, loss_fn=to_word), 2)
-    assert profile.device.reserve_bytes == ASSUMED_BYTES == 10**9
+    assert profile.device.reserve_bytes == ASSUMED_RESERVE_BYTES == 10**9
     assert "reserve 954 MiB, assumed" in profile_text(profile, Style(width=100, unicode=True, color=False))
     request = request_of(profile, ProfileReference(path="", digest=""), SolverOptions(devices=2, batch=2))
     assert {stage.memory.reserve for stage in solve(profile, request).stages} == {10**9}

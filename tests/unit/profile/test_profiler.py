@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile
-from planner.device.clock import CpuClock, clock_for
+from planner.device.clock import CpuClock
 from planner.device.meter import CpuMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
@@ -318,7 +318,7 @@ def test_a_frozen_backbone_has_no_backward() -> None:
 
 def test_one_thread_is_timed_by_process_time() -> None:
     """Which other processes cannot lengthen: sleeping takes none of it; of several repeats the smallest counts."""
-    one, several = clock_for(torch.device("cpu"), 1), clock_for(torch.device("cpu"), 2)
+    one, several = CpuClock(1), CpuClock(2)
     assert one.time_us(lambda: time.sleep(0.05)) < several.time_us(lambda: time.sleep(0.05))
     assert one.typical_us([3.0, 1.0, 2.0]) == 1.0
 

@@ -11,7 +11,7 @@ from planner.api.options import SolverOptions
 from planner.core.values.partial import Partial
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Device, Environment, Generator, Model
-from planner.device.reserve import cuda_reserve_bytes
+from planner.device.cuda import Cuda
 from tests.support.chains import random_profile
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_context_libraries_and_their_workspaces(monkeypatch: pytest.MonkeyPatch)
     fake = FakeCuda()
     for name in ("memory_allocated", "memory_reserved", "synchronize", "empty_cache", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    assert cuda_reserve_bytes(CPU) == 300 + 700 + 32
+    assert Cuda(CPU).reserve_bytes() == 300 + 700 + 32
 
 
 @pytest.mark.parametrize(("reserve", "expected"), [(None, 1000), ("0B", 0), ("2kB", 2000)])

@@ -1,0 +1,105 @@
+"""The host's processor: what it computes is done when a call returns, and its memory is the process's."""
+
+import sys
+import time
+from contextlib import ExitStack
+from typing import NamedTuple, Self
+
+import torch
+
+from planner.core.values.profile import Device
+from planner.device.clock import CpuClock
+from planner.device.kind import DeviceKind, Peak
+from planner.device.machine import cpu_name
+from planner.device.meter import CpuMeter, recorded_allocations
+
+__all__ = ["Cpu"]
+
+
+class Cpu(DeviceKind):
+    """The processor of this machine, which any number of processes share."""
+
+    name, title = "cpu", "CPU"
+    communication = "gloo"
+    transfers_overlap = has_own_memory = False
+    # The host's own generator, whose state is kept as the host's; allocations that nobody recorded are not counted.
+    generator = None
+
+    @classmethod
+    def count(cls) -> int:
+        return sys.maxsize
+
+    @classmethod
+    def of_rank(cls, local_rank: int) -> torch.device:  # noqa: ARG003
+        return torch.device("cpu")
+
+    @classmethod
+    def in_use(cls) -> None:
+        return
+
+    @property
+    def model_name(self) -> str:
+        return cpu_name()
+
+    def described(self) -> Device:
+        return Device(kind="cpu", name=cpu_name())
+
+    def clock(self, threads: int) -> CpuClock:
+        return CpuClock(threads)
+
+    def meter(self) -> CpuMeter:
+        return CpuMeter()
+
+    def peak_watch(self) -> "_AllocationWatch":
+        return _AllocationWatch()
+
+    def allocated_bytes(self) -> None:
+        return
+
+    def now(self) -> "_HostMoment":
+        return _HostMoment(time.perf_counter_ns())
+
+    def synchronize(self) -> None:
+        return
+
+    def empty_cache(self) -> None:
+        return
+
+
+class _HostMoment(NamedTuple):
+    ns: int
+
+    def ns_since(self, earlier: Self) -> int:
+        return self.ns - earlier.ns
+
+
+class _AllocationWatch:
+    """Adds up allocations and releases since it was made: there is no counter of what is alive."""
+
+    def __init__(self) -> None:
+        self._live_bytes = 0
+        self._recording = ExitStack()
+        self._has_ended = False
+        self._start()
+
+    def begin(self) -> None:
+        self._live_bytes += sum(self._stop())
+        self._start()
+
+    def end(self) -> Peak:
+        self._has_ended = True
+        live = peak = self._live_bytes
+        for size in self._stop():
+            live += size
+            peak = max(peak, live)
+        return Peak(peak)
+
+    def close(self) -> Peak | None:
+        return None if self._has_ended else self.end()
+
+    def _start(self) -> None:
+        self._sizes = self._recording.enter_context(recorded_allocations())
+
+    def _stop(self) -> list[int]:
+        self._recording.close()
+        return self._sizes

@@ -1,0 +1,175 @@
+"""A CUDA device: events for times, the caching allocator's own figures for memory.
+
+What no tensor can have of its memory (the context, loaded kernels, workspaces of the libraries) is in none of those
+figures, in which stages are predicted, and is there on every device that trains. So it is measured once, behind the
+first use of what nearly every model uses: matrix products (cuBLAS) and convolutions (cuDNN), forward and backward, in
+single and half precision.
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Final, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from planner.core.values.profile import Device
+from planner.device.kind import DeviceKind, Peak
+from planner.device.meter import Usage
+
+__all__ = ["ASSUMED_RESERVE_BYTES", "Cuda", "CudaClock", "CudaMeter"]
+
+ASSUMED_RESERVE_BYTES: Final = 10**9
+"""The reserve of a device that is not here: an allowance, not a measurement; `--reserve` takes what is known better."""
+
+_SIDE = 256
+"""Rows and columns of matrices and images: large enough for the kernels of real layers."""
+
+
+class CudaClock:
+    """CUDA events around work on the current stream."""
+
+    def time_us(self, work: Callable[[], None]) -> float:
+        """Microseconds between the events, all earlier work done."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+    def typical_us(self, times_us: list[float]) -> float:
+        """The median: a GPU's clock wanders both ways."""
+        return statistics.median(times_us)
+
+
+class CudaMeter:
+    """Reads the caching allocator's statistics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def measure(self, work: Callable[[], None]) -> Usage:
+        """Runs `work` once."""
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        torch.cuda.synchronize(self.device)
+        after = torch.cuda.memory_allocated(self.device)
+        return Usage(torch.cuda.max_memory_allocated(self.device) - before, after - before)
+
+
+class Cuda(DeviceKind):
+    """A GPU that torch reaches by CUDA, or by HIP under that name."""
+
+    name, title = "cuda", "CUDA"
+    communication = "nccl"
+    transfers_overlap = has_own_memory = True
+
+    @classmethod
+    def count(cls) -> int:
+        return torch.cuda.device_count()
+
+    @classmethod
+    def of_rank(cls, local_rank: int) -> torch.device:
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+
+    @classmethod
+    def in_use(cls) -> "Cuda | None":
+        if not torch.cuda.is_initialized():
+            return None
+        return cls(torch.device("cuda", torch.cuda.current_device()))
+
+    @property
+    def model_name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    @property
+    def generator(self) -> torch.Generator:
+        torch.cuda.init()  # which makes the generators
+        return torch.cuda.default_generators[self.device.index]
+
+    def described(self) -> Device:
+        properties = torch.cuda.get_device_properties(self.device)
+        return Device(
+            kind="cuda",
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            reserve_bytes=self.reserve_bytes(),
+        )
+
+    def reserve_bytes(self) -> int:
+        """Bytes that are taken and hold no tensor; what other programs have there by now is among them.
+
+        Two parts: what the device has given away beyond the allocator's pool, and what libraries hold in the pool for
+        good (cuBLAS has its workspace there). The rest of the pool is free for tensors.
+        """
+        before_bytes = torch.cuda.memory_allocated(self.device)
+        for dtype in (torch.float32, torch.float16):
+            _use_libraries(self.device, dtype)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        workspaces_bytes = max(0, torch.cuda.memory_allocated(self.device) - before_bytes)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(0, total - free - torch.cuda.memory_reserved(self.device)) + workspaces_bytes
+
+    def clock(self, threads: int) -> CudaClock:  # noqa: ARG002 - the host's wait
+        return CudaClock()
+
+    def meter(self) -> CudaMeter:
+        return CudaMeter(self.device)
+
+    def peak_watch(self) -> "_StatisticsWatch":
+        return _StatisticsWatch(self.device)
+
+    def allocated_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.device))
+
+    def now(self) -> "_EventMoment":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return _EventMoment(event)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class _EventMoment(NamedTuple):
+    event: torch.cuda.Event
+
+    def ns_since(self, earlier: Self) -> int:
+        return round(float(earlier.event.elapsed_time(self.event)) * 1e6)
+
+
+class _StatisticsWatch:
+    """Reads the allocator's peak, which says nothing of a run that ends before `begin`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def end(self) -> Peak:
+        tensor_bytes = torch.cuda.max_memory_allocated(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return Peak(tensor_bytes, max(0, total - free - tensor_bytes))
+
+    def close(self) -> None:
+        return
+
+
+def _use_libraries(device: torch.device, dtype: torch.dtype) -> None:
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(*shape, device=device, dtype=dtype, requires_grad=True)
+
+    product = ones(_SIDE, _SIDE) @ ones(_SIDE, _SIDE)
+    images = functional.conv2d(ones(1, 8, _SIDE, _SIDE), ones(8, 8, 3, 3), padding=1)
+    (product.sum() + images.sum()).backward()

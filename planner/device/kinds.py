@@ -1,0 +1,27 @@
+"""The kinds of device that torch computes on here, by `torch.device.type`."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+from planner.device.cpu import Cpu
+from planner.device.cuda import Cuda
+from planner.device.kind import DeviceKind
+
+__all__ = ["DEVICE_KINDS", "accelerator_in_use", "kind_of"]
+
+DEVICE_KINDS: Final[Mapping[str, type[DeviceKind]]] = {kind.name: kind for kind in (Cpu, Cuda)}
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """A device with what its kind can do."""
+    return DEVICE_KINDS[device.type](device)
+
+
+def accelerator_in_use() -> DeviceKind | None:
+    """The device that this process computes on beside its host; None if there is none."""
+    for kind in DEVICE_KINDS.values():
+        if (device := kind.in_use()) is not None:
+            return device
+    return None

@@ -1,0 +1,55 @@
+"""Kinds of device: each can do all that is asked of one, and has the names that files and messages know it by."""
+
+import inspect
+
+import pytest
+import torch
+
+from planner.core.values.devices import TORCH_KINDS, training_kind
+from planner.device.clock import CpuClock
+from planner.device.kinds import DEVICE_KINDS, accelerator_in_use, kind_of
+from planner.device.meter import CpuMeter
+
+CPU = torch.device("cpu")
+
+
+def test_files_and_the_registry_know_the_same_kinds() -> None:
+    """The commands that must not import torch read the names from `core`."""
+    assert tuple(DEVICE_KINDS) == TORCH_KINDS
+    assert [kind.name for kind in DEVICE_KINDS.values()] == list(DEVICE_KINDS)
+
+
+@pytest.mark.parametrize("name", list(DEVICE_KINDS))
+def test_a_kind_lacks_nothing(name: str) -> None:
+    """A method that is still to be written shows here, on a machine without the device too."""
+    assert not inspect.isabstract(DEVICE_KINDS[name])
+    for told in (DEVICE_KINDS[name].title, DEVICE_KINDS[name].communication):
+        assert told
+
+
+def test_the_cpu_counts_events_and_has_room_for_any_number_of_processes() -> None:
+    """All processes of a machine share it."""
+    kind = kind_of(CPU)
+    assert isinstance(kind.meter(), CpuMeter)
+    assert isinstance(kind.clock(1), CpuClock)
+    assert kind.count() > 10**6
+    assert kind.of_rank(7) == CPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_an_accelerator_none_is_in_use() -> None:
+    """The host's own generators are all there are."""
+    assert accelerator_in_use() is None
+
+
+def test_moments_of_the_host_are_its_clocks() -> None:
+    """Later ones lie behind earlier ones, by nanoseconds."""
+    kind = kind_of(CPU)
+    earlier, later = kind.now(), kind.now()
+    assert 0 <= later.ns_since(earlier) < 10**9
+
+
+@pytest.mark.parametrize(("profiled", "trained"), [("cpu", "cpu"), ("cuda", "cuda"), ("tpu", "cpu")])
+def test_what_torch_cannot_train_on_is_tried_out_on_the_cpu(profiled: str, trained: str) -> None:
+    """A TPU's plan in the bundled executor."""
+    assert training_kind(profiled) == trained
