@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner import api
-from planner.bridge.torchax_adapter import versions
+from planner.bridge.extra import versions
 from planner.core.errors import InfeasibleError
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from planner import api
-from planner.bridge.torchax_adapter import expect_no_tpu, jax_modules, named_chip, versions
+from planner.bridge.extra import expect_no_tpu, versions
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.one_program import program_memory
@@ -28,8 +28,7 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model, Profile
 from planner.emit import emit_jax
-from planner.executor.jax.pipeline import JaxPipeline
-from planner.executor.jax.training import JaxArguments, JaxTraining
+from planner.executor.jax.training import JaxArguments, begin_training
 from planner.model import LoadedModel, in_precision, load_model
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.structure import find_chain
@@ -113,7 +112,12 @@ def predicted_bytes(profile: Profile, recompute: Recompute, micro_batches: int) 
 
 def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_batches: int) -> int:
     """Of the same stage as one program."""
-    jax, _ = jax_modules()
+    # This module is imported before it is settled that no TPU is to be looked for.
+    import jax  # noqa: PLC0415
+
+    from planner.bridge.chips import named_chip  # noqa: PLC0415
+    from planner.executor.jax.pipeline import JaxPipeline  # noqa: PLC0415
+
     chain, _ = find_chain(loaded, torch.device("cpu"))
     names = tuple(chain.names)
     balance = Balance(
@@ -157,7 +161,7 @@ def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Rec
     with TemporaryDirectory() as folder:
         emit_jax(plan, profile, folder=folder, profile_folder=".").write(folder)
         how = JaxArguments(steps=1, seed=0, device=None, compile=CHIP)
-        compiled = JaxTraining(Path(folder, "balance.yaml"), how).compiled_memory()
+        compiled = begin_training(Path(folder, "balance.yaml"), how).compiled_memory()
     return Compared(
         fullest=max(stage.memory.total for stage in plan.stages),
         predicted=program_memory(costs_at(profile, size), partition).total,

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from planner.bridge.torchax_adapter import LacksOperatorError, OutOfMemoryError
 from planner.core.errors import ModelError
 
-__all__ = ["Problem", "found_by", "raise_problems"]
+__all__ = ["LacksOperatorError", "OutOfMemoryError", "Problem", "found_by", "raise_problems"]
 
 _WORKER_BYTES = 4 * 2**30
 """A process that compiles needs about so much at most."""
@@ -25,6 +24,14 @@ _LACKING, _TOO_LARGE = "lacking", "too large"
 """What may be wrong with a layer."""
 
 _Found = TypeVar("_Found")
+
+
+class LacksOperatorError(Exception):
+    """torchax has no translation of an operator."""
+
+
+class OutOfMemoryError(Exception):
+    """A program needs more memory than the chip has."""
 
 
 @dataclass(frozen=True, kw_only=True)

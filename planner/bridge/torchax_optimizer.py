@@ -4,17 +4,18 @@ What the step finds in its state that is no array of the parameter's shape (how 
 it is after the first one.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import torch
+from jax import Array
 from torch import Tensor, nn
 
-from planner.bridge.torchax_adapter import environment, in_32_bits, jax_modules, shape_of
+from planner.bridge.torchax_adapter import environment, in_32_bits, shape_of
 
-__all__ = ["StepFunction", "optimizer_description", "step_function"]
+__all__ = ["Builder", "StepFunction", "step_function"]
 
 Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -26,14 +27,13 @@ _SMALL = 2
 class StepFunction:
     """(parameters, states, gradients) -> (parameters, states), all lists; of the first two the shapes are known."""
 
-    call: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
-    parameters: list[Any]
-    states: list[Any]
+    call: Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[list[Array], list[Array]]]
+    parameters: list[jax.ShapeDtypeStruct]
+    states: list[jax.ShapeDtypeStruct]
 
 
 def step_function(parameters: Sequence[Tensor], build: Builder) -> StepFunction:
     """One step, not the first, over `parameters`, of which only shape and dtype count."""
-    jax, _ = jax_modules()
     env = environment()
     small, made = _stepped(parameters, build)
     states = [
@@ -42,8 +42,8 @@ def step_function(parameters: Sequence[Tensor], build: Builder) -> StepFunction:
     shapes = [shape_of(parameter) for parameter in parameters]
 
     def call(
-        parameters: Sequence[Any], states_: Sequence[Any], gradients: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        parameters: Sequence[Array], states_: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
         with in_32_bits(), env:
             own = [nn.Parameter(env.j2t_iso(array)) for array in parameters]
             for parameter, gradient in zip(own, gradients, strict=True):
@@ -72,21 +72,6 @@ def step_function(parameters: Sequence[Tensor], build: Builder) -> StepFunction:
         shapes,
         [jax.ShapeDtypeStruct(shapes[n].shape, dtype) for (n, _), dtype in zip(states, dtypes, strict=True)],
     )
-
-
-def optimizer_description(parameters: Sequence[Tensor], build: Builder) -> list[Any] | None:
-    """What decides the step beside the parameters; None for an optimizer that is not torch's, whose code may change."""
-    small = _small(parameters)
-    optimizer = build(iter(small))
-    module = inspect.getmodule(type(optimizer))
-    if module is None or not module.__name__.startswith("torch.optim."):
-        return None
-    places = {id(parameter): n for n, parameter in enumerate(small)}
-    groups = [
-        [[places[id(p)] for p in group["params"]], sorted((k, repr(v)) for k, v in group.items() if k != "params")]
-        for group in optimizer.param_groups
-    ]
-    return [type(optimizer).__name__, groups]
 
 
 # Private functions

@@ -5,31 +5,32 @@ from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
+import jax
+
 __all__ = ["laid_out_sizes", "padded_bytes"]
 
 _TILE = (8, 128)
 """Rows and columns that a TPU's memory comes in."""
 
 
-def padded_bytes(shape: Any) -> int:
-    """Of an array on a TPU that lies as tightly as it can, as the arguments of a program do by default."""
+def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array on a TPU that lies as tightly as it can, as the arguments of a program do by default."""
     axes = range(len(shape.shape))
     orders = [[axis for axis in axes if axis not in pair] + list(pair) for pair in permutations(axes, 2)]
     return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
 
 
-def laid_out_sizes(jax: Any, shapes: Any, formats: Any) -> tuple[int, ...]:
+def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
     """Bytes of arrays that lie as the compiler wants them.
 
     Args:
-        jax: The module.
         shapes: A nest of JAX shapes; random keys may be among them.
         formats: Their formats, from the compiled program.
     """
     sizes = []
     for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
         tiling = place.layout.tiling if place.layout is not None else None
-        stored = _stored(jax, shape)
+        stored = _stored(shape)
         sizes.append(_padded_bytes(stored, place.layout.major_to_minor, tiling[0]) if tiling else _bytes(stored))
     return tuple(sizes)
 
@@ -37,14 +38,14 @@ def laid_out_sizes(jax: Any, shapes: Any, formats: Any) -> tuple[int, ...]:
 # Private functions
 
 
-def _stored(jax: Any, shape: Any) -> Any:
+def _stored(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """What is in memory for an array: a random key of no dimensions is a vector of integers, whose layout is told."""
     if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape.shape, shape.dtype))
     return shape
 
 
-def _padded_bytes(shape: Any, major_to_minor: Sequence[int], tile: Sequence[int]) -> int:
+def _padded_bytes(shape: jax.ShapeDtypeStruct, major_to_minor: Sequence[int], tile: Sequence[int]) -> int:
     lengths = [shape.shape[axis] for axis in major_to_minor]
     for place, length in zip(range(len(lengths) - 1, -1, -1), reversed(tile), strict=False):
         # Few rows have tiles of fewer.
@@ -54,5 +55,5 @@ def _padded_bytes(shape: Any, major_to_minor: Sequence[int], tile: Sequence[int]
     return size
 
 
-def _bytes(shape: Any) -> int:
+def _bytes(shape: jax.ShapeDtypeStruct) -> int:
     return int(shape.size * shape.dtype.itemsize)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from planner.device.clock import Clock
 from planner.profile.memory import start_backward
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import Key, Unit, UnitInput
 
 __all__ = ["CACHE_BYTES", "Samples", "Times", "enough_to_leave_the_cache", "measure_times", "time_once", "times_of"]
 
@@ -31,9 +31,6 @@ _WARM_UPS = 2
 
 _BLOCK = 5
 """Repeats between two looks at whether they suffice."""
-
-Key = tuple[str, int]
-"""Digest of a layer, and micro-batch size."""
 
 Samples = dict[Key, list[tuple[float, float]]]
 """Forward and backward time of every repeat, in microseconds."""

@@ -29,7 +29,10 @@ from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
 from planner.model.user_errors import user_code
 
-__all__ = ["Unit", "UnitInput", "trace_units", "with_values"]
+__all__ = ["Key", "Unit", "UnitInput", "trace_units", "with_values"]
+
+Key = tuple[str, int]
+"""Digest of a unit, and micro-batch size."""
 
 
 @dataclass(frozen=True)

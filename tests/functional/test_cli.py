@@ -961,7 +961,7 @@ def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch
     command_line = ("profile", "model.py", *FAST)
     for options, told in (((), "note: going on from profile.yaml.partial"), (("--optimizer", "sgd"), "starting over")):
         with monkeypatch.context() as patch:
-            patch.setattr("planner.profile.profiler.measure_times", interrupted)
+            patch.setattr("planner.profile.backends.measured.measure_times", interrupted)
             stopped = call(capsys, *command_line)
         assert (stopped.code, visible(empty)) == (130, {"model.py", "profile.yaml.partial"})
         assert stopped.err.endswith("wrote profile.yaml.partial: the same command goes on from there\n")

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from planner.bridge import torchax_adapter
+from planner.bridge import extra
 from planner.core.values.devices import accelerator
 from planner.executor.jax import training
 from planner.executor.jax.training import JaxArguments
@@ -130,7 +130,11 @@ def test_weights_go_in_and_out(
 ) -> None:
     """Under the model's names, tied ones once; running statistics are those of the data."""
     # A script decides how many devices its process has; other tests in this one want the eight that there are.
-    monkeypatch.setattr(training, "_devices", lambda _, num: torchax_adapter.jax_modules()[0].devices()[:num])
+    import jax
+
+    from planner.executor.jax import trainer
+
+    monkeypatch.setattr(trainer, "devices_of", lambda _, num: jax.devices()[:num])
     write_model(tmp_path, NORMALISED)
     write_balance(Case(model=tmp_path / "model.py", balance=(1, 3), micro_batches=2), tmp_path / "balance.yaml")
     first = _one_step(tmp_path, seed=1, save="first.safetensors")
@@ -194,7 +198,7 @@ def test_without_the_extra_profile_says_what_to_install(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2, one error, and the command."""
-    monkeypatch.setattr(torchax_adapter.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(extra.importlib.util, "find_spec", lambda _: None)
     refused = call(capsys, "profile", "model.py", "--device", "tpu:v2")
     assert refused.code == 2
     assert "not installed" in refused.error

@@ -1,4 +1,4 @@
-"""Peak memory of a plan that is one program for all devices of a mesh (`planner.executor.jax.pipeline`).
+"""Peak memory of a plan that is one program for all devices of a mesh (`planner.bridge.mesh_program`).
 
 Every device runs the same code on arrays of the same shapes: of everything it holds as much as the stage that has most
 of it, and the whole mini-batch, whichever stage reads it. Beside what is there from begin to end there is one of
@@ -14,7 +14,7 @@ assignment of buffers (jax 0.10.2, libtpu 0.0.52), but for the tenth of a backwa
 of unlike sizes.
 
 Not known here, since a profile has sizes and no shapes: arrays of shapes that no stage has all of take up to half more
-(`planner.executor.jax.pipeline.Packing`), and stages with nothing in common lie in vectors without padding, which is
+(`planner.bridge.packing`), and stages with nothing in common lie in vectors without padding, which is
 less. How near it comes: docs/measurements/tpu-composition.md.
 """
 

@@ -1,347 +1,250 @@
 """What layers cost on a TPU that need not be here, by what the TPU's own compiler says.
 
-Each distinct layer becomes four programs (`planner.bridge.torchax_adapter`). The compiler tells of each how many bytes
-it takes in, gives back and needs meanwhile, padding included, and how long it should take.
+Each distinct layer becomes four programs (`planner.bridge.layer_programs`). The compiler tells of each how many bytes
+it takes in, gives back and needs meanwhile, padding included, and how long it should take. The optimizer's step over a
+layer's parameters is a program, too (`planner.bridge.torchax_optimizer`).
 
-    forward     returns outputs and what backward will read     saved bytes: results beyond the outputs
-    backward    reads that, adds to gradients                   transient: temporaries, gradients of outputs and inputs
-    both        one after the other                             `peak_bytes` of `ProgramMemory`, likewise
-    apart       both, and in between something so large that    `carried_bytes`: temporaries beyond that
-                the program is at its fullest there
-
-The first two are what a loop over micro-batches does, which puts into arrays what is kept. The last two are one
-micro-batch from begin to end, of which the compiler keeps what it likes, in whatever precision the products take.
-Times are the compiler's estimates; where it makes none, operations at the peak rate or bytes at the peak bandwidth,
-whichever takes longer.
-
-The optimizer's step over a layer's parameters is a program, too (`planner.bridge.torchax_optimizer`).
-
-With a TPU attached the same programs are run and timed instead. Compiled layers are remembered on disk, one file each,
-so that an interrupted profile goes on where it was.
+With a TPU attached the same programs are run and timed instead. Compiled layers are remembered on disk, so that an
+interrupted profile goes on where it was.
 """
 
-import hashlib
-import json
-import statistics
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from planner.bridge.compiling import Problem, found_by, raise_problems
-from planner.bridge.torchax_adapter import (
-    Halves,
-    LayerFunction,
-    OutOfMemoryError,
-    Program,
-    compile_program,
-    filled_between,
-    halves_of,
-    jax_modules,
-    layer_function,
-    named_chip,
-    random_key,
-    versions,
-)
-from planner.bridge.torchax_optimizer import Builder, optimizer_description, step_function
-from planner.bridge.tpu_layouts import padded_bytes
-from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMemory
-from planner.profile.backends.rates import Rates
-from planner.profile.units import Unit, UnitInput
+from planner.bridge.outcomes import CompiledLayer, CompiledStep
+from planner.core.errors import UsageError
+from planner.core.values.cluster import ExecutorCost
+from planner.core.values.devices import ACCELERATORS, Accelerator
+from planner.core.values.profile import Device, LayerProfile, ProgramMemory
+from planner.device.kinds import kind_of
+from planner.model.ghosts import NeedsValuesError
+from planner.model.load import LoadedModel
+from planner.profile.backends.compiler import Compiler
+from planner.profile.backends.estimated import GhostMeter, RooflineClock, as_ghosts_if_lean
+from planner.profile.backends.rates import Rates, rates_of
+from planner.profile.layers import Costs, Measured, layer_profiles, own_buffer_bytes
+from planner.profile.memory import measure_casts
+from planner.profile.optimizer import OptimizerCost, measure_optimizer
+from planner.profile.records import Job, Records, Ways, record_sizes
+from planner.profile.task import Task
+from planner.profile.timing import Times
+from planner.profile.units import Key
 
-__all__ = ["CompiledLayer", "CompiledStep", "Compiler", "unit_function"]
+__all__ = ["CompiledBackend"]
 
-_REVISION = 2
-"""Of what is remembered of a layer or a step, and of how it is compiled."""
+_TPU = "tpu:"
+_PRECISIONS = ("", "fp32", "bf16")
 
-_LEAST_FILLING_BYTES = 2**24
-"""The compiler would not put this into the core's own memory."""
+Layers = Mapping[Key, CompiledLayer]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompiledLayer:
-    """One layer at one micro-batch size; bytes of the device's memory."""
-
-    inputs: tuple[int, ...]
-    """Per input tensor."""
-    laid_out_bytes: int
-    """Of all of them, as the layer wants them to lie."""
-    kept_inputs: tuple[bool, ...]
-    """Whether backward reads it."""
-    outputs: tuple[int, ...]
-    kept_outputs: tuple[bool, ...]
-    aliases: tuple[int, ...]
-    """Per output: which input it is as it came, or -1."""
-    made_bytes: int
-    """Kept for backward, and neither input nor output nor parameter."""
-    forward_us: float
-    backward_us: float
-    forward_temporary_bytes: int
-    backward_temporary_bytes: int
-    """With the gradients of outputs and inputs."""
-    peak_bytes: int
-    """Likewise, of both in one program."""
-    carried_bytes: int
-    """From one to the other there, inputs, outputs and parameters not counted."""
-    narrowed_bytes: int
-    """Of weights as products take them."""
-    padding_bytes: int
-    """Of the parameters that are trained."""
-    flops: float
-    """Of the forward."""
-    narrowed_inputs_bytes: int = 0
-    """Of inputs as products take them."""
-
-    def detail(self) -> MemoryDetail:
-        """As a memory record."""
-        tensors = zip(self.outputs, self.kept_outputs, self.aliases, strict=True)
-        outputs = tuple(BoundaryTensor(bytes=size, kept=kept, alias=alias) for size, kept, alias in tensors)
-        made = sum(size for size, alias in zip(self.outputs, self.aliases, strict=True) if alias < 0)
-        inputs = zip(self.inputs, self.kept_inputs, strict=True)
-        return MemoryDetail(
-            internal_bytes=self.made_bytes,
-            inputs=tuple(BoundaryTensor(bytes=size, kept=kept) for size, kept in inputs),
-            outputs=outputs,
-            forward_peak_bytes=self.forward_temporary_bytes + self.made_bytes + made,
-            no_grad_peak_bytes=self.forward_temporary_bytes + self.made_bytes + made,
-            first_backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
-            backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
-        )
-
-    def program(self, kept_bytes: int) -> ProgramMemory:
-        """As a record of a layer within one program.
-
-        Args:
-            kept_bytes: Of its outputs, what is kept for some backward.
-        """
-        return ProgramMemory(
-            carried_bytes=self.carried_bytes + kept_bytes,
-            peak_bytes=self.peak_bytes,
-            narrowed_bytes=self.narrowed_bytes,
-            padding_bytes=self.padding_bytes,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompiledStep:
-    """The optimizer's step over the parameters of one layer."""
-
-    step_us: float
-    peak_bytes: int
-    """Beside parameters, gradients and state."""
-
-
-def unit_function(unit: Unit, given: UnitInput) -> LayerFunction:
-    """A unit, its loss included where it is the last, as a function of JAX arrays: inputs, then targets."""
-    targets, nest = tree_flatten(given.targets)
-    num = len(given.values)
-
-    def run(values: Sequence[Any]) -> Sequence[Any]:
-        return unit.run(values[:num], replace(given, targets=tree_unflatten(values[num:], nest)))
-
-    return layer_function(unit.module, run, [*given.values, *targets])
-
-
-class Compiler:
-    """Compiles layers for one kind of chip, or for the device that is attached, and remembers what came of it.
+class CompiledBackend:
+    """Compiles the layers for a kind of TPU, or runs them on the one that is attached.
 
     Args:
-        chip: `v2`, say; empty for an attached device.
-        rates: The chip's.
-        folder: Where it is remembered; None: nowhere.
-        repeats: Timed runs of each program on an attached device.
+        described: The TPU.
+        rates: Its peak rates.
+        chip: Its kind, `v2` say; empty if it is attached.
     """
 
-    def __init__(self, chip: str, rates: Rates, folder: Path | None, repeats: int = 10) -> None:
-        self._chip, self._rates, self._folder, self._repeats = chip, rates, folder, repeats
+    device = torch.device("cpu")
 
-    def compile(self, jobs: Sequence[tuple[Unit, UnitInput, int]]) -> Iterator[tuple[int, CompiledLayer]]:
-        """Each job's place and outcome as they come, those that are remembered first.
+    def __init__(self, described: Device, rates: Rates, chip: str = "") -> None:
+        self._described, self._rates, self._chip = described, rates, chip
 
-        Args:
-            jobs: Unit, its input, and how many samples that is.
+    @classmethod
+    def of_absent(cls, absent: Accelerator) -> "CompiledBackend":
+        """The backend for a kind of TPU that is not here; its links are known, and its programs have no executor."""
+        rates = rates_of(absent.name)
+        described = Device(
+            kind="tpu",
+            name=rates.full_name,
+            memory_bytes=absent.memory_bytes,
+            how="compiled",
+            executor=ExecutorCost(overhead_us=0.0, link=rates.link),
+        )
+        return cls(described, rates, absent.name.removeprefix(_TPU))
+
+    @classmethod
+    def of_attached(cls) -> "CompiledBackend":
+        """The backend for the TPU of this machine.
 
         Raises:
-            ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled; all such layers are named.
-            MemoryError: A layer alone needs more memory than the chip has.
+            UsageError: There is none.
         """
-        paths = [self._path(self._known_of(unit, given)) for unit, given, _ in jobs]
-        works = [partial(self._of_unit, unit, given) for unit, given, _ in jobs]
-        problems: dict[str, dict[str, Problem]] = {}
-        for n, found in found_by(CompiledLayer, paths, works, several=bool(self._chip)):
-            if isinstance(found, CompiledLayer):
-                yield n, found
-            else:
-                problems.setdefault(found.kind, {})[jobs[n][0].name] = found
-        raise_problems(problems)
+        from planner.bridge.chips import attached_tpu  # noqa: PLC0415 - jax
 
-    def steps(self, parameters: Sequence[Sequence[Tensor]], build: Builder) -> Iterator[tuple[int, CompiledStep | str]]:
-        """The optimizer's step over the parameters of several layers: place and outcome, as they come.
+        name, memory_bytes = attached_tpu()
+        kinds = (kind.name for kind in ACCELERATORS if kind.name.startswith(_TPU) and kind.is_called(name))
+        rates = rates_of(next(kinds, "tpu:v2"))
+        return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
 
-        Args:
-            parameters: Of each layer, those that are trained; of tensors only shape and dtype count.
-            build: Makes the optimizer.
+    def described(self) -> Device:
+        """The TPU."""
+        return self._described
 
-        Returns:
-            The outcome is a line that says why, where the compiler cannot be asked: torchax cannot trace the optimizer.
-        """
-        paths = [self._path(self._known_of_step(trained, build)) for trained in parameters]
-        works = [partial(self._step, trained, build) for trained in parameters]
-        for n, found in found_by(CompiledStep, paths, works, several=bool(self._chip)):
-            yield n, found if isinstance(found, CompiledStep) else found.what
+    def check_model(self, loaded: LoadedModel) -> None:
+        """Raises `UsageError` for autocast."""
+        if loaded.precision not in _PRECISIONS:
+            raise UsageError(
+                f"`--dtype {loaded.precision}`: autocast is torch's own, and a TPU's programs have none",
+                hint="use `--dtype bf16` or `--dtype fp32`",
+            )
 
-    # Private methods
+    def check_chain(self, *, lean: bool) -> None:
+        """Layers may ask for values: then the model has been built whole."""
 
-    def _of_unit(self, unit: Unit, given: UnitInput) -> CompiledLayer:
-        return self._layer(unit_function(unit, given))
-
-    def _step(self, parameters: Sequence[Tensor], build: Builder) -> CompiledStep:
-        function = step_function(parameters, build)
-        given = (function.parameters, function.states, function.parameters)
-        program = compile_program(function.call, given, self._device(), donated=(0, 1))
-        return CompiledStep(
-            step_us=self._time_us(program, given),
-            peak_bytes=program.temporary_bytes + max(0, program.output_bytes - program.alias_bytes),
+    def measure(self, task: Task) -> Measured:
+        """Compiles every distinct layer at each size, and the optimizer's step over its parameters."""
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
+        compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
+        layers: dict[Key, CompiledLayer] = {}
+        ways = Ways(
+            device=self.device,
+            record=partial(_compile, task=task, compiler=compiler, layers=layers),
         )
-
-    def _device(self) -> Any:
-        jax, _ = jax_modules()
-        return named_chip(self._chip) if self._chip else jax.devices()[0]
-
-    def _layer(self, function: LayerFunction) -> CompiledLayer:
-        jax, _ = jax_modules()
-        device = self._device()
-        halves = halves_of(function)
-        state = (function.trained, function.fixed, list(function.inputs), random_key())
-        pulled = [halves.outputs[n] for n in halves.differentiable]
-
-        def backward(gradients: Any, pulled: Any, *given: Any) -> Any:
-            of_trained, of_inputs = halves.backward(given[:4], *given[4:], pulled)
-            return jax.tree.map(jax.numpy.add, gradients, of_trained), of_inputs
-
-        def both(gradients: Any, pulled: Any, *given: Any) -> Any:
-            outputs, made = halves.forward(*given)
-            # Whatever reads the outputs does so before their gradients are there.
-            outputs, pulled = jax.lax.optimization_barrier((outputs, pulled))
-            return backward(gradients, pulled, *given, outputs, made)
-
-        def apart(gradients: Any, pulled: Any, *given: Any) -> Any:
-            outputs, made = halves.forward(*given)
-            return backward(gradients, filled_between(outputs, pulled, filling), *given, outputs, made)
-
-        forward = compile_program(halves.forward, state, device)
-        given = (function.trained, pulled, *state, halves.outputs, halves.made)
-        if not function.trained and not any(function.needed):  # there is no backward
-            return _layer_of(function, halves, [forward], [self._time_us(forward, state)])
-        programs = [forward, compile_program(backward, given, device, donated=(0, 1))]
-        times_us = [self._time_us(program, shapes) for program, shapes in zip(programs, (state, given), strict=True)]
-        programs.append(compile_program(both, given[:-2], device, donated=(0, 1)))
-        # More than the program could hold at any other time.
-        filling = programs[2].temporary_bytes + _LEAST_FILLING_BYTES
-        with suppress(OutOfMemoryError):  # near the end of the chip's memory only what a loop keeps is known
-            full = compile_program(apart, given[:-2], device, donated=(0, 1))
-            programs.append(replace(full, temporary_bytes=max(0, full.temporary_bytes - filling)))
-        return _layer_of(function, halves, programs, times_us)
-
-    def _time_us(self, program: Program, shapes: Any) -> float:
-        return self._estimated_us(program) if self._chip else _measured_us(program, shapes, self._repeats)
-
-    def _estimated_us(self, program: Program) -> float:
-        if program.seconds > 0:
-            return 1e6 * program.seconds
-        # Products are of bfloat16 numbers unless the model asks for another precision.
-        return 1e6 * max(program.flops / self._rates.half_flops_per_s, program.accessed_bytes / self._rates.bytes_per_s)
-
-    def _path(self, known: list[Any] | None) -> Path | None:
-        """Where an outcome is remembered, by what decides it."""
-        if known is None or self._folder is None or not self._chip:
-            return None
-        digest = hashlib.sha256(json.dumps([_REVISION, self._chip, *known, versions()], sort_keys=True).encode())
-        return self._folder / f"{digest.hexdigest()[:32]}.json"
-
-    @staticmethod
-    def _known_of(unit: Unit, given: UnitInput) -> list[Any]:
-        shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in given.values]
-        parameters = [
-            [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()
-        ]
-        return [unit.digest, shapes, str(given.spec), parameters, unit.precision]
-
-    @staticmethod
-    def _known_of_step(parameters: Sequence[Tensor], build: Builder) -> list[Any] | None:
-        described = optimizer_description(parameters, build)
-        return None if described is None else ["step", described, [[list(p.shape), str(p.dtype)] for p in parameters]]
+        meter = GhostMeter()
+        with as_ghosts_if_lean(task):
+            records = record_sizes(task, ways)
+            distinct = records.distinct
+            costs = Costs(
+                records=records,
+                casts_bytes={d: measure_casts(unit, records.first_input(d), meter) for d, unit in distinct.items()},
+                # A program writes into no buffer.
+                rewritten_bytes=dict.fromkeys(distinct, 0),
+                optimizer=_optimizer_costs(task, records, compiler, self._rates),
+                flops=dict.fromkeys(distinct, 0),
+                times={key: _times(layers[key]) for key in records.inputs},
+                # What a stage's forward passes over is not part of its program.
+                passing_us=dict.fromkeys(records.inputs, 0.0),
+            )
+            profiles = layer_profiles(task.chain, costs)
+        last = records.inputs[records.units[-1].digest, records.sizes[-1]]
+        num_targets = sum(isinstance(target, Tensor) for target in tree_leaves(last.targets))
+        return Measured(
+            sizes=records.sizes,
+            optimizer_peaks_add=False,  # one program steps one array after the other
+            layers=tuple(
+                _with_programs(
+                    profile,
+                    task.chain.layers[n].module,
+                    [layers[profile.digest, size] for size in records.sizes],
+                    is_first=n == 0,
+                    num_targets=num_targets if n == len(profiles) - 1 else 0,
+                )
+                for n, profile in enumerate(profiles)
+            ),
+        )
 
 
 # Private functions
 
 
-def _layer_of(
-    function: LayerFunction, halves: Halves, programs: Sequence[Program], times_us: Sequence[float]
-) -> CompiledLayer:
-    forward = programs[0]
-    read = {(residual.kind, residual.index) for residual in halves.residuals}
-    outputs, made = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
-    # Gradients lie like what they belong to.
-    pulled = sum(outputs[n] for n in halves.differentiable)
-    backward_bytes, peak_bytes = (
-        (program.temporary_bytes + pulled + program.output_bytes - program.alias_bytes for program in programs[1:3])
-        if len(programs) > 1
-        else (0, forward.temporary_bytes)
+def _compile(jobs: Sequence[Job], task: Task, compiler: Compiler, layers: dict[Key, CompiledLayer]) -> None:
+    """Compiles units at one size; what comes of it goes to `layers`, and to the records."""
+    size = jobs[0].size
+    task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
+    for n, layer in compiler.compile([(job.unit, job.given) for job in jobs]):
+        layers[jobs[n].key] = layer
+        task.kept.memory[jobs[n].key] = layer.detail()
+        task.steps.end(jobs[n].unit.name, size)
+
+
+def _times(layer: CompiledLayer) -> Times:
+    return Times(forward_us=layer.forward_us, backward_us=layer.backward_us, spread=0.0)
+
+
+def _with_programs(
+    profile: LayerProfile,
+    module: nn.Module,
+    compiled: Sequence[CompiledLayer],
+    *,
+    is_first: bool,
+    num_targets: int,
+) -> LayerProfile:
+    """The layer with a record of programs in place of that of an allocator.
+
+    Gradients are there from begin to end, and so is what a loop over micro-batches keeps.
+
+    Args:
+        profile: What the layer costs, as an allocator would have it.
+        module: The layer, whose running statistics the program leaves alone.
+        compiled: What the compiler says, at every size.
+        is_first: Whether the layer's inputs are the mini-batch's.
+        num_targets: How many of its last inputs are targets of the loss.
+    """
+    programs = [
+        _program(layer, saved_bytes, is_first=is_first, num_targets=num_targets)
+        for layer, saved_bytes in zip(compiled, profile.saved_bytes, strict=True)
+    ]
+    return replace(
+        profile,
+        buffer_bytes=own_buffer_bytes(module),
+        forward_flops=tuple(round(layer.flops) for layer in compiled),
+        detail=(),
+        program=tuple(programs),
     )
-    carried = programs[3].temporary_bytes if len(programs) > 3 else sum(made)
-    return CompiledLayer(
-        inputs=tuple(map(padded_bytes, function.inputs)),
-        laid_out_bytes=sum(forward.arguments[-1 - len(function.inputs) : -1]),
-        kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
-        outputs=outputs,
-        kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),
-        aliases=tuple(halves.passed),
-        made_bytes=sum(made),
-        forward_us=times_us[0],
-        backward_us=times_us[1] if len(times_us) > 1 else 0.0,
-        forward_temporary_bytes=forward.temporary_bytes,
-        backward_temporary_bytes=backward_bytes,
-        peak_bytes=peak_bytes,
-        # Outputs that backward reads are counted as such.
-        carried_bytes=max(0, carried - sum(size for n, size in enumerate(outputs) if ("output", n) in read)),
-        narrowed_bytes=sum(map(_narrowed_bytes, function.trained.values())),
-        padding_bytes=sum(padded_bytes(shape) - _bytes(shape) for shape in function.trained.values()),
-        flops=forward.flops,
-        narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
+
+
+def _program(layer: CompiledLayer, saved_bytes: int, *, is_first: bool, num_targets: int) -> ProgramMemory:
+    targets = layer.inputs[len(layer.inputs) - num_targets :]
+    program = replace(layer.program(saved_bytes - layer.made_bytes), target_bytes=sum(targets))
+    if not is_first:
+        return program
+    return replace(
+        program,
+        input_bytes=sum(layer.inputs[: len(layer.inputs) - len(targets)]),
+        narrowed_input_bytes=layer.narrowed_inputs_bytes,
+        laid_out_bytes=layer.laid_out_bytes,
     )
 
 
-def _narrowed_bytes(shape: Any) -> int:
-    """Of a weight as products take it, which is in 16 bits unless the model asks for more; vectors are no factors."""
-    return int(2 * shape.size) if len(shape.shape) > 1 and shape.dtype == "float32" else 0
+def _optimizer_costs(task: Task, records: Records, compiler: Compiler, rates: Rates) -> dict[str, OptimizerCost]:
+    """State by torch's own optimizer, time and transients by the compiler: of every distinct layer."""
+    build = task.loaded.build_optimizer
+    costs = {digest: _state(unit.module, task, rates) for digest, unit in records.distinct.items()}
+    trained = {d: [p for p in unit.module.parameters() if p.requires_grad] for d, unit in records.distinct.items()}
+    digests = [digest for digest, parameters in trained.items() if parameters]
+    steps = dict.fromkeys(costs, CompiledStep(step_us=0.0, peak_bytes=0))
+    reasons = set()
+    for n, outcome in compiler.steps([trained[digest] for digest in digests], build):
+        digest = digests[n]
+        if isinstance(outcome, CompiledStep):
+            steps[digest] = outcome
+        else:
+            reasons.add(outcome)
+            steps[digest] = _one_pass(trained[digest], costs[digest].state_bytes, rates)
+    for reason in sorted(reasons):
+        task.note(
+            f"the compiler cannot be asked about the optimizer's step ({reason}): taken to be one pass over "
+            "parameters, gradients and state"
+        )
+    return {
+        digest: replace(cost, step_us=steps[digest].step_us, peak_bytes=steps[digest].peak_bytes)
+        for digest, cost in costs.items()
+    }
 
 
-def _bytes(shape: Any) -> int:
-    return int(shape.size * shape.dtype.itemsize)
+def _state(module: nn.Module, task: Task, rates: Rates) -> OptimizerCost:
+    measure = partial(measure_optimizer, build=task.loaded.build_optimizer, repeats=1)
+    try:
+        return measure(module, meter=GhostMeter(), clock=RooflineClock(rates))
+    except NeedsValuesError:
+        # Zeros that nobody writes take no memory, and of large parameters a part is enough.
+        trained = (p for p in module.parameters() if p.requires_grad)
+        values = nn.ParameterList([nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in trained])
+        host = kind_of(torch.device("cpu"))
+        return measure(values, meter=host.meter(), clock=host.clock(1))
 
 
-def _measured_us(program: Program, shapes: Any, repeats: int) -> float:
-    jax, _ = jax_modules()
-    formats = program.executable.input_formats[0]
-    times = []
-    for _ in range(repeats + 1):
-        # What is donated is gone after each run.
-        given = jax.tree.map(lambda shape, place: jax.device_put(_zeros(jax, shape), place), tuple(shapes), formats)
-        jax.block_until_ready(given)
-        begun = time.perf_counter()
-        jax.block_until_ready(program.executable(*given))
-        times.append(time.perf_counter() - begun)
-    return 1e6 * statistics.median(times[1:])
-
-
-def _zeros(jax: Any, shape: Any) -> Any:
-    if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        return jax.random.key(0)
-    return jax.numpy.zeros(shape.shape, shape.dtype)
+def _one_pass(trained: Sequence[Tensor], state_bytes: int, rates: Rates) -> CompiledStep:
+    # Parameters and state are read and written, gradients read.
+    moved_bytes = 3 * sum(p.nbytes for p in trained) + 2 * state_bytes
+    return CompiledStep(step_us=1e6 * moved_bytes / rates.bytes_per_s, peak_bytes=0)

@@ -10,27 +10,41 @@ what they read and make, are those of a real run; from them come
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from planner.core.errors import ModelError
 from planner.core.values.devices import Accelerator
 from planner.core.values.profile import Device
 from planner.device.cuda import ASSUMED_RESERVE_BYTES, Cuda
 from planner.device.meter import Usage
-from planner.model.chain import Chain
+from planner.model.chain import Chain, tied_parameters
 from planner.model.ghosts import storage_of
 from planner.model.held import as_ghosts
+from planner.model.load import LoadedModel
 from planner.model.nests import tensors_in
 from planner.model.stage import ModelStage
-from planner.profile.backends.rates import Rates
+from planner.profile.backends.rates import Rates, rates_of
+from planner.profile.layers import Costs, Measured, layer_profiles
+from planner.profile.memory import measure_casts
+from planner.profile.optimizer import OptimizerCost, measure_optimizer
+from planner.profile.passing import passing_us
+from planner.profile.records import Records, Ways, record_memory, record_sizes
+from planner.profile.rewriting import rewritten_bytes
+from planner.profile.sparse import check_ties
+from planner.profile.task import Task
+from planner.profile.timing import Times, time_once
+from planner.profile.units import Key, Unit, UnitInput
 
-__all__ = ["GhostMeter", "RooflineClock", "estimated_device", "ghostly"]
+__all__ = ["EstimatedBackend", "GhostMeter", "RooflineClock", "as_ghosts_if_lean"]
 
 _LAUNCH_US = 3.0
 """A kernel that does next to nothing occupies a GPU about so long."""
@@ -39,27 +53,74 @@ _ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", 
 """Operators that read no more of a table than they return."""
 
 
-def estimated_device(absent: Accelerator, rates: Rates) -> Device:
-    """Name and memory of a device that is not here, and what is taken not to be for tensors."""
-    return Device(
-        kind=Cuda.name,
-        name=rates.full_name,
-        memory_bytes=absent.memory_bytes,
-        reserve_bytes=ASSUMED_RESERVE_BYTES,
-        how="estimated",
-    )
+class EstimatedBackend:
+    """Runs the layers on ghosts, for a GPU that is not here.
+
+    Args:
+        absent: The GPU.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, absent: Accelerator) -> None:
+        self._absent, self._rates = absent, rates_of(absent.name)
+
+    def described(self) -> Device:
+        """The GPU by its data sheet, with what is taken not to be for tensors."""
+        return Device(
+            kind=Cuda.name,
+            name=self._rates.full_name,
+            memory_bytes=self._absent.memory_bytes,
+            reserve_bytes=ASSUMED_RESERVE_BYTES,
+            how="estimated",
+        )
+
+    def check_model(self, loaded: LoadedModel) -> None:
+        """Any precision can be estimated."""
+
+    def check_chain(self, *, lean: bool) -> None:
+        """Raises `ModelError` where layers ask for values, which ghosts have none of."""
+        if not lean:
+            raise ModelError(
+                "the model cannot be estimated: its layers ask for the values of tensors",
+                hint="measure it: `--device cuda` on the machine that has one, or `--device cpu`",
+            )
+
+    def measure(self, task: Task) -> Measured:
+        """Estimates every distinct layer once at each size: nothing scatters."""
+        meter, clock = GhostMeter(), RooflineClock(self._rates)
+        ways = Ways(
+            device=self.device,
+            record=partial(record_memory, task=task, meter=meter),
+        )
+        with as_ghosts_if_lean(task):
+            records = record_sizes(task, ways)
+            tied = tied_parameters(task.chain.layers)
+            check_ties(task.chain.layers, tied, lambda n: records.sparse(records.units[n].digest))
+            distinct = records.distinct
+            peaks_add = _peaks_add(task)
+            costs = Costs(
+                records=records,
+                casts_bytes={d: measure_casts(unit, records.first_input(d), meter) for d, unit in distinct.items()},
+                rewritten_bytes={d: rewritten_bytes(unit, records.first_input(d)) for d, unit in distinct.items()},
+                optimizer={
+                    d: _optimizer_cost(unit.module, task, meter, clock, peaks_add=peaks_add)
+                    for d, unit in distinct.items()
+                },
+                flops={d: clock.flops_of(partial(_run, unit, records.first_input(d))) for d, unit in distinct.items()},
+                times=_times(task, records, clock),
+                passing_us=passing_us(distinct, records.inputs, clock=clock, repeats=task.options.repeats),
+            )
+            return Measured(
+                sizes=records.sizes, optimizer_peaks_add=peaks_add, layers=layer_profiles(task.chain, costs)
+            )
 
 
 @contextmanager
-def ghostly(chain: Chain) -> Iterator[None]:
-    """Meanwhile the parameters and buffers of a chain's model, and of its layers, are ghosts."""
-    stages = [layer.module for layer in chain.layers if isinstance(layer.module, ModelStage)]
-    with as_ghosts(chain.model):
-        for stage in stages:
-            stage.share_with(stage)
+def as_ghosts_if_lean(task: Task) -> Iterator[None]:
+    """Meanwhile a lean model's parameters and buffers, and those of its layers, are ghosts."""
+    with _ghostly(task.chain) if task.lean else nullcontext():
         yield
-    for stage in stages:
-        stage.share_with(stage)
 
 
 class GhostMeter:
@@ -129,9 +190,55 @@ class RooflineClock:
             work()
         return total_us
 
+    def flops_of(self, work: Callable[[], None]) -> int:
+        """Floating-point operations of `work`."""
+        self.time_us(work)
+        return self.flops
+
     def typical_us(self, times_us: list[float]) -> float:
         """They are all the same."""
         return times_us[0]
+
+
+# Private functions and classes
+
+
+@contextmanager
+def _ghostly(chain: Chain) -> Iterator[None]:
+    stages = [layer.module for layer in chain.layers if isinstance(layer.module, ModelStage)]
+    with as_ghosts(chain.model):
+        for stage in stages:
+            stage.share_with(stage)
+        yield
+    for stage in stages:
+        stage.share_with(stage)
+
+
+def _peaks_add(task: Task) -> bool:
+    """Whether the optimizer takes all parameters at once, as torch's do on a GPU unless told otherwise."""
+    one = task.loaded.build_optimizer(iter([nn.Parameter(torch.zeros(1))]))
+    return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
+
+
+def _optimizer_cost(
+    module: nn.Module, task: Task, meter: GhostMeter, clock: RooflineClock, *, peaks_add: bool
+) -> OptimizerCost:
+    cost = measure_optimizer(module, task.loaded.build_optimizer, meter=meter, clock=clock, repeats=1)
+    # What takes all parameters at once makes a copy of them.
+    copy_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    return replace(cost, peak_bytes=copy_bytes) if peaks_add else cost
+
+
+def _times(task: Task, records: Records, clock: RooflineClock) -> dict[Key, Times]:
+    times = {}
+    for key in task.steps.each(list(records.inputs), records.names):
+        forward_us, backward_us = time_once(records.distinct[key[0]], records.inputs[key], clock)
+        times[key] = Times(forward_us=forward_us, backward_us=backward_us, spread=0.0)
+    return times
+
+
+def _run(unit: Unit, given: UnitInput) -> None:
+    unit.run(given.fresh(), given)
 
 
 class _Watching(TorchDispatchMode):

@@ -253,7 +253,7 @@ def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
     import jax
     import numpy as np
 
-    from planner.executor.jax.pipeline import Packing
+    from planner.bridge.packing import Packing
 
     def shapes(*sizes: tuple[int, ...]) -> list[Any]:
         return [jax.ShapeDtypeStruct(size, np.float32) for size in sizes]

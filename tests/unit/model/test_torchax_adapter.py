@@ -5,20 +5,28 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.bridge import torchax_adapter
-from planner.bridge.torchax_adapter import Halves, LayerFunction, check_installed, halves_of, layer_function
-from planner.core.errors import UsageError
+if TYPE_CHECKING:
+    from planner.bridge.halves import Halves, LayerFunction
 
-installed = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
+pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
 
-def function_of(module: nn.Module, *inputs: Tensor) -> LayerFunction:
+def halves_of(function: "LayerFunction") -> "Halves":
+    """The bridge's, which imports jax, and is imported late: other tests in this process start processes."""
+    from planner.bridge import halves
+
+    return halves.halves_of(function)
+
+
+def function_of(module: nn.Module, *inputs: Tensor) -> "LayerFunction":
+    from planner.bridge.halves import layer_function
+
     def run(values: Sequence[Any]) -> list[Any]:
         output = module(*values)
         return [output] if isinstance(output, Tensor) else list(output)
@@ -32,7 +40,7 @@ def array(tensor: Tensor) -> Any:
     return jax.numpy.asarray(tensor.detach().numpy())
 
 
-def through(module: nn.Module, *inputs: Tensor) -> tuple[Halves, list[Any], dict[str, Any], list[Any]]:
+def through(module: nn.Module, *inputs: Tensor) -> tuple["Halves", list[Any], dict[str, Any], list[Any]]:
     """Halves, outputs, and gradients of parameters and inputs of the sum of all outputs."""
     import jax
 
@@ -63,7 +71,6 @@ class Block(nn.Module):
         return hidden + self.inner(mixed + self.table) + self.frozen(hidden)
 
 
-@installed
 def test_the_halves_are_the_layer() -> None:
     """Outputs and gradients are torch's."""
     torch.manual_seed(0)
@@ -79,7 +86,6 @@ def test_the_halves_are_the_layer() -> None:
             torch.testing.assert_close(torch.tensor(of_trained[name].tolist()), parameter.grad, rtol=1e-4, atol=1e-4)
 
 
-@installed
 def test_what_is_cheap_is_computed_again() -> None:
     """Of linear, ReLU, linear the first product is kept: no ReLU, no mask, no parameter, and the input is no news."""
     layer = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -88,7 +94,6 @@ def test_what_is_cheap_is_computed_again() -> None:
     assert {residual.kind for residual in halves.residuals} == {"state", "input", "made"}
 
 
-@installed
 def test_an_output_that_is_an_input_is_told() -> None:
     """A skip that passes by takes no memory of its own."""
 
@@ -107,7 +112,6 @@ def test_an_output_that_is_an_input_is_told() -> None:
     assert halves.made == []
 
 
-@installed
 def test_chance_is_the_keys() -> None:
     """Dropout draws from the key that is given, forward and backward alike."""
     import jax
@@ -123,7 +127,6 @@ def test_chance_is_the_keys() -> None:
     assert (halves.forward({}, {}, [ones], jax.random.key(4))[0][0] != outputs[0]).any()
 
 
-@installed
 def test_torchax_still_names_named_tensors() -> None:
     """The mend of `_without_named_tensors` is needed as long as torchax does not import by itself."""
     done = subprocess.run([sys.executable, "-c", "import torchax"], capture_output=True, text=True, check=False)
@@ -131,7 +134,6 @@ def test_torchax_still_names_named_tensors() -> None:
     assert "has no overload name 'dim_Dimname'" in done.stderr
 
 
-@installed
 def test_torchax_still_has_no_state_of_chance() -> None:
     """The mend of `get_rng_state` is needed as long as torchax's own takes no device."""
     folder = find_spec("torchax").submodule_search_locations[0]  # type: ignore[union-attr,index]
@@ -140,11 +142,3 @@ def test_torchax_still_has_no_state_of_chance() -> None:
     with pytest.raises(TypeError):
         scope["get_rng_state"](0)
     assert "current_stream" not in scope, "torchax has streams: take the mends of them out"
-
-
-def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is missing, and the command."""
-    monkeypatch.setattr(torchax_adapter.importlib.util, "find_spec", lambda name: None if name != "libtpu" else name)
-    with pytest.raises(UsageError, match="jax and torchax are not installed") as refused:
-        check_installed()
-    assert refused.value.hint == "pip install 'gpipe-plan[tpu]'"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.bridge.torchax_optimizer import optimizer_description, step_function
 from planner.model.optimizers import OPTIMIZERS
+from planner.profile.backends.compiler import optimizer_description
 
 installed = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
@@ -21,6 +21,8 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize("name", ["adam", "adamw", "momentum", "rmsprop", "sgd"])
 def test_a_step_is_torchs(name: str) -> None:
     """The second one, which finds a state."""
+    from planner.bridge.torchax_optimizer import step_function
+
     torch.manual_seed(0)
     trained = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7))]
     gradients = [torch.randn(3, 5), torch.randn(7)]

@@ -20,7 +20,7 @@ from planner.device.clock import CpuClock
 from planner.device.meter import CpuMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
-from planner.profile import ProfileOptions, profile_model, profiler
+from planner.profile import ProfileOptions, profile_model, records
 from planner.profile.optimizer import measure_optimizer
 from planner.profile.units import trace_units
 from tests.support.measure import loaded_model, profile_of_model
@@ -52,13 +52,13 @@ def deep(layers: int = 6, width: int = 16) -> nn.Sequential:
 def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """14 layers, 4 kinds (first linear, linear, relu, last with the loss), at two sizes: 8 measurements."""
     measured: list[tuple[str, int]] = []
-    measure = profiler.measure_memory
+    measure = records.measure_memory
 
     def counted(unit: Any, given: Any, meter: Any) -> Any:
         measured.append((unit.name, given.values[0].shape[0]))
         return measure(unit, given, meter)
 
-    monkeypatch.setattr(profiler, "measure_memory", counted)
+    monkeypatch.setattr(records, "measure_memory", counted)
     profile = profile_of_model(loaded_model(deep()), sizes=(1, 2))
     assert len(profile.layers) == 14
     assert len(measured) == len(set(measured)) == 8

@@ -13,7 +13,9 @@ from planner.core.values.partial import Partial
 from planner.core.values.profile import Profile
 from planner.device.clock import CpuClock
 from planner.model.load import LoadedModel
-from planner.profile import InterruptedProfileError, ProfileOptions, profile_model, profiler, timing
+from planner.profile import InterruptedProfileError, ProfileOptions, profile_model, records, timing
+from planner.profile.backends import measured
+from planner.profile.task import Kept
 from planner.profile.timing import measure_times
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
@@ -30,14 +32,14 @@ def small() -> LoadedModel:
 def repeats(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     """By micro-batch size: how many repeats there were at each look at the regret."""
     seen: dict[int, list[int]] = {}
-    look = profiler._Measured._regret
+    look = measured._regret
 
-    def looked(self: Any) -> float:
-        for size in self.sizes:
-            seen.setdefault(size, []).append(min(len(s) for (_, b), s in self._samples.items() if b == size))
-        return look(self)
+    def looked(task: Any, known: Any, clock: Any) -> float:
+        for size in known.sizes:
+            seen.setdefault(size, []).append(min(len(s) for (_, b), s in task.kept.samples.items() if b == size))
+        return look(task, known, clock)
 
-    monkeypatch.setattr(profiler._Measured, "_regret", looked)
+    monkeypatch.setattr(measured, "_regret", looked)
     return seen
 
 
@@ -66,7 +68,7 @@ def test_a_model_that_sends_more_than_it_need_is_told_so() -> None:
 def test_repeats_go_on_while_in_doubt(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at least; then five more at a time, until the regret is small."""
     regrets = iter([0.5, 0.02, 0.009])
-    monkeypatch.setattr(profiler, "regret", lambda *_: next(regrets))
+    monkeypatch.setattr(measured, "regret", lambda *_: next(regrets))
     said: list[str] = []
     profile_model(small(), replace(OPTIONS, time_budget_s=60.0), warn=said.append)
     assert repeats == {1: [3, 8, 13], 2: [3, 8, 13]}
@@ -75,7 +77,7 @@ def test_repeats_go_on_while_in_doubt(repeats: dict[int, list[int]], monkeypatch
 
 def test_a_noisy_machine_ends_with_a_warning(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the time is up, and not before the least number of repeats; it names the regret and what to do."""
-    monkeypatch.setattr(profiler, "regret", lambda *_: 0.123)
+    monkeypatch.setattr(measured, "regret", lambda *_: 0.123)
     said: list[str] = []
     profile_model(small(), replace(OPTIONS, time_budget_s=1e-6), warn=said.append)
     assert repeats == {1: [3], 2: [3]}
@@ -113,7 +115,7 @@ def test_large_layers_have_no_gradients_when_they_run(monkeypatch: pytest.Monkey
         add(there, gradient)
 
     pieces: list[int] = []
-    monkeypatch.setattr(profiler, "measure_times", times)
+    monkeypatch.setattr(measured, "measure_times", times)
     monkeypatch.setattr(timing, "CACHE_BYTES", 1500)
     monkeypatch.setattr(timing, "_add", added)
     profile_model(loaded_model(model), replace(OPTIONS, micro_batch_sizes=(2,)))
@@ -133,14 +135,14 @@ def test_equal_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "forward", noted)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.ReLU())
     seen: list[int] = []
-    measure = profiler.measure_times
+    measure = measured.measure_times
 
-    def measured(*args: Any, **options: Any) -> None:
+    def timed(*args: Any, **options: Any) -> None:
         ran.clear()
         measure(*args, **options)
         seen.extend(ran)
 
-    monkeypatch.setattr(profiler, "measure_times", measured)
+    monkeypatch.setattr(measured, "measure_times", timed)
     profile_of_model(loaded_model(model), sizes=(2,), repeats=6)
     blocks = [id(layer) for layer in model[:4]]
     assert len({block: seen.count(block) for block in blocks}) == 4
@@ -164,14 +166,14 @@ class Block(nn.Module):
 
 def out_of_memory_at(size: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes measuring micro-batches of `size` fail."""
-    measure = profiler.measure_memory
+    measure = records.measure_memory
 
-    def measured(unit: Any, given: Any, meter: Any) -> Any:
+    def failing(unit: Any, given: Any, meter: Any) -> Any:
         if given.values[0].shape[0] >= size:
             raise error
         return measure(unit, given, meter)
 
-    monkeypatch.setattr(profiler, "measure_memory", measured)
+    monkeypatch.setattr(records, "measure_memory", failing)
 
 
 ERRORS = (
@@ -251,16 +253,16 @@ def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyP
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     state = {name: value.clone() for name, value in model.state_dict().items()}
     loaded = loaded_model(model)
-    records: list[str] = []
-    measure = profiler.measure_memory
-    monkeypatch.setattr(profiler, "measure_memory", lambda u, g, m: (records.append(u.name), measure(u, g, m))[1])
+    recorded: list[str] = []
+    measure = records.measure_memory
+    monkeypatch.setattr(records, "measure_memory", lambda u, g, m: (recorded.append(u.name), measure(u, g, m))[1])
     first = interrupted(loaded, 3)
     assert len(first.measurements) == 3
     second = interrupted(loaded, 10, first)
     assert [one.memory for one in second.measurements[:3]] == [one.memory for one in first.measurements]
     assert sum(len(one.forward_us) for one in second.measurements) == 7
     profile = profile_model(loaded, OPTIONS, earlier=second)
-    assert len(records) == 4
+    assert len(recorded) == 4
     kept = {(one.digest, one.micro_batch_size): one for one in second.measurements}
     for layer in profile.layers:
         for n, size in enumerate(profile.micro_batch_sizes):
@@ -287,7 +289,7 @@ def test_measurements_of_something_else_are_not_used(change: Callable[[Partial],
     loaded = small()
     partial = change(interrupted(loaded, 6))
     said: list[str] = []
-    kept = profiler._Kept(interrupted(loaded, 0))
+    kept = Kept(header=interrupted(loaded, 0))
     kept.take_over(partial, said.append)
     assert kept.memory == {}
     assert len(said) == 1
@@ -315,14 +317,14 @@ def test_the_layers_take_as_long_as_the_model(monkeypatch: pytest.MonkeyPatch) -
     def compute() -> None:
         loaded.loss_fn(model(batch.inputs), batch.targets).backward()
 
-    def measured(*args: Any, progress: Callable[[Any], Iterator[Any]], **options: Any) -> None:
+    def timed(*args: Any, progress: Callable[[Any], Iterator[Any]], **options: Any) -> None:
         def in_turn(keys: Any) -> Iterator[Any]:
             steps.append((clock.time_us(compute), clock.time_us(lambda: optimizer.step() and None)))
             yield from progress(keys)
 
         measure_times(*args, progress=in_turn, **options)
 
-    monkeypatch.setattr(profiler, "measure_times", measured)
+    monkeypatch.setattr(measured, "measure_times", timed)
     profile = profile_of_model(loaded, sizes=(256,), repeats=40)
     summed_us = sum(layer.forward_us[0] + layer.backward_us[0] + layer.optimizer_us for layer in profile.layers)
     whole_us = sum(map(min, zip(*steps, strict=True)))

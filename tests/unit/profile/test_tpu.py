@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from benchmarks.tpu_composition import RUNS, compare, compiled_bytes, predicted_bytes
 from planner import api
 from planner.bridge import compiling
+from planner.bridge.compiling import OutOfMemoryError
+from planner.bridge.outcomes import CompiledStep
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.values.profile import Profile
 from planner.model import LoadedModel, in_precision, load_model, model_of
 from planner.model.optimizers import OPTIMIZERS
 from planner.profile import ProfileOptions, profile_model
-from planner.profile.backends import compiled as tpu
-from planner.profile.backends.compiled import CompiledStep, Compiler
+from planner.profile.backends import compiler as tpu
+from planner.profile.backends.compiler import Compiler
 from planner.profile.backends.rates import rates_of
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_units
@@ -108,13 +110,15 @@ def test_layers_are_what_the_compiler_says() -> None:
 def test_the_optimizers_step_is_what_the_compiler_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm's costs next to nothing; layers with equal parameters are compiled once, and what was is remembered."""
     compiled: list[Any] = []
-    compile_program = tpu.compile_program
+    from planner.bridge import layer_programs
+
+    compile_program = layer_programs.compile_program
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         compiled.append(args)
         return compile_program(*args, **kwargs)
 
-    monkeypatch.setattr(tpu, "compile_program", counted)
+    monkeypatch.setattr(layer_programs, "compile_program", counted)
     monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     norm = [torch.empty(192), torch.empty(192)]
@@ -193,15 +197,17 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     loaded = perceptron()
     chain, lean = find_chain(loaded, torch.device("cpu"))
     units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
-    jobs = [(unit, inputs[unit.digest, 8], 8) for unit in (units[0], units[2])]
+    jobs = [(unit, inputs[unit.digest, 8]) for unit in (units[0], units[2])]
     compiled: list[Any] = []
-    compile_program = tpu.compile_program
+    from planner.bridge import layer_programs
+
+    compile_program = layer_programs.compile_program
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         compiled.append(args)
         return compile_program(*args, **kwargs)
 
-    monkeypatch.setattr(tpu, "compile_program", counted)
+    monkeypatch.setattr(layer_programs, "compile_program", counted)
     monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
     remembering = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     interrupted = remembering.compile(jobs)
@@ -242,10 +248,10 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
     monkeypatch.setattr(tpu, "unit_function", fails_here)
     monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", rates_of("tpu:v2"), None)
-    problem = compiling._tried(partial(compiler._of_unit, units[0], inputs[units[0].digest, 8]))
+    problem = compiling._tried(partial(compiler._compiled_unit, units[0], inputs[units[0].digest, 8]))
     assert pickle.loads(pickle.dumps(problem)) == problem
     with pytest.raises(ModelError, match="cannot be compiled for the TPU: IndexError: tuple index") as failed:
-        dict(compiler.compile([(units[0], inputs[units[0].digest, 8], 8)]))
+        dict(compiler.compile([(units[0], inputs[units[0].digest, 8])]))
     assert "in fails_here" in "".join(traceback.format_exception(failed.value))
 
 
@@ -255,7 +261,7 @@ def test_an_attached_device_is_timed() -> None:
     chain, lean = find_chain(loaded, torch.device("cpu"))
     units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
     compiler = Compiler("", rates_of("tpu:v2"), None, repeats=3)
-    found = dict(compiler.compile([(unit, inputs[unit.digest, 8], 8) for unit in units]))
+    found = dict(compiler.compile([(unit, inputs[unit.digest, 8]) for unit in units]))
     assert all(layer.forward_us > 0 and layer.backward_us > 0 for layer in found.values())
     assert 0 <= found[0].made_bytes - 4 * 8 * 512 <= 16
 
@@ -286,14 +292,16 @@ def test_sizes_that_need_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     """As on a device that is here: an error, or with `--batch-sizes auto` what fits."""
     import jax
 
-    compile_program = tpu.compile_program
+    from planner.bridge import layer_programs
+
+    compile_program = layer_programs.compile_program
 
     def small_only(function: Any, shapes: Any, *args: Any, **kwargs: Any) -> Any:
         if any(shape.shape[:1] == (16,) for shape in jax.tree.leaves(shapes)):
-            raise tpu.OutOfMemoryError("Ran out of memory on HBM")
+            raise OutOfMemoryError("Ran out of memory on HBM")
         return compile_program(function, shapes, *args, **kwargs)
 
-    monkeypatch.setattr(tpu, "compile_program", small_only)
+    monkeypatch.setattr(layer_programs, "compile_program", small_only)
     monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
     with pytest.raises(MeasurementError, match="out of memory at micro-batch size 16"):
         profile_model(perceptron(), V2)

@@ -1,0 +1,66 @@
+"""The extra `tpu`: whether it is installed, and what must be settled before any of it is imported.
+
+This module imports neither jax nor torchax. Those of this room that do import them at the top; whoever needs one calls
+`check_installed` first, `expect_no_tpu` too where there is no TPU, and imports it then.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+from typing import Final
+
+from planner.core.errors import UsageError
+
+__all__ = ["CHIPS", "TOPOLOGIES", "check_installed", "expect_no_tpu", "versions"]
+
+_PACKAGES = ("jax", "libtpu", "torchax")
+
+_PLANE = ("2x2", "4x4", "8x8")
+_CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
+
+TOPOLOGIES: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
+    "v2": (_PLANE, {}),
+    "v3": (_PLANE, {}),
+    # The two cores of a chip are one device, as they are by default on Google Cloud.
+    "v4": (_CUBE, {"chip_config_name": "megacore"}),
+    "v5e": (("2x2", "2x4", "4x4", "4x8", "8x8"), {}),
+    "v5p": (_CUBE, {}),
+    "v6e": (("2x2", "2x4", "4x4", "4x8", "8x8"), {}),
+}
+"""By chip: topologies, the smallest first, and options."""
+
+CHIPS: Final = tuple(TOPOLOGIES)
+"""Kinds of TPU that programs can be compiled for."""
+
+_SETTINGS = {
+    # Without a TPU libtpu asks Google's metadata server where it is, for minutes.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v2-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # Only one process may use a TPU; several may compile for it.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+def check_installed() -> None:
+    """Raises `UsageError` where jax or torchax is not installed; imports nothing."""
+    absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if absent:
+        raise UsageError(
+            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed, which TPUs need",
+            hint="pip install 'gpipe-plan[tpu]'",
+        )
+
+
+def expect_no_tpu() -> None:
+    """Tells jax and libtpu, before they are imported, that no TPU is to be looked for."""
+    for setting, value in _SETTINGS.items():
+        os.environ.setdefault(setting, value)
+
+
+def versions() -> dict[str, str]:
+    """Versions of all packages that decide what a program becomes."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "torchax", "jax", "jaxlib", "libtpu")}

@@ -1,0 +1,139 @@
+"""A layer as the programs that tell what it costs.
+
+    forward     returns outputs and what backward will read     saved bytes: results beyond the outputs
+    backward    reads that, adds to gradients                   transient: temporaries, gradients of outputs and inputs
+    both        one after the other                             `peak_bytes` of `ProgramMemory`, likewise
+    apart       both, and in between something so large that    `carried_bytes`: temporaries beyond that
+                the program is at its fullest there
+
+The first two are what a loop over micro-batches does, which puts into arrays what is kept. The last two are one
+micro-batch from begin to end, of which the compiler keeps what it likes, in whatever precision the products take.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from torch import Tensor
+
+from planner.bridge.compiling import OutOfMemoryError
+from planner.bridge.halves import Halves, LayerFunction, halves_of, random_key
+from planner.bridge.outcomes import CompiledLayer, CompiledStep
+from planner.bridge.programs import Program, compile_program, filled_between
+from planner.bridge.torchax_optimizer import Builder, step_function
+from planner.bridge.tpu_layouts import padded_bytes
+
+__all__ = ["Timer", "compile_layer", "compile_step"]
+
+Timer = Callable[[Program, Any], float]
+"""(program, shapes of its arguments) -> microseconds."""
+
+_LEAST_FILLING_BYTES = 2**24
+"""The compiler would not put this into the core's own memory."""
+
+
+def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -> CompiledLayer:
+    """Compiles a layer's four programs.
+
+    Args:
+        function: The layer.
+        device: From `named_chip`, or of JAX.
+        time_us: Tells how long a program takes.
+
+    Raises:
+        LacksOperatorError: torchax cannot translate the layer.
+        OutOfMemoryError: The layer alone needs more memory than the device has.
+    """
+    halves = halves_of(function)
+    state = (function.trained, function.fixed, list(function.inputs), random_key())
+    pulled = [halves.outputs[n] for n in halves.differentiable]
+
+    def backward(gradients: Any, pulled: Any, *given: Any) -> Any:
+        of_trained, of_inputs = halves.backward(given[:4], *given[4:], pulled)
+        return jax.tree.map(jnp.add, gradients, of_trained), of_inputs
+
+    def both(gradients: Any, pulled: Any, *given: Any) -> Any:
+        outputs, made = halves.forward(*given)
+        # Whatever reads the outputs does so before their gradients are there.
+        outputs, pulled = jax.lax.optimization_barrier((outputs, pulled))
+        return backward(gradients, pulled, *given, outputs, made)
+
+    def apart(gradients: Any, pulled: Any, *given: Any) -> Any:
+        outputs, made = halves.forward(*given)
+        return backward(gradients, filled_between(outputs, pulled, filling), *given, outputs, made)
+
+    forward = compile_program(halves.forward, state, device)
+    given = (function.trained, pulled, *state, halves.outputs, halves.made)
+    if not function.trained and not any(function.needed):  # there is no backward
+        return _layer_of(function, halves, [forward], [time_us(forward, state)])
+    programs = [forward, compile_program(backward, given, device, donated=(0, 1))]
+    times_us = [time_us(program, shapes) for program, shapes in zip(programs, (state, given), strict=True)]
+    programs.append(compile_program(both, given[:-2], device, donated=(0, 1)))
+    # More than the program could hold at any other time.
+    filling = programs[2].temporary_bytes + _LEAST_FILLING_BYTES
+    with suppress(OutOfMemoryError):  # near the end of the chip's memory only what a loop keeps is known
+        full = compile_program(apart, given[:-2], device, donated=(0, 1))
+        programs.append(replace(full, temporary_bytes=max(0, full.temporary_bytes - filling)))
+    return _layer_of(function, halves, programs, times_us)
+
+
+def compile_step(parameters: Sequence[Tensor], build: Builder, device: jax.Device, time_us: Timer) -> CompiledStep:
+    """Compiles the optimizer's step over some parameters, of which only shape and dtype count."""
+    function = step_function(parameters, build)
+    given = (function.parameters, function.states, function.parameters)
+    program = compile_program(function.call, given, device, donated=(0, 1))
+    return CompiledStep(
+        step_us=time_us(program, given),
+        peak_bytes=program.temporary_bytes + max(0, program.output_bytes - program.alias_bytes),
+    )
+
+
+# Private functions
+
+
+def _layer_of(
+    function: LayerFunction, halves: Halves, programs: Sequence[Program], times_us: Sequence[float]
+) -> CompiledLayer:
+    forward = programs[0]
+    read = {(residual.kind, residual.index) for residual in halves.residuals}
+    outputs, made = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
+    # Gradients lie like what they belong to.
+    pulled = sum(outputs[n] for n in halves.differentiable)
+    backward_bytes, peak_bytes = (
+        (program.temporary_bytes + pulled + program.output_bytes - program.alias_bytes for program in programs[1:3])
+        if len(programs) > 1
+        else (0, forward.temporary_bytes)
+    )
+    carried = programs[3].temporary_bytes if len(programs) > 3 else sum(made)
+    return CompiledLayer(
+        inputs=tuple(map(padded_bytes, function.inputs)),
+        laid_out_bytes=sum(forward.arguments[-1 - len(function.inputs) : -1]),
+        kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
+        outputs=outputs,
+        kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),
+        aliases=tuple(halves.passed),
+        made_bytes=sum(made),
+        forward_us=times_us[0],
+        backward_us=times_us[1] if len(times_us) > 1 else 0.0,
+        forward_temporary_bytes=forward.temporary_bytes,
+        backward_temporary_bytes=backward_bytes,
+        peak_bytes=peak_bytes,
+        # Outputs that backward reads are counted as such.
+        carried_bytes=max(0, carried - sum(size for n, size in enumerate(outputs) if ("output", n) in read)),
+        narrowed_bytes=sum(map(_narrowed_bytes, function.trained.values())),
+        padding_bytes=sum(padded_bytes(shape) - _bytes(shape) for shape in function.trained.values()),
+        flops=forward.flops,
+        narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
+    )
+
+
+def _narrowed_bytes(shape: Any) -> int:
+    """Of a weight as products take it, which is in 16 bits unless the model asks for more; vectors are no factors."""
+    return int(2 * shape.size) if len(shape.shape) > 1 and shape.dtype == "float32" else 0
+
+
+def _bytes(shape: Any) -> int:
+    return int(shape.size * shape.dtype.itemsize)

@@ -1,0 +1,80 @@
+"""What the compiler says of layers and of steps of the optimizer, as it is remembered; no jax is needed to read it."""
+
+from dataclasses import dataclass
+
+from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMemory
+
+__all__ = ["CompiledLayer", "CompiledStep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledLayer:
+    """One layer at one micro-batch size; bytes of the device's memory."""
+
+    inputs: tuple[int, ...]
+    """Per input tensor."""
+    laid_out_bytes: int
+    """Of all of them, as the layer wants them to lie."""
+    kept_inputs: tuple[bool, ...]
+    """Whether backward reads it."""
+    outputs: tuple[int, ...]
+    kept_outputs: tuple[bool, ...]
+    aliases: tuple[int, ...]
+    """Per output: which input it is as it came, or -1."""
+    made_bytes: int
+    """Kept for backward, and neither input nor output nor parameter."""
+    forward_us: float
+    backward_us: float
+    forward_temporary_bytes: int
+    backward_temporary_bytes: int
+    """With the gradients of outputs and inputs."""
+    peak_bytes: int
+    """Likewise, of both in one program."""
+    carried_bytes: int
+    """From one to the other there, inputs, outputs and parameters not counted."""
+    narrowed_bytes: int
+    """Of weights as products take them."""
+    padding_bytes: int
+    """Of the parameters that are trained."""
+    flops: float
+    """Of the forward."""
+    narrowed_inputs_bytes: int = 0
+    """Of inputs as products take them."""
+
+    def detail(self) -> MemoryDetail:
+        """As a memory record."""
+        tensors = zip(self.outputs, self.kept_outputs, self.aliases, strict=True)
+        outputs = tuple(BoundaryTensor(bytes=size, kept=kept, alias=alias) for size, kept, alias in tensors)
+        made = sum(size for size, alias in zip(self.outputs, self.aliases, strict=True) if alias < 0)
+        inputs = zip(self.inputs, self.kept_inputs, strict=True)
+        return MemoryDetail(
+            internal_bytes=self.made_bytes,
+            inputs=tuple(BoundaryTensor(bytes=size, kept=kept) for size, kept in inputs),
+            outputs=outputs,
+            forward_peak_bytes=self.forward_temporary_bytes + self.made_bytes + made,
+            no_grad_peak_bytes=self.forward_temporary_bytes + self.made_bytes + made,
+            first_backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
+            backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
+        )
+
+    def program(self, kept_bytes: int) -> ProgramMemory:
+        """As a record of a layer within one program.
+
+        Args:
+            kept_bytes: Of its outputs, what is kept for some backward.
+        """
+        return ProgramMemory(
+            carried_bytes=self.carried_bytes + kept_bytes,
+            peak_bytes=self.peak_bytes,
+            narrowed_bytes=self.narrowed_bytes,
+            padding_bytes=self.padding_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """The optimizer's step over the parameters of one layer."""
+
+    step_us: float
+    peak_bytes: int
+    """Beside parameters, gradients and state."""

@@ -1,0 +1,105 @@
+"""Arrays that differ from stage to stage, as arrays of the same shapes on every device of a mesh."""
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+
+import jax
+from jax import Array
+from jax import numpy as jnp
+
+__all__ = ["Packing"]
+
+_MOST_PADDING = 1.5
+"""Arrays are kept apart by shape as long as that takes at most so much more memory than the largest stage needs."""
+
+_Kind = tuple[tuple[int, ...], jnp.dtype]
+"""Shape and dtype."""
+
+
+class Packing:
+    """Lists of arrays, one list per stage, as arrays of the same shapes on every device.
+
+    Arrays of the same shape take turns in one place as long as that wastes little; else all of a dtype lie behind each
+    other in one vector, which the device has to take apart into other layouts.
+
+    Args:
+        stages: Shapes of each stage's arrays.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> None:
+        self._stages = [list(stage) for stage in stages]
+        counts: dict[_Kind, int] = {}
+        for stage in self._stages:
+            own: dict[_Kind, int] = {}
+            for shape in stage:
+                kind = (tuple(shape.shape), shape.dtype)
+                own[kind] = own.get(kind, 0) + 1
+            counts |= {kind: max(count, counts.get(kind, 0)) for kind, count in own.items()}
+        apart = sum(_bytes(*kind) * count for kind, count in counts.items())
+        self.needed_bytes = [sum(_bytes(s.shape, s.dtype) for s in stage) for stage in self._stages]
+        most = max(self.needed_bytes, default=0)
+        self._flat = apart > _MOST_PADDING * most
+        if self._flat:
+            dtypes = sorted({shape.dtype for stage in self._stages for shape in stage}, key=str)
+            lengths = {dtype: max(self._length(stage, dtype) for stage in self._stages) for dtype in dtypes}
+            self.shapes = [jax.ShapeDtypeStruct((lengths[dtype],), dtype) for dtype in dtypes]
+        else:
+            self.shapes = [jax.ShapeDtypeStruct(*kind) for kind, count in counts.items() for _ in range(count)]
+        self.bytes = sum(_bytes(s.shape, s.dtype) for s in self.shapes)
+        """On every device."""
+
+    def pack(self, stage: int, arrays: Sequence[Array], numpy: ModuleType = jnp) -> list[Array]:
+        """A stage's arrays, padded with zeros; `numpy` makes these: JAX's, or numpy itself for arrays of the host."""
+        if not self._flat:
+            filled = dict(zip(self._places(stage), arrays, strict=True))
+            return [filled.get(n, numpy.zeros(s.shape, s.dtype)) for n, s in enumerate(self.shapes)]
+        packed = []
+        for whole in self.shapes:
+            own = [array.reshape(-1) for array in arrays if array.dtype == whole.dtype]
+            padding = whole.shape[0] - sum(array.shape[0] for array in own)
+            packed.append(numpy.concatenate([*own, numpy.zeros((padding,), whole.dtype)]))
+        return packed
+
+    def unpack(self, stage: int, packed: Sequence[Array]) -> list[Array]:
+        """And back."""
+        if not self._flat:
+            return [packed[n] for n in self._places(stage)]
+        wholes = {shape.dtype: array for shape, array in zip(self.shapes, packed, strict=True)}
+        begin = dict.fromkeys(wholes, 0)
+        arrays = []
+        for shape in self._stages[stage]:
+            first = begin[shape.dtype]
+            begin[shape.dtype] = end = first + math.prod(shape.shape)
+            arrays.append(wholes[shape.dtype][first:end].reshape(shape.shape))
+        return arrays
+
+    def add(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+        """Adds a stage's arrays to packed ones."""
+        sums = list(packed)
+        if not self._flat:
+            for n, array in zip(self._places(stage), arrays, strict=True):
+                sums[n] = sums[n] + array
+            return sums
+        return [whole + more for whole, more in zip(packed, self.pack(stage, arrays), strict=True)]
+
+    def zeros(self, *front: int) -> list[Array]:
+        """Nothing of any stage; `front`: dimensions in front of each array's own."""
+        return [jnp.zeros((*front, *s.shape), s.dtype) for s in self.shapes]
+
+    def _places(self, stage: int) -> list[int]:
+        free: dict[_Kind, list[int]] = {}
+        for n, shape in enumerate(self.shapes):
+            free.setdefault((tuple(shape.shape), shape.dtype), []).append(n)
+        return [free[tuple(shape.shape), shape.dtype].pop(0) for shape in self._stages[stage]]
+
+    @staticmethod
+    def _length(stage: Sequence[jax.ShapeDtypeStruct], dtype: jnp.dtype) -> int:
+        return sum(math.prod(shape.shape) for shape in stage if shape.dtype == dtype)
+
+
+# Private functions
+
+
+def _bytes(shape: Sequence[int], dtype: jnp.dtype) -> int:
+    return math.prod(shape) * int(dtype.itemsize)

@@ -1,0 +1,207 @@
+"""The training of an emitted `train_jax.py`: model, batches, weights, and the compiler's report on memory.
+
+The program leaves running statistics of batch normalisations alone. Those of weights that are saved are taken anew from
+micro-batches that run through the finished model (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
+arXiv:2105.07576, section 3), by what collects them in the bundled executor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.bridge.chips import devices_of, named_chips
+from planner.bridge.compiling import OutOfMemoryError
+from planner.bridge.programs import compiled
+from planner.bridge.training_step import UPDATES, State, TrainingStep, Update
+from planner.core.errors import ExitCode, ModelError, UsageError
+from planner.core.values.balance import Balance
+from planner.core.values.devices import accelerator
+from planner.core.values.units import format_bytes
+from planner.executor.build.building import check_same_model
+from planner.executor.jax.pipeline import JaxPipeline
+from planner.executor.jax.training import CompiledMemory, JaxArguments, fitting
+from planner.executor.keep.weights import first_names, load_weights, whole_state, write_weights
+from planner.executor.run.batch_norm import BatchStatistics
+from planner.executor.run.parts import micro_batches_of
+from planner.files import check_writable, read_balance
+from planner.model import Batch, LoadedModel, load_again
+from planner.model.calling import arguments_of
+from planner.model.precision import converted
+from planner.model.statistics import collecting_layers
+
+__all__ = ["JaxTraining"]
+
+_ESTIMATED = 32
+"""Micro-batches that running statistics are taken from."""
+
+
+class JaxTraining:
+    """A plan's program with the model file's optimizer.
+
+    Args:
+        balance_path: The balance configuration.
+        given: How to run it.
+
+    Raises:
+        PlannerError: The model or the plan cannot be run so.
+    """
+
+    def __init__(self, balance_path: str | Path, given: JaxArguments) -> None:
+        self.balance = read_balance(str(balance_path))
+        if given.save:
+            check_writable(given.save)
+        self._seed, self._chip = given.seed, given.compile
+        torch.manual_seed(given.seed)  # a model that is made while its file is imported starts from it, too
+        self.model = _load(self.balance, Path(balance_path).parent)
+        torch.manual_seed(given.seed)
+        self._built = built = converted(self.model.build(), self.model.precision)
+        layers = self.model.chain(built)
+        check_same_model(self.balance, self.model, layers)
+        if given.weights:
+            load_weights(given.weights, built.state_dict(), first_names(built))
+        update, num_states = _optimizer(self.model, built)
+        devices = (
+            named_chips(given.compile, self.balance.num_stages)
+            if given.compile
+            else devices_of(given.device, self.balance.num_stages)
+        )
+        self.pipeline = JaxPipeline(self.model, layers, self.balance, devices)
+        self._step = TrainingStep(self.pipeline.program, update, num_states, given.seed)
+
+    def begin(self) -> State:
+        """The state in front of the first step: parameters as the model has them, nothing in the optimizer."""
+        return self._step.begin(*self.pipeline.parameters())
+
+    def batches(self, steps: int) -> Iterator[Batch]:
+        """`steps` mini-batches: the model's `train_batches`, else its `example_batch`."""
+        own = self.model.train_batches
+        made = 0
+        while made < steps:
+            before = made
+            for pair in own(self.balance.batch) if own is not None else [self._example(made)]:
+                if made == steps:
+                    return
+                yield Batch(*pair)
+                made += 1
+            if made == before:
+                raise ModelError("`train_batches` is empty")
+
+    def step(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[float, State]:
+        """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
+        return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
+
+    def save(self, state: State, path: str) -> None:
+        """Writes trained parameters and buffers as one state dict, which the model in one piece takes.
+
+        Args:
+            state: After the last step.
+            path: Safetensors by its suffix, else `torch.save`.
+
+        Raises:
+            FileError: It cannot be written.
+        """
+        parameters = dict(self._built.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, array in self.pipeline.by_name(state.trained).items():
+                parameters[name].copy_(torch.from_numpy(array.astype("float32")))
+        write_weights(whole_state(self._built), path)  # first: the host may have no room for what follows
+        estimated = self._estimate_statistics()
+        if estimated:
+            write_weights(whole_state(self._built), path)
+        told = f" (running statistics of {estimated} layers: over {_ESTIMATED} micro-batches)" if estimated else ""
+        print(f"wrote {path}{told}", flush=True)
+
+    def compiled_memory(self) -> CompiledMemory:
+        """What the compiler says that the step needs on the chips asked for.
+
+        Raises:
+            OutOfMemoryError: More than they have.
+        """
+        memory = compiled(self._step.lowered(self.pipeline.shapes())).memory_analysis()
+        # State is both an argument and, in the same place, a result.
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return CompiledMemory(held, memory.temp_size_in_bytes)
+
+    def print_memory(self, predicted_bytes: int, cap_bytes: int) -> ExitCode:
+        """Compiles the step for the chips asked for, and prints what it needs, what was predicted, and whether it fits.
+
+        Args:
+            predicted_bytes: Of every device.
+            cap_bytes: The plan's.
+
+        Returns:
+            `NO` where the program needs more than the plan's cap, or than a chip of this kind has for programs.
+        """
+        try:
+            found = self.compiled_memory()
+        except OutOfMemoryError as error:
+            print(f"predicted: {format_bytes(predicted_bytes)}\ndoes not fit: {error}", flush=True)
+            return ExitCode.NO
+        told, code = fitting(found, predicted_bytes, cap_bytes=cap_bytes, chip=accelerator(f"tpu:{self._chip}"))
+        print(told, flush=True)
+        return code
+
+    # Private methods
+
+    def _estimate_statistics(self) -> int:
+        """Of how many batch normalisations."""
+        layers = collecting_layers(self._built)
+        if not layers:
+            return 0
+        steps = -(-_ESTIMATED // self.balance.micro_batches)
+        pieces = (micro_batches_of(batch.inputs, self.balance.micro_batches) for batch in self.batches(steps))
+        statistics = BatchStatistics(self._built.named_modules())
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for inputs in islice(chain.from_iterable(pieces), _ESTIMATED):
+                args, named = arguments_of(inputs)
+                with statistics.collecting():
+                    self._built(*args, **named)
+        momentums = [layer.momentum for layer in layers]
+        for layer in layers:
+            layer.momentum = 1.0  # nothing of what was there before
+        statistics.commit()
+        for layer, momentum in zip(layers, momentums, strict=True):
+            layer.momentum = momentum
+        return len(layers)
+
+    def _example(self, step: int) -> Batch:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed * 1_000_003 + step)
+            return self.model.example_batch(self.balance.batch)
+
+
+# Private functions
+
+
+def _load(balance: Balance, folder: Path) -> LoadedModel:
+    path, colon, entry = balance.model.source.rpartition(":")
+    source = f"{path if Path(path).is_absolute() else folder / path}{colon}{entry}"
+    loaded = load_again(source, balance.model, balance.dtype, optimizer=balance.optimizer)
+    return replace(loaded, source=balance.model.source)
+
+
+def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int]:
+    """The model's optimizer, number by number, and how many numbers of state it has for each.
+
+    Raises:
+        UsageError: It is none of those known here, or has options that differ between parameters.
+    """
+    own = model.build_optimizer(p for p in built.parameters() if p.requires_grad)
+    name, options = type(own).__name__, own.defaults
+    if len(own.param_groups) > 1:
+        raise UsageError(f"the JAX program knows one group of parameters, the model's {name} has several")
+    odd = [option for option in ("amsgrad", "maximize", "centered", "nesterov") if options.get(option)]
+    if name not in UPDATES or odd:
+        told = f"{name} with {odd[0]}" if odd else name
+        raise UsageError(
+            f"the JAX program does not know the optimizer {told}",
+            hint=f"one of {', '.join(UPDATES)}: `--optimizer`",
+        )
+    make, num_states = UPDATES[name]
+    momentum = bool(options.get("momentum"))
+    return make(options), num_states if name not in ("SGD", "RMSprop") else num_states + momentum

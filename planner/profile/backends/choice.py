@@ -1,0 +1,80 @@
+"""Where the numbers of a profile come from, and which backend finds them on the device that `--device` names."""
+
+from typing import Protocol
+
+import torch
+
+from planner.bridge.extra import check_installed, expect_no_tpu
+from planner.core.errors import UsageError
+from planner.core.values.devices import accelerator
+from planner.core.values.profile import Device
+from planner.device.kinds import DEVICE_KINDS
+from planner.model.load import LoadedModel
+from planner.profile.backends.compiled import CompiledBackend
+from planner.profile.backends.estimated import EstimatedBackend
+from planner.profile.backends.measured import MeasuredBackend
+from planner.profile.layers import Measured
+from planner.profile.task import Task
+
+__all__ = ["Backend", "backend_of"]
+
+_ESTIMATE, _TPU = "estimate:", "tpu:"
+
+
+class Backend(Protocol):
+    """Finds what layers cost on one device: by measuring, estimating or compiling, as `described().how` says."""
+
+    device: torch.device
+    """Where tensors lie meanwhile."""
+
+    def described(self) -> Device:
+        """The device that the numbers are of, and how they are found."""
+        ...
+
+    def measure(self, task: Task) -> Measured:
+        """Finds time and memory of every layer at every size.
+
+        Raises:
+            ModelError: A layer cannot be run, or not compiled.
+            MeasurementError: Memory does not suffice.
+        """
+        ...
+
+    def check_model(self, loaded: LoadedModel) -> None:
+        """Raises `UsageError` where the model, which is not built yet, is none for such a device."""
+        ...
+
+    def check_chain(self, *, lean: bool) -> None:
+        """Raises `ModelError` where the layers cannot be looked at because they ask for values, which is not `lean`."""
+        ...
+
+
+def backend_of(name: str) -> Backend:
+    """The backend for the device called `name`.
+
+    Raises:
+        UsageError: It is unknown or not on this machine, or the packages that it needs are not installed.
+    """
+    if name.startswith(_ESTIMATE):
+        return EstimatedBackend(accelerator(name.removeprefix(_ESTIMATE)))
+    if name == "tpu":
+        check_installed()
+        return CompiledBackend.of_attached()
+    if name.startswith(_TPU):
+        check_installed()
+        expect_no_tpu()
+        return CompiledBackend.of_absent(accelerator(name))
+    return MeasuredBackend(_device(name))
+
+
+def _device(name: str) -> torch.device:
+    kind, colon, number = name.partition(":")
+    if kind not in DEVICE_KINDS or (colon and not (DEVICE_KINDS[kind].has_own_memory and number.isdecimal())):
+        hint = "use `--device cpu`, `cuda` or `tpu`, or without the device itself `estimate:h100` or `tpu:v2`"
+        raise UsageError(f"unknown device `{name}`", hint=hint)
+    if not DEVICE_KINDS[kind].count():
+        raise UsageError(
+            f"no {DEVICE_KINDS[kind].title} device here for `--device {name}`",
+            hint="profile on the machine that has it",
+        )
+    return torch.device(name)

@@ -1,0 +1,170 @@
+"""Costs of layers that run on a device of this machine."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from planner.core.values.profile import Device
+from planner.device.clock import Clock
+from planner.device.kinds import kind_of
+from planner.device.machine import give_freed_memory_back, keep_freed_memory
+from planner.device.meter import Meter
+from planner.model.chain import tied_parameters
+from planner.model.lean import fill
+from planner.model.load import LoadedModel
+from planner.profile.flops import forward_flops
+from planner.profile.layers import Costs, Measured, layer_profiles
+from planner.profile.memory import measure_casts
+from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
+from planner.profile.passing import passing_us
+from planner.profile.records import Records, Ways, record_memory, record_sizes
+from planner.profile.regret import regret
+from planner.profile.rewriting import rewritten_bytes
+from planner.profile.sparse import check_ties
+from planner.profile.task import Task
+from planner.profile.timing import Times, enough_to_leave_the_cache, measure_times, times_of
+from planner.profile.units import Key, Unit, with_values
+
+__all__ = ["MeasuredBackend"]
+
+_REGRET = 0.01
+"""Repeats suffice when others would lead to a plan that is slower by less than this."""
+
+
+class MeasuredBackend:
+    """Runs every distinct layer on a device that torch computes on.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kind = kind_of(device)
+
+    def described(self) -> Device:
+        """The device of this machine; what of its memory is not for tensors is measured."""
+        return self._kind.described()
+
+    def check_model(self, loaded: LoadedModel) -> None:
+        """Any model can be run."""
+
+    def check_chain(self, *, lean: bool) -> None:
+        """Layers may ask for values: they get them."""
+
+    def measure(self, task: Task) -> Measured:
+        """Memory first, while nothing else is there; then times."""
+        meter, clock = self._kind.meter(), self._kind.clock(task.options.threads)
+        ways = Ways(
+            device=self.device,
+            prepare=partial(_fill, task, self.device),
+            given=partial(with_values, device=self.device),
+            record=partial(record_memory, task=task, meter=meter),
+        )
+        records = record_sizes(task, ways)
+        give_freed_memory_back()
+        if not self._kind.has_own_memory:
+            keep_freed_memory()
+        tied = tied_parameters(task.chain.layers)
+        check_ties(task.chain.layers, tied, lambda n: records.sparse(records.units[n].digest))
+        distinct = records.distinct
+        casts_bytes = {d: measure_casts(unit, records.first_input(d), meter) for d, unit in distinct.items()}
+        rewritten = {d: rewritten_bytes(unit, records.first_input(d)) for d, unit in distinct.items()}
+        before = _optimizer_costs(task, records, meter, clock)
+        give_freed_memory_back()
+        times = _times(task, records, clock)
+        passing = passing_us(distinct, records.inputs, clock=clock, repeats=task.options.repeats)
+        give_freed_memory_back()
+        # Once more, at another time: its few steps in a row may all have met a busy machine.
+        after = _optimizer_costs(task, records, meter, clock)
+        optimizer = {d: replace(cost, step_us=min(cost.step_us, before[d].step_us)) for d, cost in after.items()}
+        costs = Costs(
+            records=records,
+            casts_bytes=casts_bytes,
+            rewritten_bytes=rewritten,
+            optimizer=optimizer,
+            flops={d: forward_flops(unit, records.first_input(d)) for d, unit in distinct.items()},
+            times=times,
+            passing_us=passing,
+        )
+        return Measured(
+            sizes=records.sizes,
+            optimizer_peaks_add=_peaks_add(task, records, meter),
+            layers=layer_profiles(task.chain, costs),
+        )
+
+
+# Private functions
+
+
+def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
+    """Gives values to the parameters of those layers that will run."""
+    digests = dict.fromkeys(unit.digest for unit in reversed(units))
+    running = [unit.module for digest in digests for unit in enough_to_leave_the_cache(units, digest)]
+    fill(running, task.chain.model, device)
+
+
+def _optimizer_costs(task: Task, records: Records, meter: Meter, clock: Clock) -> dict[str, OptimizerCost]:
+    # Parameters and gradients of all layers.
+    between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
+    keys = [(digest, records.sizes[0]) for digest in records.distinct]
+    return {
+        digest: measure_optimizer(
+            records.distinct[digest].module,
+            task.loaded.build_optimizer,
+            meter=meter,
+            clock=clock,
+            repeats=task.options.repeats,
+            between_bytes=between_bytes,
+            sparse=records.sparse(digest),
+        )
+        for digest, _ in task.steps.each(keys, records.names)
+    }
+
+
+def _peaks_add(task: Task, records: Records, meter: Meter) -> bool:
+    largest = max(records.distinct.values(), key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
+    return peaks_add(largest.module, task.loaded.build_optimizer, meter=meter, sparse=records.sparse(largest.digest))
+
+
+def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
+    """Repeats until others would hardly lead to another plan, or the time for that is up."""
+    started, budget_s = time.monotonic(), task.options.time_budget_s
+
+    def doubtful() -> bool:
+        if not budget_s:
+            return False
+        share = _regret(task, records, clock)
+        if share >= _REGRET and time.monotonic() - started > budget_s:
+            task.warn(_too_noisy(share, budget_s))
+            return False
+        return share >= _REGRET
+
+    samples = task.kept.samples
+    for key in records.inputs:
+        samples.setdefault(key, [])
+    measure_times(
+        records.units,
+        records.inputs,
+        samples,
+        clock=clock,
+        repeats=task.options.repeats,
+        doubtful=doubtful,
+        progress=partial(task.steps.each, names=records.names),
+    )
+    return {key: times_of(samples[key], clock) for key in records.inputs}
+
+
+def _regret(task: Task, records: Records, clock: Clock) -> float:
+    samples = {key: task.kept.samples[key] for key in records.inputs}
+    return regret([unit.digest for unit in records.units], samples, clock.typical_us)
+
+
+def _too_noisy(share: float, budget_s: float) -> str:
+    return (
+        f"this machine is too noisy to tell the best plan: that of another run may be {share:.1%} slower or faster; "
+        f"end other programs, or allow more than `--time-budget {budget_s:g}s`"
+    )

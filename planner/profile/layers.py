@@ -1,0 +1,113 @@
+"""From what was found of units to what every layer of the chain costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from planner.core.cost.costs import saved_bytes
+from planner.core.values.profile import LayerProfile, MemoryDetail
+from planner.model.chain import Chain, Layer, tied_parameters
+from planner.model.statistics import collecting_bytes
+from planner.profile.optimizer import OptimizerCost
+from planner.profile.records import Records
+from planner.profile.timing import Times
+from planner.profile.units import Key
+
+__all__ = ["Costs", "Measured", "layer_profiles", "own_buffer_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What was found of every distinct unit, by its digest; times in microseconds."""
+
+    records: Records
+    casts_bytes: Mapping[str, int]
+    """Bytes that autocast keeps from one micro-batch to the next."""
+    rewritten_bytes: Mapping[str, int]
+    """Bytes of the layer's own state that its forward writes."""
+    optimizer: Mapping[str, OptimizerCost]
+    flops: Mapping[str, int]
+    """Operations of a forward at the smallest size."""
+    times: Mapping[Key, Times]
+    passing_us: Mapping[Key, float]
+    """What forward takes to get past the modules in front of the layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a backend finds of a model."""
+
+    sizes: tuple[int, ...]
+    """Micro-batch sizes for which memory suffices."""
+    optimizer_peaks_add: bool
+    """Whether the optimizer's transients grow with the number of parameters, not with the largest one."""
+    layers: tuple[LayerProfile, ...]
+
+
+def layer_profiles(chain: Chain, costs: Costs) -> tuple[LayerProfile, ...]:
+    """What every layer costs, in order."""
+    records = costs.records
+    saved = [saved_bytes([records.memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
+    tied = tied_parameters(chain.layers)
+    return tuple(
+        _layer_profile(chain, n, costs, saved=tuple(of_size[n] for of_size in saved), tied=tied)
+        for n in range(len(chain.layers))
+    )
+
+
+def own_buffer_bytes(module: nn.Module) -> int:
+    """Bytes of a layer's buffers."""
+    return sum(buffer.nbytes for buffer in module.buffers())
+
+
+# Private functions
+
+
+def _layer_profile(
+    chain: Chain, n: int, costs: Costs, *, saved: tuple[int, ...], tied: Mapping[str, tuple[str, ...]]
+) -> LayerProfile:
+    layer, digest, sizes = chain.layers[n], costs.records.units[n].digest, costs.records.sizes
+    times = [costs.times[digest, size] for size in sizes]
+    details = tuple(costs.records.memory[digest, size] for size in sizes)
+    optimizer = costs.optimizer[digest]
+    others, tied_bytes = _ties(layer, tied)
+    return LayerProfile(
+        name=layer.name,
+        digest=digest,
+        modules=chain.modules(n),
+        parameter_bytes=sum(p.nbytes for p in layer.module.parameters()),
+        gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad),
+        optimizer_bytes=optimizer.state_bytes,
+        buffer_bytes=own_buffer_bytes(layer.module) + collecting_bytes(layer.module),
+        cast_bytes=costs.casts_bytes[digest],
+        rewritten_bytes=costs.rewritten_bytes[digest],
+        tied=others,
+        tied_bytes=tied_bytes,
+        optimizer_us=round(optimizer.step_us, 1),
+        optimizer_peak_bytes=optimizer.peak_bytes,
+        optimizer_sparse_peak=optimizer.sparse_peak,
+        forward_us=tuple(
+            round(max(0.0, t.forward_us - costs.passing_us[digest, size]), 1)
+            for t, size in zip(times, sizes, strict=True)
+        ),
+        backward_us=tuple(round(t.backward_us, 1) for t in times),
+        spread=tuple(round(t.spread, 4) for t in times),
+        output_bytes=tuple(sum(t.bytes for t in d.outputs) for d in details),
+        saved_bytes=saved,
+        forward_peak_bytes=tuple(max(0, d.forward_peak_bytes - d.internal_bytes - _made_bytes(d)) for d in details),
+        backward_peak_bytes=tuple(max(0, d.backward_peak_bytes - d.internal_bytes) for d in details),
+        forward_flops=tuple(costs.flops[digest] * size // sizes[0] for size in sizes),
+        detail=details,
+    )
+
+
+def _ties(layer: Layer, tied: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], int]:
+    """Names that the layer's tied parameters have in other layers, and the bytes of these parameters."""
+    shared = {name: parameter for name, parameter in layer.parameter_names().items() if name in tied}
+    others = [other for name in shared for other in tied[name] if other != layer.name]
+    return tuple(dict.fromkeys(others)), sum(parameter.nbytes for parameter in shared.values())
+
+
+def _made_bytes(detail: MemoryDetail) -> int:
+    return sum(tensor.bytes for tensor in detail.outputs if tensor.alias < 0)

@@ -1,0 +1,182 @@
+"""The memory of every distinct unit, micro-batch size by micro-batch size, as far as memory suffices."""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from planner.core.errors import MeasurementError
+from planner.core.values.profile import MemoryDetail
+from planner.device.kinds import kind_of
+from planner.device.machine import give_freed_memory_back
+from planner.device.meter import Meter
+from planner.model.refusals import TooFewSamplesError, in_place_told
+from planner.profile.memory import measure_memory
+from planner.profile.sparse import sparse_gradients
+from planner.profile.task import Task
+from planner.profile.units import Key, Unit, UnitInput, trace_units
+
+__all__ = ["Job", "Records", "Ways", "record_memory", "record_sizes"]
+
+_MEMORY_PASSES = 6
+"""How many timed passes a memory record takes, about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A distinct unit at one micro-batch size."""
+
+    key: Key
+    """A unit is known by its trace at the first size."""
+    unit: Unit
+    """The unit as it was traced at this size."""
+    given: UnitInput
+
+    @property
+    def size(self) -> int:
+        """Samples of the micro-batch."""
+        return self.key[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """What a backend does with units on the way to their records."""
+
+    device: torch.device
+    """Where tensors lie meanwhile."""
+    record: Callable[[Sequence[Job]], None]
+    """Puts the record of every job into `Task.kept`."""
+    prepare: Callable[[Sequence[Unit]], None] = lambda _: None
+    """Called with every layer's unit before the first is run."""
+    given: Callable[[UnitInput], UnitInput] = lambda traced: traced
+    """What to run a unit on, from its input as it was traced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """Every layer's unit, and what each distinct one takes at every size for which memory suffices."""
+
+    units: tuple[Unit, ...]
+    sizes: tuple[int, ...]
+    inputs: Mapping[Key, UnitInput]
+    memory: Mapping[Key, MemoryDetail]
+
+    @cached_property
+    def distinct(self) -> dict[str, Unit]:
+        """The first unit of every digest."""
+        return {unit.digest: unit for unit in reversed(self.units)}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What to call the unit of every digest."""
+        return {digest: unit.name for digest, unit in self.distinct.items()}
+
+    def first_input(self, digest: str) -> UnitInput:
+        """The unit's input at the smallest size."""
+        return self.inputs[digest, self.sizes[0]]
+
+    def sparse(self, digest: str) -> dict[str, Tensor]:
+        """The unit's gradients that are sparse, by name of the parameter."""
+        if not self.memory[digest, self.sizes[0]].sparse_gradient_bytes:
+            return {}
+        return sparse_gradients(self.distinct[digest], self.first_input(digest))
+
+
+def record_sizes(task: Task, ways: Ways) -> Records:
+    """Traces the units at every size and records their memory.
+
+    Raises:
+        ModelError: A layer does not run on what the layer before it returned.
+        MeasurementError: Memory does not suffice for a size that was asked for, or for any.
+    """
+    units: tuple[Unit, ...] = ()
+    sizes: list[int] = []
+    inputs: dict[Key, UnitInput] = {}
+    for size in task.options.micro_batch_sizes:
+        failed = False
+        try:
+            units, jobs = _traced_at(task, ways, units, size)
+            ways.record(jobs)
+        except TooFewSamplesError as error:
+            if not task.options.until_memory_ends or size == task.options.micro_batch_sizes[-1]:
+                raise
+            task.warn(f"micro-batch size {size} is left out: {error.message}")
+            continue
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            failed = True
+        if failed:
+            # Behind the handler, where the error no longer holds on to the tensors of the failed attempt.
+            jobs = []
+            _end_at(task, ways.device, sizes, size)
+            break
+        inputs |= {job.key: job.given for job in jobs}
+        sizes.append(size)
+    return Records(units=units, sizes=tuple(sizes), inputs=inputs, memory=task.kept.memory)
+
+
+def record_memory(jobs: Sequence[Job], task: Task, meter: Meter) -> None:
+    """Runs each unit of which there is no record yet, by the meter."""
+    missing = {job.key: job for job in jobs if job.key not in task.kept.memory}
+    names = {digest: job.unit.name for (digest, _), job in missing.items()}
+    for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
+        job = missing[key]
+        with in_place_told(f'layer "{job.unit.name}"'):
+            task.kept.memory[key] = measure_memory(job.unit, job.given, meter)
+        # Layers of several sizes leave holes.
+        give_freed_memory_back()
+
+
+# Private functions
+
+
+def _traced_at(task: Task, ways: Ways, first: tuple[Unit, ...], size: int) -> tuple[tuple[Unit, ...], list[Job]]:
+    """Every layer's unit as it was traced at the first size, and a job of every distinct one at this size.
+
+    Args:
+        task: The model.
+        ways: What the backend does with units.
+        first: Every layer's unit; empty if this is the first size.
+        size: Samples.
+    """
+    units, traced = trace_units(task.chain, task.loaded, (size,), ways.device, ghosts=task.lean)
+    if not first:
+        for text in task.loaded.notes:  # they have run, so it is clear what the loss is
+            task.note(text)
+        first = units
+        ways.prepare(units)
+    jobs: dict[Key, Job] = {}
+    for at_first, unit in zip(first, units, strict=True):
+        key = (at_first.digest, size)
+        if key not in jobs:
+            jobs[key] = Job(key=key, unit=unit, given=ways.given(traced[unit.digest, size]))
+    return first, list(jobs.values())
+
+
+def _end_at(task: Task, device: torch.device, fitting: Sequence[int], size: int) -> None:
+    """Frees what the failed attempt left; larger sizes are left out, or it is an error."""
+    gc.collect()
+    kind_of(device).empty_cache()
+    if not fitting:
+        raise MeasurementError(
+            f"out of memory at micro-batch size {size}, the smallest",
+            hint="profile on a device with more memory, or a smaller model",
+        )
+    if not task.options.until_memory_ends:
+        sizes = ",".join(map(str, fitting))
+        raise MeasurementError(f"out of memory at micro-batch size {size}", hint=f"use `--batch-sizes {sizes}`")
+    task.warn(f"out of memory at micro-batch size {size}: sizes up to {fitting[-1]} are measured")
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it, or what caused it, is a device or the machine that has no more."""
+    while error is not None:
+        # torch's allocator on the CPU has no error of its own.
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
