@@ -16,10 +16,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise, product
 
-__all__ = ["regret"]
+from planner.core.cost.step_time import flow_shop_us
+from planner.profile.units import Key
 
-Key = tuple[str, int]
-"""Digest of a layer, and micro-batch size."""
+__all__ = ["regret"]
 
 Samples = Mapping[Key, Sequence[tuple[float, float]]]
 """Forward and backward time of every repeat."""
@@ -56,7 +56,7 @@ def regret(chain: Sequence[str], samples: Samples, typical: Callable[[list[float
         drawn = _times(chain, {key: rng.sample(list(s), k=(len(s) + 1) // 2) for key, s in samples.items()}, typical)
         for (stages, batch), (best_us, _) in _best(drawn, questions).items():
             size, cuts = ours[stages, batch]
-            regrets[stages, batch].append(max(0.0, _step_us(drawn[size], cuts, batch / size) / best_us - 1))
+            regrets[stages, batch].append(max(0.0, _step_us(drawn[size], cuts, batch, size) / best_us - 1))
     return max((sorted(each)[_DRAWS * 9 // 10] for each in regrets.values()), default=0.0)
 
 
@@ -74,15 +74,16 @@ def _best(
     """The fastest plan for so many stages and such a batch, with its time."""
     cuts = {(size, k): _evenest(times[size], k) for size in times for k in {k for k, _ in questions}}
     return {
-        (k, batch): min((_step_us(times[size], cuts[size, k], batch / size), (size, cuts[size, k])) for size in times)
+        (k, batch): min((_step_us(times[size], cuts[size, k], batch, size), (size, cuts[size, k])) for size in times)
         for k, batch in questions
     }
 
 
-def _step_us(times: Sequence[float], cuts: Sequence[int], micro_batches: float) -> float:
-    """Of GPipe, the slowest stage of forward being that of backward too."""
-    slowest = max(sum(times[first:end]) for first, end in pairwise(cuts))
-    return sum(times) + (micro_batches - 1) * slowest + (micro_batches + len(cuts) - 2) * _OVERHEAD_US
+def _step_us(times: Sequence[float], cuts: Sequence[int], batch: int, size: int) -> float:
+    """GPipe's step, with the slowest stage of forward that of backward too: one flow shop instead of two in a row."""
+    stages = [sum(times[first:end]) + _OVERHEAD_US for first, end in pairwise(cuts)]
+    # Sizes need not divide the batch: a plan would leave such a size out, and here it is worth what it nearly takes.
+    return flow_shop_us([(stage, stage) for stage in stages], max(1, round(batch / size)))
 
 
 def _evenest(times: Sequence[float], stages: int) -> list[int]:

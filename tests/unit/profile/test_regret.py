@@ -5,7 +5,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from planner.profile.regret import Key, _evenest, regret
+from planner.profile.regret import _evenest, regret
+from planner.profile.units import Key
 
 CHAIN = ["a", "b", "c", "d"]
 
