@@ -56,17 +56,17 @@ def found_by(
     """
     missing: dict[Path | int, list[int]] = {}
     for n, path in enumerate(paths):
-        known = _remembered(kind, path)
-        if known is None:
+        remembered = _remembered(kind, path)
+        if remembered is None:
             missing.setdefault(n if path is None else path, []).append(n)
         else:
-            yield n, known
+            yield n, remembered
     places = list(missing.values())
-    for place, found in _made([works[alike[0]] for alike in places], several=several):
-        if isinstance(found, kind):
-            _remember(paths[places[place][0]], found)
+    for place, outcome in _worked_off([works[alike[0]] for alike in places], several=several):
+        if isinstance(outcome, kind):
+            _remember(paths[places[place][0]], outcome)
         for n in places[place]:
-            yield n, found
+            yield n, outcome
 
 
 def raise_problems(problems: Mapping[str, Mapping[str, Problem]]) -> None:
@@ -77,15 +77,15 @@ def raise_problems(problems: Mapping[str, Mapping[str, Problem]]) -> None:
         MemoryError: A layer alone needs more memory than the chip has.
     """
     if _LACKING in problems:
-        told = "; ".join(f'"{layer}": {problem.what}' for layer, problem in problems[_LACKING].items())
+        operators = "; ".join(f'"{layer}": {problem.what}' for layer, problem in problems[_LACKING].items())
         raise ModelError(
-            f"torchax cannot translate operators of some layers for the TPU: {told}",
+            f"torchax cannot translate operators of some layers for the TPU: {operators}",
             hint="write these layers with other operators, or profile on another device",
         )
     if "" in problems:
         layer, problem = next(iter(problems[""].items()))
-        others = f" (and {len(problems['']) - 1} more layers)" if len(problems[""]) > 1 else ""
-        raise ModelError(f'layer "{layer}" cannot be compiled for the TPU{others}: {problem.what}') from _WorkerError(
+        more = f" (and {len(problems['']) - 1} more layers)" if len(problems[""]) > 1 else ""
+        raise ModelError(f'layer "{layer}" cannot be compiled for the TPU{more}: {problem.what}') from _WorkerError(
             problem.traceback
         )
     if _TOO_LARGE in problems:
@@ -103,7 +103,7 @@ class _WorkerError(Exception):
         return f"\n{self.args[0]}"
 
 
-def _made(works: Sequence[Callable[[], _Found]], *, several: bool) -> Iterator[tuple[int, _Found | Problem]]:
+def _worked_off(works: Sequence[Callable[[], _Found]], *, several: bool) -> Iterator[tuple[int, _Found | Problem]]:
     global _job  # noqa: PLW0603 - what a forked process inherits
     workers = _num_workers(len(works)) if several else 1
     if workers == 1:
@@ -144,13 +144,13 @@ def _remembered(kind: type[_Found], path: Path | None) -> _Found | None:
     return None
 
 
-def _remember(path: Path | None, found: Any) -> None:
+def _remember(path: Path | None, outcome: Any) -> None:
     if path is None:
         return
     with suppress(OSError):  # a full disk costs time, not the profile
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        unfinished.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
         unfinished.replace(path)
 
 

@@ -58,10 +58,10 @@ class LayerFunction:
     trained: dict[str, jax.ShapeDtypeStruct]
     """Shapes of the parameters that are trained, by name."""
     fixed: dict[str, jax.ShapeDtypeStruct]
-    """Of the other ones, and of buffers."""
+    """Shapes of the other ones, and of buffers."""
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     needed: tuple[bool, ...]
-    """Of which inputs a gradient is wanted."""
+    """The inputs of which a gradient is wanted."""
 
 
 def layer_function(
@@ -79,7 +79,7 @@ def layer_function(
     owner = module._part.model if isinstance(module, ModelStage) else module
     places = [n for n, value in enumerate(values) if isinstance(value, Tensor)]
     tensors = [values[n] for n in places]
-    others = [None if isinstance(value, Tensor) else value for value in values]
+    constants = [None if isinstance(value, Tensor) else value for value in values]
 
     def call(state: Arrays, inputs: Sequence[Array], key: Array) -> list[Array]:
         with (
@@ -88,11 +88,11 @@ def layer_function(
             env,
             _reparametrize_module(owner, env.j2t_iso(dict(state)), tie_weights=True),
         ):
-            given = list(others)
+            arguments = list(constants)
             for n, value in zip(places, env.j2t_iso(list(inputs)), strict=True):
-                given[n] = value
+                arguments[n] = value
             try:
-                outputs = run(given)
+                outputs = run(arguments)
             except OperatorNotFound as error:
                 raise LacksOperatorError(str(error).removeprefix("Operator with name ").split()[0]) from error
             return [env.t2j_iso(output) for output in outputs if isinstance(output, Tensor)]
@@ -138,7 +138,7 @@ class Halves:
     """What is kept, each value once."""
 
     @property
-    def made(self) -> list[jax.ShapeDtypeStruct]:
+    def made_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the residuals that are neither state nor input nor output."""
         return [residual.shape for residual in self.residuals if residual.kind == "made"]
 
@@ -147,40 +147,40 @@ def halves_of(function: LayerFunction) -> Halves:
     """The halves of a layer's function, whose inputs have the shapes that it was made with."""
     trained, fixed, inputs, needed = function.trained, function.fixed, function.inputs, function.needed
     wanted = [n for n, need in enumerate(needed) if need]
-    known: dict[str, Any] = {}
+    traced: dict[str, Any] = {}
 
     def forward(trained: Arrays, fixed: Arrays, inputs: Sequence[Array], key: Array) -> tuple[list[Array], list[Array]]:
         def primal(trained: Arrays, moving: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            given = list(inputs)
+            arguments = list(inputs)
             for n, value in zip(wanted, moving, strict=True):
-                given[n] = value
-            outputs = function.call({**fixed, **trained}, given, key)
+                arguments[n] = value
+            outputs = function.call({**fixed, **trained}, arguments, key)
             floating = [n for n, output in enumerate(outputs) if jnp.issubdtype(output.dtype, jnp.floating)]
-            known["floating"] = floating
+            traced["floating"] = floating
             return [outputs[n] for n in floating], outputs
 
         checkpointed = jax.checkpoint(primal, policy=_worth_keeping, prevent_cse=False)
         _, pull, outputs = jax.vjp(checkpointed, dict(trained), [inputs[n] for n in wanted], has_aux=True)
-        leaves, known["tree"] = jax.tree.flatten(pull)
+        leaves, traced["tree"] = jax.tree.flatten(pull)
         return outputs, leaves
 
-    given = (trained, fixed, list(inputs), random_key())
-    jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(*given)
+    arguments = (trained, fixed, list(inputs), random_key())
+    jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(*arguments)
     plan = _plan_of(jaxpr.jaxpr, len(shapes[0]), [*sorted(trained), *sorted(fixed)], len(inputs))
 
-    def kept_forward(*given: Any) -> tuple[list[Array], list[Array]]:
-        outputs, leaves = forward(*given)
-        return outputs, [leaves[n] for n in plan.made]
+    def kept_forward(*arguments: Any) -> tuple[list[Array], list[Array]]:
+        outputs, leaves = forward(*arguments)
+        return outputs, [leaves[n] for n in plan.created]
 
     def backward(
-        arguments: tuple[Any, ...], outputs: Sequence[Array], made: Sequence[Array], gradients: Sequence[Array]
+        arguments: tuple[Any, ...], outputs: Sequence[Array], created: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[Arrays, list[Array]]:
-        leaves = plan.rebuilt(const=jaxpr.consts, given=jax.tree.leaves(arguments), output=outputs, made=made)
-        pull = jax.tree.unflatten(known["tree"], leaves)
+        leaves = plan.rebuilt(const=jaxpr.consts, argument=jax.tree.leaves(arguments), output=outputs, made=created)
+        pull = jax.tree.unflatten(traced["tree"], leaves)
         of_trained, of_inputs = pull(list(gradients))
         return of_trained, of_inputs
 
-    return Halves(kept_forward, backward, list(shapes[0]), tuple(known["floating"]), plan.passed, plan.residuals)
+    return Halves(kept_forward, backward, list(shapes[0]), tuple(traced["floating"]), plan.passed, plan.residuals)
 
 
 # Private functions and classes
@@ -192,7 +192,7 @@ class _Plan:
 
     sources: tuple[tuple[str, Any], ...]
     """Per value: which list it is in and its place there; a literal itself."""
-    made: tuple[int, ...]
+    created: tuple[int, ...]
     """The values that are new: neither arguments nor constants nor outputs."""
     passed: tuple[int, ...]
     residuals: tuple[Residual, ...]
@@ -212,13 +212,13 @@ def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str
         num_inputs: How many arguments follow these.
     """
     outputs, values = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
-    sources: dict[Any, tuple[str, int]] = {var: ("given", n) for n, var in enumerate(jaxpr.invars)}
+    sources: dict[Any, tuple[str, int]] = {var: ("argument", n) for n, var in enumerate(jaxpr.invars)}
     sources |= {var: ("const", n) for n, var in enumerate(jaxpr.constvars)}
     for n, var in enumerate(outputs):
         if not _is_literal(var):
             sources.setdefault(var, ("output", n))
 
-    arguments: list[tuple[str, int | str]] = [
+    places: list[tuple[str, int | str]] = [
         *(("state", name) for name in state),
         *(("input", n) for n in range(num_inputs)),
         ("key", 0),
@@ -227,24 +227,24 @@ def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str
     def residual(var: Any) -> Residual:
         kind, place = sources[var]
         return Residual(
-            *(arguments[place] if kind == "given" else (kind, place)),
+            *(places[place] if kind == "argument" else (kind, place)),
             jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype),
         )
 
     def passed(var: Any) -> int:
         """Which input an output is; -1 for what is none."""
         kind, place = ("literal", 0) if _is_literal(var) else sources[var]
-        return place - len(state) if kind == "given" and 0 <= place - len(state) < num_inputs else -1
+        return place - len(state) if kind == "argument" and 0 <= place - len(state) < num_inputs else -1
 
-    made: list[int] = []
+    created: list[int] = []
     for n, var in enumerate(values):
         if not _is_literal(var) and var not in sources:
-            sources[var] = ("made", len(made))
-            made.append(n)
+            sources[var] = ("made", len(created))
+            created.append(n)
     arrays = dict.fromkeys(var for var in values if not _is_literal(var))
     return _Plan(
         sources=tuple(("literal", var.val) if _is_literal(var) else sources[var] for var in values),
-        made=tuple(made),
+        created=tuple(created),
         passed=tuple(map(passed, outputs)),
         residuals=tuple(residual(var) for var in arrays if sources[var][0] != "const"),
     )

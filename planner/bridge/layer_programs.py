@@ -51,31 +51,31 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
     state = (function.trained, function.fixed, list(function.inputs), random_key())
     pulled = [halves.outputs[n] for n in halves.differentiable]
 
-    def backward(gradients: Any, pulled: Any, *given: Any) -> Any:
-        of_trained, of_inputs = halves.backward(given[:4], *given[4:], pulled)
+    def backward(gradients: Any, pulled: Any, *arguments: Any) -> Any:
+        of_trained, of_inputs = halves.backward(arguments[:4], *arguments[4:], pulled)
         return jax.tree.map(jnp.add, gradients, of_trained), of_inputs
 
-    def both(gradients: Any, pulled: Any, *given: Any) -> Any:
-        outputs, made = halves.forward(*given)
+    def both(gradients: Any, pulled: Any, *arguments: Any) -> Any:
+        outputs, created = halves.forward(*arguments)
         # Whatever reads the outputs does so before their gradients are there.
         outputs, pulled = jax.lax.optimization_barrier((outputs, pulled))
-        return backward(gradients, pulled, *given, outputs, made)
+        return backward(gradients, pulled, *arguments, outputs, created)
 
-    def apart(gradients: Any, pulled: Any, *given: Any) -> Any:
-        outputs, made = halves.forward(*given)
-        return backward(gradients, filled_between(outputs, pulled, filling), *given, outputs, made)
+    def apart(gradients: Any, pulled: Any, *arguments: Any) -> Any:
+        outputs, created = halves.forward(*arguments)
+        return backward(gradients, filled_between(outputs, pulled, filling), *arguments, outputs, created)
 
     forward = compile_program(halves.forward, state, device)
-    given = (function.trained, pulled, *state, halves.outputs, halves.made)
+    arguments = (function.trained, pulled, *state, halves.outputs, halves.made_shapes)
     if not function.trained and not any(function.needed):  # there is no backward
         return _layer_of(function, halves, [forward], [time_us(forward, state)])
-    programs = [forward, compile_program(backward, given, device, donated=(0, 1))]
-    times_us = [time_us(program, shapes) for program, shapes in zip(programs, (state, given), strict=True)]
-    programs.append(compile_program(both, given[:-2], device, donated=(0, 1)))
+    programs = [forward, compile_program(backward, arguments, device, donated=(0, 1))]
+    times_us = [time_us(program, shapes) for program, shapes in zip(programs, (state, arguments), strict=True)]
+    programs.append(compile_program(both, arguments[:-2], device, donated=(0, 1)))
     # More than the program could hold at any other time.
     filling = programs[2].temporary_bytes + _LEAST_FILLING_BYTES
     with suppress(OutOfMemoryError):  # near the end of the chip's memory only what a loop keeps is known
-        full = compile_program(apart, given[:-2], device, donated=(0, 1))
+        full = compile_program(apart, arguments[:-2], device, donated=(0, 1))
         programs.append(replace(full, temporary_bytes=max(0, full.temporary_bytes - filling)))
     return _layer_of(function, halves, programs, times_us)
 
@@ -83,10 +83,10 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
 def compile_step(parameters: Sequence[Tensor], build: Builder, device: jax.Device, time_us: Timer) -> CompiledStep:
     """Compiles the optimizer's step over some parameters, of which only shape and dtype count."""
     function = step_function(parameters, build)
-    given = (function.parameters, function.states, function.parameters)
-    program = compile_program(function.call, given, device, donated=(0, 1))
+    arguments = (function.parameters, function.states, function.parameters)
+    program = compile_program(function.call, arguments, device, donated=(0, 1))
     return CompiledStep(
-        step_us=time_us(program, given),
+        step_us=time_us(program, arguments),
         peak_bytes=program.temporary_bytes + max(0, program.output_bytes - program.alias_bytes),
     )
 
@@ -99,7 +99,7 @@ def _layer_of(
 ) -> CompiledLayer:
     forward = programs[0]
     read = {(residual.kind, residual.index) for residual in halves.residuals}
-    outputs, made = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
+    outputs, created = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
     # Gradients lie like what they belong to.
     pulled = sum(outputs[n] for n in halves.differentiable)
     backward_bytes, peak_bytes = (
@@ -107,7 +107,7 @@ def _layer_of(
         if len(programs) > 1
         else (0, forward.temporary_bytes)
     )
-    carried = programs[3].temporary_bytes if len(programs) > 3 else sum(made)
+    carried = programs[3].temporary_bytes if len(programs) > 3 else sum(created)
     return CompiledLayer(
         inputs=tuple(map(padded_bytes, function.inputs)),
         laid_out_bytes=sum(forward.arguments[-1 - len(function.inputs) : -1]),
@@ -115,7 +115,7 @@ def _layer_of(
         outputs=outputs,
         kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),
         aliases=tuple(halves.passed),
-        made_bytes=sum(made),
+        made_bytes=sum(created),
         forward_us=times_us[0],
         backward_us=times_us[1] if len(times_us) > 1 else 0.0,
         forward_temporary_bytes=forward.temporary_bytes,
@@ -131,7 +131,7 @@ def _layer_of(
 
 
 def _narrowed_bytes(shape: Any) -> int:
-    """Of a weight as products take it, which is in 16 bits unless the model asks for more; vectors are no factors."""
+    """Bytes of a weight as products take it: 16 bits each unless the model asks for more; vectors are no factors."""
     return int(2 * shape.size) if len(shape.shape) > 1 and shape.dtype == "float32" else 0
 
 

@@ -142,7 +142,7 @@ class _OneDevice:
         edge, edges, store, loss = carry
         m = tick - self._place
         nothing = (self._all.edges.zeros(), self._all.kept.zeros(), jnp.zeros((), jnp.float32))
-        sent, kept, more = self._chosen(self._forward, lambda _given, _m: nothing, m, edge)
+        sent, kept, more = self._chosen(self._forward, lambda _work, _m: nothing, m, edge)
         return (self._moved(sent, 1), self._kept_at(edges, edge, m), self._kept_at(store, kept, m), loss + more), None
 
     def _backward_tick(
@@ -153,30 +153,30 @@ class _OneDevice:
         slot = self._slot(m)
         edge, kept = ([array[slot] for array in arrays] for arrays in (edges, store))
         nothing = self._all.gradient_edges.zeros()
-        given = (edge, kept, flowing, sums)
-        sent, sums = self._chosen(self._backward, lambda given, _m: (nothing, given[3]), m, given)
+        work = (edge, kept, flowing, sums)
+        sent, sums = self._chosen(self._backward, lambda work, _m: (nothing, work[3]), m, work)
         return (self._moved(sent, -1), sums), None
 
     def _forward(self, k: int, edge: Arrays, m: Array) -> tuple[list[Array], list[Array], Array]:
         program = self._all
-        outputs, kept = program.stages[k].forward(self._state(k), self._given(k, edge, m))
+        outputs, kept = program.stages[k].forward(self._state(k), self._stage_input(k, edge, m))
         kept = program.kept.pack(k, kept)
         if k == self._num - 1:
             return program.edges.zeros(), kept, outputs[0].astype(jnp.float32).reshape(())
         return program.edges.pack(k + 1, outputs), kept, jnp.zeros((), jnp.float32)
 
     def _backward(
-        self, k: int, given: tuple[Arrays, Arrays, Arrays, Arrays], m: Array
+        self, k: int, work: tuple[Arrays, Arrays, Arrays, Arrays], m: Array
     ) -> tuple[list[Array], list[Array]]:
         program, stage = self._all, self._all.stages[k]
-        edge, kept, flowing, sums = given
+        edge, kept, flowing, sums = work
         if k == self._num - 1:
             # The loss is the mean over the micro-batches.
             gradients = [jnp.full(stage.outputs[0].shape, 1 / self._micro, stage.outputs[0].dtype)]
         else:
             gradients = program.gradient_edges.unpack(k + 1, flowing)
-        own = program.kept.unpack(k, kept)
-        of_trained, of_inputs = stage.backward(self._state(k), self._given(k, edge, m), own, gradients)
+        kept_here = program.kept.unpack(k, kept)
+        of_trained, of_inputs = stage.backward(self._state(k), self._stage_input(k, edge, m), kept_here, gradients)
         sums = program.trained.add(k, sums, [of_trained[name] for name in stage.trained])
         return program.gradient_edges.zeros() if k == 0 else program.gradient_edges.pack(k, of_inputs), sums
 
@@ -187,18 +187,18 @@ class _OneDevice:
             dict(zip(stage.fixed, self._all.fixed.unpack(k, self._fixed), strict=True)),
         )
 
-    def _given(self, k: int, edge: Arrays, m: Array) -> StageInput:
+    def _stage_input(self, k: int, edge: Arrays, m: Array) -> StageInput:
         inputs = [array[m] for array in self._batch.inputs] if k == 0 else self._all.edges.unpack(k, edge)
         targets = [array[m] for array in self._batch.targets] if k == self._num - 1 else []
         return StageInput(inputs, targets, jax.random.fold_in(self._batch.key, m))
 
-    def _chosen(self, run: Any, idle: Any, m: Array, given: Any) -> Any:
+    def _chosen(self, run: Any, idle: Any, m: Array, work: Any) -> Any:
         """The stage of this device, or `idle` where there is no micro-batch."""
         if self._num == 1:
-            return run(0, given, m)
+            return run(0, work, m)
         branches = [*(partial(run, k) for k in range(self._num)), idle]
         choice = jnp.where(self._busy(m), self._place, self._num)
-        return lax.switch(choice, branches, given, self._slot(m))
+        return lax.switch(choice, branches, work, self._slot(m))
 
     def _moved(self, arrays: Arrays, step: int) -> list[Array]:
         ways = [(k, k + step) for k in range(self._num) if 0 <= k + step < self._num]

@@ -14,7 +14,7 @@ class CompiledLayer:
     inputs: tuple[int, ...]
     """Per input tensor."""
     laid_out_bytes: int
-    """Of all of them, as the layer wants them to lie."""
+    """Bytes of all inputs, as the layer wants them to lie."""
     kept_inputs: tuple[bool, ...]
     """Whether backward reads it."""
     outputs: tuple[int, ...]
@@ -29,39 +29,39 @@ class CompiledLayer:
     backward_temporary_bytes: int
     """With the gradients of outputs and inputs."""
     peak_bytes: int
-    """Likewise, of both in one program."""
+    """The temporaries of both in one program, with the same gradients."""
     carried_bytes: int
     """From one to the other there, inputs, outputs and parameters not counted."""
     narrowed_bytes: int
-    """Of weights as products take them."""
+    """Bytes of weights as products take them."""
     padding_bytes: int
-    """Of the parameters that are trained."""
+    """Bytes that the parameters that are trained take more than they have."""
     flops: float
-    """Of the forward."""
+    """Operations of the forward."""
     narrowed_inputs_bytes: int = 0
-    """Of inputs as products take them."""
+    """Bytes of inputs as products take them."""
 
     def detail(self) -> MemoryDetail:
-        """As a memory record."""
+        """The record that an allocator would have given."""
         tensors = zip(self.outputs, self.kept_outputs, self.aliases, strict=True)
         outputs = tuple(BoundaryTensor(bytes=size, kept=kept, alias=alias) for size, kept, alias in tensors)
-        made = sum(size for size, alias in zip(self.outputs, self.aliases, strict=True) if alias < 0)
+        created_bytes = sum(size for size, alias in zip(self.outputs, self.aliases, strict=True) if alias < 0)
         inputs = zip(self.inputs, self.kept_inputs, strict=True)
         return MemoryDetail(
             internal_bytes=self.made_bytes,
             inputs=tuple(BoundaryTensor(bytes=size, kept=kept) for size, kept in inputs),
             outputs=outputs,
-            forward_peak_bytes=self.forward_temporary_bytes + self.made_bytes + made,
-            no_grad_peak_bytes=self.forward_temporary_bytes + self.made_bytes + made,
+            forward_peak_bytes=self.forward_temporary_bytes + self.made_bytes + created_bytes,
+            no_grad_peak_bytes=self.forward_temporary_bytes + self.made_bytes + created_bytes,
             first_backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
             backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
         )
 
     def program(self, kept_bytes: int) -> ProgramMemory:
-        """As a record of a layer within one program.
+        """The record of a layer within one program.
 
         Args:
-            kept_bytes: Of its outputs, what is kept for some backward.
+            kept_bytes: What is kept of its outputs for some backward.
         """
         return ProgramMemory(
             carried_bytes=self.carried_bytes + kept_bytes,
@@ -77,4 +77,4 @@ class CompiledStep:
 
     step_us: float
     peak_bytes: int
-    """Beside parameters, gradients and state."""
+    """Bytes beside parameters, gradients and state."""

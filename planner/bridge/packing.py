@@ -31,11 +31,11 @@ class Packing:
         self._stages = [list(stage) for stage in stages]
         counts: dict[_Kind, int] = {}
         for stage in self._stages:
-            own: dict[_Kind, int] = {}
+            in_stage: dict[_Kind, int] = {}
             for shape in stage:
                 kind = (tuple(shape.shape), shape.dtype)
-                own[kind] = own.get(kind, 0) + 1
-            counts |= {kind: max(count, counts.get(kind, 0)) for kind, count in own.items()}
+                in_stage[kind] = in_stage.get(kind, 0) + 1
+            counts |= {kind: max(count, counts.get(kind, 0)) for kind, count in in_stage.items()}
         apart = sum(_bytes(*kind) * count for kind, count in counts.items())
         self.needed_bytes = [sum(_bytes(s.shape, s.dtype) for s in stage) for stage in self._stages]
         most = max(self.needed_bytes, default=0)
@@ -56,13 +56,13 @@ class Packing:
             return [filled.get(n, numpy.zeros(s.shape, s.dtype)) for n, s in enumerate(self.shapes)]
         packed = []
         for whole in self.shapes:
-            own = [array.reshape(-1) for array in arrays if array.dtype == whole.dtype]
-            padding = whole.shape[0] - sum(array.shape[0] for array in own)
-            packed.append(numpy.concatenate([*own, numpy.zeros((padding,), whole.dtype)]))
+            parts = [array.reshape(-1) for array in arrays if array.dtype == whole.dtype]
+            padding = whole.shape[0] - sum(array.shape[0] for array in parts)
+            packed.append(numpy.concatenate([*parts, numpy.zeros((padding,), whole.dtype)]))
         return packed
 
     def unpack(self, stage: int, packed: Sequence[Array]) -> list[Array]:
-        """And back."""
+        """A stage's arrays from packed ones."""
         if not self._flat:
             return [packed[n] for n in self._places(stage)]
         wholes = {shape.dtype: array for shape, array in zip(self.shapes, packed, strict=True)}

@@ -31,7 +31,7 @@ class Program:
     outputs: tuple[int, ...]
     """Bytes of each."""
     alias_bytes: int
-    """Of outputs that lie where arguments were."""
+    """Bytes of outputs that lie where arguments were."""
     temporary_bytes: int
     flops: float
     accessed_bytes: float
@@ -103,10 +103,10 @@ def measured_us(program: Program, shapes: Any, repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
         # What is donated is gone after each run.
-        given = jax.tree.map(lambda shape, place: jax.device_put(_zeros(shape), place), tuple(shapes), formats)
-        jax.block_until_ready(given)
+        arguments = jax.tree.map(lambda shape, place: jax.device_put(_zeros(shape), place), tuple(shapes), formats)
+        jax.block_until_ready(arguments)
         begun = time.perf_counter()
-        jax.block_until_ready(program.executable(*given))
+        jax.block_until_ready(program.executable(*arguments))
         times.append(time.perf_counter() - begun)
     return 1e6 * statistics.median(times[1:])
 

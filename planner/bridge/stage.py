@@ -25,9 +25,9 @@ class StageInput(NamedTuple):
 
     inputs: Sequence[Array]
     targets: Sequence[Array]
-    """Of the last stage."""
+    """Targets of the loss, which the last stage computes."""
     key: Array
-    """Of all chance in it."""
+    """The key that all chance in it comes from."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class LayerHalves:
     def state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
         """Its part of the stage's."""
         return (
-            {own: trained[self.names[own]] for own in self.function.trained},
-            {own: fixed[self.names[own]] for own in self.function.fixed},
+            {name: trained[self.names[name]] for name in self.function.trained},
+            {name: fixed[self.names[name]] for name in self.function.fixed},
         )
 
 
@@ -63,60 +63,63 @@ class Stage:
         self._layers, self._recompute = layers, recompute
         self.inputs = list(layers[0].function.inputs[:num_inputs])
         self.outputs = list(layers[-1].halves.outputs)
-        self.trained = {layer.names[own]: s for layer in layers for own, s in layer.function.trained.items()}
-        self.fixed = {layer.names[own]: s for layer in layers for own, s in layer.function.fixed.items()}
+        self.trained = {layer.names[name]: s for layer in layers for name, s in layer.function.trained.items()}
+        self.fixed = {layer.names[name]: s for layer in layers for name, s in layer.function.fixed.items()}
         self._needed = [] if recompute else self._needed_between()
         boundaries = [self._shape(place) for place in self._needed]
-        made = [s for layer in layers if not (recompute or layer.recomputed) for s in layer.halves.made]
-        self.kept: list[jax.ShapeDtypeStruct] = [*boundaries, *made]
+        created = [s for layer in layers if not (recompute or layer.recomputed) for s in layer.halves.made_shapes]
+        self.kept: list[jax.ShapeDtypeStruct] = [*boundaries, *created]
         """Shapes of what forward keeps, beside the stage's inputs."""
 
-    def forward(self, state: State, given: StageInput) -> tuple[list[Array], list[Array]]:
+    def forward(self, state: State, received: StageInput) -> tuple[list[Array], list[Array]]:
         """Outputs, and what backward needs beside what is given."""
-        values, made = self._run(state, given)
+        values, created = self._run(state, received)
         between = [values[place][n] for place, n in self._needed]
         if self._recompute:
             return values[-1], []
         kept = [
-            array for layer, arrays in zip(self._layers, made, strict=True) if not layer.recomputed for array in arrays
+            array
+            for layer, arrays in zip(self._layers, created, strict=True)
+            if not layer.recomputed
+            for array in arrays
         ]
         return values[-1], [*between, *kept]
 
     def backward(
-        self, state: State, given: StageInput, kept: Sequence[Array], gradients: Sequence[Array]
+        self, state: State, received: StageInput, kept: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[dict[str, Array], list[Array]]:
         """Gradients of what is trained, and of the inputs that carry one."""
-        values, made = self._run(state, given) if self._recompute else self._unpacked(given.inputs, kept)
+        values, created = self._run(state, received) if self._recompute else self._unpacked(received.inputs, kept)
         of_trained: dict[str, Array] = {}
         flowing = list(gradients)
         for place in reversed(range(len(self._layers))):
             layer = self._layers[place]
-            arguments = self._arguments(place, state, values[place], given)
-            outputs, own = values[place + 1], made[place]
+            arguments = self._arguments(place, state, values[place], received)
+            outputs, new = values[place + 1], created[place]
             if layer.recomputed and not self._recompute:
-                outputs, own = layer.halves.forward(*arguments)
-            pulled, flowing = layer.halves.backward(arguments, outputs, own, flowing)
+                outputs, new = layer.halves.forward(*arguments)
+            pulled, flowing = layer.halves.backward(arguments, outputs, new, flowing)
             for name, gradient in pulled.items():
-                known = of_trained.get(layer.names[name])
-                of_trained[layer.names[name]] = gradient if known is None else known + gradient
+                earlier = of_trained.get(layer.names[name])
+                of_trained[layer.names[name]] = gradient if earlier is None else earlier + gradient
         return of_trained, flowing
 
     # Private methods
 
-    def _run(self, state: State, given: StageInput) -> tuple[list[list[Array]], list[list[Array]]]:
-        values, made = [list(given.inputs)], []
+    def _run(self, state: State, received: StageInput) -> tuple[list[list[Array]], list[list[Array]]]:
+        values, created = [list(received.inputs)], []
         for place, layer in enumerate(self._layers):
-            outputs, own = layer.halves.forward(*self._arguments(place, state, values[-1], given))
+            outputs, new = layer.halves.forward(*self._arguments(place, state, values[-1], received))
             values.append(list(outputs))
-            made.append(list(own))
-        return values, made
+            created.append(list(new))
+        return values, created
 
-    def _arguments(self, place: int, state: State, values: Sequence[Array], given: StageInput) -> tuple[Any, ...]:
+    def _arguments(self, place: int, state: State, values: Sequence[Array], received: StageInput) -> tuple[Any, ...]:
         layer = self._layers[place]
         # The targets of the loss are inputs of the last layer.
         more = len(layer.function.inputs) - len(values)
-        key = jax.random.fold_in(given.key, layer.number)
-        return (*layer.state(*state), [*values, *given.targets[:more]], key)
+        key = jax.random.fold_in(received.key, layer.number)
+        return (*layer.state(*state), [*values, *received.targets[:more]], key)
 
     def _needed_between(self) -> list[tuple[int, int]]:
         """Which tensors between layers some backward reads: (boundary, place), each storage once."""
@@ -128,7 +131,7 @@ class Stage:
             for kind, n in read:
                 if kind in ("input", "output") and (kind == "output" or n in tensors):
                     needed[self._made_at(place + (kind == "output"), int(n))] = None
-        return [found for found in needed if found[0] > 0]
+        return [tensor for tensor in needed if tensor[0] > 0]
 
     def _made_at(self, boundary: int, n: int) -> tuple[int, int]:
         """Where a tensor that layers only pass on comes from."""
@@ -145,11 +148,11 @@ class Stage:
     def _unpacked(self, inputs: Sequence[Array], kept: Sequence[Array]) -> tuple[list[list[Array]], list[list[Array]]]:
         # What nobody reads may be anything.
         nothing = jnp.zeros(())
-        known = dict(zip(self._needed, kept, strict=False)) | {(0, n): value for n, value in enumerate(inputs)}
+        earlier = dict(zip(self._needed, kept, strict=False)) | {(0, n): value for n, value in enumerate(inputs)}
         values = [
-            [known.get(self._made_at(b, n), nothing) for n in range(len(self._between(b)))]
+            [earlier.get(self._made_at(b, n), nothing) for n in range(len(self._between(b)))]
             for b in range(len(self._layers) + 1)
         ]
         rest = iter(kept[len(self._needed) :])
-        made = [[] if layer.recomputed else [next(rest) for _ in layer.halves.made] for layer in self._layers]
-        return values, made
+        created = [[] if layer.recomputed else [next(rest) for _ in layer.halves.made_shapes] for layer in self._layers]
+        return values, created

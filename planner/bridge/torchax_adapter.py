@@ -100,12 +100,12 @@ class _Environment(torchax.tensor.Environment):  # type: ignore[misc]
     """Takes tensors that are no parameters (a mask that is a plain attribute, say) as constants."""
 
     def t2j_iso(self, torchtensors: Any) -> Any:
-        def known(tensor: Tensor) -> Any:
+        def wrapped(tensor: Tensor) -> Any:
             if hasattr(tensor, "jax"):
                 return tensor
             return torchax.tensor.Tensor(_constant(self, tensor), self)
 
-        mapped = torch.utils._pytree.tree_map_only(Tensor, known, torchtensors)
+        mapped = torch.utils._pytree.tree_map_only(Tensor, wrapped, torchtensors)
         return super().t2j_iso(mapped)
 
 

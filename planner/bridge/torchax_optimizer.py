@@ -35,9 +35,12 @@ class StepFunction:
 def step_function(parameters: Sequence[Tensor], build: Builder) -> StepFunction:
     """One step, not the first, over `parameters`, of which only shape and dtype count."""
     env = environment()
-    small, made = _stepped(parameters, build)
+    small, stepped_once = _stepped(parameters, build)
     states = [
-        (n, name) for n, p in enumerate(small) for name, value in made.state[p].items() if _is_per_number(value, p)
+        (n, name)
+        for n, p in enumerate(small)
+        for name, value in stepped_once.state[p].items()
+        if _is_per_number(value, p)
     ]
     shapes = [shape_of(parameter) for parameter in parameters]
 
@@ -45,28 +48,28 @@ def step_function(parameters: Sequence[Tensor], build: Builder) -> StepFunction:
         parameters: Sequence[Array], states_: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
         with in_32_bits(), env:
-            own = [nn.Parameter(env.j2t_iso(array)) for array in parameters]
-            for parameter, gradient in zip(own, gradients, strict=True):
+            parameters_here = [nn.Parameter(env.j2t_iso(array)) for array in parameters]
+            for parameter, gradient in zip(parameters_here, gradients, strict=True):
                 parameter.grad = env.j2t_iso(gradient)
-            optimizer = build(iter(own))
+            optimizer = build(iter(parameters_here))
             for group in optimizer.param_groups:
                 # A program has no use for kernels that take several parameters at once.
                 group.update({name: False for name in ("foreach", "fused") if name in group})
-            for parameter, before in zip(own, small, strict=True):
+            for parameter, before in zip(parameters_here, small, strict=True):
                 optimizer.state[parameter].update(
                     {
                         name: _copy(value)
-                        for name, value in made.state[before].items()
+                        for name, value in stepped_once.state[before].items()
                         if not _is_per_number(value, before)
                     }
                 )
             for (n, name), array in zip(states, states_, strict=True):
-                optimizer.state[own[n]][name] = env.j2t_iso(array)
+                optimizer.state[parameters_here[n]][name] = env.j2t_iso(array)
             optimizer.step()
-            stepped = [env.t2j_iso(parameter.detach()) for parameter in own]
-            return stepped, [env.t2j_iso(optimizer.state[own[n]][name]) for n, name in states]
+            stepped = [env.t2j_iso(parameter.detach()) for parameter in parameters_here]
+            return stepped, [env.t2j_iso(optimizer.state[parameters_here[n]][name]) for n, name in states]
 
-    dtypes = [shape_of(made.state[small[n]][name]).dtype for n, name in states]
+    dtypes = [shape_of(stepped_once.state[small[n]][name]).dtype for n, name in states]
     return StepFunction(
         call,
         shapes,

@@ -49,8 +49,8 @@ def _padded_bytes(shape: jax.ShapeDtypeStruct, major_to_minor: Sequence[int], ti
     lengths = [shape.shape[axis] for axis in major_to_minor]
     for place, length in zip(range(len(lengths) - 1, -1, -1), reversed(tile), strict=False):
         # Few rows have tiles of fewer.
-        own = length if place == len(lengths) - 1 else min(length, 1 << (lengths[place] - 1).bit_length())
-        lengths[place] = -(-lengths[place] // own) * own
+        tile_length = length if place == len(lengths) - 1 else min(length, 1 << (lengths[place] - 1).bit_length())
+        lengths[place] = -(-lengths[place] // tile_length) * tile_length
     size: int = math.prod(lengths) * shape.dtype.itemsize
     return size
 

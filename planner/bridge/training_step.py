@@ -56,8 +56,8 @@ class TrainingStep:
     def _step(
         self, state: State, inputs: list[Array], targets: list[Array], key: Array, number: Array
     ) -> tuple[Array, State]:
-        own = jax.random.fold_in(key, number)
-        loss, gradients = self._program.gradients(state.trained, state.fixed, inputs, targets, own)
+        step_key = jax.random.fold_in(key, number)
+        loss, gradients = self._program.gradients(state.trained, state.fixed, inputs, targets, step_key)
         columns = [
             self._update(parameter, gradient, [column[n] for column in state.optimizer], number + 1)
             for n, (parameter, gradient) in enumerate(zip(state.trained, gradients, strict=True))

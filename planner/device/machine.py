@@ -42,8 +42,8 @@ def available_bytes() -> int:
     """Memory that can be had without swapping; all there is where the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        told = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(told.split()[1]) * 1024
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
     except (OSError, StopIteration, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**33
 

@@ -22,9 +22,9 @@ with warnings.catch_warnings():
 __all__ = ["forward_flops"]
 
 
-def forward_flops(unit: Unit, given: UnitInput) -> int:
+def forward_flops(unit: Unit, received: UnitInput) -> int:
     """Operations of one forward; 0 where the layer cannot be traced."""
-    value = tree_unflatten([v.detach() if hasattr(v, "detach") else v for v in given.values], given.spec)
+    value = tree_unflatten([v.detach() if hasattr(v, "detach") else v for v in received.values], received.spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("fvcore").setLevel(logging.ERROR)

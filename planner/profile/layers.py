@@ -71,7 +71,7 @@ def _layer_profile(
     times = [costs.times[digest, size] for size in sizes]
     details = tuple(costs.records.memory[digest, size] for size in sizes)
     optimizer = costs.optimizer[digest]
-    others, tied_bytes = _ties(layer, tied)
+    sharers, tied_bytes = _ties(layer, tied)
     return LayerProfile(
         name=layer.name,
         digest=digest,
@@ -82,7 +82,7 @@ def _layer_profile(
         buffer_bytes=own_buffer_bytes(layer.module) + collecting_bytes(layer.module),
         cast_bytes=costs.casts_bytes[digest],
         rewritten_bytes=costs.rewritten_bytes[digest],
-        tied=others,
+        tied=sharers,
         tied_bytes=tied_bytes,
         optimizer_us=round(optimizer.step_us, 1),
         optimizer_peak_bytes=optimizer.peak_bytes,
@@ -105,8 +105,8 @@ def _layer_profile(
 def _ties(layer: Layer, tied: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], int]:
     """Names that the layer's tied parameters have in other layers, and the bytes of these parameters."""
     shared = {name: parameter for name, parameter in layer.parameter_names().items() if name in tied}
-    others = [other for name in shared for other in tied[name] if other != layer.name]
-    return tuple(dict.fromkeys(others)), sum(parameter.nbytes for parameter in shared.values())
+    sharers = [other for name in shared for other in tied[name] if other != layer.name]
+    return tuple(dict.fromkeys(sharers)), sum(parameter.nbytes for parameter in shared.values())
 
 
 def _made_bytes(detail: MemoryDetail) -> int:

@@ -28,50 +28,50 @@ from planner.profile.units import Unit, UnitInput
 __all__ = ["measure_casts", "measure_memory", "start_backward"]
 
 
-def measure_memory(unit: Unit, given: UnitInput, meter: Meter) -> MemoryDetail:
+def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetail:
     """The record of `unit` for one micro-batch; leaves its parameters without gradients."""
     # Lazily made things (cached tables, library workspaces) belong to no micro-batch: let them be made first.
-    _Pass(unit, given, meter)
+    _Pass(unit, received, meter)
     _drop_gradients(unit)
-    casts_bytes = measure_casts(unit, given, meter)
+    casts_bytes = measure_casts(unit, received, meter)
     with unit.keeping_casts():
-        end_first = _end_backward_peak(unit, given, meter)
+        end_first = _end_backward_peak(unit, received, meter)
         _drop_gradients(unit)
     with unit.keeping_casts():
         # Autocast's copies are made in the first micro-batch's forward, and in its backward their gradients turn into
         # those of the parameters at once; later ones find copies there, and their gradients wait for the end.
-        first = _Pass(unit, given, meter)
+        first = _Pass(unit, received, meter)
         one = {p: p.grad.clone() for p in unit.module.parameters() if p.grad is not None and p.grad.is_sparse}
-        later = _Pass(unit, given, meter)
+        later = _Pass(unit, received, meter)
         # Two are more than one where they are sparse: whoever measures a later backward finds one there.
         for parameter, gradient in one.items():
             parameter.grad = gradient
-        end_later = _end_backward_peak(unit, given, meter)
+        end_later = _end_backward_peak(unit, received, meter)
         _drop_gradients(unit)
-        inputs, outputs = _boundaries(unit, given)
+        inputs, outputs = _boundaries(unit, received)
         return MemoryDetail(
             internal_bytes=max(0, later.internal_bytes),
             inputs=inputs,
             outputs=outputs,
             forward_peak_bytes=later.forward_peak_bytes,
-            no_grad_peak_bytes=_no_grad_peak(unit, given, meter),
+            no_grad_peak_bytes=_no_grad_peak(unit, received, meter),
             first_backward_peak_bytes=max(0, first.backward_peak_bytes - casts_bytes),
             backward_peak_bytes=max(0, later.backward_peak_bytes),
             end_first_backward_peak_bytes=max(0, end_first - casts_bytes),
             end_backward_peak_bytes=max(0, end_later),
             writes_input=later.writes_input,
-            target_bytes=_bytes_of(given.targets),
+            target_bytes=_bytes_of(received.targets),
             sparse_parameter_bytes=sum(parameter.nbytes for parameter in one),
             sparse_gradient_bytes=sum(map(sparse_bytes, one.values())),
         )
 
 
-def measure_casts(unit: Unit, given: UnitInput, meter: Meter) -> int:
+def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
     """Bytes of what autocast keeps from one micro-batch to the next: copies of weights, gone when it is left."""
-    values = _non_leaves(given.fresh())
+    values = _non_leaves(received.fresh())
     with unit.keeping_casts():
         # In place, and dropped within the measurement, so that nothing else is left at its end.
-        return max(0, meter.measure(lambda: _discard(unit.run(values, given))).end_bytes)
+        return max(0, meter.measure(lambda: _discard(unit.run(values, received))).end_bytes)
 
 
 def start_backward(outputs: Sequence[Any]) -> Tensor | None:
@@ -101,17 +101,17 @@ class _GradientSource(torch.autograd.Function):
 class _Pass:
     """One forward and backward with its memory, relative to what was alive before (inputs included)."""
 
-    def __init__(self, unit: Unit, given: UnitInput, meter: Meter) -> None:
-        values = _non_leaves(given.fresh())
+    def __init__(self, unit: Unit, received: UnitInput, meter: Meter) -> None:
+        values = _non_leaves(received.fresh())
         outputs: list[Any] = []
         started: list[Tensor | None] = []
         versions = _versions(values)
-        forward = meter.measure(lambda: outputs.extend(unit.run(values, given)))
+        forward = meter.measure(lambda: outputs.extend(unit.run(values, received)))
         self.writes_input = _versions(values) != versions
         self.forward_peak_bytes = forward.peak_bytes
-        known = _storages([*values, *unit.module.parameters(), *unit.module.buffers()])
-        made = {key: size for key, size in _storages(outputs).items() if key not in known}
-        self.internal_bytes = forward.end_bytes - sum(made.values())
+        before = _storages([*values, *unit.module.parameters(), *unit.module.buffers()])
+        created = {key: size for key, size in _storages(outputs).items() if key not in before}
+        self.internal_bytes = forward.end_bytes - sum(created.values())
 
         def drop() -> None:
             started.append(start_backward(outputs))
@@ -125,31 +125,31 @@ class _Pass:
             self.backward_peak_bytes += backward.peak_bytes
 
 
-def _end_backward_peak(unit: Unit, given: UnitInput, meter: Meter) -> int:
+def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
     """Peak of a backward as the last layer of a stage has it: somebody else holds its outputs and their gradients."""
-    values = _non_leaves(given.fresh())
+    values = _non_leaves(received.fresh())
     outputs: list[Any] = []
     gradients: list[Tensor] = []
-    forward = meter.measure(lambda: outputs.extend(unit.run(values, given)))
+    forward = meter.measure(lambda: outputs.extend(unit.run(values, received)))
     carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
-    made = meter.measure(lambda: gradients.extend(torch.ones_like(output) for output in carrying))
-    held = forward.end_bytes + made.end_bytes
+    created = meter.measure(lambda: gradients.extend(torch.ones_like(output) for output in carrying))
+    held = forward.end_bytes + created.end_bytes
     if not carrying:
         return held
     return held + meter.measure(lambda: torch.autograd.backward(carrying, gradients)).peak_bytes
 
 
-def _no_grad_peak(unit: Unit, given: UnitInput, meter: Meter) -> int:
-    values = given.fresh()
+def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
+    values = received.fresh()
     with torch.no_grad():
         values = _non_leaves(values)
-        return meter.measure(lambda: _discard(unit.run(values, given))).peak_bytes
+        return meter.measure(lambda: _discard(unit.run(values, received))).peak_bytes
 
 
-def _boundaries(unit: Unit, given: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
+def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
     """Which storages of inputs and outputs outlive them, and which outputs lie in an input's storage."""
-    values = _non_leaves(given.fresh())
-    outputs = unit.run(values, given)
+    values = _non_leaves(received.fresh())
+    outputs = unit.run(values, received)
     started = start_backward(outputs)
     input_keys = [_key(value) for value in values if isinstance(value, Tensor)]
     output_keys = [_key(output) for output in outputs if isinstance(output, Tensor)]
@@ -166,42 +166,47 @@ def _boundaries(unit: Unit, given: UnitInput) -> tuple[tuple[BoundaryTensor, ...
     num = len(input_keys)
     inputs = [BoundaryTensor(bytes=size, kept=keep) for size, keep in zip(input_sizes, kept[:num], strict=True)]
     earlier = [(*input_keys, *output_keys[:n]) for n in range(len(output_keys))]
-    sources = [others.index(key) if key in others else -1 for key, others in zip(output_keys, earlier, strict=True)]
+    sources = [
+        earlier_keys.index(key) if key in earlier_keys else -1
+        for key, earlier_keys in zip(output_keys, earlier, strict=True)
+    ]
     results = [
         BoundaryTensor(bytes=size, kept=keep, alias=source, relayed=passes)
         for size, keep, source, passes in zip(
-            output_sizes, kept[num:], sources, _relayed(unit, given, sources), strict=True
+            output_sizes, kept[num:], sources, _relayed(unit, received, sources), strict=True
         )
     ]
     return tuple(inputs), tuple(results)
 
 
-def _relayed(unit: Unit, given: UnitInput, sources: Sequence[int]) -> list[bool]:
+def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bool]:
     """Which outputs lie in an input whose gradient is theirs as it is, not a sum, nor something made of it.
 
     Args:
         unit: The layer.
-        given: Its input.
+        received: Its input.
         sources: For every output tensor the input tensor that it lies in; others than inputs for none.
     """
-    leaves = given.fresh()
+    leaves = received.fresh()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(source in range(len(inputs)) for source in sources):
         return [False] * len(sources)
-    outputs = [output for output in unit.run(_non_leaves(leaves), given) if isinstance(output, Tensor)]
+    outputs = [output for output in unit.run(_non_leaves(leaves), received) if isinstance(output, Tensor)]
     carrying = [output for output in outputs if output.requires_grad]
     wanted = [leaf for leaf in inputs if leaf.requires_grad]
-    made = {id(output): torch.ones_like(output) for output in carrying}
-    found: Sequence[Tensor | None] = ()
+    created = {id(output): torch.ones_like(output) for output in carrying}
+    input_gradients: Sequence[Tensor | None] = ()
     if carrying and wanted:
-        found = torch.autograd.grad(carrying, wanted, list(made.values()), allow_unused=True)
-    handed = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=False) if gradient is not None}
+        input_gradients = torch.autograd.grad(carrying, wanted, list(created.values()), allow_unused=True)
+    handed = {
+        id(leaf): gradient for leaf, gradient in zip(wanted, input_gradients, strict=False) if gradient is not None
+    }
 
     def passes(output: Tensor, source: int) -> bool:
         if source not in range(len(inputs)) or not output.requires_grad:
             return source in range(len(inputs))
         gradient = handed.get(id(inputs[source]))
-        return gradient is not None and _key(gradient) == _key(made[id(output)])
+        return gradient is not None and _key(gradient) == _key(created[id(output)])
 
     return [passes(output, source) for output, source in zip(outputs, sources, strict=True)]
 

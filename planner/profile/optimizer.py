@@ -22,7 +22,7 @@ _MOST_NUMBERS = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCost:
-    """Of one layer, once per mini-batch."""
+    """What one layer costs once per mini-batch."""
 
     state_bytes: int = 0
     peak_bytes: int = 0
@@ -62,10 +62,12 @@ def measure_optimizer(
         cost = _over_dense(trained, build, meter=meter, clock=clock, repeats=repeats, between_bytes=between_bytes)
     if not sparse:
         return cost
-    own = dict(module.named_parameters())
-    copies = {name: sparse_copy(own[name], gradient, _rows(own[name])) for name, gradient in sparse.items()}
+    parameters = dict(module.named_parameters())
+    copies = {
+        name: sparse_copy(parameters[name], gradient, _rows(parameters[name])) for name, gradient in sparse.items()
+    }
     optimizer = check_step(build, copies)
-    states = _states(optimizer, list(copies.values()), [own[name] for name in sparse])
+    states = _states(optimizer, list(copies.values()), [parameters[name] for name in sparse])
     size = sum(map(sparse_bytes, sparse.values()))
     peak_bytes = meter.measure(lambda: _discard(optimizer.step())).peak_bytes
     times = [clock.time_us(lambda: _discard(optimizer.step())) for _ in range(repeats)]
@@ -111,13 +113,13 @@ def _over_dense(
         # Not zeros: a CPU's AdamW takes twice as long over them, and training does not have them.
         copy.grad = 1e-3 * torch.randn_like(copy)
     optimizer = build(iter(copies))
-    others = torch.empty(min(between_bytes, CACHE_BYTES) // 4, device=copies[0].device)
+    evicting = torch.empty(min(between_bytes, CACHE_BYTES) // 4, device=copies[0].device)
 
     def step() -> None:
         optimizer.step()
 
     def timed_us() -> float:
-        others.fill_(1.0)
+        evicting.fill_(1.0)
         return clock.time_us(step)
 
     step()

@@ -19,12 +19,12 @@ def passing_us(
     units: Mapping[str, Unit], inputs: Mapping[tuple[str, int], UnitInput], *, clock: Clock, repeats: int
 ) -> dict[tuple[str, int], float]:
     """By (unit digest, micro-batch size); 0 for the layers of a Sequential, which have nothing to pass over."""
-    return {key: _passing_us(units[key[0]], given, clock, repeats) for key, given in inputs.items()}
+    return {key: _passing_us(units[key[0]], received, clock, repeats) for key, received in inputs.items()}
 
 
-def _passing_us(unit: Unit, given: UnitInput, clock: Clock, repeats: int) -> float:
+def _passing_us(unit: Unit, received: UnitInput, clock: Clock, repeats: int) -> float:
     stage = unit.module
     if not isinstance(stage, ModelStage):
         return 0.0
-    value = tree_unflatten(given.fresh(), given.spec)
+    value = tree_unflatten(received.fresh(), received.spec)
     return clock.typical_us([clock.time_us(lambda: stage.pass_over(value)) for _ in range(repeats + 1)][1:])

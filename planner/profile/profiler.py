@@ -1,11 +1,11 @@
 """Model to profile: cuts it into a chain, and lets a backend find what every layer costs."""
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from planner.core.cost.planning import GENERATOR
 from planner.core.values.partial import Partial
@@ -108,16 +108,23 @@ def untouched(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for module, buffers in holders:
-                module._buffers.update(buffers)
-            with torch.no_grad():
-                for buffer, before in values:
-                    buffer.copy_(before)
+            _put_back(holders, values)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
 
 # Private functions
+
+
+def _put_back(
+    holders: Sequence[tuple[nn.Module, Mapping[str, Tensor | None]]], values: Sequence[tuple[Tensor, Tensor]]
+) -> None:
+    """Gives modules the buffers that they had, and these the values that they had."""
+    for module, buffers in holders:
+        module._buffers.update(buffers)
+    with torch.no_grad():
+        for buffer, before in values:
+            buffer.copy_(before)
 
 
 def _header(loaded: LoadedModel, chain: Chain, device: Device, threads: int) -> Partial:

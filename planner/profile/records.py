@@ -33,7 +33,7 @@ class Job:
     """A unit is known by its trace at the first size."""
     unit: Unit
     """The unit as it was traced at this size."""
-    given: UnitInput
+    received: UnitInput
 
     @property
     def size(self) -> int:
@@ -51,7 +51,7 @@ class Ways:
     """Puts the record of every job into `Task.kept`."""
     prepare: Callable[[Sequence[Unit]], None] = lambda _: None
     """Called with every layer's unit before the first is run."""
-    given: Callable[[UnitInput], UnitInput] = lambda traced: traced
+    received: Callable[[UnitInput], UnitInput] = lambda traced: traced
     """What to run a unit on, from its input as it was traced."""
 
 
@@ -114,7 +114,7 @@ def record_sizes(task: Task, ways: Ways) -> Records:
             jobs = []
             _end_at(task, ways.device, sizes, size)
             break
-        inputs |= {job.key: job.given for job in jobs}
+        inputs |= {job.key: job.received for job in jobs}
         sizes.append(size)
     return Records(units=units, sizes=tuple(sizes), inputs=inputs, memory=task.kept.memory)
 
@@ -126,7 +126,7 @@ def record_memory(jobs: Sequence[Job], task: Task, meter: Meter) -> None:
     for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
         job = missing[key]
         with in_place_told(f'layer "{job.unit.name}"'):
-            task.kept.memory[key] = measure_memory(job.unit, job.given, meter)
+            task.kept.memory[key] = measure_memory(job.unit, job.received, meter)
         # Layers of several sizes leave holes.
         give_freed_memory_back()
 
@@ -153,7 +153,7 @@ def _traced_at(task: Task, ways: Ways, first: tuple[Unit, ...], size: int) -> tu
     for at_first, unit in zip(first, units, strict=True):
         key = (at_first.digest, size)
         if key not in jobs:
-            jobs[key] = Job(key=key, unit=unit, given=ways.given(traced[unit.digest, size]))
+            jobs[key] = Job(key=key, unit=unit, received=ways.received(traced[unit.digest, size]))
     return first, list(jobs.values())
 
 

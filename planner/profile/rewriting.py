@@ -15,7 +15,7 @@ from planner.profile.units import Unit, UnitInput
 __all__ = ["rewritten_bytes"]
 
 
-def rewritten_bytes(unit: Unit, given: UnitInput) -> int:
+def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
     """Bytes of buffers, frozen parameters and the like that a forward of the unit writes, or puts others in place of.
 
     The unit has run before: what is made once, such as a table, is there. Running statistics of batch normalisations
@@ -23,16 +23,16 @@ def rewritten_bytes(unit: Unit, given: UnitInput) -> int:
 
     Args:
         unit: The layer.
-        given: Its input, of any micro-batch size.
+        received: Its input, of any micro-batch size.
     """
     deferred = set(collecting_layers(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
     before = [(place, place.value, _storage(place.value)) for owner in owners for place in owner.places()]
     watch = _Writes()
     # A layer must not meet a leaf, which it could not write into.
-    values = [value.clone() if isinstance(value, Tensor) else value for value in given.fresh()]
+    values = [value.clone() if isinstance(value, Tensor) else value for value in received.fresh()]
     with torch.no_grad(), watch:
-        unit.run(values, given)
+        unit.run(values, received)
     # By storage, so that what has several names counts once.
     written = {
         storage._cdata: value.nbytes

@@ -19,20 +19,20 @@ def sparse_bytes(gradient: Tensor) -> int:
     return gradient._indices().nbytes + gradient._values().nbytes
 
 
-def sparse_gradients(unit: Unit, given: UnitInput) -> dict[str, Tensor]:
+def sparse_gradients(unit: Unit, received: UnitInput) -> dict[str, Tensor]:
     """The gradients of parameters that are sparse after one micro-batch, by name; the unit keeps none."""
     parameters = dict(unit.module.named_parameters())
     for parameter in parameters.values():
         parameter.grad = None  # a sparse gradient that is added to a dense one is dense
-    _run(unit, given)
+    _run(unit, received)
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None and p.grad.is_sparse}
     for parameter in parameters.values():
         parameter.grad = None
     return gradients
 
 
-def _run(unit: Unit, given: UnitInput) -> None:
-    outputs = unit.run([v.clone() if isinstance(v, Tensor) else v for v in given.fresh()], given)
+def _run(unit: Unit, received: UnitInput) -> None:
+    outputs = unit.run([v.clone() if isinstance(v, Tensor) else v for v in received.fresh()], received)
     carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     torch.autograd.backward(carrying, [torch.ones_like(output) for output in carrying])
 
@@ -51,8 +51,8 @@ def check_ties(layers: Sequence[Layer], tied: Container[str], sparse: Callable[[
     for n, layer in enumerate(layers):
         if not any(name in tied for name in layer.parameter_names()):
             continue
-        own = dict(layer.module.named_parameters())
-        parameters = {id(own[name]) for name in sparse(n)}
+        by_name = dict(layer.module.named_parameters())
+        parameters = {id(by_name[name]) for name in sparse(n)}
         for name, parameter in layer.parameter_names().items():
             if name in tied and id(parameter) in parameters:
                 raise ModelError(

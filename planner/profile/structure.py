@@ -61,16 +61,16 @@ def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, .
     changes += [ModelChange(name, "is new") for name in chain.names if name not in before]
     units, _ = trace_units(chain, loaded, profile.micro_batch_sizes[:1], torch.device("cpu"), ghosts=lean)
     for layer, unit in zip(chain.layers, units, strict=True):
-        known = before.get(layer.name)
-        if known is None:
+        profiled = before.get(layer.name)
+        if profiled is None:
             continue
         now_bytes = _parameter_bytes(layer)
-        if now_bytes != known.parameter_bytes:
+        if now_bytes != profiled.parameter_bytes:
             message = (
-                f"has {format_bytes(now_bytes)} of parameters, {format_bytes(known.parameter_bytes)} when profiled"
+                f"has {format_bytes(now_bytes)} of parameters, {format_bytes(profiled.parameter_bytes)} when profiled"
             )
             changes.append(ModelChange(layer.name, message))
-        elif known.digest and unit.digest != known.digest:
+        elif profiled.digest and unit.digest != profiled.digest:
             changes.append(ModelChange(layer.name, "computes something else than when it was profiled"))
     return tuple(changes) or (ModelChange("", "the same layers with the same parameters, but another structure"),)
 

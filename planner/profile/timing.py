@@ -38,7 +38,7 @@ Samples = dict[Key, list[tuple[float, float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Of one layer at one micro-batch size."""
+    """Times of one layer at one micro-batch size."""
 
     forward_us: float
     backward_us: float
@@ -72,7 +72,7 @@ def measure_times(
         # Before anything runs: between transients they would leave holes too small for the next large one.
         if not _is_large(unit):
             _give_gradients(unit)
-    kinds = {digest: cycle(found) for digest, found in equal.items()}
+    kinds = {digest: cycle(alike) for digest, alike in equal.items()}
     with _no_collection(), units[0].keeping_casts():
         for key in list(inputs) * _WARM_UPS:
             time_once(next(kinds[key[0]]), inputs[key], clock)
@@ -95,13 +95,13 @@ def times_of(samples: Sequence[tuple[float, float]], clock: Clock) -> Times:
 
 
 def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
-    """As many of the equal layers as it takes until the first one's parameters are no longer in the cache."""
+    """The first of the equal layers, as many as it takes until one's parameters are no longer in the cache."""
     equal = [unit for unit in units if unit.digest == digest]
     size = sum(parameter.nbytes for parameter in equal[0].module.parameters())
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
 
 
-def time_once(unit: Unit, given: UnitInput, clock: Clock) -> tuple[float, float]:
+def time_once(unit: Unit, received: UnitInput, clock: Clock) -> tuple[float, float]:
     """Forward and backward time of one micro-batch in microseconds, gradients being there.
 
     Those of a large unit are not: autograd keeps what it computed, and what it takes to add so much is timed after it.
@@ -110,9 +110,9 @@ def time_once(unit: Unit, given: UnitInput, clock: Clock) -> tuple[float, float]
     large = _is_large(unit)
     if not large:
         _give_gradients(unit)
-    values: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in given.fresh()]
+    values: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in received.fresh()]
     outputs: list[Any] = []
-    forward_us = clock.time_us(lambda: outputs.extend(unit.run(values, given)))
+    forward_us = clock.time_us(lambda: outputs.extend(unit.run(values, received)))
     started = start_backward(outputs)
     if started is None:
         return forward_us, 0.0

@@ -62,17 +62,17 @@ class Unit:
     precision: Precision = ""
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
 
-    def run(self, values: Sequence[Any], given: UnitInput) -> list[Any]:
+    def run(self, values: Sequence[Any], received: UnitInput) -> list[Any]:
         """The unit's outputs, flat; leaves are passed on as non-leaf views so that in-place layers work.
 
         Args:
-            values: Flat inputs, as from `given.fresh()`.
-            given: Their structure, and the targets.
+            values: Flat inputs, as from `received.fresh()`.
+            received: Their structure, and the targets.
         """
         with layers_in(self.precision, self.device), without_reentrance():
-            output = self.module(tree_unflatten(list(values), given.spec))
+            output = self.module(tree_unflatten(list(values), received.spec))
             if self.loss_fn is not None:
-                output = self.loss_fn(output, given.targets)
+                output = self.loss_fn(output, received.targets)
         return tree_flatten(output)[0]
 
     def keeping_casts(self) -> AbstractContextManager[Any]:
@@ -104,7 +104,7 @@ def trace_units(
             value = _detached(batch.inputs)
             for index, layer in enumerate(chain.layers):
                 last = index == len(chain.layers) - 1
-                given = _given(value, batch.targets if last else None)
+                received = _received(value, batch.targets if last else None)
                 tracer = _Tracer()
                 held: list[str] = []
                 if isinstance(layer.module, ModelStage):
@@ -117,8 +117,8 @@ def trace_units(
                     if last:
                         _check_loss(loaded, chain, value, batch.targets)
                 if n == 0:
-                    digests.append(_digest([loaded.precision, *held, *tracer.trace], given, last=last))
-                inputs.setdefault((digests[index], size), given)
+                    digests.append(_digest([loaded.precision, *held, *tracer.trace], received, last=last))
+                inputs.setdefault((digests[index], size), received)
                 if not last:
                     value = _detached(value)
     units = tuple(
@@ -135,10 +135,10 @@ def trace_units(
     return units, inputs
 
 
-def with_values(given: UnitInput, device: torch.device) -> UnitInput:
+def with_values(received: UnitInput, device: torch.device) -> UnitInput:
     """The same input with random numbers in place of ghosts; the costs of layers do not depend on them."""
-    values = [_stand_in(value, device) if isinstance(value, Ghost) else value for value in given.values]
-    return UnitInput(tuple(to_device(values, device)), given.spec, to_device(given.targets, device))
+    values = [_stand_in(value, device) if isinstance(value, Ghost) else value for value in received.values]
+    return UnitInput(tuple(to_device(values, device)), received.spec, to_device(received.targets, device))
 
 
 def _stand_in(ghost: Ghost, device: torch.device) -> Tensor:
@@ -158,10 +158,10 @@ def _call(name: str, module: nn.Module, value: Any, size: int) -> Any:
     except (Exception, SystemExit) as error:
         shapes = ", ".join(_shape(leaf) for leaf in tree_flatten(value)[0])
         where = f'layer "{name}" ({type(module).__name__})'
-        told = raised_by(where, error, f"{shapes}, micro-batch size {size}")
-        if told is error:
+        raised = raised_by(where, error, f"{shapes}, micro-batch size {size}")
+        if raised is error:
             raise
-        raise told from error
+        raise raised from error
 
 
 def _check_loss(loaded: LoadedModel, chain: Chain, output: Any, targets: Any) -> None:
@@ -175,7 +175,7 @@ def _check_loss(loaded: LoadedModel, chain: Chain, output: Any, targets: Any) ->
         raise ModelError("the loss carries no gradient, so nothing would be trained", hint="is something detached?")
 
 
-def _given(value: Any, targets: Any) -> UnitInput:
+def _received(value: Any, targets: Any) -> UnitInput:
     leaves, spec = tree_flatten(value)
     kept = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if _is_tensor(leaf) else leaf for leaf in leaves]
     return UnitInput(tuple(kept), spec, targets)
@@ -192,9 +192,9 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _digest(trace: list[Any], given: UnitInput, *, last: bool) -> str:
-    leaves = [[_shape(leaf), getattr(leaf, "requires_grad", None)] for leaf in given.values]
-    text = json.dumps([trace, leaves, str(given.spec), last])
+def _digest(trace: list[Any], received: UnitInput, *, last: bool) -> str:
+    leaves = [[_shape(leaf), getattr(leaf, "requires_grad", None)] for leaf in received.values]
+    text = json.dumps([trace, leaves, str(received.spec), last])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

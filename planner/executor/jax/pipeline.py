@@ -62,8 +62,10 @@ class JaxPipeline:
     def by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
         """Trained parameters, or their gradients, by the names that they have in the model, as numpy arrays."""
         arrays: dict[str, Any] = {}
-        for stage, own in zip(self.program.stages, self.program.unpacked(self.program.trained, packed), strict=True):
-            arrays.update(zip(stage.trained, own, strict=True))
+        for stage, of_stage in zip(
+            self.program.stages, self.program.unpacked(self.program.trained, packed), strict=True
+        ):
+            arrays.update(zip(stage.trained, of_stage, strict=True))
         return arrays
 
     # Private methods
@@ -125,10 +127,10 @@ def _function(
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}
 
-    def run(given: Sequence[Any]) -> Sequence[Any]:
-        output = layer.module(tree_unflatten(list(given[: len(values)]), nest))
+    def run(values_in: Sequence[Any]) -> Sequence[Any]:
+        output = layer.module(tree_unflatten(list(values_in[: len(values)]), nest))
         if last:
-            output = loaded.loss_fn(output, tree_unflatten(list(given[len(values) :]), loss_nest))
+            output = loaded.loss_fn(output, tree_unflatten(list(values_in[len(values) :]), loss_nest))
         outputs, seen["nest"] = tree_flatten(output)
         tensors = iter(range(len(outputs)))
         seen["places"] = [next(tensors) if isinstance(value, Tensor) else (value,) for value in outputs]
@@ -142,17 +144,17 @@ def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -
     """Own names to names in the model; what is tied within a stage has one name there."""
     names = {}
     full = _named(layer)
-    for (name, tensor), own in zip(full.items(), _own_names(layer), strict=True):
+    for (name, tensor), in_layer in zip(full.items(), _own_names(layer), strict=True):
         if isinstance(tensor, torch.nn.Parameter):
-            first, known = owners.setdefault(id(tensor), (stage, name))
-            if first != stage:
+            first_stage, first = owners.setdefault(id(tensor), (stage, name))
+            if first_stage != stage:
                 raise UsageError(
-                    f'"{name}" is the same parameter as "{known}" in another stage: the JAX program does not sum these',
+                    f'"{name}" is the same parameter as "{first}" in another stage: the JAX program does not sum these',
                     hint="build the model without sharing it, or emit for the bundled executor, which sums them",
                 )
-            names[own] = known
+            names[in_layer] = first
         else:
-            names[own] = name
+            names[in_layer] = name
     return names
 
 

@@ -45,33 +45,33 @@ class JaxTraining:
 
     Args:
         balance_path: The balance configuration.
-        given: How to run it.
+        how: How to run it.
 
     Raises:
         PlannerError: The model or the plan cannot be run so.
     """
 
-    def __init__(self, balance_path: str | Path, given: JaxArguments) -> None:
+    def __init__(self, balance_path: str | Path, how: JaxArguments) -> None:
         self.balance = read_balance(str(balance_path))
-        if given.save:
-            check_writable(given.save)
-        self._seed, self._chip = given.seed, given.compile
-        torch.manual_seed(given.seed)  # a model that is made while its file is imported starts from it, too
+        if how.save:
+            check_writable(how.save)
+        self._seed, self._chip = how.seed, how.compile
+        torch.manual_seed(how.seed)  # a model that is made while its file is imported starts from it, too
         self.model = _load(self.balance, Path(balance_path).parent)
-        torch.manual_seed(given.seed)
+        torch.manual_seed(how.seed)
         self._built = built = converted(self.model.build(), self.model.precision)
         layers = self.model.chain(built)
         check_same_model(self.balance, self.model, layers)
-        if given.weights:
-            load_weights(given.weights, built.state_dict(), first_names(built))
+        if how.weights:
+            load_weights(how.weights, built.state_dict(), first_names(built))
         update, num_states = _optimizer(self.model, built)
         devices = (
-            named_chips(given.compile, self.balance.num_stages)
-            if given.compile
-            else devices_of(given.device, self.balance.num_stages)
+            named_chips(how.compile, self.balance.num_stages)
+            if how.compile
+            else devices_of(how.device, self.balance.num_stages)
         )
         self.pipeline = JaxPipeline(self.model, layers, self.balance, devices)
-        self._step = TrainingStep(self.pipeline.program, update, num_states, given.seed)
+        self._step = TrainingStep(self.pipeline.program, update, num_states, how.seed)
 
     def begin(self) -> State:
         """The state in front of the first step: parameters as the model has them, nothing in the optimizer."""
@@ -79,16 +79,16 @@ class JaxTraining:
 
     def batches(self, steps: int) -> Iterator[Batch]:
         """`steps` mini-batches: the model's `train_batches`, else its `example_batch`."""
-        own = self.model.train_batches
-        made = 0
-        while made < steps:
-            before = made
-            for pair in own(self.balance.batch) if own is not None else [self._example(made)]:
-                if made == steps:
+        train_batches = self.model.train_batches
+        num_made = 0
+        while num_made < steps:
+            before = num_made
+            for pair in train_batches(self.balance.batch) if train_batches is not None else [self._example(num_made)]:
+                if num_made == steps:
                     return
                 yield Batch(*pair)
-                made += 1
-            if made == before:
+                num_made += 1
+            if num_made == before:
                 raise ModelError("`train_batches` is empty")
 
     def step(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[float, State]:
@@ -113,8 +113,8 @@ class JaxTraining:
         estimated = self._estimate_statistics()
         if estimated:
             write_weights(whole_state(self._built), path)
-        told = f" (running statistics of {estimated} layers: over {_ESTIMATED} micro-batches)" if estimated else ""
-        print(f"wrote {path}{told}", flush=True)
+        text = f" (running statistics of {estimated} layers: over {_ESTIMATED} micro-batches)" if estimated else ""
+        print(f"wrote {path}{text}", flush=True)
 
     def compiled_memory(self) -> CompiledMemory:
         """What the compiler says that the step needs on the chips asked for.
@@ -138,18 +138,18 @@ class JaxTraining:
             `NO` where the program needs more than the plan's cap, or than a chip of this kind has for programs.
         """
         try:
-            found = self.compiled_memory()
+            needed = self.compiled_memory()
         except OutOfMemoryError as error:
             print(f"predicted: {format_bytes(predicted_bytes)}\ndoes not fit: {error}", flush=True)
             return ExitCode.NO
-        told, code = fitting(found, predicted_bytes, cap_bytes=cap_bytes, chip=accelerator(f"tpu:{self._chip}"))
-        print(told, flush=True)
+        text, code = fitting(needed, predicted_bytes, cap_bytes=cap_bytes, chip=accelerator(f"tpu:{self._chip}"))
+        print(text, flush=True)
         return code
 
     # Private methods
 
     def _estimate_statistics(self) -> int:
-        """Of how many batch normalisations."""
+        """Takes running statistics anew; returns of how many batch normalisations."""
         layers = collecting_layers(self._built)
         if not layers:
             return 0
@@ -191,15 +191,15 @@ def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int]:
     Raises:
         UsageError: It is none of those known here, or has options that differ between parameters.
     """
-    own = model.build_optimizer(p for p in built.parameters() if p.requires_grad)
-    name, options = type(own).__name__, own.defaults
-    if len(own.param_groups) > 1:
+    optimizer = model.build_optimizer(p for p in built.parameters() if p.requires_grad)
+    name, options = type(optimizer).__name__, optimizer.defaults
+    if len(optimizer.param_groups) > 1:
         raise UsageError(f"the JAX program knows one group of parameters, the model's {name} has several")
     odd = [option for option in ("amsgrad", "maximize", "centered", "nesterov") if options.get(option)]
     if name not in UPDATES or odd:
-        told = f"{name} with {odd[0]}" if odd else name
+        text = f"{name} with {odd[0]}" if odd else name
         raise UsageError(
-            f"the JAX program does not know the optimizer {told}",
+            f"the JAX program does not know the optimizer {text}",
             hint=f"one of {', '.join(UPDATES)}: `--optimizer`",
         )
     make, num_states = UPDATES[name]

@@ -37,27 +37,27 @@ class JaxArguments:
 
 
 class CompiledMemory(NamedTuple):
-    """Of every device of a program, in bytes."""
+    """What every device of a program needs, in bytes."""
 
     held: int
     """Parameters, optimizer state, and the mini-batch."""
     temporary: int
 
 
-def fitting(found: CompiledMemory, predicted_bytes: int, *, cap_bytes: int, chip: Accelerator) -> tuple[str, ExitCode]:
+def fitting(needed: CompiledMemory, predicted_bytes: int, *, cap_bytes: int, chip: Accelerator) -> tuple[str, ExitCode]:
     """Whether a compiled program fits the plan's cap and the chip: in words, and as an exit code."""
-    total = found.held + found.temporary
+    total = needed.held + needed.temporary
     limit_bytes, whose = chip.memory_bytes, f"what programs can use of a {chip.name}"
     if cap_bytes <= limit_bytes:
         limit_bytes, whose = cap_bytes, "the plan's cap"
     fits = total <= limit_bytes
-    told = (
-        f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(found.held)}, "
-        f"temporaries {format_bytes(found.temporary)})\n"
+    text = (
+        f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(needed.held)}, "
+        f"temporaries {format_bytes(needed.temporary)})\n"
         f"predicted: {format_bytes(predicted_bytes)}, {predicted_bytes / total:.2f} of that\n"
         f"{'fits' if fits else 'does not fit'}: {whose} is {format_bytes(limit_bytes)}"
     )
-    return told, ExitCode.OK if fits else ExitCode.NO
+    return text, ExitCode.OK if fits else ExitCode.NO
 
 
 def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArguments:

@@ -151,7 +151,7 @@ def _compile(jobs: Sequence[Job], task: Task, compiler: Compiler, layers: dict[K
     """Compiles units at one size; what comes of it goes to `layers`, and to the records."""
     size = jobs[0].size
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
-    for n, layer in compiler.compile([(job.unit, job.given) for job in jobs]):
+    for n, layer in compiler.compile([(job.unit, job.received) for job in jobs]):
         layers[jobs[n].key] = layer
         task.kept.memory[jobs[n].key] = layer.detail()
         task.steps.end(jobs[n].unit.name, size)

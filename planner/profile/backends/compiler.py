@@ -57,8 +57,8 @@ class Compiler:
             ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled; all such layers are named.
             MemoryError: A layer alone needs more memory than the chip has.
         """
-        paths = [self._path(_described(unit, given)) for unit, given in jobs]
-        works = [partial(self._compiled_unit, unit, given) for unit, given in jobs]
+        paths = [self._path(_described(unit, received)) for unit, received in jobs]
+        works = [partial(self._compiled_unit, unit, received) for unit, received in jobs]
         problems: dict[str, dict[str, Problem]] = {}
         for n, outcome in found_by(CompiledLayer, paths, works, several=bool(self._chip)):
             if isinstance(outcome, CompiledLayer):
@@ -84,11 +84,11 @@ class Compiler:
 
     # Private methods; what runs in the process that compiles imports jax there, after it has been forked.
 
-    def _compiled_unit(self, unit: Unit, given: UnitInput) -> CompiledLayer:
+    def _compiled_unit(self, unit: Unit, received: UnitInput) -> CompiledLayer:
         from planner.bridge.chips import target_device  # noqa: PLC0415
         from planner.bridge.layer_programs import compile_layer  # noqa: PLC0415
 
-        return compile_layer(unit_function(unit, given), target_device(self._chip), self._time_us)
+        return compile_layer(unit_function(unit, received), target_device(self._chip), self._time_us)
 
     def _compiled_step(self, parameters: Sequence[Tensor], build: Builder) -> CompiledStep:
         from planner.bridge.chips import target_device  # noqa: PLC0415
@@ -116,17 +116,17 @@ class Compiler:
         return self._folder / f"{digest.hexdigest()[:32]}.json"
 
 
-def unit_function(unit: Unit, given: UnitInput) -> "LayerFunction":
+def unit_function(unit: Unit, received: UnitInput) -> "LayerFunction":
     """A unit, its loss included where it is the last, as a function of JAX arrays: inputs, then targets."""
     from planner.bridge.halves import layer_function  # noqa: PLC0415 - jax
 
-    targets, nest = tree_flatten(given.targets)
-    num = len(given.values)
+    targets, nest = tree_flatten(received.targets)
+    num = len(received.values)
 
     def run(values: Sequence[Any]) -> Sequence[Any]:
-        return unit.run(values[:num], replace(given, targets=tree_unflatten(values[num:], nest)))
+        return unit.run(values[:num], replace(received, targets=tree_unflatten(values[num:], nest)))
 
-    return layer_function(unit.module, run, [*given.values, *targets])
+    return layer_function(unit.module, run, [*received.values, *targets])
 
 
 def optimizer_description(parameters: Sequence[Tensor], build: Builder) -> list[Any] | None:
@@ -147,10 +147,10 @@ def optimizer_description(parameters: Sequence[Tensor], build: Builder) -> list[
 # Private functions
 
 
-def _described(unit: Unit, given: UnitInput) -> list[Any]:
-    shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in given.values]
+def _described(unit: Unit, received: UnitInput) -> list[Any]:
+    shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in received.values]
     parameters = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()]
-    return [unit.digest, shapes, str(given.spec), parameters, unit.precision]
+    return [unit.digest, shapes, str(received.spec), parameters, unit.precision]
 
 
 def _described_step(parameters: Sequence[Tensor], build: Builder) -> list[Any] | None:

@@ -133,15 +133,15 @@ class GhostMeter:
         """Runs `work` once."""
         before = peak = self._live_bytes()
 
-        def made(given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        def count(received: Sequence[Tensor], results: Sequence[Tensor]) -> None:
             nonlocal peak
-            for tensor in given:
+            for tensor in received:
                 self._know(tensor, counts=False)
             for tensor in results:
                 self._know(tensor, counts=True)
             peak = max(peak, self._live_bytes())
 
-        with _Watching(lambda _func, given, results, _result: made(given, results)):
+        with _Watching(lambda _func, received, results, _result: count(received, results)):
             work()
         return Usage(peak - before, self._live_bytes() - before)
 
@@ -168,22 +168,22 @@ class RooflineClock:
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self.flops = 0
-        """Of the last piece of work."""
+        """Floating-point operations of the last piece of work."""
 
     def time_us(self, work: Callable[[], None]) -> float:
         """Microseconds that `work` would take on the device."""
         total_us = 0.0
         self.flops = 0
 
-        def ran(func: Any, given: Sequence[Tensor], results: Sequence[Tensor], result: tuple[Any, Any, Any]) -> None:
+        def ran(func: Any, received: Sequence[Tensor], results: Sequence[Tensor], result: tuple[Any, Any, Any]) -> None:
             nonlocal total_us
-            if _moves_nothing(func, given, results):
+            if _moves_nothing(func, received, results):
                 return
             flops = _flops(func, *result)
             self.flops += flops
             half = bool(results) and all(t.element_size() < 4 for t in results if t.is_floating_point())
             rate = self._rates.half_flops_per_s if half else self._rates.float32_flops_per_s
-            moved = _moved_bytes(func, given, results)
+            moved = _moved_bytes(func, received, results)
             total_us += max(_LAUNCH_US, 1e6 * flops / rate, 1e6 * moved / self._rates.bytes_per_s)
 
         with _Watching(ran):
@@ -196,7 +196,7 @@ class RooflineClock:
         return self.flops
 
     def typical_us(self, times_us: list[float]) -> float:
-        """They are all the same."""
+        """Any of the times: all are the same."""
         return times_us[0]
 
 
@@ -237,8 +237,8 @@ def _times(task: Task, records: Records, clock: RooflineClock) -> dict[Key, Time
     return times
 
 
-def _run(unit: Unit, given: UnitInput) -> None:
-    unit.run(given.fresh(), given)
+def _run(unit: Unit, received: UnitInput) -> None:
+    unit.run(received.fresh(), received)
 
 
 class _Watching(TorchDispatchMode):
@@ -255,19 +255,19 @@ class _Watching(TorchDispatchMode):
         return result
 
 
-def _moves_nothing(func: Any, given: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+def _moves_nothing(func: Any, received: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
     """Whether an operator makes views only."""
     if func._schema.is_mutable or not results:
         return not results
-    storages = {storage_of(tensor)._cdata for tensor in given}
+    storages = {storage_of(tensor)._cdata for tensor in received}
     return all(storage_of(tensor)._cdata in storages for tensor in results)
 
 
-def _moved_bytes(func: Any, given: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+def _moved_bytes(func: Any, received: Sequence[Tensor], results: Sequence[Tensor]) -> int:
     written = sum(map(_distinct_bytes, results))
     if func._schema.name in _ROWS_ONLY:
         return 2 * written
-    return written + sum(map(_distinct_bytes, given))
+    return written + sum(map(_distinct_bytes, received))
 
 
 def _distinct_bytes(tensor: Tensor) -> int:

@@ -61,7 +61,7 @@ class MeasuredBackend:
         ways = Ways(
             device=self.device,
             prepare=partial(_fill, task, self.device),
-            given=partial(with_values, device=self.device),
+            received=partial(with_values, device=self.device),
             record=partial(record_memory, task=task, meter=meter),
         )
         records = record_sizes(task, ways)

@@ -16,10 +16,10 @@ __all__ = ["RATES", "Rates", "rates_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of one device."""
+    """Peak rates of one device."""
 
     full_name: str
-    """As torch reports it, or nearly."""
+    """The name that torch reports, or nearly."""
     float32_flops_per_s: float
     half_flops_per_s: float
     """bfloat16, or float16 where the device has no bfloat16, with products added up in float32."""
@@ -85,7 +85,7 @@ def rates_of(name: str) -> Rates:
     Raises:
         UsageError: Not one of those known, or one whose rates are not.
     """
-    known = accelerator(name)
-    if known.name not in RATES:
-        raise UsageError(f"the rates of `{known.name}` are not known", hint=f"one of {', '.join(RATES)}")
-    return RATES[known.name]
+    device = accelerator(name)
+    if device.name not in RATES:
+        raise UsageError(f"the rates of `{device.name}` are not known", hint=f"one of {', '.join(RATES)}")
+    return RATES[device.name]

@@ -90,7 +90,7 @@ def test_what_is_cheap_is_computed_again() -> None:
     """Of linear, ReLU, linear the first product is kept: no ReLU, no mask, no parameter, and the input is no news."""
     layer = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     halves = halves_of(function_of(layer, torch.randn(5, 8, requires_grad=True)))
-    assert [tuple(shape.shape) for shape in halves.made] == [(5, 32)]
+    assert [tuple(shape.shape) for shape in halves.made_shapes] == [(5, 32)]
     assert {residual.kind for residual in halves.residuals} == {"state", "input", "made"}
 
 
@@ -109,7 +109,7 @@ def test_an_output_that_is_an_input_is_told() -> None:
     halves, _, _, of_inputs = through(Passing(), *tensors)
     assert halves.passed == (-1, 1)
     assert of_inputs[1].shape == (2, 3)
-    assert halves.made == []
+    assert halves.made_shapes == []
 
 
 def test_chance_is_the_keys() -> None:
