@@ -1,4 +1,4 @@
-"""The bundled executor: a thin layer over `torch.distributed.pipelining` that runs a plan under torchrun."""
+"""The bundled executor: one loop over `torch.distributed` that runs a plan under torchrun."""
 
 from planner.executor.build.proof import Proven, prove
 from planner.executor.keep.checkpoint import Checkpoints

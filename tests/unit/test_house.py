@@ -26,21 +26,11 @@ from tests.support.house import (
     names,
 )
 
-LONG_FILES = {
-    "planner/api.py",
-    "planner/core/cost/costs.py",
-    "planner/core/cost/memory.py",
-}
+LONG_FILES: set[str] = set()
 
-LONG_FUNCTIONS = {
-    "planner/cli/profile.py:profile",
-    "planner/core/cost/memory.py:_Stages.__init__",
-}
+LONG_FUNCTIONS: set[str] = set()
 
 DEEP_FUNCTIONS = {
-    "planner/core/schedule/program.py:_in_turns",
-    "planner/emit/trial.py:run_plan",
-    "planner/model/held.py:_replace",
     "planner/profile/units.py:trace_units",
     "planner/solve/gpipe.py:gpipe_answer",
     "planner/solve/simulated.py:_Search.one_chunk",
@@ -50,24 +40,14 @@ MANY_ARGUMENTS = {
     "planner/bridge/mesh_program.py:MeshProgram._on_one_device",
     "planner/bridge/mesh_program.py:MeshProgram.gradients",
     "planner/bridge/training_step.py:TrainingStep._step",
-    "planner/cli/emit.py:_engine",
-    "planner/cli/emit.py:_jax",
-    "planner/cli/emit.py:_native",
-    "planner/cli/emit.py:_standalone",
-    "planner/cli/show.py:_drawn",
-    "planner/cli/show.py:_seen",
-    "planner/cli/solve.py:_other_schedule",
     "planner/core/cost/layer_memory.py:_peaks",
     "planner/core/cost/passing.py:_spanning",
     "planner/core/values/units.py:_refuse",
-    "planner/emit/native.py:_script",
     "planner/executor/jax/pipeline.py:_function",
     "planner/executor/measure/links.py:_over_gloo",
     "planner/executor/measure/links.py:_over_nccl",
     "planner/executor/measure/links.py:round_trip_us",
     "planner/show/gate/junit.py:_case",
-    "planner/show/html/frontier.py:_line",
-    "planner/show/html/frontier.py:_point",
     "planner/show/html/layers.py:_chart",
     "planner/show/html/page.py:plan_html",
     "planner/show/svg.py:_rect",
@@ -79,10 +59,10 @@ MANY_ARGUMENTS = {
 
 SCHEDULES_BY_NAME: set[str] = set()
 
-VAGUE_NAMES = {"api.py": 6, "cli": 3, "core": 2, "executor": 3, "solve": 3}
+VAGUE_NAMES = {"core": 2, "executor": 3, "solve": 3}
 """Rooms and the share of their names in percent, rounded up; elsewhere it is less than one."""
 
-DOCSTRINGS_WITHOUT_SUBJECT = {"core": 7, "emit": 5, "executor": 6, "solve": 5}
+DOCSTRINGS_WITHOUT_SUBJECT = {"core": 2, "emit": 2, "executor": 5, "solve": 5}
 """Rooms and the share of their docstrings, in the same way."""
 
 
@@ -99,8 +79,8 @@ RECIPES = {
 }
 """What CONTRIBUTING tells how to add, and the most modules that may take."""
 
-UNWRITTEN_RECIPES = {"a schedule", "a term of memory", "a solver option", "a finding"}
-LONG_RECIPES = {"a device"}
+UNWRITTEN_RECIPES: set[str] = set()
+LONG_RECIPES: set[str] = set()
 
 PAGES = ("CONTRIBUTING.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))))
 
