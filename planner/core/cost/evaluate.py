@@ -296,7 +296,7 @@ def chunks_on(device: int, costs: ChainCosts, partition: Partition) -> dict[int,
 
 def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
     schedule, num_stages = SCHEDULES[partition.schedule], len(partition.balance)
-    if schedule.is_chunked:
+    if not schedule.has_known_moments:
         return _chunk_memories(costs, partition, cluster)
     return [
         stage_memory(

@@ -61,6 +61,8 @@ class Schedule(ABC):
     """Whether all forwards of a step come before its first backward on every device."""
     has_closed_form: ClassVar[bool] = False
     """Whether `planner.core.cost.step_time` tells its step without walking through it."""
+    has_known_moments: ClassVar[bool] = False
+    """Whether `planner.core.cost.moments.stage_moments` tells what a stage holds without walking through it."""
     is_one_forward_one_backward: ClassVar[bool] = False
     """Whether a stage with n stages behind it lets at most n + 1 micro-batches wait for their backward."""
 

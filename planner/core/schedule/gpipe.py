@@ -24,6 +24,7 @@ class GPipe(Schedule):
     torch_name = "GPipe"
     is_forwards_first = True
     has_closed_form = True
+    has_known_moments = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:  # noqa: ARG002
         """Every device does the same."""
