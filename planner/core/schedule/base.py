@@ -70,7 +70,7 @@ class Schedule(ABC):
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """What `device` does, one thing after the other; the numbers have been checked by `refuse`."""
 
-    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:  # noqa: ARG002 - for those that do
+    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raises where the schedule cannot run so.
 
         Args:
@@ -87,11 +87,11 @@ class Schedule(ABC):
                 hint="use one chunk, or the interleaved schedule with one or more",
             )
 
-    def most_devices(self, micro_batches: int) -> float:  # noqa: ARG002 - for those that need so many
+    def most_devices(self, micro_batches: int) -> float:
         """How many devices a pipeline of so many micro-batches may have."""
         return inf
 
-    def round_size(self, num_devices: int) -> int:  # noqa: ARG002 - for those that run in rounds
+    def round_size(self, num_devices: int) -> int:
         """M must be a multiple of this where it is larger."""
         return 1
 
@@ -112,7 +112,7 @@ class Schedule(ABC):
         one_after_the_other = (micro_batches - 1) * loads.backward_us if chunks == 1 else 0.0
         return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
 
-    def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:  # noqa: ARG002
+    def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
         """Forward and backward of a micro-batch that no stage exceeds in a step shorter than `upper_us`.
 
         Args:

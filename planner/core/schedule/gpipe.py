@@ -26,15 +26,15 @@ class GPipe(Schedule):
     has_closed_form = True
     has_known_moments = True
 
-    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:  # noqa: ARG002
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Every device does the same."""
         return _order(micro_batches)
 
-    def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:  # noqa: ARG002 - all devices alike
+    def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
         """All of them."""
         return micro_batches
 
-    def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:  # noqa: ARG002 - one chunk
+    def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:
         """Below the step time of every partition: both flow shops wait for their slowest stage M-1 times."""
         return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
 

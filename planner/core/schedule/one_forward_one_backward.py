@@ -25,7 +25,7 @@ class OneForwardOneBackward(Schedule):
     has_known_moments = True
     is_one_forward_one_backward = True
 
-    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:  # noqa: ARG002
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Warm-up, forward and backward in turn, and what backwards are left."""
         warm_up = self.in_flight(device, num_devices, micro_batches)
         forwards = [Action("F", i) for i in range(micro_batches)]
