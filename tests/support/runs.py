@@ -8,8 +8,7 @@ from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Device
 from planner.core.values.run_report import RunReport, StageRun
-from planner.executor.measure.run_times import RunSpan, RunStep, typical_us
-from planner.executor.measure.run_waits import ProcessRun, Waits
+from planner.executor.measure.run_times import ProcessRun, RunSpan, RunStep, Waits, typical_us
 
 STEPS = 5
 _WARM_UP = 2

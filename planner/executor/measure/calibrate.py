@@ -35,7 +35,8 @@ from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import fit_link
 from planner.device.machine import cpu_name
 from planner.executor.run.engine import Engine, EngineStage
-from planner.executor.run.stage_module import Boundary, StageModule
+from planner.executor.run.shapes import Boundary
+from planner.executor.run.stage_module import StageModule
 from planner.model.chain import Layer
 
 __all__ = ["executor_cost", "measure_executor", "overhead_us_of", "step_us", "transfer_us_of"]

@@ -13,7 +13,7 @@ from planner.core.values.profile import Device, Environment, Generator
 from planner.core.values.run_report import RunReport, StageRun
 from planner.device.kinds import kind_of
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
-from planner.executor.measure.run_waits import ProcessRun, Waits
+from planner.executor.measure.run_times import ProcessRun, Waits
 from planner.executor.measure.timeline import gather_runs
 from planner.executor.run.placement import Place
 from planner.executor.run.stage_module import StageModule

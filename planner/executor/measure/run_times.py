@@ -1,4 +1,4 @@
-"""Where the time of a training step went, from what every process did when.
+"""Where the time of a training step went, from what every process did when: by stage and boundary, for the report.
 
 Only forwards and backwards are recorded. All else follows from them, once the clocks of the processes agree: before a
 forward or backward whose input comes from another process there is a gap. Until the sender had it ready, the gap is
@@ -6,20 +6,23 @@ idle time; from then on it is the transfer, as the receiver felt it (the engine'
 told apart). A gap before work that needs nothing from elsewhere is the engine's own time.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
 from typing import Literal, NamedTuple
 
 from planner.core.schedule import KINDS
+from planner.core.values.run_report import BoundaryRun, StageRun
 
 __all__ = [
+    "ProcessRun",
     "RunSpan",
     "RunSpanKind",
     "RunStep",
     "StepWaits",
     "Transfer",
     "Waiting",
+    "Waits",
     "typical_us",
     "waiting_of",
     "waits_of",
@@ -33,7 +36,7 @@ class RunSpan(NamedTuple):
 
     kind: RunSpanKind
     stage: int
-    """Of an optimizer's step: the process's first."""
+    """An optimizer's step belongs to the process's first."""
     micro_batch: int
     start_ns: int
     end_ns: int
@@ -44,6 +47,14 @@ class RunStep(NamedTuple):
 
     number: int
     spans: tuple[RunSpan, ...]
+
+
+class ProcessRun(NamedTuple):
+    """What one process did."""
+
+    rank: int
+    replica: int
+    steps: tuple[RunStep, ...]
 
 
 class Transfer(NamedTuple):
@@ -99,7 +110,7 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
         processes: What each did, by its number; all on one clock.
     """
     rows = {rank: _computing(spans) for rank, spans in processes.items()}
-    made = {(s.kind, s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
+    ready = {(s.kind, s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
     first_ns = min((row[0].start_ns for row in rows.values() if row), default=0)
     last_ns = max((row[-1].end_ns for row in rows.values() if row), default=0)
     idle_ns = dict.fromkeys(rows, 0)
@@ -108,7 +119,7 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
     for rank, row in rows.items():
         free_ns = first_ns
         for span in row:
-            sender, ready_ns = made.get(_source(span), (rank, 0))
+            sender, ready_ns = ready.get(_source(span), (rank, 0))
             if sender != rank:
                 begin_ns = min(max(ready_ns, free_ns), span.start_ns)
                 idle_ns[rank] += begin_ns - free_ns
@@ -127,7 +138,7 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """The same over the steps of a run: medians."""
+    """What the processes of a pipeline did not compute in a step: medians over the steps of a run."""
 
     bubble: float
     overhead_us: float | None
@@ -167,6 +178,42 @@ def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """What the processes of all pipelines waited for, as a report tells it."""
+
+    stages: tuple[StageRun, ...]
+    boundaries: tuple[BoundaryRun, ...]
+    bubble: float | None
+    overhead_us: float | None
+
+    @classmethod
+    def of(cls, runs: Sequence[ProcessRun], stages: Sequence[StageRun], *, warm_up: int, overlaps: bool) -> "Waits":
+        """The waiting in a run, pipelines side by side.
+
+        Args:
+            runs: What every process did.
+            stages: What is known of every stage; its waiting is added.
+            warm_up: Steps that do not count.
+            overlaps: Whether transfers go on while the receiver computes.
+        """
+        waiting: dict[int, Waiting] = {}
+        for replica in {run.replica for run in runs}:
+            pipeline = [run for run in runs if run.replica == replica]
+            steps = {run.rank: [step for step in run.steps if step.number >= warm_up] for run in pipeline}
+            of_replica = waiting_of(steps, overlaps=overlaps)
+            if of_replica is not None:
+                waiting[replica] = of_replica
+        overheads = [w.overhead_us for w in waiting.values() if w.overhead_us is not None]
+        ranks = {(run.replica, span.stage): run.rank for run in runs for step in run.steps for span in step.spans}
+        return cls(
+            stages=tuple(_with_waiting(s, waiting.get(s.replica), ranks.get((s.replica, s.index), 0)) for s in stages),
+            boundaries=tuple(b for replica, w in sorted(waiting.items()) for b in _boundaries(replica, w)),
+            bubble=mean(w.bubble for w in waiting.values()) if waiting else None,
+            overhead_us=round(mean(overheads), 1) if overheads else None,
+        )
+
+
 def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
     """Median over steps and micro-batches of what one micro-batch's `kind` took on a stage; 0 if nothing was timed.
 
@@ -185,6 +232,20 @@ def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int
 
 
 # Private functions
+
+
+def _with_waiting(stage: StageRun, waiting: Waiting | None, rank: int) -> StageRun:
+    if waiting is None:
+        return stage
+    transfer_us, idle_us = waiting.transfer_us.get(stage.index, 0.0), waiting.idle_us.get(rank, 0.0)
+    return replace(stage, transfer_us=round(transfer_us, 1), idle_us=round(idle_us, 1))
+
+
+def _boundaries(replica: int, waiting: Waiting) -> Iterator[BoundaryRun]:
+    for index in sorted({boundary for _, boundary in waiting.crossing_us}):
+        forward_us = round(waiting.crossing_us.get(("forward", index), 0.0), 1)
+        backward_us = round(waiting.crossing_us.get(("backward", index), 0.0), 1)
+        yield BoundaryRun(index=index, replica=replica, forward_us=forward_us, backward_us=backward_us)
 
 
 def _received_ns(wait: StepWaits, stage: int) -> int:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from planner.executor.measure.run_times import RunStep
-from planner.executor.measure.run_waits import ProcessRun
+from planner.executor.measure.run_times import ProcessRun, RunStep
 
 __all__ = ["clock_offset_ns", "gather_runs"]
 

@@ -7,8 +7,7 @@ the receiver nothing else to do, and on the sender's row at the same time; befor
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.executor.measure.run_times import RunSpan, Transfer, waits_of
-from planner.executor.measure.run_waits import ProcessRun
+from planner.executor.measure.run_times import ProcessRun, RunSpan, Transfer, waits_of
 from planner.files.trace import TraceSlice, trace_text
 
 __all__ = ["trace_json"]
