@@ -26,7 +26,8 @@ from planner.core.values.units import format_bytes, parse_bytes
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
 from planner.executor.build.building import build_layers, build_structure
-from planner.executor.run.stage_module import StageModule, shapes_of
+from planner.executor.run.shapes import shapes_of
+from planner.executor.run.stage_module import StageModule
 from planner.model import LoadedModel, load_model
 from planner.model.chain import Chain
 from planner.model.load import to_device

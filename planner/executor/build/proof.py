@@ -31,7 +31,7 @@ from planner.executor.build.building import StageRange, build_structure
 from planner.executor.build.copies import Copies
 from planner.executor.build.rehearsal import Outcome, Rehearsal, held_names
 from planner.executor.run.random_state import keeping_random_state
-from planner.executor.run.stage_module import shapes_of
+from planner.executor.run.shapes import shapes_of
 from planner.model.autocast import layers_in
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel

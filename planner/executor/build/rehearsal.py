@@ -20,7 +20,8 @@ from planner.executor.build.building import StageRange
 from planner.executor.build.copies import Copies
 from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.random_state import StepSeeds
-from planner.executor.run.stage_module import Shapes, StageModule
+from planner.executor.run.shapes import Shapes
+from planner.executor.run.stage_module import StageModule
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.chain import Chain, Layer, outlined
 from planner.model.load import Batch, LoadedModel

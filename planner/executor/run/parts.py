@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from planner.core.errors import UsageError
 from planner.model.inputs import BATCH_FIRST
 from planner.model.load import Batch
 
-__all__ = ["Part", "micro_batches_of", "parts_of", "size_of"]
+__all__ = ["Part", "micro_batches_of", "parts_of", "size_of", "tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,13 @@ class Part:
     micro_batch_size: int
 
     def targets(self) -> list[Any]:
-        """Of every micro-batch."""
+        """The targets of every micro-batch."""
         return micro_batches_of(self.batch.targets, self.micro_batches)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a nest, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def size_of(batch: Batch) -> int | None:
@@ -33,7 +38,7 @@ def size_of(batch: Batch) -> int | None:
     Raises:
         UsageError: Its tensors have different numbers of samples, or none.
     """
-    sizes = sorted({leaf.shape[0] for leaf in tree_flatten(tuple(batch))[0] if isinstance(leaf, Tensor)})
+    sizes = sorted({tensor.shape[0] for tensor in tensors_of(tuple(batch))})
     if len(sizes) > 1 or sizes == [0]:
         raise UsageError(
             f"got a mini-batch whose tensors hold {' and '.join(map(str, sizes))} samples",
@@ -64,11 +69,11 @@ def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int =
 def micro_batches_of(value: Any, count: int) -> list[Any]:
     """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
     leaves, spec = tree_flatten(value)
-    size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor)), 0) // count
+    size = next((tensor.shape[0] for tensor in tensors_of(leaves)), 0) // count
 
     def piece(number: int) -> Any:
-        own = [leaf.narrow(0, number * size, size) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return tree_unflatten(own, spec)
+        pieces = [leaf.narrow(0, number * size, size) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tree_unflatten(pieces, spec)
 
     return [piece(number) for number in range(count)]
 

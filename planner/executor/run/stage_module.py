@@ -14,160 +14,27 @@ buffers that a layer writes are, when it runs again, what they were the first ti
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from planner.core.errors import ModelError
 from planner.core.values.plan import Recompute
-from planner.core.values.precision import Precision
 from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.losses import UNCOUNTED, nothing_of
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import Recomputed, recomputing
 from planner.executor.run.replay import LayerState
-from planner.executor.run.shape_run import FakeRun, MetaRun
-from planner.model.autocast import autocast_dtype
-from planner.model.chain import Chain, Layer, register
-from planner.model.layout import laid_out, shape_like
+from planner.executor.run.shapes import Boundary
+from planner.model.chain import Layer, register
+from planner.model.layout import laid_out
 from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
 
-__all__ = ["Boundary", "Shapes", "StageModule", "evaluating", "shapes_of"]
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What crosses one boundary for one micro-batch: tensors (on the meta device), constants, and their structure."""
-
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-
-    @classmethod
-    def of(cls, value: Any) -> "Boundary":
-        """The shape of `value`, whose tensors must be on the meta device; gradients are required where it has them."""
-        leaves, spec = tree_flatten(value)
-        return cls(tuple(shape_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that are sent, in order."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The value whose tensors are `tensors`."""
-        if self.spec.is_leaf():
-            return tensors[0] if tensors else self.leaves[0]
-        given = iter(tensors)
-        return tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
-
-    def expect(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
-        """Makes sure that what is about to be sent is what the next stage waits for.
-
-        Args:
-            leaves: What is to be sent, taken apart.
-            spec: Its structure.
-            received: What the stage got.
-
-        Raises:
-            ModelError: It is not: the next stage would read something else than what was sent.
-        """
-        same = spec == self.spec and all(
-            (leaf.shape, leaf.dtype) == (known.shape, known.dtype)
-            if isinstance(known, Tensor) and isinstance(leaf, Tensor)
-            else type(leaf) is type(known) and leaf == known
-            for leaf, known in zip(leaves, self.leaves, strict=False)
-        )
-        if not same:
-            raise ModelError(
-                f"a stage that got {_described(received)} was to send {_described(self.leaves)} and has "
-                f"{_described(leaves)}: the next one waits for what the model made of its `example_batch`",
-                hint="give inputs of the same shape in every step (pad or cut them), or plan for these: let "
-                "`example_batch` return them, and profile again",
-            )
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What crosses every boundary of a chain, and what its layers do to their input."""
-
-    boundaries: tuple[Boundary, ...]
-    """In front of every layer, and behind the last."""
-    writes: tuple[bool, ...]
-    """Whether a layer writes into its input."""
-    aliases: tuple[bool, ...]
-    """Whether a layer's output shares storage with its input."""
-
-    def stage_writes_input(self, first: int, end: int) -> bool:
-        """Whether a stage of layers `first`..`end - 1` would write into the tensors it receives."""
-        for layer in range(first, end):
-            if self.writes[layer]:
-                return True
-            if not self.aliases[layer]:
-                return False
-        return False
-
-    def recomputed(self, layer: int, end: int) -> Recomputed:
-        """What must be known to recompute `layer` in a stage that ends in front of layer `end`."""
-        carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
-        if layer == len(self.writes) - 1:
-            carries = (any(carries),)  # of the loss, which belongs to the last layer
-        # The checkpoint begins with this layer, as a stage begins with its first one: what it keeps is read twice.
-        return Recomputed(self.stage_writes_input(layer, end), carries)
-
-
-def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
-    """What crosses the boundaries: known from the outline, or found by running the layers without values.
-
-    Args:
-        chain: The chain, on the meta device.
-        inputs: The model's input for one micro-batch, on any device.
-        precision: What the layers run in.
-        device: Where they run; autocast does other things on the CPU than on CUDA.
-
-    Raises:
-        ModelError: A layer needs real values (`.item()`, data-dependent shapes), does not fit its input, or cannot be
-            trained in micro-batches.
-    """
-    BatchStatistics(chain.model.named_modules())  # here on every rank alike; and running ones need no values
-    given = Boundary.of(tree_map_only(Tensor, lambda t: t.to("meta"), inputs))
-    if chain.outline is None:
-        return _run(chain.layers, given, precision, device)
-    size = next((int(tensor.shape[0]) for tensor in given.tensors), 0)
-    between = (Boundary.of(chain.outline.boundary(n, size)) for n in range(1, len(chain.layers)))
-    behind = Boundary.of(torch.empty((), device="meta", requires_grad=True))  # in place of the output: the loss
-    return Shapes((given, *between, behind), chain.outline.writes, chain.outline.aliases)
-
-
-def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None) -> Shapes:
-    boundaries = [received]
-    writes, aliases = [], []
-    modules = [layer.module for layer in layers]
-    run = MetaRun(modules) if device is None or not autocast_dtype(precision) else FakeRun(modules, precision, device)
-    for layer, module in zip(layers, run.layers, strict=True):
-        # Copies, so that a layer that writes its input does not meet a leaf, and can be seen to write.
-        value = boundaries[-1].rebuild([run.copy(t) for t in boundaries[-1].tensors])
-        given = [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
-        versions = [t._version for t in given]
-        try:
-            with run.context():
-                value = module(value)
-        except Exception as error:
-            raise ModelError(
-                f'layer "{layer.name}" cannot be run on the meta device: {type(error).__name__}: {error}',
-                hint="its output shapes must follow from its input shapes alone",
-            ) from error
-        storages = {t.untyped_storage()._cdata for t in given}
-        results = [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
-        writes.append([t._version for t in given] != versions)
-        aliases.append(any(t.untyped_storage()._cdata in storages for t in results))
-        boundaries.append(Boundary.of(value))
-    return Shapes(tuple(boundaries), tuple(writes), tuple(aliases))
+__all__ = ["StageModule", "evaluating"]
 
 
 @contextmanager
@@ -352,14 +219,6 @@ class StageModule(nn.Module):
 
 
 # Private functions
-
-
-def _described(leaves: Sequence[Any]) -> str:
-    shown = (
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-        for leaf in leaves
-    )
-    return ", ".join(shown) or "nothing"
 
 
 def _called(work: Callable[[], Any]) -> Any:

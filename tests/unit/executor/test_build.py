@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.device.meter import CpuMeter
 from planner.executor.build.building import StageRange, build_layers, build_stages, build_structure
-from planner.executor.run.stage_module import shapes_of
+from planner.executor.run.shapes import shapes_of
 from planner.model.chain import chain_digest, chain_of, tied_parameters
 from planner.model.load import LoadedModel
 from tests.support.measure import loaded_model

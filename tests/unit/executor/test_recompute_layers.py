@@ -19,7 +19,8 @@ from planner.device.meter import CpuMeter
 from planner.executor.build.building import build_structure
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import Recomputed, recomputing
-from planner.executor.run.stage_module import Shapes, StageModule, shapes_of
+from planner.executor.run.shapes import Shapes, shapes_of
+from planner.executor.run.stage_module import StageModule
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
 from tests.support.measure import loaded_model, profile_of_model

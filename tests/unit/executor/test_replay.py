@@ -16,7 +16,8 @@ from planner.core.values.plan import Recompute, ScheduleName
 from planner.device.meter import CpuMeter
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.replay import LayerState
-from planner.executor.run.stage_module import StageModule, shapes_of
+from planner.executor.run.shapes import shapes_of
+from planner.executor.run.stage_module import StageModule
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
 from tests.support.cli import write_model

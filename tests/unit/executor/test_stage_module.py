@@ -13,7 +13,8 @@ from planner.core.errors import ModelError
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
 from planner.device.meter import CpuMeter
-from planner.executor.run.stage_module import Boundary, Shapes, StageModule, shapes_of
+from planner.executor.run.shapes import Boundary, Shapes, shapes_of
+from planner.executor.run.stage_module import StageModule
 from planner.model.chain import Layer, chain_of
 from tests.support.measure import loaded_model, profile_of_model
 
