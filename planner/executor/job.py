@@ -13,16 +13,16 @@ from torch._C._distributed_c10d import HashStore
 
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance
-from planner.device.kinds import kind_of
-from planner.executor.build.opening import device_of_rank, stage_name
-from planner.executor.run.placement import Groups, Place, place_of
-from planner.executor.run.relay import Relay
+from planner.device.kinds import DEVICE_KINDS, kind_of
+from planner.executor.run.placement import Place, place_of
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import job_store
 from planner.files import digest_of, read_balance
+from planner.model.again import load_again
+from planner.model.load import LoadedModel
 
-__all__ = ["Job", "Peers", "job_of", "join"]
+__all__ = ["Job", "job_of", "join", "load_planned"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +38,13 @@ class Job:
     watch: Watch | None
 
     @property
-    def must_agree(self) -> dict[str, Any]:
-        """What has to be the same on every rank, by what to call it."""
-        return {
-            "balance.yaml": digest_of(self.balance),
-            "--seed": self.seed,
-            "--device": self.device.type,
-            "torch": str(torch.__version__),
-        }
+    def micro_batch_size(self) -> int:
+        """Samples in a micro-batch, as planned."""
+        return self.balance.replica_batch // self.balance.micro_batches
 
 
 def job_of(balance_path: str | Path, *, seed: int, device: str | None, watch: Watch | None) -> Job:
     """The job of this process, by the rank that `torchrun` gave it.
-
-    Args:
-        balance_path: The balance configuration.
-        seed: Of the run.
-        device: Overrides the device of the plan.
-        watch: Is told what this rank is doing.
 
     Raises:
         UsageError: The number of processes is not what the plan needs, or the device is missing.
@@ -64,21 +53,24 @@ def job_of(balance_path: str | Path, *, seed: int, device: str | None, watch: Wa
     rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     place = place_of(balance, rank, num_processes)
     position = watch.position if watch is not None else Position()
-    position.names = {stage: stage_name(balance, stage) for stage in range(balance.num_stages)}
+    position.names = {stage: _stage_name(balance, stage) for stage in range(balance.num_stages)}
     position.stages, position.replica = place.stages, place.replica
     places = [place_of(balance, other, num_processes) for other in range(num_processes)]
     position.rank_names = {p.rank: position.name_of(p.stages, p.replica) for p in places}
     position.predicted_bytes = {stage.index: stage.peak_bytes for stage in balance.stages}
-    where = device_of_rank(device or balance.device)
+    where = _device_of_rank(device or balance.device)
     return Job(balance=balance, seed=seed, place=place, device=where, position=position, watch=watch)
+
+
+def load_planned(balance: Balance, folder: Path) -> LoadedModel:
+    """The model that a balance configuration in `folder` is for, in the precision planned."""
+    path, colon, entry = balance.model.source.rpartition(":")
+    source = f"{os.path.relpath(folder / path)}{colon}{entry}"
+    return load_again(source, balance.model, balance.dtype, optimizer=balance.optimizer)
 
 
 def join(job: Job, timeout_s: float) -> bool:
     """Waits for the other processes, and makes the default process group with them, unless there is one.
-
-    Args:
-        job: What this process is to do.
-        timeout_s: A transfer that takes so long fails.
 
     Returns:
         Whether the group was made here, and is to be left by the caller.
@@ -97,28 +89,39 @@ def join(job: Job, timeout_s: float) -> bool:
     timeout = timedelta(seconds=timeout_s + 30)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=rank, world_size=world)
-    _check_same(job.must_agree)
+    _check_same(
+        {
+            "balance.yaml": digest_of(job.balance),
+            "--seed": job.seed,
+            "--device": job.device.type,
+            "torch": str(torch.__version__),
+        }
+    )
     return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peers:
-    """The ways from this process to those that it talks with."""
-
-    groups: Groups
-    relay: Relay
-
-    @classmethod
-    def of(cls, job: Job) -> "Peers":
-        """The groups and the relay of a job that was joined; every process must take part."""
-        groups = Groups.of(job.place)
-        return cls(groups=groups, relay=Relay(job.place, groups, job.device))
 
 
 # Private functions
 
 
+def _stage_name(balance: Balance, stage: int) -> str:
+    layers = balance.stages[stage].layers
+    return f"stage {stage} (layer{f's {layers[0]} to' * (len(layers) > 1)} {layers[-1]})"
+
+
+def _device_of_rank(name: str) -> torch.device:
+    if name not in DEVICE_KINDS:  # a device by its number, say
+        return torch.device(name)
+    kind, local = DEVICE_KINDS[name], int(os.environ.get("LOCAL_RANK", "0"))
+    if kind.count() <= local:
+        raise UsageError(
+            f"the plan is for {kind.title}, and this machine has {kind.count()} {kind.title} devices for rank {local}",
+            hint="run on the machine it was planned for, or pass `--device cpu` to try it out",
+        )
+    return kind.of_rank(local)
+
+
 def _check_same(must_agree: Mapping[str, Any]) -> None:
+    """Refuses to run where a value differs between ranks; keys are what to call it."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, dict(must_agree))
     for what, value in everybody[0].items():

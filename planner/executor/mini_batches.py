@@ -1,21 +1,26 @@
-"""The mini-batches of a run, wherever they come from, and this process's part of each."""
+"""The mini-batches of a run: this process's part of each, and how they enter its stages."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice, starmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice, starmap
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from planner.core.errors import ModelError, UsageError
+from planner.core.schedule import SCHEDULES
 from planner.executor.job import Job
-from planner.executor.run.draws import drawn_alike
-from planner.executor.run.loader import Loader, checked_state
-from planner.executor.run.parts import size_of
-from planner.model.load import Batch, LoadedModel
+from planner.executor.run.loader import Loader, checked_state, drawn_alike
+from planner.executor.run.losses import UNCOUNTED, loss_counts, weights_of
+from planner.executor.run.parts import Part, micro_batches_of, parts_of, size_of, tensors_of
+from planner.model.load import Batch, LoadedModel, to_device
+from planner.model.precision import to_precision
 
 __all__ = ["MiniBatches"]
+
+_META = torch.device("meta")
 
 
 class MiniBatches:
@@ -24,25 +29,17 @@ class MiniBatches:
     Args:
         job: What the process is to do.
         model: The model, with its example batches and perhaps its data.
+        replicas: The processes that run the same stages, if there are any.
     """
 
-    def __init__(self, job: Job, model: LoadedModel) -> None:
-        self._job, self._model = job, model
+    def __init__(self, job: Job, model: LoadedModel, replicas: dist.ProcessGroup | None) -> None:
+        self._job, self._model, self._replicas = job, model, replicas
         self._loader: Loader | None = None
         self._loader_state: Mapping[str, Any] | None = None
-        """Of a checkpoint, until there is the loader again."""
+        """What a checkpoint holds of the loader, until there is the loader again."""
 
     def between(self, begin: int, end: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
-        """This rank's parts of the mini-batches of steps `begin` to `end` - 1.
-
-        Args:
-            begin: Steps that are done.
-            end: Steps of the whole run.
-            loader: See `Pipeline.batches`.
-
-        Raises:
-            UsageError: The loader is not the one that a resumed run had, or it is empty.
-        """
+        """This rank's parts of the mini-batches of steps `begin` to `end` - 1: see `Pipeline.batches`."""
         drawn: Iterator[Any]
         if loader is not None:
             drawn = islice(self._begun(loader, begin), max(0, end - begin))
@@ -78,7 +75,66 @@ class MiniBatches:
             # Copies: views would keep the other replicas' samples in memory.
             batch = Batch(*tree_map_only(Tensor, lambda t: t[first:end].clone(), tuple(batch)))
         inputs, targets = batch
-        return Batch(inputs if place.is_first else _shapes(inputs), targets if place.is_last else _shapes(targets))
+        if not place.is_first:
+            inputs = to_device(inputs, _META)
+        return Batch(inputs, targets if place.is_last else to_device(targets, _META))
+
+    def parts(self, batch: Batch) -> Iterator[Part]:
+        """The parts in which this replica's mini-batch is trained on.
+
+        Raises:
+            UsageError: It is larger than planned.
+        """
+        balance = self._job.balance
+        planned = balance.replica_batch
+        size = size_of(batch) or planned
+        if planned < size <= balance.batch:
+            raise UsageError(
+                f"got a mini-batch of {size} samples for a pipeline that is one of {balance.replicas}",
+                hint="give each its own part: `inputs, targets = pipeline.own_part(inputs, targets)`",
+            )
+        if size > planned:
+            raise UsageError(
+                f"got a mini-batch of {size} samples, the plan is for {planned}",
+                hint="plan for this batch, or give it in pieces to `accumulate`",
+            )
+        rounds_of = SCHEDULES[balance.schedule].round_size(self._job.place.num_devices)
+        yield from parts_of(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
+
+    def parts_of_any_size(self, batch: Batch) -> list[Part]:
+        """The parts in which a batch is evaluated, which may be larger than planned."""
+        return list(parts_of(batch, size_of(batch) or self._job.balance.replica_batch, self._job.micro_batch_size))
+
+    def weighted(self, parts: Sequence[Part]) -> list[tuple[Part, int, list[float]]]:
+        """Each part, which micro-batch it begins with, and what the loss of each of its micro-batches counts for.
+
+        The losses of all parts and replicas together count for one; with other stages than the last none has a weight.
+        """
+        weights: list[float] = []
+        if self._job.place.is_last:
+            counts = [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
+            if self._model.loss_count is not None:
+                targets = [target for part in parts for target in part.targets()]
+                counts = loss_counts(self._model.loss_count, targets, self._model.source)
+            total = torch.tensor(sum(counts), dtype=torch.float64, device=self._job.device)
+            if self._replicas is not None:
+                dist.all_reduce(total, group=self._replicas)
+            weights = weights_of(counts, float(total))
+        firsts = accumulate((part.micro_batches for part in parts), initial=0)
+        return [(p, first, weights[first : first + p.micro_batches]) for p, first in zip(parts, firsts, strict=False)]
+
+    def input_tensors(self, part: Part) -> list[Tensor]:
+        """The model's input tensors, on the device and in the precision planned; empty but with the first stage."""
+        if not self._job.place.is_first:
+            return []
+        return tensors_of(to_precision(to_device(part.batch.inputs, self._job.device), self._job.balance.dtype))
+
+    def targets(self, part: Part, weights: Sequence[float]) -> list[Any]:
+        """The targets of every micro-batch; empty but with the last stage."""
+        if not self._job.place.is_last:
+            return []
+        targets = micro_batches_of(to_device(part.batch.targets, self._job.device), part.micro_batches)
+        return [target if weight else UNCOUNTED for target, weight in zip(targets, weights, strict=True)]
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """Where the loader is, for a checkpoint; None without one."""
@@ -110,10 +166,3 @@ class MiniBatches:
                 yield pair
             if is_empty:
                 raise ModelError("`train_batches` is empty")
-
-
-# Private functions
-
-
-def _shapes(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), value)

@@ -14,21 +14,21 @@ from planner.core.values.run_report import RunReport
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
 from planner.executor.build.assembly import Assembly
-from planner.executor.build.opening import load_planned
-from planner.executor.evaluator import Evaluator
-from planner.executor.feeding import Feeding
-from planner.executor.job import Peers, job_of, join
+from planner.executor.job import job_of, join, load_planned
+from planner.executor.measure.recorder import Recorder
+from planner.executor.measure.reporting import run_report
 from planner.executor.mini_batches import MiniBatches
-from planner.executor.notes import Notes
 from planner.executor.run.evaluation import Evaluation, Metrics
+from planner.executor.run.placement import Groups
 from planner.executor.run.random_state import seed_process
 from planner.executor.run.stage_module import StageModule
 from planner.executor.trainer import Trainer
 from planner.executor.watch.failure import Watch
+from planner.executor.watch.position import ANY
 from planner.model.load import Batch
 
 if TYPE_CHECKING:
-    from planner.executor.measure.run_waits import ProcessRun
+    from planner.executor.measure.run_times import ProcessRun
 
 __all__ = ["Pipeline"]
 
@@ -65,40 +65,41 @@ class Pipeline:
         self.at_end: list[Callable[[], None]] = []
         """What is yet to be done when the loop has ended, on all ranks alike (`pipeline_script` does it)."""
         self.at_close: list[Callable[[], None]] = []
+        self.runs: list[ProcessRun] = []
+        """What every process did in the last steps; on rank 0, once there is a report."""
         torch.set_num_threads(job.balance.threads)
         if not kind_of(job.device).has_own_memory:
             keep_freed_memory()
-        self._notes = Notes(job)
-        self.losses = self._notes.losses
+        # Before anything that counts as this process's memory.
+        self._recorder = Recorder(job.device)
         self._is_joined = False
         try:
             seed_process(seed)  # a model that is made while its file is imported starts from it, too
             self.model = load_planned(job.balance, Path(balance_path).parent)
             self._is_joined = join(job, timeout_s)
-            peers = Peers.of(job)
+            groups = Groups.of(job.place)
             job.position.at("building the model")
-            self._mini_batches = MiniBatches(job, self.model)
+            self._mini_batches = MiniBatches(job, self.model, groups.replicas)
             self._assembly = Assembly(
-                job.balance,
+                job,
                 self.model,
-                place=job.place,
-                groups=peers.groups,
-                device=job.device,
-                seed=seed,
+                groups,
                 example_inputs=self.example_batch(0).inputs,
-                recorder=self._notes.recorder,
-                position=job.position,
+                recorder=self._recorder,
                 check_nan=check_nan,
             )
             # Failed attempts to find or build layers may lie in cycles with their errors, and hold the whole model.
             gc.collect()
             # What the script draws from here on (the order of its data) is the same on every rank.
             seed_process(seed * 1_000_003 + 7919)
-            feeding = Feeding(job, peers, self.model, self._assembly.micro_batch_size)
             self._trainer = Trainer(
-                job, peers, assembly=self._assembly, feeding=feeding, notes=self._notes, check_nan=check_nan
+                job,
+                self._assembly,
+                self._mini_batches,
+                groups=groups,
+                recorder=self._recorder,
+                check_nan=check_nan,
             )
-            self._evaluator = Evaluator(job, peers, self._assembly, feeding)
         except BaseException:
             self.close()
             raise
@@ -126,6 +127,11 @@ class Pipeline:
     @step_index.setter
     def step_index(self, steps: int) -> None:
         self._trainer.step_index = steps
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step of this process."""
+        return self._trainer.losses
 
     @property
     def skipped(self) -> bool:
@@ -215,14 +221,14 @@ class Pipeline:
         return self.accumulate([(inputs, targets)])
 
     def accumulate(self, batches: Iterable[tuple[Any, Any]]) -> AbstractContextManager[float]:
-        """As `step`, of one mini-batch that comes in several pieces, each of them no larger than the plan's.
+        """`step` for a mini-batch that comes in several pieces, each of them no larger than the plan's.
 
         Gradients and loss are those of all pieces together.
         """
         return self._trainer.step(batches)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """As `torch.nn.utils.clip_grad_norm_` of the whole model; every rank must call it, within the block of a step.
+        """`torch.nn.utils.clip_grad_norm_` for the whole model; every rank must call it, within the block of a step.
 
         Returns:
             The norm of all gradients before.
@@ -252,32 +258,39 @@ class Pipeline:
         Returns:
             The loss, on every rank; with `metrics` or `outputs`, these beside it.
         """
-        evaluation = self._evaluator.evaluate(Batch(inputs, targets), metrics, outputs=outputs)
+        evaluation = self._trainer.evaluate(Batch(inputs, targets), metrics, outputs=outputs)
         return evaluation.loss if metrics is None and not outputs else evaluation
 
     def report(self) -> RunReport | None:
         """What the run took, on rank 0; None elsewhere. Every rank must call it."""
-        return self._notes.report(self.modules)
-
-    @property
-    def runs(self) -> list["ProcessRun"]:
-        """What every process did in the last steps; on rank 0, once there is a report."""
-        return self._notes.runs
+        self._recorder.close()
+        self.position.at("the report", waits_for=ANY)
+        self.runs, report = run_report(
+            self.balance,
+            self.place,
+            self._recorder,
+            self.modules,
+            device=self.device,
+            seed=self.seed,
+            losses=self.losses,
+            samples=self._trainer.samples,
+        )
+        return report
 
     @property
     def last_step_us(self) -> float:
         """Time of the last step on this rank."""
-        return self._notes.recorder.step_us[-1]
+        return self._recorder.step_us[-1]
 
     @property
     def last_step_samples(self) -> int:
         """Samples of the last step, over all replicas."""
-        return self._notes.samples[-1]
+        return self._trainer.samples[-1]
 
     def close(self) -> None:
         """Leaves the job."""
         for release in self.at_close:
             release()
-        self._notes.recorder.close()
+        self._recorder.close()
         if self._is_joined:
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Steps of a training: forward and backward of a mini-batch, then gradients as the whole model has them."""
+"""Steps of a training, and evaluations in between: all that is done with the stages of one process."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,15 +9,18 @@ from torch import Tensor
 
 from planner.core.errors import ModelError
 from planner.executor.build.assembly import Assembly
-from planner.executor.feeding import Feeding
-from planner.executor.job import Job, Peers
-from planner.executor.notes import Notes
+from planner.executor.job import Job
+from planner.executor.measure.recorder import Recorder
+from planner.executor.mini_batches import MiniBatches
+from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
 from planner.executor.run.finite import check_gradients, check_losses
 from planner.executor.run.gradients import clip_gradients
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of
-from planner.executor.run.parts import Part
+from planner.executor.run.parts import Part, micro_batches_of
+from planner.executor.run.placement import Groups
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
+from planner.executor.run.relay import Relay
 from planner.executor.watch.position import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
@@ -26,23 +29,21 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains the stages of one process.
-
-    Args:
-        job: What the process is to do.
-        peers: The processes that it talks with.
-        assembly: Its stages.
-        feeding: What they are fed with.
-        notes: Where losses and times are noted.
-        check_nan: Whether every gradient must be finite, not the loss alone.
-    """
+    """Trains and evaluates the stages of one process."""
 
     def __init__(
-        self, job: Job, peers: Peers, *, assembly: Assembly, feeding: Feeding, notes: Notes, check_nan: bool
+        self,
+        job: Job,
+        assembly: Assembly,
+        mini_batches: MiniBatches,
+        *,
+        groups: Groups,
+        recorder: Recorder,
+        check_nan: bool,
     ) -> None:
-        self._job, self._peers = job, peers
-        self._assembly, self._feeding, self._notes = assembly, feeding, notes
-        self._check_nan = check_nan
+        self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
+        self._groups, self._recorder, self._check_nan = groups, recorder, check_nan
+        self._relay = Relay(job.place, groups, job.device)
         self._parameters = dict(assembly.named_parameters())
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
         self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
@@ -50,6 +51,10 @@ class Trainer:
         """Steps since training began, also in an earlier process: what a step draws depends on it."""
         self.skipped = False
         """Whether the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages alike."""
+        self.losses: list[float] = []
+        """The loss of every step of this process."""
+        self.samples: list[int] = []
+        """Samples of every step, over all replicas: a mini-batch may be smaller than planned."""
 
     @contextmanager
     def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
@@ -59,13 +64,13 @@ class Trainer:
             UsageError: A mini-batch is larger than planned.
             ModelError: What is left of one is too small a micro-batch for a layer.
         """
-        parts = [part for inputs, targets in batches for part in self._feeding.parts(Batch(inputs, targets))]
+        parts = [part for inputs, targets in batches for part in self._mini_batches.parts(Batch(inputs, targets))]
         for part in parts:
             self._make_engine(part)
         self._job.position.step = self.step_index
-        with self._notes.recorder.step():
+        with self._recorder.step():
             loss = self._compute(parts)
-            with self._notes.recorder.optimizer(stage=self._job.place.stages[0]):
+            with self._recorder.optimizer(stage=self._job.place.stages[0]):
                 yield loss
         self.step_index += 1
 
@@ -76,8 +81,23 @@ class Trainer:
             max_norm,
             self._job.device,
             counted_elsewhere=self._assembly.tied.counted_elsewhere,
-            group=self._peers.groups.pipeline,
+            group=self._groups.pipeline,
         )
+
+    def evaluate(self, batch: Batch, metrics: Metrics | None, *, outputs: bool) -> Evaluation:
+        """Loss and metrics of a batch of any size, on every rank: see `Pipeline.evaluate`."""
+        parts = self._mini_batches.parts_of_any_size(batch)
+        self._job.position.at("the evaluation")
+        observed = Observed(metrics, keeps_outputs=outputs)
+        weighted = self._mini_batches.weighted(parts)
+        with keeping_random_state():
+            losses = [loss for part, _, weights in weighted for loss in self._forward(part, weights, observed)]
+        names = self._relay.names(list(observed.sums)) if metrics is not None else []
+        numbers = [sum_of(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
+        loss, samples, *sums = self._relay.everywhere(numbers, len(numbers))
+        self._job.position.at("between steps")
+        means = {name: total / samples for name, total in zip(names, sums, strict=True)}
+        return Evaluation(loss=loss, metrics=means, outputs=observed.outputs())
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -90,7 +110,7 @@ class Trainer:
         if self._loss_scale is not None and state["loss_scale"] is not None:
             self._loss_scale.load_state_dict(state["loss_scale"])
 
-    # Private methods
+    # Private methods: training
 
     def _make_engine(self, part: Part) -> None:
         """Made on every rank before anything is sent: a micro-batch too small for a layer is found on all of them."""
@@ -103,14 +123,14 @@ class Trainer:
             ) from error
 
     def _compute(self, parts: Sequence[Part]) -> float:
-        """Everything but the optimizer's step; the loss of all parts together."""
+        """Everything but the optimizer's step, which must not find losses in memory; the loss of all parts together."""
         losses = self._forward_backward(parts)
         self._sum_gradients()
         return self._loss_everywhere(losses, sum(part.micro_batches * part.micro_batch_size for part in parts))
 
     def _forward_backward(self, parts: Sequence[Part]) -> list[Tensor]:
         """With the last stage, what the loss of each micro-batch adds to that of all parts together."""
-        weights = self._feeding.weights(parts)
+        weighted = self._mini_batches.weighted(parts)
         assembly = self._assembly
         assembly.tied.begin()
         if self._loss_scale is not None:
@@ -119,16 +139,15 @@ class Trainer:
             assembly.replicas.begin()
         losses: list[Tensor] = []
         # The mini-batch of all replicas is numbered through.
-        before, first = self._job.place.replica * sum(part.micro_batches for part in parts), 0
+        before = self._job.place.replica * sum(part.micro_batches for part in parts)
         with keeping_random_state():
-            for part in parts:
+            for part, first, weights in weighted:
                 for module in assembly.modules:
                     module.seeds = StepSeeds(self._job.seed, self.step_index, before + first)
                 if assembly.replicas is not None:
                     assembly.replicas.is_last_part = part is parts[-1]
-                self._notes.recorder.first_micro_batch = first
-                losses += self._run(part, weights[first : first + part.micro_batches])
-                first += part.micro_batches
+                self._recorder.first_micro_batch = first
+                losses += self._run(part, weights)
         return losses
 
     def _run(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
@@ -136,12 +155,12 @@ class Trainer:
         self._assembly.expect(part, training=True)
         if self._loss_scale is not None:
             engine.loss_scale = self._loss_scale.value
-        return engine.step(self._feeding.input_tensors(part), self._feeding.targets(part, weights), weights)
+        return engine.step(self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights)
 
     def _sum_gradients(self) -> None:
         """Makes the gradients here those of all micro-batches, replicas and uses of a parameter."""
         self._job.position.at("the gradients", waits_for=ANY)
-        self._assembly.statistics.commit(self._peers.groups.replicas)
+        self._assembly.statistics.commit(self._groups.replicas)
         if self._assembly.replicas is not None:
             self._assembly.replicas.finish()
         self._assembly.tied.sum()
@@ -153,9 +172,33 @@ class Trainer:
         """Tells every rank the loss of the step, and how many samples it had."""
         place, position = self._job.place, self._job.position
         position.at("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
-        loss, samples = self._peers.relay.everywhere([sum_of(losses), num_samples], 2)
+        loss, samples = self._relay.everywhere([sum_of(losses), num_samples], 2)
         if place.is_last and self._loss_scale is None:
             check_losses(losses, loss, position)
-        self._notes.computed(loss, int(samples))
+        self.losses.append(loss)
+        self.samples.append(int(samples))
         position.at("between steps")
         return loss
+
+    # Private methods: evaluating
+
+    def _forward(self, part: Part, weights: Sequence[float], observed: Observed) -> list[Tensor]:
+        """With the last stage, what each loss adds to that of the batch."""
+        place, modules, batches = self._job.place, self._assembly.modules, self._mini_batches
+        forward = ForwardOnly(
+            modules=modules,
+            device=self._job.device,
+            precision=self._job.balance.dtype,
+            before=[None if stage == 0 else place.rank_of(stage - 1) for stage in place.stages],
+            behind=[None if stage == place.num_stages - 1 else place.rank_of(stage + 1) for stage in place.stages],
+            num_devices=place.num_devices,
+        )
+        self._assembly.expect(part, training=False)
+        last = modules[-1]
+        last.targets, last.seen = batches.targets(part, weights), observed.see if place.is_last else None
+        observed.expect(part, batches.targets(part, [1.0] * len(weights)))
+        try:
+            losses = forward.run(micro_batches_of(batches.input_tensors(part), part.micro_batches))
+        finally:
+            last.targets, last.seen = [], None
+        return [loss * weight for loss, weight in zip(losses, weights, strict=True)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from planner.cli.main import run
-from planner.executor.run.draws import drawn_alike
+from planner.executor.run.loader import drawn_alike
 from planner.model.load import load_model
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from planner.core.schedule import SCHEDULES
-from planner.core.values.balance import Balance
 from planner.core.values.plan import Recompute
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
+from planner.executor.job import Job
 from planner.executor.keep.weights import first_names
 from planner.executor.measure.recorder import Recorder
 from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.engine import Engine, EngineStage
 from planner.executor.run.parts import Part
-from planner.executor.run.placement import Groups, Place
+from planner.executor.run.placement import Groups
 from planner.executor.run.replicas import ReplicaGradients
-from planner.executor.run.stage_module import Shapes, StageModule, evaluating, shapes_of
+from planner.executor.run.shapes import Shapes, shapes_of
+from planner.executor.run.stage_module import StageModule, evaluating
 from planner.executor.run.ties import TiedGradients
-from planner.executor.watch.position import Position
 from planner.model.chain import Layer, shared_parameters
 from planner.model.computation import computation_of
-from planner.model.load import LoadedModel
+from planner.model.load import LoadedModel, to_device
 
 __all__ = ["Assembly", "stage_module_of"]
 
@@ -35,15 +35,11 @@ class Assembly:
     """The stages that one process runs.
 
     Args:
-        balance: The balance configuration.
-        model: The model that it is for.
-        place: Where this process is.
+        job: What the process is to do.
+        model: The model that the job is for.
         groups: The processes that it talks with.
-        device: Where the stages run.
-        seed: Of initial parameters.
         example_inputs: Inputs of a mini-batch, of which shapes are taken.
         recorder: Times forwards and backwards.
-        position: Is told what this process does and waits for.
         check_nan: Whether every output must be finite.
 
     Raises:
@@ -52,23 +48,19 @@ class Assembly:
 
     def __init__(
         self,
-        balance: Balance,
+        job: Job,
         model: LoadedModel,
-        *,
-        place: Place,
         groups: Groups,
-        device: torch.device,
-        seed: int,
+        *,
         example_inputs: Any,
         recorder: Recorder,
-        position: Position,
         check_nan: bool,
     ) -> None:
-        self._balance, self._model = balance, model
-        self._place, self._groups, self._device = place, groups, device
-        self._recorder, self._position, self._check_nan = recorder, position, check_nan
+        self._job, self._model, self._groups = job, model, groups
+        self._recorder, self._check_nan = recorder, check_nan
+        balance, place = job.balance, job.place
         # Shapes alone: a mini-batch that stays would be memory that no plan counts on.
-        self._example_inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example_inputs)
+        self._example_inputs = to_device(example_inputs, torch.device("meta"))
         self._chain = build_structure(model)
         check_same_model(balance, model, self._chain)
         self.first_names = first_names(self._chain.model)
@@ -80,8 +72,8 @@ class Assembly:
         self.engine: Callable[[int, int], Engine] = cache(self._engine_for)
         """For so many micro-batches of such a size."""
         self.statistics = BatchStatistics()
-        shapes = self._shapes(self.micro_batch_size, training=True)
-        built = build_stages(model, self._chain, self._ranges, seed=seed, device=device)
+        shapes = self._shapes(job.micro_batch_size, training=True)
+        built = build_stages(model, self._chain, self._ranges, seed=job.seed, device=job.device)
         stages = zip(place.stages, self._ranges, built, strict=True)
         self.modules = [self._module(shapes, *stage) for stage in stages]
         stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]
@@ -90,17 +82,12 @@ class Assembly:
         trained = {name for layer in layers for name, p in layer.parameter_names().items() if p.requires_grad}
         self.tied = TiedGradients(shared_parameters(layers), named, place, stage_of, trained=trained)
         self.replicas = self._replica_gradients()
-        self.engine(balance.micro_batches, self.micro_batch_size)
+        self.engine(balance.micro_batches, job.micro_batch_size)
 
     @cached_property
     def computation(self) -> dict[str, str]:
         """Digests of what the whole model computes."""
         return computation_of(self._chain.model, self._model)
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples in a micro-batch, as planned."""
-        return self._balance.replica_batch // self._balance.micro_batches
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all stages here under the names they have in the whole model; each once."""
@@ -130,17 +117,17 @@ class Assembly:
     def _shapes_for(self, size: int, *, training: bool) -> Shapes:
         inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self._example_inputs)
         with nullcontext() if training else evaluating(self._chain.model):
-            return shapes_of(self._chain, inputs, precision=self._balance.dtype, device=self._device)
+            return shapes_of(self._chain, inputs, precision=self._job.balance.dtype, device=self._job.device)
 
     def _module(self, shapes: Shapes, index: int, layers: StageRange, built: Sequence[Layer]) -> StageModule:
-        stage, is_last = self._balance.stages[index], index == self._place.num_stages - 1
+        stage, is_last = self._job.balance.stages[index], index == self._job.place.num_stages - 1
         module = stage_module_of(
             built,
             layers,
             shapes,
             recompute=stage.recompute,
             recomputed=[stage.layers.index(name) for name in stage.recomputed],
-            micro_batches=self._balance.micro_batches,
+            micro_batches=self._job.balance.micro_batches,
             loss_fn=self._model.loss_fn if is_last else None,
             statistics=self.statistics,
         )
@@ -151,13 +138,13 @@ class Assembly:
         if self._groups.replicas is None:
             return None
         tied = set(self.tied.parameters)  # summed over the replicas, too
-        own = [[p for p in module.parameters() if p.requires_grad and p not in tied] for module in self.modules]
-        return ReplicaGradients(own, self._groups.replicas, keeps_earlier=self._place.replica == 0)
+        untied = [[p for p in module.parameters() if p.requires_grad and p not in tied] for module in self.modules]
+        return ReplicaGradients(untied, self._groups.replicas, keeps_earlier=self._job.place.replica == 0)
 
     def _engine_for(self, micro_batches: int, size: int) -> Engine:
         shapes = self._shapes(size, training=True)
         loss = torch.empty((), device="meta", requires_grad=True)
-        place, last = self._place, self._place.num_stages - 1
+        job, place, last = self._job, self._job.place, self._job.place.num_stages - 1
         stages = [
             EngineStage(
                 module=module,
@@ -173,12 +160,12 @@ class Assembly:
             stages,
             num_stages=place.num_stages,
             ranks=[place.rank_of(position) for position in range(place.num_devices)],
-            device=self._device,
-            schedule=SCHEDULES[self._balance.schedule],
+            device=job.device,
+            schedule=SCHEDULES[job.balance.schedule],
             micro_batches=micro_batches,
             group=self._groups.pipeline,
-            precision=self._balance.dtype,
-            position=self._position,
+            precision=job.balance.dtype,
+            position=job.position,
             check_nan=self._check_nan,
         )
 

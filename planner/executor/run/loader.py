@@ -1,8 +1,12 @@
-"""A loader of the user's whose batches come in the same order on every rank, and go on after a resume.
+"""Batches that come in the same order on every rank and in every run, and a user's loader that goes on after a resume.
 
-It draws from random states of its own (`draws`). A loader that has a state itself (`state_dict`, as torchdata's
-`StatefulDataLoader`) goes on from it. Of any other one the epoch is drawn again from where its random states were when
-it began, and the batches that were trained on are passed over: exact, at the price of loading them again.
+A loader shuffles with the process's random states, which every stage advances in its own way: the first stage's inputs
+would not belong to the last one's targets, and a resumed run would go on in another order. So data are drawn with
+states of their own: torch's, Python's and NumPy's.
+
+A loader that has a state itself (`state_dict`, as torchdata's `StatefulDataLoader`) goes on from it. Of any other one
+the epoch is drawn again from where its random states were when it began, and the batches that were trained on are
+passed over: exact, at the price of loading them again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,27 +16,37 @@ from typing import Any
 import torch
 
 from planner.core.errors import UsageError
-from planner.executor.run.draws import OwnStates
 from planner.executor.run.random_state import HostStates
 
-__all__ = ["Loader", "checked_state"]
+__all__ = ["Loader", "checked_state", "drawn_alike"]
 
 _HOLD_GENERATORS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 _END = object()
 
 
-class Loader:
-    """Epoch after epoch of a loader, with a state.
+def drawn_alike(batches: Iterable[Any], seed: int) -> Iterator[Any]:
+    """`batches`, of which nothing may have been drawn yet, made with random states that start at `seed`."""
+    states = _OwnStates(HostStates.seeded(seed))
+    source = _lazily(batches)
 
-    Args:
-        loader: A `DataLoader`, or any iterable of `(inputs, targets)`; the same on every rank. One that can be iterated
-            only once ends with its data.
-        seed: Where its random states begin.
+    def drawn() -> Any:
+        with states:
+            return next(source, None)
+
+    # No variable may hold a batch while it is used.
+    yield from iter(drawn, None)
+
+
+class Loader:
+    """Epoch after epoch of a loader, with a state; `seed` is where its random states begin.
+
+    The loader is a `DataLoader`, or any iterable of `(inputs, targets)`, the same on every rank. One that can be
+    iterated only once ends with its data.
     """
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
         self.loader: Any = loader
-        self._states = OwnStates(HostStates.seeded(seed))
+        self._states = _OwnStates(HostStates.seeded(seed))
         self._epoch = self._batch = 0
         self._begun: dict[str, Any] = {}
         """Random states at the start of the epoch."""
@@ -65,7 +79,7 @@ class Loader:
         length = _length(self.loader)
         if (state["loader"] is not None) != _is_stateful(self.loader) or (state["batch"] and state["length"] != length):
             raise UsageError(
-                f"the loader is not the one that the checkpoint goes on in: {_named(self.loader, length)} stands where "
+                f"the loader is not the one that the checkpoint goes on in: {_title(self.loader, length)} stands where "
                 f"one {'with' if state['loader'] is not None else 'without'} a state and {state['length']} batches was",
                 hint="give `batches` the same loader as before; a new one begins with a new run (`--weights`)",
             )
@@ -84,7 +98,7 @@ class Loader:
                 return
             if not self._batch and not is_resumed:
                 raise UsageError(
-                    f"{_named(self.loader, _length(self.loader))} gave no batch",
+                    f"{_title(self.loader, _length(self.loader))} gave no batch",
                     hint="with `drop_last=True` there must be at least one whole mini-batch",
                 )
             self._epoch, self._batch = self._epoch + 1, 0
@@ -150,7 +164,27 @@ def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return state
 
 
+class _OwnStates:
+    """Random states that are the process's within a block, and go on where they were in the next one."""
+
+    def __init__(self, states: HostStates) -> None:
+        self.states = states
+
+    def __enter__(self) -> None:
+        self._before = HostStates.now()
+        self.states.restore()
+
+    def __exit__(self, *_: object) -> None:
+        self.states = HostStates.now()
+        self._before.restore()
+
+
 # Private functions
+
+
+def _lazily(batches: Iterable[Any]) -> Iterator[Any]:
+    # `iter` of a loader draws, too.
+    yield from batches
 
 
 def _is_stateful(loader: Any) -> bool:
@@ -164,12 +198,12 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _named(loader: Any, length: int | None) -> str:
+def _title(loader: Any, length: int | None) -> str:
     return f"a {type(loader).__name__}" + (f" of {length} batches" if length is not None else "")
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """Those that a loader and its samplers draw from beside the global ones, each once."""
+    """What a loader and its samplers draw from beside the global generators, each once."""
     held: dict[str, torch.Generator] = {}
     for path in _HOLD_GENERATORS:
         part = loader

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from planner.executor.build.opening import load_planned
+from planner.executor.job import load_planned
 from planner.files import read_balance
 from tests.unit.executor.test_pipeline import balance_of
 

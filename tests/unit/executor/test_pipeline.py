@@ -18,7 +18,7 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.profile import Model
 from planner.core.values.run_report import RunReport
 from planner.device.meter import CpuMeter
-from planner.executor import Arguments, Pipeline, notes, pipeline_script, progress
+from planner.executor import Arguments, Pipeline, pipeline_script, progress
 from planner.executor.measure.recorder import Recorder
 from planner.executor.run.placement import Place
 from planner.files import read_balance, read_run, write
@@ -42,7 +42,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         recorders.append(Recorder(device))
         return recorders[-1]
 
-    monkeypatch.setattr(notes, "Recorder", remembered)
+    monkeypatch.setattr("planner.executor.pipeline.Recorder", remembered)
     yield
     for recorder in recorders:
         recorder.close()
