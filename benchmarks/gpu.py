@@ -25,7 +25,7 @@ from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import format_bytes, parse_bytes
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
-from planner.executor.build.building import build_layers, build_structure
+from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.shapes import shapes_of
 from planner.executor.run.stage_module import StageModule
 from planner.model import LoadedModel, load_model
@@ -139,8 +139,9 @@ def _alone(loaded: LoadedModel, chain: Chain, plan: Plan, stage: Stage, device: 
     batch = loaded.example_batch(size)
     shapes = shapes_of(chain, batch.inputs)
     is_last = end == len(chain.layers)
+    (layers,) = build_stages(loaded, chain, [StageRange(first, end)], seed=0, device=device)
     module = StageModule(
-        build_layers(loaded, chain, first, end, seed=0, device=device),
+        layers,
         received=shapes.boundaries[first],
         recompute=stage.recompute,
         micro_batches=count,

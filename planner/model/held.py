@@ -16,9 +16,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.model.ghosts import ghost_like
 
-__all__ = ["as_ghosts", "loose_tensors", "move_loose_tensors", "replace_loose", "replace_tensors", "replaced_tensors"]
+__all__ = [
+    "as_ghosts",
+    "loose_tensors",
+    "move_loose_tensors",
+    "named_tensors",
+    "replace_loose",
+    "replace_tensors",
+    "replaced_tensors",
+]
 
 _HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")
+
+
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names: what is tied comes once under each."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def loose_tensors(module: nn.Module) -> list[Tensor]:

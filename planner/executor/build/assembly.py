@@ -26,6 +26,7 @@ from planner.executor.run.stage_module import StageModule, evaluating
 from planner.executor.run.ties import TiedGradients
 from planner.model.chain import Layer, shared_parameters
 from planner.model.computation import computation_of
+from planner.model.held import named_tensors
 from planner.model.load import LoadedModel, to_device
 
 __all__ = ["Assembly", "stage_module_of"]
@@ -99,11 +100,8 @@ class Assembly:
 
     def named_tensors(self) -> dict[str, Tensor]:
         """This process's part of the model's state dict: parameters and persistent buffers, under their names there."""
-        held: dict[str, Tensor] = {}
-        for module in self.modules:
-            held |= dict(module.named_parameters(remove_duplicate=False))
-            held |= dict(module.named_buffers(remove_duplicate=False))
-        return {name: tensor for name, tensor in held.items() if name in self.first_names}
+        held = (pair for module in self.modules for pair in named_tensors(module))
+        return {name: tensor for name, tensor in held if name in self.first_names}
 
     def expect(self, part: Part, *, training: bool) -> None:
         """Lets the stages know the shapes of what they receive of `part`."""

@@ -1,7 +1,7 @@
 """The layers of one stage with their initial parameters, equal to those of `torch.manual_seed(S); build_model()`."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,12 +13,26 @@ from planner.core.values.units import counted
 from planner.executor.build.own_stage import BuildError, build_only, emptied
 from planner.model.chain import Chain, Layer, chain_digest, outlined
 from planner.model.ghosts import absent
-from planner.model.held import loose_tensors, move_loose_tensors, replace_tensors
+from planner.model.held import loose_tensors, move_loose_tensors, named_tensors, replace_tensors
 from planner.model.load import LoadedModel
-from planner.model.outline import Outline
 from planner.model.precision import convert
 
-__all__ = ["StageRange", "build_layers", "build_stages", "build_structure", "check_same_model"]
+__all__ = ["StageRange", "build_stages", "build_structure", "check_same_model", "held_names", "keep_only", "like"]
+
+
+class StageRange(NamedTuple):
+    """Layers `first`..`end - 1` of a chain."""
+
+    first: int
+    end: int
+    apart: bool = False
+    """Whether each layer must be a module of its own: else a model with an outline gives all in one."""
+
+    def of(self, chain: Chain) -> tuple[Layer, ...]:
+        """These layers of a chain."""
+        if chain.outline is None or self.apart:
+            return chain.layers[self.first : self.end]
+        return (Layer(chain.names[self.first], chain.stage(self.first, self.end)),)
 
 
 def build_structure(loaded: LoadedModel) -> Chain:
@@ -48,12 +62,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
 
 
 def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> None:
-    """Refuses to run another model than the one that was planned.
-
-    Args:
-        balance: The balance configuration.
-        loaded: The model, with the settings that it is built with.
-        chain: Its layers.
+    """Refuses to run another model than the one that was planned; `chain` is that of `loaded`.
 
     Raises:
         ModelError: Names of layers, or the digest, are not those of the plan.
@@ -74,23 +83,6 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
         )
 
 
-def build_layers(
-    loaded: LoadedModel, chain: Chain, first: int, end: int, *, seed: int, device: torch.device, apart: bool = False
-) -> tuple[Layer, ...]:
-    """Layers `first`..`end - 1` of `chain` on `device`, as `build_stages` builds those of one stage."""
-    (layers,) = build_stages(loaded, chain, [StageRange(first, end, apart)], seed=seed, device=device)
-    return layers
-
-
-class StageRange(NamedTuple):
-    """Layers `first`..`end - 1` of a chain."""
-
-    first: int
-    end: int
-    apart: bool = False
-    """Whether each layer must be a module of its own: else a model with an outline gives all in one."""
-
-
 def build_stages(
     loaded: LoadedModel, chain: Chain, stages: Sequence[StageRange], *, seed: int, device: torch.device
 ) -> list[tuple[Layer, ...]]:
@@ -102,16 +94,16 @@ def build_stages(
     Args:
         loaded: The model.
         chain: Its chain, on the meta device.
-        stages: Which.
-        seed: Of the initial parameters.
-        device: Where to.
+        stages: The layers of each.
+        seed: What torch's generator begins with when the model is built.
+        device: Where the layers are to lie.
     """
 
     def wanted(model: nn.Module) -> list[Tensor]:
         if chain.outline is None:
             layers = loaded.chain(model).layers
             return [t for s in stages for layer in layers[s.first : s.end] for t in _all_tensors(layer.module)]
-        return [*_held_by(chain.outline, model, stages).values(), *loose_tensors(model)]
+        return [*_held_by(chain, model, stages), *loose_tensors(model)]
 
     try:
         model = build_only(loaded.build, wanted, seed=seed)
@@ -119,37 +111,49 @@ def build_stages(
         torch.manual_seed(seed)
         model = loaded.build()
     model = convert(model, loaded.precision)
+    if chain.outline is not None:
+        held = {id(tensor) for tensor in _held_by(chain, model, stages)}
+        keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in held else None, device)
+        move_loose_tensors(model, lambda tensor: tensor.to(device))
+    built = like(chain, loaded, model)
+    layers = [stage.of(built) for stage in stages]
     if chain.outline is None:
-        layers = loaded.chain(model).layers
         # Moved together, what several layers share stays shared.
-        nn.ModuleList(layer.module for s in stages for layer in layers[s.first : s.end]).to(device)
-        return [layers[stage.first : stage.end] for stage in stages]
-    _move(model, set(_held_by(chain.outline, model, stages)), device)
-    built = outlined(chain.outline, model)
-    return [
-        built.layers[stage.first : stage.end]
-        if stage.apart
-        else (Layer(chain.names[stage.first], built.stage(stage.first, stage.end)),)
-        for stage in stages
-    ]
+        nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
+    return layers
 
 
-def _held_by(outline: Outline, model: nn.Module, stages: Sequence[StageRange]) -> dict[str, Tensor]:
-    """What the layers of `stages` need, by name."""
-    names = {name for stage in stages for layer in outline.holds[stage.first : stage.end] for name in layer}
-    return {name: tensor for name, tensor in _named(model) if name in names}
+def like(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:
+    """The chain of another instance of the model that `chain` is of."""
+    return loaded.chain(model) if chain.outline is None else outlined(chain.outline, model)
 
 
-def _move(model: nn.Module, held: set[str], device: torch.device) -> None:
-    """Puts what is held and what is no parameter on `device`, and absent ghosts in place of all else."""
-    names = {id(tensor): name for name, tensor in reversed(_named(model))}
-    kept = {id(tensor) for name, tensor in _named(model) if name in held}
+def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
+    """Names of the parameters and buffers that layers `first`..`end - 1` need."""
+    if chain.outline is not None:
+        return frozenset[str]().union(*chain.outline.holds[first:end])
+    prefixes = tuple(f"{layer.name}." for layer in chain.layers[first:end])
+    return frozenset(name for name, _ in named_tensors(chain.model) if name.startswith(prefixes))
 
-    def placed(tensor: Tensor) -> Tensor:
-        return _on(tensor, device) if id(tensor) in kept else absent(tensor, device, names[id(tensor)])
 
-    replace_tensors(model, placed)
-    move_loose_tensors(model, lambda tensor: tensor.to(device))
+def keep_only(model: nn.Module, kept: Callable[[Tensor], Tensor | None], device: torch.device) -> None:
+    """Puts `kept(tensor)` in place of every parameter and buffer, and an absent ghost where that is None."""
+    names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
+
+    def other(tensor: Tensor) -> Tensor:
+        instead = kept(tensor)
+        return absent(tensor, device, names[id(tensor)]) if instead is None else instead
+
+    replace_tensors(model, other)
+
+
+# Private functions
+
+
+def _held_by(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
+    """What the layers of `stages` need."""
+    names = frozenset[str]().union(*(held_names(chain, stage.first, stage.end) for stage in stages))
+    return [tensor for name, tensor in named_tensors(model) if name in names]
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
@@ -157,10 +161,6 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
         tensor.data = tensor.data.to(device)
         return tensor
     return tensor.to(device)
-
-
-def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _all_tensors(module: nn.Module) -> list[Tensor]:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from planner.executor.build.building import keep_only
 from planner.executor.run.random_state import keeping_random_state, seed_process
-from planner.model.ghosts import absent
-from planner.model.held import replace_tensors
+from planner.model.held import named_tensors
 from planner.model.lean import build_lean
 from planner.model.load import LoadedModel
 from planner.model.precision import converted
@@ -27,11 +27,7 @@ _CPU = torch.device("cpu")
 
 
 class Copies:
-    """A model, and copies of it.
-
-    Args:
-        loaded: The model.
-        lean: Whether parameters are made when they are asked for, with random values, rather than as the model does.
+    """A model, and copies of it; where `lean`, parameters are made when asked for, with random values.
 
     Raises:
         ModelError: It cannot be built.
@@ -56,7 +52,7 @@ class Copies:
         self._begin = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
 
     def parameters(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Those of the model in one piece called so, with values; what is tied is one."""
+        """The model's parameters of these names, with values; what is tied is one."""
         wanted = {name: self._parameters[name] for name in names if name in self._parameters}
         for name, parameter in wanted.items():
             if id(parameter) not in self._filled:
@@ -84,15 +80,17 @@ class Copies:
             else:
                 other = converted(self._loaded.build(), self._loaded.precision)
         buffers = {name: buffer for name, buffer in self._begin.items() if name in names}
-        _put(other, {**self.parameters(names), **self._fresh_buffers(buffers)})
+        tensors = {**self.parameters(names), **self._fresh_buffers(buffers)}
+        instead = {id(tensor): tensors[name] for name, tensor in named_tensors(other) if name in tensors}
+        keep_only(other, lambda tensor: instead.get(id(tensor)), _CPU)
         return other
 
     # Private methods
 
     def _fresh_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies; where a buffer has several names, one for all of them."""
-        made: dict[int, Tensor] = {}
-        return {name: made.setdefault(id(buffer), buffer.clone()) for name, buffer in buffers.items()}
+        clones: dict[int, Tensor] = {}
+        return {name: clones.setdefault(id(buffer), buffer.clone()) for name, buffer in buffers.items()}
 
     def _with_values(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         tensor = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=_CPU)
@@ -108,19 +106,3 @@ class Copies:
         else:
             tensor.mul_(0.1).add_(0.0 if name.endswith("bias") else 1.0)
         return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-
-
-def _put(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Puts `tensors` in the places of those of the same name, and absent ghosts where there is none."""
-    names = {id(tensor): name for name, tensor in reversed(_named(model))}
-    instead = {id(tensor): tensors[name] for name, tensor in _named(model) if name in tensors}
-
-    def other(tensor: Tensor) -> Tensor:
-        return instead[id(tensor)] if id(tensor) in instead else absent(tensor, _CPU, names[id(tensor)])
-
-    replace_tensors(model, other)
-
-
-def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return list(named)

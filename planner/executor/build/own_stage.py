@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from planner.executor.run.parts import tensors_of
 from planner.model.held import replace_tensors
 
 __all__ = ["BuildError", "build_only", "emptied"]
@@ -96,9 +97,9 @@ class _Notes(TorchDispatchMode):
         result = _without_memory(self.fake, func, args, kwargs or {})
         if func in _UNNUMBERED:
             return result
-        given, made = _tensors((args, kwargs)), _tensors(result)
-        self._alive.extend((*given, *made))
-        before, after = {_key(t) for t in given}, {_key(t) for t in made}
+        operands, results = tensors_of((args, kwargs)), tensors_of(result)
+        self._alive.extend((*operands, *results))
+        before, after = {_key(t) for t in operands}, {_key(t) for t in results}
         number = len(self.names)
         self.names.append(str(func))
         self._touched.append(before | after)
@@ -142,8 +143,8 @@ class _Replay(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             if func._schema.name not in _DRAWS_BY_SHAPE:
                 raise BuildError(f"how many random numbers {func} draws depends on values")
-            given = _tensors((args, kwargs))
-            if given and not any(map(_is_empty, given)):
+            operands = tensors_of((args, kwargs))
+            if operands and not any(map(_is_empty, operands)):
                 # Computed from what is needed, as a weight-normed weight is: drawn here, and not once more below.
                 return func(*args, **kwargs)
             func(*tree_map_only(Tensor, _scratch, args), **tree_map_only(Tensor, _scratch, kwargs))
@@ -152,15 +153,11 @@ class _Replay(TorchDispatchMode):
 
 def _without_memory(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operator fake, unless all it works on is there already (numbers written in the user's code)."""
-    given = _tensors((args, kwargs))
-    if given and not any(_is_empty(tensor) for tensor in given):
+    operands = tensors_of((args, kwargs))
+    if operands and not any(map(_is_empty, operands)):
         return func(*args, **kwargs)
     with fake:
         return func(*args, **kwargs)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def _is_empty(tensor: Tensor) -> bool:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.core.errors import ModelError
 from planner.core.values.plan import Recompute
@@ -27,9 +26,10 @@ from planner.core.values.precision import Precision
 from planner.core.values.proof import Proof
 from planner.core.values.units import format_bytes
 from planner.device.machine import LARGE_BYTES, available_bytes, give_freed_memory_back, keep_freed_memory, usable_cores
-from planner.executor.build.building import StageRange, build_structure
+from planner.executor.build.building import StageRange, build_structure, held_names
 from planner.executor.build.copies import Copies
-from planner.executor.build.rehearsal import Outcome, Rehearsal, held_names
+from planner.executor.build.rehearsal import Outcome, Rehearsal
+from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.shapes import shapes_of
 from planner.model.autocast import layers_in
@@ -107,10 +107,11 @@ def _proven(loaded: LoadedModel, budget_s: float, ends: Sequence[int] | None) ->
         except (Exception, SystemExit) as error:  # the model itself: it is told better where it is measured
             if warnings:
                 raise
-            return Proven(loaded, Proof(layers=0, cuts=0, reason=_told(error)), ())
+            return Proven(loaded, Proof(layers=0, cuts=0, reason=_in_a_line(error)), ())
         if verdict is None:
             reason = trial.reason or "there is a single stage"
             return Proven(loaded, Proof(layers=0, cuts=0, reason=reason), tuple(warnings))
+        # What goes wrong only where it is recomputed is no reason not to cut: the proof says it, for `solve`.
         differs = verdict.problem
         if differs:
             verdict = trial.compare(stages, "never")
@@ -137,6 +138,7 @@ def _without_wrong_cuts(
         ModelError: There is no other cut.
     """
     ends = trial.rehearsal.chain.ends
+    # Two stages at a time. Where none of these pairs differs it takes several cuts at once: then all of them go.
     problems = {cut: trial.compare([cut, trial.num_layers], "never").problem for cut in cuts}
     wrong = {cut: why for cut, why in problems.items() if why} or dict.fromkeys(cuts, problem)
     warnings.extend(f'the model cannot be cut behind "{ends[cut - 1]}": {why}' for cut, why in wrong.items())
@@ -148,13 +150,15 @@ def _without_wrong_cuts(
     return replace(loaded, uncut=(*loaded.uncut, *(ends[cut - 1] for cut in wrong)))
 
 
-def _told(error: BaseException) -> str:
+def _in_a_line(error: BaseException) -> str:
     """What was raised, in a line."""
     first = str(error).partition("\n")[0]
     return first if isinstance(error, ModelError) else f"{type(error).__name__}: {first}"
 
 
 class _Verdict(NamedTuple):
+    """What a comparison of stages with the model in one piece came to."""
+
     worst: float
     gradients: int
     buffers: int
@@ -181,6 +185,7 @@ class _Trial:
         chain = build_structure(loaded)
         rehearsal, probe = _tried(loaded, chain, budget_s)
         size = rehearsal.micro_batch_size
+        # Time decides how much is compared: one micro-batch, two, or two of two samples each.
         if _FORWARDS * probe.seconds > budget_s:
             rehearsal = replace(rehearsal, micro_batches=rehearsal.micro_batches[:1])
         elif size == 1 and 2 * _FORWARDS * probe.seconds < budget_s:
@@ -189,6 +194,7 @@ class _Trial:
 
     def compare(self, ends: Sequence[int], recompute: Recompute) -> _Verdict:
         """The model in stages against the model in one piece."""
+        # A single micro-batch is the last one, too, and nothing would be recomputed.
         if len(self.rehearsal.micro_batches) == 1 and recompute == "except-last":
             recompute = "always"
         verdict = self._compared(ends, recompute, as_trained=False)
@@ -196,61 +202,85 @@ class _Trial:
             return verdict
         # Is it the kernels that torch takes where there is no graph? Then it is no larger than a rounding error of
         # this model, and with a graph there is nothing.
-        found = self._compared(ends, recompute, as_trained=True)
-        if found.problem or self._problem(verdict.differences, most=math.inf):
+        as_trained = self._compared(ends, recompute, as_trained=True)
+        if as_trained.problem or self._problem(verdict.differences, most=math.inf):
             return verdict
-        return found
+        return as_trained
 
     # Private methods
 
     def _compared(self, ends: Sequence[int], recompute: Recompute, *, as_trained: bool) -> _Verdict:
-        parameters = self._parameters()
-        try:
-            whole = self.rehearsal.in_one_piece()
-            scales = {name: _largest(p.grad) for name, p in parameters.items()}
+        with self._in_one_piece() as whole:
             try:
                 cut = self.rehearsal.run(ends, recompute, sign=-1.0, as_trained=as_trained)
             except (Exception, SystemExit) as error:  # whatever a stage raises that the model does not
-                return _Verdict(math.inf, 0, 0, _told(error), {})
-            differences = _differences(whole, cut, parameters, scales)
-        finally:
-            for parameter in parameters.values():
-                parameter.grad = None
-        trained = sum(p.requires_grad for p in parameters.values())
+                return _Verdict(math.inf, 0, 0, _in_a_line(error), {})
+            differences = whole.differences(cut)
+        trained = sum(p.requires_grad for p in whole.parameters.values())
         problem = self._problem(differences, most=_WORST)
         return _Verdict(max(differences.values()), trained, len(cut.buffers), problem, differences)
 
     def _problem(self, differences: Mapping[str, float], *, most: float) -> str:
         """The largest difference that is no rounding error, nor, up to `most`, what the model makes of one."""
+        # The noise takes two more steps to find, so it is asked for only where something is suspicious. `not <=`: NaN.
         large = {what: size for what, size in differences.items() if not size <= LIMIT}
         noise = self._noise() if large else {}
         wrong = {what: size for what, size in large.items() if not size <= min(most, 10 * noise.get(what, 0.0))}
         what = max(wrong, key=wrong.__getitem__, default="")
         return what and f"{what} differs by {wrong[what]:.1e}"
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    @contextmanager
+    def _in_one_piece(self) -> Iterator["_Whole"]:
+        """A step of the model in one piece, whose gradients lie in the parameters until the block ends."""
         names = held_names(self.rehearsal.chain, 0, self.num_layers)
         named = self.rehearsal.copies.parameters(sorted(names))
         once = {id(parameter): name for name, parameter in reversed(named.items())}
-        return {name: named[name] for name in once.values()}
-
-    def _noise(self) -> dict[str, float]:
-        """How much everything changes where all parameters change by the size of a rounding error."""
-        parameters = self._parameters()
+        parameters = {name: named[name] for name in once.values()}
         try:
-            whole = self.rehearsal.in_one_piece()
+            outcome = self.rehearsal.in_one_piece()
             scales = {name: _largest(p.grad) for name, p in parameters.items()}
-            with _scaled(parameters.values(), 1 + _NOISE[self.rehearsal.loaded.precision]):
-                other = self.rehearsal.in_one_piece(sign=-1.0)
-            return _differences(whole, other, parameters, scales)
+            yield _Whole(outcome, parameters, scales)
         finally:
             for parameter in parameters.values():
                 parameter.grad = None
+
+    def _noise(self) -> dict[str, float]:
+        """How much everything changes where all parameters change by the size of a rounding error."""
+        with self._in_one_piece() as whole:
+            with _scaled(whole.parameters.values(), 1 + _NOISE[self.rehearsal.loaded.precision]):
+                other = self.rehearsal.in_one_piece(sign=-1.0)
+            return whole.differences(other)
+
+
+class _Whole(NamedTuple):
+    """What a step of the model in one piece left behind."""
+
+    outcome: Outcome
+    parameters: Mapping[str, nn.Parameter]
+    """By name, each once; their gradients are those of the step."""
+    scales: Mapping[str, float]
+    """The largest number in each gradient."""
+
+    def differences(self, other: Outcome) -> dict[str, float]:
+        """Relative differences to another step, by what differs; its gradients were added with the opposite sign."""
+        # A gradient that is nothing but rounding errors is compared with the largest of all.
+        least = max(1e-5 * max(self.scales.values(), default=0.0), 1e-30)
+        loss = self.outcome.loss
+        differences = {"the loss": abs(loss - other.loss) / max(abs(loss), 1e-30)}
+        for name, parameter in self.parameters.items():
+            ratio = _ratio(_largest(parameter.grad), max(self.scales[name], least))
+            differences[f'the gradient of "{name}"'] = ratio
+        for name, buffers in other.buffers.items():
+            right = self.outcome.buffers[name][0]
+            # Several stages may hold a buffer: each must come out right.
+            differences[f'the buffer "{name}"'] = max(_buffer_ratio(buffer, right) for buffer in buffers)
+        return differences
 
 
 @contextmanager
 def _scaled(parameters: Collection[Tensor], factor: float) -> Iterator[None]:
     before = [(parameter, parameter.detach().clone()) for parameter in parameters if parameter.is_floating_point()]
+    # Values are put back, not divided: that would leave a rounding error.
     try:
         with torch.no_grad():
             for parameter, _ in before:
@@ -269,6 +299,7 @@ def _tried(loaded: LoadedModel, chain: Chain, budget_s: float) -> "tuple[Rehears
     normalisation behind the last pooling.
     """
     lean = Copies(loaded, lean=True)
+    # Values, gradients, and other instances of the model that come and go while it is built.
     fits_whole = 4 * lean.num_bytes(held_names(chain, 0, len(chain.layers)))[0] <= _budget_bytes()
     rehearsal, probe = _tried_with(lean, loaded, chain, budget_s)
     if probe.has_failed and fits_whole:
@@ -292,8 +323,7 @@ def _tried_with(copies: Copies, loaded: LoadedModel, chain: Chain, budget_s: flo
 def _rehearsal(loaded: LoadedModel, chain: Chain, copies: Copies, size: int) -> Rehearsal:
     torch.manual_seed(1)
     batches = [loaded.example_batch(size) for _ in range(2)]
-    inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batches[0].inputs)
-    shapes = shapes_of(chain, inputs, precision=loaded.precision, device=_CPU)
+    shapes = shapes_of(chain, batches[0].inputs, precision=loaded.precision, device=_CPU)
     return Rehearsal(
         loaded=loaded,
         chain=chain,
@@ -325,7 +355,7 @@ def _probed(rehearsal: Rehearsal, budget_s: float) -> _Probe:
     saved = _Saved()
     begin = time.process_time()
     seconds = 0.0
-    given = [leaf for leaf in tree_leaves(rehearsal.micro_batches[0].inputs) if isinstance(leaf, Tensor)]
+    received = tensors_of(rehearsal.micro_batches[0].inputs)
     for layer, name in enumerate(names):
         # Parameters, their gradients, the largest of these once more before it is added; and what one micro-batch
         # keeps, which may be twice as much of two samples.
@@ -334,6 +364,7 @@ def _probed(rehearsal: Rehearsal, budget_s: float) -> _Probe:
         if wanted_bytes > budget_bytes:
             reason = f'from "{name}" on it takes more than {format_bytes(budget_bytes)} of memory here'
             return _Probe(layer, seconds, reason)
+        # A first run of a layer may take much longer than the next one, so that what was spent counts as well.
         spent = max(time.process_time() - begin, _FORWARDS / 2 * seconds)
         if spent > budget_s:
             return _Probe(layer, seconds, f'from "{name}" on it takes more than {budget_s:g} s here')
@@ -341,11 +372,11 @@ def _probed(rehearsal: Rehearsal, budget_s: float) -> _Probe:
         try:
             module = rehearsal.stage(StageRange(layer, layer + 1))
             with saved_tensors_hooks(saved.note, saved.nothing), layers_in(rehearsal.loaded.precision, _CPU):
-                made = module(*given)
+                outputs = tensors_of(module(*received))
         except (Exception, SystemExit):
             return _Probe(len(names), seconds, "", has_failed=True)
         seconds += time.process_time() - started
-        given = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in tree_leaves(made)]
+        received = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
     return _Probe(len(names), seconds, "")
 
 
@@ -367,29 +398,10 @@ class _Saved:
         raise AssertionError("there is no backward")
 
 
-def _differences(
-    whole: Outcome, cut: Outcome, parameters: Mapping[str, nn.Parameter], scales: Mapping[str, float]
-) -> dict[str, float]:
-    """Relative differences, by what differs.
-
-    Args:
-        whole: Of the model in one piece.
-        cut: In stages.
-        parameters: By name; their gradients are the difference of both.
-        scales: The largest number in each gradient of the model in one piece.
-    """
-    # A gradient that is nothing but rounding errors is compared with the largest of all.
-    least = max(1e-5 * max(scales.values(), default=0.0), 1e-30)
-    found = {"the loss": abs(whole.loss - cut.loss) / max(abs(whole.loss), 1e-30)}
-    for name, parameter in parameters.items():
-        found[f'the gradient of "{name}"'] = _ratio(_largest(parameter.grad), max(scales[name], least))
-    for name, buffers in cut.buffers.items():
-        right = whole.buffers[name][0]
-        for buffer in buffers:
-            difference = _largest(buffer.double() - right.double()) if buffer.shape == right.shape else math.inf
-            key = f'the buffer "{name}"'
-            found[key] = max(found.get(key, 0.0), _ratio(difference, max(_largest(right), 1e-30)))
-    return found
+def _buffer_ratio(buffer: Tensor, right: Tensor) -> float:
+    if buffer.shape != right.shape:
+        return math.inf
+    return _ratio(_largest(buffer.double() - right.double()), max(_largest(right), 1e-30))
 
 
 def _ratio(difference: float, scale: float) -> float:

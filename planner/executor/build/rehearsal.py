@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from planner.core.values.plan import Recompute
 from planner.executor.build.assembly import stage_module_of
-from planner.executor.build.building import StageRange
+from planner.executor.build.building import StageRange, held_names, like
 from planner.executor.build.copies import Copies
 from planner.executor.run.batch_norm import BatchStatistics
+from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.shapes import Shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.autocast import keeping_casts, layers_in
-from planner.model.chain import Chain, Layer, outlined
+from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
 
-__all__ = ["Rehearsal", "held_names"]
+__all__ = ["Outcome", "Rehearsal"]
 
 _CPU = torch.device("cpu")
 
@@ -68,8 +68,10 @@ class Rehearsal:
             for number, batch in enumerate(self.micro_batches):
                 flights.append(_Flight(modules, number, batch, self.loaded))
                 total += flights[-1].loss
+                # In one piece no two micro-batches are in flight, as in a plain loop that accumulates gradients.
                 if len(modules) == 1:
                     flights.pop().backward(sign / len(self.micro_batches))
+            # In stages all forwards come first (GPipe), so that state which a later micro-batch changes is seen to.
             while flights:
                 flights.pop(0).backward(sign / len(self.micro_batches))
         for collected in statistics:
@@ -94,7 +96,7 @@ class Rehearsal:
         self, layers: StageRange, recompute: Recompute, statistics: BatchStatistics, *, as_trained: bool = False
     ) -> StageModule:
         names = held_names(self.chain, layers.first, layers.end)
-        built = self._layers(self.copies.copy(names), layers)
+        built = layers.of(like(self.chain, self.loaded, self.copies.copy(names)))
         if as_trained:
             for layer in built:
                 _always_with_a_graph(layer.module)
@@ -111,12 +113,6 @@ class Rehearsal:
         module.targets = [batch.targets for batch in self.micro_batches]
         return module
 
-    def _layers(self, model: Any, layers: StageRange) -> tuple[Layer, ...]:
-        if self.chain.outline is None:
-            return self.loaded.chain(model).layers[layers.first : layers.end]
-        stage = outlined(self.chain.outline, model).stage(layers.first, layers.end)
-        return (Layer(self.chain.names[layers.first], stage),)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -127,16 +123,8 @@ class Outcome:
     """By name, those of every stage that has it."""
 
 
-def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
-    """Names of the parameters and buffers that layers `first`..`end - 1` need."""
-    if chain.outline is not None:
-        return frozenset[str]().union(*chain.outline.holds[first:end])
-    prefixes = tuple(f"{layer.name}." for layer in chain.layers[first:end])
-    named = (*chain.model.named_parameters(remove_duplicate=False), *chain.model.named_buffers(remove_duplicate=False))
-    return frozenset(name for name, _ in named if name.startswith(prefixes))
-
-
 def _always_with_a_graph(module: nn.Module) -> None:
+    """Lets `module` make a graph even where it will be recomputed, and leaves the mode as it was behind it."""
     modes: list[bool] = []
 
     def begin(*_: Any) -> None:
@@ -146,6 +134,7 @@ def _always_with_a_graph(module: nn.Module) -> None:
     def end(*_: Any) -> None:
         torch.set_grad_enabled(modes.pop())
 
+    # A stack of modes, since a module may call itself; hooks that are always called, since it may fail.
     module.register_forward_pre_hook(begin)
     module.register_forward_hook(end, always_call=True)
 
@@ -155,28 +144,31 @@ class _Flight:
 
     def __init__(self, modules: Sequence[StageModule], number: int, batch: Batch, loaded: LoadedModel) -> None:
         self._edges: list[tuple[list[Tensor], list[Tensor]]] = []
-        given = [leaf for leaf in tree_leaves(batch.inputs) if isinstance(leaf, Tensor)]
+        """What each stage received, and what it put out."""
+        received = tensors_of(batch.inputs)
         for module in modules:
             module.micro_batch = number
             if self._edges:
+                # A leaf, as a buffer is that a transfer fills: the graph ends here, and its gradient is "sent" back.
                 metas = module.received.tensors
-                pairs = zip(given, metas, strict=True)
-                given = [t.detach().requires_grad_(meta.requires_grad) for t, meta in pairs]
+                pairs = zip(received, metas, strict=True)
+                received = [t.detach().requires_grad_(meta.requires_grad) for t, meta in pairs]
             with layers_in(loaded.precision, _CPU):
-                made = module(*given)
-            outputs = [leaf for leaf in tree_flatten(made)[0] if isinstance(leaf, Tensor)]
-            self._edges.append((given, outputs))
-            given = outputs
-        probes = [_probe(output) for output in given]
-        self.loss = sum(float((t.detach().double() * p).sum()) for t, p in zip(given, probes, strict=True))
-        self._gradients = [p.to(t.dtype) for t, p in zip(given, probes, strict=True) if t.requires_grad]
+                outputs = tensors_of(module(*received))
+            self._edges.append((received, outputs))
+            received = outputs
+        probes = [_probe(output) for output in received]
+        # In float64, so that the sum makes no rounding error of its own.
+        self.loss = sum(float((t.detach().double() * p).sum()) for t, p in zip(received, probes, strict=True))
+        self._gradients = [p.to(t.dtype) for t, p in zip(received, probes, strict=True) if t.requires_grad]
 
     def backward(self, factor: float) -> None:
-        """From the last stage to the first."""
+        """The backwards of all stages, from the last to the first."""
         gradients = [gradient * factor for gradient in self._gradients]
         while self._edges:
             received, outputs = self._edges.pop()
             carrying = [output for output in outputs if output.requires_grad]
+            # Where nothing trained lies in or before a stage there is no graph, and nothing to do.
             if carrying:
                 torch.autograd.backward(carrying, gradients)
             gradients = [_gradient(leaf) for leaf in received if leaf.requires_grad]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.device.meter import CpuMeter
-from planner.executor.build.building import StageRange, build_layers, build_stages, build_structure
+from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.shapes import shapes_of
-from planner.model.chain import chain_digest, chain_of, tied_parameters
+from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
 from planner.model.load import LoadedModel
 from tests.support.measure import loaded_model
 from tests.support.models.memory_kinds import WORDS, Recurrent
@@ -123,6 +123,12 @@ def test_the_structure_can_be_run_for_its_shapes(build: Callable[[], nn.Sequenti
     assert shapes.boundaries[-1].tensors[0].shape == expected
 
 
+def stage_layers(loaded: LoadedModel, chain: Chain, first: int, end: int) -> tuple[Layer, ...]:
+    """Layers `first`..`end - 1`, as those of one stage."""
+    (layers,) = build_stages(loaded, chain, [StageRange(first, end)], seed=4, device=CPU)
+    return layers
+
+
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("index", [0, -1])
 def test_the_layers_are_those_of_the_seeded_model(build: Callable[[], nn.Sequential], index: int) -> None:
@@ -130,7 +136,7 @@ def test_the_layers_are_those_of_the_seeded_model(build: Callable[[], nn.Sequent
     torch.manual_seed(4)
     chain = chain_of(build())
     expected, n = chain.layers[index], index % len(chain.layers)
-    (layer,) = build_layers(loaded_model(build), chain, n, n + 1, seed=4, device=CPU)
+    (layer,) = stage_layers(loaded_model(build), chain, n, n + 1)
     values, made = expected.module.state_dict(), layer.module.state_dict()
     assert layer.name == expected.name
     assert values.keys() == made.keys()
@@ -144,7 +150,7 @@ def test_the_layers_run(build: Callable[[], nn.Sequential]) -> None:
     model = build().eval()
     inputs = torch.randint(20, (2, 3)) if build is tied else torch.randn(2, 8)
     chain = chain_of(model)
-    layers = build_layers(loaded_model(lambda: build().eval()), chain, 0, len(chain.layers), seed=4, device=CPU)
+    layers = stage_layers(loaded_model(lambda: build().eval()), chain, 0, len(chain.layers))
     value = inputs
     for layer in layers:
         value = layer.module(value)
@@ -155,7 +161,7 @@ def test_part_of_the_layers_run() -> None:
     """The same for one layer of several."""
     torch.manual_seed(4)
     model, inputs = masked(), torch.randn(2, 8)
-    (layer,) = build_layers(loaded_model(masked), chain_of(model), 1, 2, seed=4, device=CPU)
+    (layer,) = stage_layers(loaded_model(masked), chain_of(model), 1, 2)
     assert torch.equal(layer.module(inputs), model[1](inputs))
 
 
@@ -163,7 +169,7 @@ def test_layers_of_a_finished_model_are_its_own() -> None:
     """Its weights may come from a checkpoint: they are kept."""
     loaded = finished(plain)
     model = loaded.build()
-    layers = build_layers(loaded, chain_of(model), 1, 3, seed=4, device=CPU)
+    layers = stage_layers(loaded, chain_of(model), 1, 3)
     assert [layer.module for layer in layers] == [model[1], model[2]]  # type: ignore[index]
 
 
@@ -192,6 +198,6 @@ def test_a_model_that_fails_says_so() -> None:
     def broken() -> nn.Module:
         raise ModelError("model.py:3: `build_model()` raised ValueError: no")
 
-    for attempt in (build_structure, lambda loaded: build_layers(loaded, chain_of(plain()), 0, 1, seed=0, device=CPU)):
+    for attempt in (build_structure, lambda loaded: stage_layers(loaded, chain_of(plain()), 0, 1)):
         with pytest.raises(ModelError, match="raised ValueError: no"):
             attempt(loaded_model(broken))

@@ -248,7 +248,7 @@ REFUSABLE: dict[str, Callable[[nn.Linear], object]] = {
 @pytest.mark.parametrize("name", REFUSABLE)
 @pytest.mark.parametrize("wanted", ["0", "1", "2"])
 def test_what_cannot_be_followed_is_refused_or_right(name: str, wanted: str) -> None:
-    """Never silently wrong: `build_layers` builds the whole model where this is refused.
+    """Never silently wrong: `build_stages` builds the whole model where this is refused.
 
     Above all the layers behind such a one: their values come after its draws.
     """
