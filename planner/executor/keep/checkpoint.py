@@ -32,11 +32,10 @@ from planner.core.errors import FileError, ModelError, PlannerError, UsageError
 from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes
 from planner.device.kinds import kind_of
-from planner.executor.keep.description import description_of
+from planner.executor.keep.description import check_same_computation, computation_of_run, description_of
 from planner.executor.keep.optimizer_state import OptimizerState
 from planner.executor.keep.rank_state import as_data, packed, restored, unpacked_ranks
 from planner.executor.keep.run_folder import RunFolder
-from planner.executor.keep.same_computation import check_same_computation, computation_of_run
 from planner.executor.keep.saved import check_whole, commit, latest_checkpoint, partial_of, prune, saved_in
 from planner.executor.keep.stored import first_line, read_folder
 from planner.executor.keep.trained_run import TrainedRun
@@ -210,7 +209,7 @@ class Checkpoints:
         pipeline = self._pipeline
         names, of_device = pipeline.first_names, kind_of(pipeline.device).generator
         tensors = {names[name]: tensor.detach() for name, tensor in pipeline.named_tensors().items()}
-        mine = {
+        rank_state = {
             "groups": self._optimizer.groups(),
             "random": HostStates.now().plain(),
             "cuda_random": None if of_device is None else of_device.get_state(),
@@ -220,7 +219,7 @@ class Checkpoints:
         return {
             "model": tensors,
             "optimizer": {"state": self._optimizer.by_name()},
-            "ranks": {str(pipeline.rank): packed(mine)},
+            "ranks": {str(pipeline.rank): packed(rank_state)},
             TIED: json.dumps(names),
         }
 
@@ -314,13 +313,14 @@ class Checkpoints:
             list(pipeline.balance.balance),
             dist.get_world_size(),
         )
-        mine = ranks.get(pipeline.rank if same_plan else 0)
-        if mine is None:
-            raise FileError(f"lacks the state of rank {pipeline.rank if same_plan else 0}", path=str(source))
+        # Under another plan what is the same on all ranks is taken from the first: the loader, the schedules.
+        rank = pipeline.rank if same_plan else 0
+        if rank not in ranks:
+            raise FileError(f"lacks the state of rank {rank}", path=str(source))
         load_weights(str(source), pipeline.named_tensors(), pipeline.first_names)
-        if mine["pipeline"].get("step_index") != description["step"]:
+        if ranks[rank]["pipeline"].get("step_index") != description["step"]:
             raise FileError("holds the state after another number of steps than it says", path=str(source))
-        return _Held(description, optimizer_state, ranks, mine, same_plan)
+        return _Held(description, optimizer_state, ranks, ranks[rank], same_plan)
 
     def _go_on_from(self, source: Path, held: "_Held") -> None:
         self._restore(source, held)
@@ -331,16 +331,16 @@ class Checkpoints:
         self._tell(f"resumed {source} after {description['step']} steps{how}")
 
     def _restore(self, source: Path, held: "_Held") -> None:
-        pipeline, mine = self._pipeline, held.mine
+        pipeline, state = self._pipeline, held.state
         groups = [group for of_rank in held.ranks.values() for group in of_rank["groups"]]
         self._optimizer.restore(held.optimizer_state, groups)
-        self._restore_others(mine["others"], str(source))
-        restored("the pipeline", pipeline.load_state_dict, mine["pipeline"], str(source))
+        self._restore_others(state["others"], str(source))
+        restored("the pipeline", pipeline.load_state_dict, state["pipeline"], str(source))
         # Outside of steps every rank draws the same, whatever the plan.
-        restored("the random numbers", _go_on_drawing, mine["random"], str(source))
+        restored("the random numbers", lambda s: HostStates.from_plain(s).restore(), state["random"], str(source))
         of_device = kind_of(pipeline.device).generator
-        if mine.get("cuda_random") is not None and of_device is not None:
-            restored("the device's random numbers", of_device.set_state, mine["cuda_random"], str(source))
+        if state.get("cuda_random") is not None and of_device is not None:
+            restored("the device's random numbers", of_device.set_state, state["cuda_random"], str(source))
 
     def _restore_others(self, saved: Mapping[str, Any], path: str) -> None:
         if set(saved) != set(self._others):
@@ -369,7 +369,8 @@ class _Held(NamedTuple):
     description: Mapping[str, Any]
     optimizer_state: Mapping[str, dict[str, Any]]
     ranks: Mapping[int, Mapping[str, Any]]
-    mine: Mapping[str, Any]
+    state: Mapping[str, Any]
+    """The one of `ranks` that this rank goes on from."""
     same_plan: bool
 
 
@@ -377,10 +378,6 @@ def _problem(error: BaseException, source: Path) -> _Problem:
     if isinstance(error, PlannerError):
         return _Problem(error.message, error.hint)
     return _Problem(f"{source}: cannot be read ({type(error).__name__}: {first_line(error)[:200]})", "")
-
-
-def _go_on_drawing(plain: Mapping[str, Any]) -> None:
-    HostStates.from_plain(plain).restore()
 
 
 def _older_hint(checkpoint: Path) -> str:

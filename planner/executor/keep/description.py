@@ -1,16 +1,33 @@
-"""`checkpoint.json`: what a checkpoint is one of."""
+"""`checkpoint.json`: what a checkpoint is one of, and whether a run that goes on still computes the same."""
 
 import json
+import platform
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from planner.core.errors import FileError
+from planner.core.errors import FileError, UsageError
+from planner.executor.keep.index import is_count
 from planner.executor.keep.stored import DESCRIPTION
 
-__all__ = ["CHECKPOINT_SCHEMA", "DESCRIPTION", "described", "description_of"]
+__all__ = [
+    "CHECKPOINT_SCHEMA",
+    "DESCRIPTION",
+    "check_same_computation",
+    "computation_of_run",
+    "described",
+    "description_of",
+]
 
 CHECKPOINT_SCHEMA = "gpipe-plan/checkpoint/v2"
 """Version 1 kept the state of a rank as a pickle, which is no longer read."""
+
+_PYTHON: Final = ".".join(platform.python_version_tuple()[:2])
+"""The digests are of code as Python reads it, which may be another in its next version."""
+_COMPUTES: Final = {
+    "loss": "the loss function has",
+    "layers": "what the layers compute (activations, dropout, their own `forward`) has",
+}
 
 
 def described(source: Path) -> dict[str, Any]:
@@ -45,7 +62,7 @@ def description_of(source: Path) -> dict[str, Any]:
             path=str(source),
             hint="to start from its weights alone pass `--weights`",
         )
-    if not all(_is_count(description.get(name)) for name in ("step", "ranks")):
+    if not all(is_count(description.get(name)) for name in ("step", "ranks")):
         raise FileError(f"{DESCRIPTION} in it does not say how many steps and ranks", path=str(source))
     bad = [name for name, is_right in _FIELDS.items() if not is_right(description.get(name))]
     if bad:
@@ -53,23 +70,44 @@ def description_of(source: Path) -> dict[str, Any]:
     return description
 
 
+def computation_of_run(computation: Mapping[str, str]) -> dict[str, Any]:
+    """What a checkpoint keeps of it."""
+    return {"python": _PYTHON, "computation": dict(computation)}
+
+
+def check_same_computation(description: Mapping[str, Any], computation: Mapping[str, str], source: str) -> None:
+    """Refuses to go on with another loss, or other layers, that have the same tensors.
+
+    Args:
+        description: What the checkpoint says of itself.
+        computation: Digests of the model as it is now.
+        source: The checkpoint, for the message.
+
+    Raises:
+        UsageError: It is another one.
+    """
+    saved = description.get("computation", computation)  # checkpoints of earlier versions say nothing
+    what = [words for name, words in _COMPUTES.items() if saved[name] != computation[name]]
+    if what and description.get("python") == _PYTHON:
+        raise UsageError(
+            f"{' and '.join(what)} changed since {source} was written: the run would go on with another model",
+            hint=f"undo the change in the model file; or begin a new run with the weights alone: `--weights {source}`",
+        )
+
+
 # Private functions
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_branches(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(branch, list) and len(branch) == 2 and isinstance(branch[0], str) and _is_count(branch[1])
+        isinstance(branch, list) and len(branch) == 2 and isinstance(branch[0], str) and is_count(branch[1])
         for branch in value
     )
 
 
 def _is_files(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        Path(name).name == name and name not in ("", ".", "..") and _is_count(size) for name, size in value.items()
+        Path(name).name == name and name not in ("", ".", "..") and is_count(size) for name, size in value.items()
     )
 
 
@@ -78,7 +116,7 @@ def _is_computation(value: Any) -> bool:
 
 
 _FIELDS = {
-    "balance": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+    "balance": lambda value: isinstance(value, list) and all(map(is_count, value)),
     "branches": _is_branches,
     "files": _is_files,
     "computation": _is_computation,

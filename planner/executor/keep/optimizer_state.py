@@ -16,13 +16,7 @@ Groups = list[tuple[list[str], dict[str, Any]]]
 
 
 class OptimizerState:
-    """What a checkpoint keeps of the optimizer of this rank's parameters.
-
-    Args:
-        optimizer: The optimizer.
-        parameters: This rank's, each under one of its names in the whole model.
-        first_names: By name in the model's state dict, the first of the names that its tensor has there.
-    """
+    """What a checkpoint keeps of the optimizer of this rank's parameters, each under the first of its names."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], first_names: Mapping[str, str]
@@ -60,7 +54,7 @@ class OptimizerState:
         trained = dict(self._trained())
         fused = {id(p) for g in self._optimizer.param_groups if _steps_on_device(g) for p in g["params"]}
         state: dict[str, dict[str, Any]] = {}
-        for key, path in folder.paths.items():
+        for key, path in folder.index.paths.items():
             if path[:2] != ("optimizer", "state"):
                 continue
             if len(path) != 4 or path[2] not in self._first_names:
@@ -71,7 +65,7 @@ class OptimizerState:
             # As torch's optimizers keep it: the count of steps on the CPU unless told otherwise.
             on_cpu = part == "step" and id(trained[name]) not in fused
             device = "cpu" if on_cpu else trained[name].device
-            held = folder.tensor(key, device) if key in folder.tensors else folder.value(key)
+            held = folder.tensor(key, device) if key in folder.index.tensors else folder.value(key)
             state.setdefault(name, {})[part] = held
         return state
 
@@ -84,9 +78,10 @@ class OptimizerState:
         by_position = [options for _, options in groups]
         names = {id(p): name for name, p in self._trained()}
         for number, group in enumerate(self._optimizer.param_groups):
-            known = [options[names[id(p)]] for p in group["params"] if names.get(id(p)) in options]
-            if known or number < len(by_position):
-                options_of_group = known[0] if known else by_position[number]
+            by_name = [options[names[id(p)]] for p in group["params"] if names.get(id(p)) in options]
+            # A group of none of these parameters (they were frozen, say) is told by its number.
+            if by_name or number < len(by_position):
+                options_of_group = by_name[0] if by_name else by_position[number]
                 group.update({key: value for key, value in options_of_group.items() if key != "params"})
 
     # Private methods

@@ -78,7 +78,7 @@ def unpacked_ranks(stored: StoredFolder) -> dict[int, dict[str, Any]]:
         FileError: It is not there, is damaged, or holds something else than data.
     """
     ranks = {}
-    for key, path in stored.paths.items():
+    for key, path in stored.index.paths.items():
         if len(path) == 2 and path[0] == "ranks" and re.fullmatch(r"\d{1,9}", str(path[1]), re.ASCII):
             ranks[int(path[1])] = _unpacked(stored.value(key), f"{stored.folder}: {key}")
     return ranks

@@ -154,12 +154,12 @@ class RunFolder:
             )
 
     def _set_others_aside(self, path: Path) -> None:
-        others = others_in(path, self.lineage)
-        if not others:
+        foreign = others_in(path, self.lineage)
+        if not foreign:
             return
-        names = ", ".join(other.name for other in others)
+        names = ", ".join(checkpoint.name for checkpoint in foreign)
         try:
-            aside = set_aside(others)
+            aside = set_aside(foreign)
         except OSError as error:
             raise FileError(f"{names} cannot be moved aside: {error.strerror}", path=str(path)) from error
         self._tell(f"kept apart in {aside}, since this run does not go on from there: {names}", False)

@@ -55,7 +55,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def lineage_of(checkpoint: Path) -> Lineage | None:
-    """Whose it is; None where it does not say."""
+    """The run that wrote it; None where it does not say."""
     try:
         return Lineage.of(description_of(checkpoint))
     except FileError:
@@ -104,8 +104,8 @@ def commit(partial: Path, description: Mapping[str, Any]) -> Path:
 
 def prune(folder: Path, lineage: Lineage, keep: int) -> None:
     """Removes all but the newest of a run's own checkpoints."""
-    own = [path for path in saved_in(folder) if _is_of(path, lineage)]
-    for older in own[:-keep]:
+    of_run = [path for path in saved_in(folder) if _is_of(path, lineage)]
+    for older in of_run[:-keep]:
         doomed = older.with_name(f".{older.name}.old")
         try:
             older.rename(doomed)

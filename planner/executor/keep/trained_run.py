@@ -15,7 +15,7 @@ __all__ = ["TrainedRun"]
 
 
 class TrainedRun(Protocol):
-    """One process of a run."""
+    """One process of a run; `planner.executor.Pipeline` says what each of these is."""
 
     balance: Balance
     seed: int
@@ -24,33 +24,17 @@ class TrainedRun(Protocol):
     watch: Watch | None
     position: Position
     at_end: list[Callable[[], None]]
-    """What is yet to be done when the loop has ended."""
     at_close: list[Callable[[], None]]
 
     @property
-    def rank(self) -> int:
-        """The number of this process in the job."""
-
+    def rank(self) -> int: ...
     @property
-    def step_index(self) -> int:
-        """Steps since training began."""
-
+    def step_index(self) -> int: ...
     @property
-    def first_names(self) -> Mapping[str, str]:
-        """By name in the model's state dict, the first of the names that its tensor has there."""
-
+    def first_names(self) -> Mapping[str, str]: ...
     @property
-    def computation(self) -> Mapping[str, str]:
-        """Digests of what the whole model computes."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters here under the names they have in the whole model; each once."""
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """The tensors here of the model's state dict, under their names there."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is kept beside tensors."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`."""
+    def computation(self) -> Mapping[str, str]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def named_tensors(self) -> dict[str, Tensor]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -4,7 +4,6 @@ All names are those of the model's own state dict. A tensor that has several (ti
 once, under the first of them; a file from elsewhere may hold it under any.
 """
 
-import functools
 import json
 import os
 import stat
@@ -62,15 +61,17 @@ def load_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, s
     """
     shapes, read = _opened(path)
     _check_names(path, shapes, names)
-    known = {names[name]: name for name in shapes}
-    wanted = {known[names[name]]: tensor.detach() for name, tensor in tensors.items()}
+    # What is tied has one name here and perhaps another there: they meet under the first of them.
+    name_there = {names[name]: name for name in shapes}
+    wanted = {name_there[names[name]]: tensor.detach() for name, tensor in tensors.items()}
     for name, tensor in wanted.items():
         if shapes[name] != tensor.shape:
             raise UsageError(
                 f'{path} does not fit the model: "{name}" is {list(shapes[name])} there, {list(tensor.shape)} here',
                 hint="give the settings that the weights were made with (`gpipe-plan profile --set …`)",
             )
-    read(wanted)
+    for name, tensor in wanted.items():
+        read(name, tensor)
 
 
 def export_weights(folder: str, path: str) -> int:
@@ -130,12 +131,12 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
 
 # Private functions
 
-Reader = Callable[[Mapping[str, Tensor]], None]
-"""Fills tensors with what is stored under their names."""
+Reader = Callable[[str, Tensor], None]
+"""Fills a tensor with what is stored under a name."""
 
 
 def _opened(path: str) -> tuple[dict[str, torch.Size], Reader]:
-    """Shapes by name, and what reads the tensors."""
+    """Shapes by name, and what reads a tensor."""
     if Path(path).is_dir():
         return _opened_folder(path)
     if not Path(path).is_file():
@@ -146,12 +147,8 @@ def _opened(path: str) -> tuple[dict[str, torch.Size], Reader]:
 def _opened_folder(path: str) -> tuple[dict[str, torch.Size], Reader]:
     stored = read_folder(path)
     keys = _model_names(stored)
-
-    def read(tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            stored.read(keys[name], tensor)
-
-    return {name: stored.tensors[key].shape for name, key in keys.items()}, read
+    shapes = {name: stored.index.tensors[key].shape for name, key in keys.items()}
+    return shapes, lambda name, tensor: stored.read(keys[name], tensor)
 
 
 def _opened_file(path: str) -> tuple[dict[str, torch.Size], Reader]:
@@ -170,12 +167,7 @@ def _opened_file(path: str) -> tuple[dict[str, torch.Size], Reader]:
     if not isinstance(state, dict):
         raise FileError(f"holds a {type(state).__name__}, not a state dict", path=path)
     held = {name: tensor for name, tensor in state.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
-
-    def read(tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            _copy(tensor, functools.partial(held.__getitem__, name), f'{path}: "{name}"')
-
-    return {name: tensor.shape for name, tensor in held.items()}, read
+    return {name: tensor.shape for name, tensor in held.items()}, _copying(path, held.__getitem__)
 
 
 def _opened_safetensors(path: str) -> tuple[dict[str, torch.Size], Reader]:
@@ -188,25 +180,23 @@ def _opened_safetensors(path: str) -> tuple[dict[str, torch.Size], Reader]:
         shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
     except Exception as error:
         raise FileError(f"cannot be read as safetensors: {first_line(error)}", path=path) from error
-
-    def read(tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            _copy(tensor, functools.partial(file.get_tensor, name), f'{path}: "{name}"')
-
-    return shapes, read
+    return shapes, _copying(path, file.get_tensor)
 
 
-def _copy(target: Tensor, read: Callable[[], Tensor], place: str) -> None:
-    try:
-        target.copy_(read())
-    except Exception as error:
-        raise FileError(f"cannot be read: {first_line(error)}", path=place) from error
+def _copying(path: str, tensor_of: Callable[[str], Tensor]) -> Reader:
+    def read(name: str, target: Tensor) -> None:
+        try:
+            target.copy_(tensor_of(name))
+        except Exception as error:
+            raise FileError(f"cannot be read: {first_line(error)}", path=f'{path}: "{name}"') from error
+
+    return read
 
 
 def _model_names(stored: StoredFolder) -> dict[str, str]:
     """Name in the model to key, of a checkpoint of ours (all under `model`) or of any state dict."""
-    ours = {key.removeprefix("model."): key for key in stored.tensors if key.startswith("model.")}
-    return ours or {key: key for key in stored.tensors}
+    ours = {key.removeprefix("model."): key for key in stored.index.tensors if key.startswith("model.")}
+    return ours or {key: key for key in stored.index.tensors}
 
 
 def _tied_names(stored: StoredFolder) -> dict[str, str]:
@@ -225,11 +215,11 @@ def _tied_names(stored: StoredFolder) -> dict[str, str]:
     return names
 
 
-def _check_names(path: str, given: Iterable[str], names: Mapping[str, str]) -> None:
-    given = set(given)
-    there = {names[name] for name in given if name in names}
+def _check_names(path: str, stored: Iterable[str], names: Mapping[str, str]) -> None:
+    stored = set(stored)
+    there = {names[name] for name in stored if name in names}
     missing = [name for name, first in names.items() if first == name and first not in there]
-    unexpected = sorted(given - set(names))
+    unexpected = sorted(stored - set(names))
     if missing or unexpected:
         lacks = [f"it lacks {_some(missing)}"] if missing else []
         holds = [f"holds {_some(unexpected)}, which the model has not"] if unexpected else []

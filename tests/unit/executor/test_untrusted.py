@@ -270,7 +270,7 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     assert stored.tensor("extra.half").dtype == torch.float16
     assert stored.value("extra.n") == 3
     assert torch.equal(stored.tensor("model.weight"), linear().weight)
-    assert stored.paths["extra.n"] == ("extra", "n")
+    assert stored.index.paths["extra.n"] == ("extra", "n")
 
 
 def test_checkpoints_of_version_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
