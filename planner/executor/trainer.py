@@ -184,18 +184,11 @@ class Trainer:
 
     def _forward(self, part: Part, weights: Sequence[float], observed: Observed) -> list[Tensor]:
         """With the last stage, what each loss adds to that of the batch."""
-        place, modules, batches = self._job.place, self._assembly.modules, self._mini_batches
-        forward = ForwardOnly(
-            modules=modules,
-            device=self._job.device,
-            precision=self._job.balance.dtype,
-            before=[None if stage == 0 else place.rank_of(stage - 1) for stage in place.stages],
-            behind=[None if stage == place.num_stages - 1 else place.rank_of(stage + 1) for stage in place.stages],
-            num_devices=place.num_devices,
-        )
+        job, modules, batches = self._job, self._assembly.modules, self._mini_batches
+        forward = ForwardOnly(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)
         self._assembly.expect(part, training=False)
         last = modules[-1]
-        last.targets, last.seen = batches.targets(part, weights), observed.see if place.is_last else None
+        last.targets, last.seen = batches.targets(part, weights), observed.see if job.place.is_last else None
         observed.expect(part, batches.targets(part, [1.0] * len(weights)))
         try:
             losses = forward.run(micro_batches_of(batches.input_tensors(part), part.micro_batches))

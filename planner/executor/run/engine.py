@@ -111,9 +111,9 @@ class Engine:
         self._transfers = Transfers(device, group)
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._gradients: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        """Of a stage's input for a micro-batch, until it is sent."""
+        """The gradient of a stage's input for a micro-batch, until it is sent."""
         self._inputs: list[tuple[Tensor, ...]] = []
-        """The model's, of every micro-batch."""
+        """The model's input tensors, of every micro-batch."""
         self._losses: list[Tensor] = []
         self._loss_gradients: Sequence[Tensor] = ()
 
@@ -161,18 +161,16 @@ class Engine:
         stage, micro_batch = self._stages[instruction.chunk], instruction.micro_batch
         message = Message(instruction.kind, stage.index, micro_batch)
         match instruction.do, instruction.kind:
-            case "receive", "F":
-                self._transfers.post(message, stage.received, self._rank_of(self._source(message)))
-            case "receive", "B":
-                self._transfers.post(message, _carrying(stage.sent), self._rank_of(self._source(message)))
+            case "receive", kind:
+                # A forward begins with the tensors that cross the boundary, a backward with the gradients of these.
+                shapes = stage.received if kind == "F" else _carrying(stage.sent)
+                self._transfers.post(message, shapes, self._rank_of(self._source(message)))
             case "send", "F":
                 outputs = self._waiting[stage.index, micro_batch].outputs
                 self._transfers.send_output(message, outputs, self._rank_of(self._target(message)))
             case "send", "B":
-                gradients = self._gradients.pop((stage.index, micro_batch))
-                self._transfers.send_gradient(
-                    gradients, _carrying(stage.received), self._rank_of(self._target(message))
-                )
+                gradients, shapes = self._gradients.pop((stage.index, micro_batch)), _carrying(stage.received)
+                self._transfers.send_gradient(gradients, shapes, self._rank_of(self._target(message)))
             case "run", "F":
                 self._forward(stage, message)
             case "run", "B":
@@ -195,7 +193,7 @@ class Engine:
             check_output(result, self._position)
         outputs = result if isinstance(result, tuple) else (result,)
         self._waiting[stage.index, micro_batch] = _Waiting(inputs, outputs)
-        target = message_to("F", stage.index, self._num_stages)
+        target = self._target(message)
         if target is None:
             # Kept to the end of the step: without its graph, which leads to the received input.
             self._losses[micro_batch] = outputs[0].detach()
@@ -218,14 +216,16 @@ class Engine:
         self._at(message)
         stage.timer("backward", lambda: _run_backward(outputs, gradients), micro_batch=micro_batch)
         self._transfers.let_go_of_output(Message("F", stage.index, micro_batch))
-        target = message_to("B", stage.index, self._num_stages)
+        target = self._target(message)
         if target is None:
             return
-        made = tuple(_gradient_of(x) for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad)
+        gradients = tuple(
+            _gradient_of(x) for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad
+        )
         if self._is_here(target):
-            self._transfers.hand_over(Message("B", target, micro_batch), made)
+            self._transfers.hand_over(Message("B", target, micro_batch), gradients)
         else:
-            self._gradients[stage.index, micro_batch] = made
+            self._gradients[stage.index, micro_batch] = gradients
             self._at(message, waits_for=target)
 
     def _taken(self, message: Message) -> tuple[Tensor, ...]:
@@ -233,31 +233,28 @@ class Engine:
         self._at(message, waits_for=self._source(message))
         return self._transfers.take(message)
 
-    def _source(self, message: Message) -> int:
-        source = message_from(message.kind, message.stage, self._num_stages)
-        assert source is not None
-        return source
+    def _source(self, message: Message) -> int | None:
+        return message_from(message.kind, message.stage, self._num_stages)
 
-    def _target(self, message: Message) -> int:
-        target = message_to(message.kind, message.stage, self._num_stages)
-        assert target is not None
-        return target
+    def _target(self, message: Message) -> int | None:
+        return message_to(message.kind, message.stage, self._num_stages)
 
-    def _rank_of(self, stage: int) -> int:
+    def _rank_of(self, stage: int | None) -> int:
+        assert stage is not None  # the program has no transfers at the ends of the chain
         return self._ranks[device_of(stage, len(self._ranks))]
 
     def _is_here(self, stage: int) -> bool:
         return device_of(stage, len(self._ranks)) == device_of(self._stages[0].index, len(self._ranks))
 
     def _at(self, message: Message, *, waits_for: int | None = None) -> None:
-        self._position.at(_named(message.kind, message.micro_batch), stage=message.stage, waits_for=waits_for)
+        self._position.at(_in_words(message.kind, message.micro_batch), stage=message.stage, waits_for=waits_for)
 
 
 # Private functions
 
 
 def _carrying(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Those of the tensors that carry a gradient: of the others nobody sends one."""
+    """The shapes of tensors that carry a gradient: of other tensors nobody sends one."""
     return tuple(shape for shape in shapes if shape.requires_grad)
 
 
@@ -275,5 +272,5 @@ def _gradient_of(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _named(kind: Letter, micro_batch: int) -> str:
+def _in_words(kind: Letter, micro_batch: int) -> str:
     return f"{KINDS[kind].label} of micro-batch {micro_batch}"

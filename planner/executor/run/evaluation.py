@@ -11,16 +11,16 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from planner.core.errors import UsageError
 from planner.core.values.precision import Precision
 from planner.executor.run.parts import Part
+from planner.executor.run.placement import Place
 from planner.executor.run.stage_module import StageModule
+from planner.executor.run.transfers import Message, Transfers
 from planner.model.autocast import keeping_casts, layers_in
-from planner.model.layout import in_memory_order
 
 __all__ = ["Evaluation", "ForwardOnly", "Metrics", "Observed"]
 
@@ -36,16 +36,11 @@ class Evaluation:
     metrics: Mapping[str, float]
     """Means over all samples, of all replicas; as the loss the same on every rank."""
     outputs: Any = None
-    """Of this rank's part of the batch, in the host's memory, on the ranks with the last stage; None elsewhere."""
+    """The outputs of this rank's part of the batch, in the host's memory, with the last stage; None elsewhere."""
 
 
 class Observed:
-    """Sees the outputs of the last stage go by.
-
-    Args:
-        metrics: The user's, if any.
-        keeps_outputs: Whether all outputs are kept.
-    """
+    """Sees the outputs of the last stage go by, for the user's metrics, and keeps them if it is to."""
 
     def __init__(self, metrics: Metrics | None, *, keeps_outputs: bool) -> None:
         self._metrics, self._keeps_outputs = metrics, keeps_outputs
@@ -54,7 +49,7 @@ class Observed:
         self._size = 0
         self.samples = 0
         self.sums: dict[str, float] = {}
-        """Of every metric, over the samples seen."""
+        """The sum of every metric over the samples seen."""
 
     def expect(self, part: Part, targets: Sequence[Any]) -> None:
         """What comes next are the outputs of these micro-batches."""
@@ -93,13 +88,9 @@ class ForwardOnly:
     """The stages of one process, and where their neighbours are."""
 
     modules: Sequence[StageModule]
+    place: Place
     device: torch.device
     precision: Precision
-    before: Sequence[int | None]
-    """By stage, the rank of the one before; None in front of the first."""
-    behind: Sequence[int | None]
-    num_devices: int
-    """K: with several stages on a process so many micro-batches go through one of them before the next has its turn."""
 
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Forward of every micro-batch, in evaluation mode.
@@ -111,51 +102,45 @@ class ForwardOnly:
             With the last stage: every micro-batch's loss. Else empty.
         """
         losses: list[Tensor] = []
-        sent: list[tuple[Any, Tensor]] = []
+        transfers = Transfers(self.device, None)
         with ExitStack() as stack:
             for context in (torch.no_grad(), keeping_casts(self.precision, self.device)):
                 stack.enter_context(context)
             for module in self.modules:
                 stack.enter_context(module.evaluating())
-            for stage, micro_batch in self._order(len(inputs)):
-                output = self._forward(stage, micro_batch, inputs[micro_batch])
-                _wait(sent)
-                behind = self.behind[stage]
-                if behind is None:
+            for chunk, micro_batch in self._order(len(inputs)):
+                message = Message("F", self.place.stages[chunk], micro_batch)
+                output = self._forward(chunk, message, inputs[micro_batch], transfers)
+                transfers.finish()  # one output is under way at a time
+                if message.stage == self.place.num_stages - 1:
                     losses.append(output)
                 else:
-                    sent = [(dist.isend(in_memory_order(tensor), behind), tensor) for tensor in output]
+                    transfers.send_output(message, output, self.place.rank_of(message.stage + 1))
                 del output  # the next forward would find it still there
-            _wait(sent)
+            transfers.finish()
         return losses
 
     def _order(self, micro_batches: int) -> Iterator[tuple[int, int]]:
-        """Stage and micro-batch of every forward here: all of a stage alone, else in turns of K micro-batches."""
-        in_turn = max(1, micro_batches if len(self.modules) == 1 else self.num_devices)
+        """Chunk and micro-batch of every forward here.
+
+        A single stage runs all micro-batches in a row; several take turns, each with as many as there are devices.
+        """
+        in_turn = max(1, micro_batches if len(self.modules) == 1 else self.place.num_devices)
         for begin in range(0, micro_batches, in_turn):
             turn = range(begin, min(begin + in_turn, micro_batches))
             yield from product(range(len(self.modules)), turn)
 
-    def _forward(self, stage: int, micro_batch: int, inputs: Sequence[Tensor]) -> Any:
-        module, before = self.modules[stage], self.before[stage]
-        module.micro_batch = micro_batch
-        received = inputs if before is None else self._received(module.received.tensors, before)
+    def _forward(self, chunk: int, message: Message, inputs: Sequence[Tensor], transfers: Transfers) -> Any:
+        module = self.modules[chunk]
+        module.micro_batch = message.micro_batch
+        if message.stage > 0:
+            transfers.post(message, module.received.tensors, self.place.rank_of(message.stage - 1))
+            inputs = transfers.take(message)
         with layers_in(self.precision, self.device):
-            return module(*received)
-
-    def _received(self, shapes: Sequence[Tensor], before: int) -> list[Tensor]:
-        tensors = [
-            torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=self.device) for shape in shapes
-        ]
-        for tensor in tensors:
-            dist.recv(in_memory_order(tensor), before)
-        return tensors
+            return module(*inputs)
 
 
-def _wait(sent: list[tuple[Any, Tensor]]) -> None:
-    for work, _ in sent:
-        work.wait()
-    sent.clear()
+# Private functions
 
 
 def _numbers(values: Any) -> dict[str, float]:

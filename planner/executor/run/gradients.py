@@ -37,25 +37,25 @@ def clip_gradients(
     counted_elsewhere: Iterable[nn.Parameter] = (),
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """As `torch.nn.utils.clip_grad_norm_` does it with the whole model; every process of `group` must call it.
+    """`torch.nn.utils.clip_grad_norm_` for the whole model; every process of `group` must call it.
 
     Args:
-        parameters: This process's.
-        max_norm: Of all gradients together (Euclidean); where they are larger, all are made smaller.
+        parameters: The parameters of this process.
+        max_norm: The largest norm of all gradients together (Euclidean); where it is larger, all are made smaller.
         device: Where they are.
-        counted_elsewhere: Those of them that another process holds, too, and counts.
+        counted_elsewhere: What another process holds, too, and counts.
         group: The processes of one pipeline; by default all there are.
 
     Returns:
         The norm before clipping.
     """
     skipped = {id(parameter) for parameter in counted_elsewhere}
-    given = [parameter for parameter in parameters if parameter.grad is not None]
-    counted = [dense_part(p.grad) for p in given if p.grad is not None and id(p) not in skipped]
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    counted = [dense_part(p.grad) for p in trained if p.grad is not None and id(p) not in skipped]
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
         squares = torch.nn.utils.get_total_norm(counted).double().square()
     dist.all_reduce(squares, group=group)
     norm: Tensor = squares.sqrt()
-    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm.float())
+    torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm.float())
     return float(norm)

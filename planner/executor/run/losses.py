@@ -58,6 +58,5 @@ def sum_of(losses: Sequence[Tensor]) -> Tensor | float:
 
 def nothing_of(output: Any) -> Tensor:
     """A loss of zero whose gradient is zero, whatever the output."""
-    found = (tensor for tensor in tensors_in(output) if not isinstance(tensor, Unread))
-    tensors = [tensor for tensor in found if tensor.is_floating_point()]
+    tensors = [t for t in tensors_in(output) if not isinstance(t, Unread) and t.is_floating_point()]
     return torch.stack([tensor.flatten()[:0].float().sum() for tensor in tensors]).sum()

@@ -90,9 +90,9 @@ class Groups:
     """Processes that talk among themselves; None where that is all of them, or nobody else."""
 
     pipeline: dist.ProcessGroup | None
-    """Those of this replica."""
+    """The processes of this replica."""
     replicas: dist.ProcessGroup | None
-    """Those that run the same stages."""
+    """The processes that run the same stages."""
 
     @classmethod
     def of(cls, place: Place) -> "Groups":

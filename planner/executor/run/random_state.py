@@ -62,9 +62,8 @@ def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
 
 def seed_process(seed: int) -> None:
     """Seeds every generator that a model file or a script may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)  # of devices, too
+    _seed_host(seed)
 
 
 class HostStates(NamedTuple):
@@ -76,24 +75,22 @@ class HostStates(NamedTuple):
 
     @classmethod
     def now(cls) -> "HostStates":
-        """Those of this process."""
+        """Where this process's generators are."""
         return cls(torch.get_rng_state(), random.getstate(), cast("tuple[Any, ...]", np.random.get_state(legacy=True)))
 
     @classmethod
     def seeded(cls, seed: int) -> "HostStates":
-        """Those after all were seeded; the process's stay as they are."""
+        """Where generators are that were all seeded so; the process's stay as they are."""
         before = cls.now()
         try:
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % (1 << 32))
+            _seed_host(seed)
             return cls.now()
         finally:
             before.restore()
 
     @classmethod
     def from_plain(cls, states: Mapping[str, Any]) -> "HostStates":
-        """Those that `plain` was made of; raises, as of one thing or another, where it was not."""
+        """What `plain` was made of; raises errors of several kinds where it is something else."""
         version, internal, gauss = states["python"]
         kind, key, position, *rest = states["numpy"]
         # NumPy believes both, and reads past the end of its state.
@@ -132,6 +129,12 @@ def keeping_random_state() -> Iterator[None]:
 
 
 # Private functions
+
+
+def _seed_host(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
 
 
 @lru_cache(maxsize=256)  # asked for every micro-batch again

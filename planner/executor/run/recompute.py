@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from planner.executor.run.parts import tensors_of
+
 __all__ = ["Recomputed", "recomputing"]
 
 Tensors = tuple[Tensor, ...]
@@ -42,25 +44,29 @@ def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any
         layer: What is known of it.
         value: Its input.
     """
-    given, rebuild = _taken_apart(value)
+    received, rebuild = _taken_apart(value)
+    # Where nobody will ask for a backward there is nothing to run again.
     if not any(layer.carries) or not torch.is_grad_enabled():
-        return run(rebuild([tensor.clone() for tensor in given]) if layer.copies_input else value)
+        return run(rebuild([tensor.clone() for tensor in received]) if layer.copies_input else value)
+    # The function takes and returns flat tensors; how its results were nested is noted on the way.
     structure: list[Callable[[Sequence[Tensor]], Any]] = []
 
     def run_tensors(*tensors: Tensor) -> Tensors:
         if layer.copies_input:
             tensors = tuple(tensor.clone() for tensor in tensors)
-        made, rebuild_made = _taken_apart(run(rebuild(tensors)))
-        structure.append(rebuild_made)
-        return tuple(made)
+        results, rebuild_results = _taken_apart(run(rebuild(tensors)))
+        structure.append(rebuild_results)
+        return tuple(results)
 
     # An input that requires a gradient makes the outputs require one: the first layer of all has no other.
     anchor = torch.zeros((), requires_grad=True)
-    made: Tensors = _Recomputing.apply(run_tensors, layer.carries, anchor, *given)  # type: ignore[no-untyped-call]
-    return structure[0](made)
+    results: Tensors = _Recomputing.apply(run_tensors, layer.carries, anchor, *received)  # type: ignore[no-untyped-call]
+    return structure[0](results)
 
 
 class _Recomputing(torch.autograd.Function):
+    """A layer whose forward makes no graph, and whose backward makes one by running it again."""
+
     boxed_grads_call = True  # `backward` gets a list, and may take gradients out of it
 
     @staticmethod
@@ -71,40 +77,45 @@ class _Recomputing(torch.autograd.Function):
         ctx.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         ctx.run = run
         ctx.save_for_backward(*tensors)
+        # No zeros for outputs that nothing behind has used: they would be as large as these.
         ctx.set_materialize_grads(False)
         # What is returned becomes differentiable: it must be neither a view, which nobody behind could write into,
         # nor a parameter or a buffer that the layer passes along.
-        made = tuple(tensor.detach() for tensor in run(*tensors))
-        ctx.mark_non_differentiable(*(tensor for tensor, carry in zip(made, carries, strict=True) if not carry))
-        return made
+        results = tuple(tensor.detach() for tensor in run(*tensors))
+        ctx.mark_non_differentiable(*(tensor for tensor, carry in zip(results, carries, strict=True) if not carry))
+        return results
 
     @staticmethod
     def backward(ctx: Any, gradients: list[Tensor | None]) -> Any:
-        given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
+        # Leaves, so that the graph of this run ends here and not in what came before the layer.
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with ExitStack() as stack:
+            # As it was in forward: the engine runs backwards without autocast.
             for kind, enabled, dtype in ctx.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
             stack.enter_context(torch.enable_grad())
             # Views: of a leaf autocast would keep a low-precision copy until the end of the step.
-            made = ctx.run(*(tensor.view_as(tensor) for tensor in given))
-            pairs = [(t, gradient) for t, gradient in zip(made, gradients, strict=True) if t.requires_grad]
+            results = ctx.run(*(tensor.view_as(tensor) for tensor in inputs))
+            pairs = [(t, gradient) for t, gradient in zip(results, gradients, strict=True) if t.requires_grad]
             gradients.clear()
             # From here on the gradients are in one list, which `_Start` empties, and the outputs in none.
             waiting = [gradient for _, gradient in pairs]
             start: Tensor = _Start.apply(waiting, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
-            del made, pairs
+            del results, pairs
+        # Outside the block: this backward runs without autocast, too.
         if start.requires_grad:
             start.backward()
-        return (None, None, None, *(tensor.grad for tensor in given))
+        return (None, None, None, *(tensor.grad for tensor in inputs))
 
 
 class _Start(torch.autograd.Function):
     """A scalar whose backward hands over gradients that are waiting; it holds neither these nor what they are of."""
 
     @staticmethod
-    def forward(ctx: Any, waiting: list[Tensor | None], *made: Tensor) -> Tensor:
+    def forward(ctx: Any, waiting: list[Tensor | None], *results: Tensor) -> Tensor:
+        # Not `save_for_backward`, which holds what it is given to the end of the backward.
         ctx.waiting = waiting
-        return torch.zeros((), device=made[0].device if made else None)
+        return torch.zeros((), device=results[0].device if results else None)
 
     @staticmethod
     def backward(ctx: Any, _one: Tensor) -> Any:
@@ -120,11 +131,11 @@ _TENSOR = object()
 def _taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
     """The tensors in `value`, and what puts others in their place."""
     leaves, spec = tree_flatten(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    # Without the tensors: what rebuilds must not keep them alive.
     frame = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def rebuild(given: Sequence[Tensor]) -> Any:
-        following = iter(given)
+    def rebuild(tensors: Sequence[Tensor]) -> Any:
+        following = iter(tensors)
         return tree_unflatten([next(following) if leaf is _TENSOR else leaf for leaf in frame], spec)
 
-    return tensors, rebuild
+    return tensors_of(leaves), rebuild

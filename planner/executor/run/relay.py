@@ -17,13 +17,7 @@ __all__ = ["Relay"]
 
 
 class Relay:
-    """Hands numbers on; every rank of the job must call it, after the same steps.
-
-    Args:
-        place: Where this process is.
-        groups: The processes that it talks with.
-        device: Where tensors lie that are sent.
-    """
+    """Hands numbers on, in tensors on `device`; every rank of the job must call it, after the same steps."""
 
     def __init__(self, place: Place, groups: Groups, device: torch.device) -> None:
         self._place, self._groups, self._device = place, groups, device
@@ -48,8 +42,8 @@ class Relay:
         if place.position > 0:
             self._wait()  # for those of the step before
             self._sent = self._transfer(dist.isend, numbers, place.position - 1), numbers
-        found: list[float] = numbers.tolist()
-        return found
+        sums: list[float] = numbers.tolist()
+        return sums
 
     def names(self, names: Sequence[str]) -> list[str]:
         """What the last stage calls its numbers, on every rank of the pipeline."""

@@ -42,8 +42,8 @@ class ReplicaGradients:
         self._stages: list[list[_Bucket]] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         for parameters in stages:
-            own = [p for p in dict.fromkeys(parameters) if p not in self._bucket_of]
-            buckets = [_Bucket(some, group) for some in _buckets(list(reversed(own)))]
+            new = [p for p in dict.fromkeys(parameters) if p not in self._bucket_of]
+            buckets = [_Bucket(some, group) for some in _buckets(new[::-1])]
             self._stages.append(buckets)
             self._bucket_of |= {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self._additions = dict.fromkeys(self._bucket_of, 0)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.core.values.plan import Recompute
 from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.losses import UNCOUNTED, nothing_of
+from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import Recomputed, recomputing
 from planner.executor.run.replay import LayerState
@@ -126,7 +127,7 @@ class StageModule(nn.Module):
             return self._forward(*tensors)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Those of today: a layer may have put another tensor in a buffer's place."""
+        """The buffers of today: a layer may have put another tensor in a buffer's place."""
         for layer in self._layers:
             if isinstance(layer, ModelStage):
                 layer.share_with(self)
@@ -145,9 +146,9 @@ class StageModule(nn.Module):
         # The re-entrant kind computes without a graph first, and calls no hook for every tensor that is saved. It
         # wants an input that requires a gradient, which the first stage does not have.
         anchor = torch.zeros((), requires_grad=True)
-        given = (anchor, self.micro_batch, targets, *tensors)
+        arguments = (anchor, self.micro_batch, targets, *tensors)
         run = self._timed(self._state.replaying(self._run))
-        result: Tensor | tuple[Tensor, ...] = checkpoint(run, *given, use_reentrant=True, preserve_rng_state=False)
+        result: Tensor | tuple[Tensor, ...] = checkpoint(run, *arguments, use_reentrant=True, preserve_rng_state=False)
         if isinstance(result, Tensor) or not self._carries:
             return result
         # All that this kind returns would want a gradient, and nobody sends one for a mask.
@@ -155,7 +156,7 @@ class StageModule(nn.Module):
 
     def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, which is called again in backward, noting the time of that."""
-        return lambda *given: self.timed_again(lambda: run(*given))
+        return lambda *arguments: self.timed_again(lambda: run(*arguments))
 
     def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
         carrying = any(t.requires_grad for t in (*tensors, *self.parameters()))
@@ -193,11 +194,11 @@ class StageModule(nn.Module):
         if self._loss_fn is not None:
             return self._loss(value, targets)
         leaves, spec = tree_flatten(value)
-        made = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        outputs = tensors_of(leaves)
         if self.sent is None:
-            return tuple(tensor.contiguous() for tensor in made)
+            return tuple(tensor.contiguous() for tensor in outputs)
         self.sent.expect(leaves, spec, tensors)
-        return tuple(laid_out(tensor, shape) for tensor, shape in zip(made, self.sent.tensors, strict=True))
+        return tuple(laid_out(tensor, shape) for tensor, shape in zip(outputs, self.sent.tensors, strict=True))
 
     def _run_layer(self, index: int, micro_batch: int, value: Any) -> Any:
         vars(self)["_running"] = micro_batch  # a module's own `__setattr__` takes 5 us

@@ -47,7 +47,7 @@ class TiedGradients:
         """Until the next step: a thread of gloo's holds them a little longer than their sum takes. What that lets go of
         last, no recorder of this thread sees go."""
         self.counted_elsewhere: list[nn.Parameter] = []
-        """Those of this rank that another one of its replica has, too, and counts where each must count once."""
+        """What another rank of the replica has, too, and counts where each parameter must count once."""
         for owners in shared:
             stages = {stage_of[layer] for layer, _ in owners}
             if len({place.rank_of(stage) for stage in stages}) < 2:
@@ -73,7 +73,7 @@ class TiedGradients:
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this rank that other stages' ranks hold as well."""
+        """The parameters here that other stages' ranks hold as well."""
         return (parameter for parameter, _ in self._groups)
 
     def sum(self) -> None:
