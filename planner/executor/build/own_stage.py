@@ -60,6 +60,7 @@ def build_only(
     try:
         with notes:
             model = build()
+        # What the wanted tensors are is known only of a built model; the fake one has the same, by storage.
         replay = _Replay(notes, notes.slice_of(wanted(model)))
         torch.manual_seed(seed)
         with replay:
@@ -68,6 +69,7 @@ def build_only(
         raise
     except Exception as error:
         raise BuildError(f"{type(error).__name__}: {error}") from error
+    # A construction that ended early, or took another way, has not made what was asked for.
     if replay.number != len(notes.names) or any(_is_empty(tensor) for tensor in wanted(model)):
         raise BuildError("some tensors are made in a way that cannot be followed")
     _empty_all_but(model, {_key(tensor) for tensor in wanted(model)})
@@ -94,6 +96,7 @@ class _Notes(TorchDispatchMode):
         self._alive: list[Tensor] = []  # a storage's address means something only while it lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Numbers count only what both runs are sure to do, in the same order.
         result = _without_memory(self.fake, func, args, kwargs or {})
         if func in _UNNUMBERED:
             return result
@@ -116,6 +119,7 @@ class _Notes(TorchDispatchMode):
             if number in needed:
                 continue
             needed.add(number)
+            # All that wrote earlier into what this one touched: in-place operators (`nn.init`) add up.
             for key in self._touched[number]:
                 todo.extend(earlier for earlier in self._writers.get(key, []) if earlier < number)
         return frozenset(needed)
@@ -138,9 +142,10 @@ class _Replay(TorchDispatchMode):
         number, self.number = self.number, self.number + 1
         if number >= len(self._names) or self._names[number] != str(func):
             raise BuildError(f"the model is not built the same way twice ({func})")
-        if number in self._needed:
+        if number in self._needed:  # its operands are real, as all that they depend on is needed, too
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
+            # The generator must advance as if the whole model were built, or all that follows would draw other numbers.
             if func._schema.name not in _DRAWS_BY_SHAPE:
                 raise BuildError(f"how many random numbers {func} draws depends on values")
             operands = tensors_of((args, kwargs))
@@ -166,6 +171,7 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
+    # By storage, not by tensor: `.data`, views and tied parameters are written through one another.
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -177,6 +183,7 @@ def _writes(func: Any) -> bool:
 def _scratch(tensor: Tensor) -> Tensor:
     if not _is_empty(tensor):
         return tensor.clone()
+    # Zeros: what lies in memory by chance could be no valid argument (a probability, say).
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
 

@@ -26,11 +26,7 @@ __all__ = ["BatchStatistics"]
 
 
 class BatchStatistics:
-    """Collects for the batch normalisations among some modules; frozen ones (in evaluation mode) stay as they are.
-
-    Args:
-        modules: As for `watch`.
-    """
+    """Collects for the batch normalisations among some modules; frozen ones (in evaluation mode) stay as they are."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
         self.is_collecting = False
@@ -63,6 +59,7 @@ class BatchStatistics:
             yield
         finally:
             self.is_collecting = False
+        # Not where the forward failed: the error goes past this line.
         if any(call.new for call in self._calls.values()):
             self._add()
 
@@ -73,6 +70,7 @@ class BatchStatistics:
             module: The layer.
             values: How many it has per channel.
         """
+        # A layer that is called again in the same forward has a scratch pair for each call.
         number = 0
         while (module, number) in self._calls and self._calls[module, number].new:
             number += 1
@@ -88,6 +86,7 @@ class BatchStatistics:
         Args:
             group: The processes that run the same layers on other parts of the mini-batch, if there are any.
         """
+        # In the order of the first forward, which is the same in every replica: so the sums belong together.
         calls = list(self._calls.values())
         if calls and group is not None:
             _sum_over(group, calls)
@@ -102,9 +101,11 @@ class BatchStatistics:
         for call in self._calls.values():
             if call.new:
                 calls_of.setdefault(call.new, []).append(call)
+        # Layers that see as many values share one kernel; of a convolutional net these are a handful of groups.
         for values, calls in calls_of.items():
             means, variances = [call.mean for call in calls], [call.variance for call in calls]
             torch._foreach_add_([call.sum for call in calls], means, alpha=values)
+            # variance = (sum of squares - values * mean^2) / (values - 1), solved for the sum of squares.
             squares = [call.squares for call in calls]
             torch._foreach_add_(squares, variances, alpha=values - 1)
             torch._foreach_addcmul_(squares, means, means, value=values)
@@ -124,8 +125,9 @@ class _Call:
     variance: Tensor
     """Unbiased; both are scratch, of the micro-batch that has just run."""
     sum: Tensor
-    """Of all values so far, in float64, as its squares."""
+    """The sum of all values so far, in float64: many small steps are added up, and then a difference is taken."""
     squares: Tensor
+    """The sum of their squares, in the same way."""
     new: int = 0
     """Values per channel that the scratch is of; 0 before the layer has run."""
     count: int = 0
@@ -150,13 +152,14 @@ class _Call:
         self.squares.zero_()
 
     def _update(self, mean: Tensor, variance: Tensor) -> None:
-        """As `BatchNorm` does it, with the statistics of a whole mini-batch."""
+        """Does what `BatchNorm` would, with the statistics of a whole mini-batch."""
         module = self.module
         assert module.running_mean is not None
         assert module.running_var is not None
         momentum = module.momentum
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
+            # Without a momentum torch keeps the mean over all mini-batches.
             if momentum is None:
                 momentum = 1 / float(module.num_batches_tracked)
         assert momentum is not None
@@ -165,11 +168,12 @@ class _Call:
 
 
 def _sum_over(group: dist.ProcessGroup, calls: Sequence[_Call]) -> None:
+    # One message for all layers: counts are exact in float64, and go along with the sums.
     counts = calls[0].sum.new_tensor([call.count for call in calls])
     sums = [part for call in calls for part in (call.sum, call.squares)]
-    all_of_them = torch.cat([*sums, counts])
-    dist.all_reduce(all_of_them, group=group)
-    *summed, counts = all_of_them.split([*map(len, sums), len(calls)])
+    flat = torch.cat([*sums, counts])
+    dist.all_reduce(flat, group=group)
+    *summed, counts = flat.split([*map(len, sums), len(calls)])
     for part, total in zip(sums, summed, strict=True):
         part.copy_(total)
     for call, count in zip(calls, counts.tolist(), strict=True):
@@ -198,6 +202,7 @@ class _Deferred:
             value: Tensor = args[0] if args else next(iter(kwargs.values()))
             scratch = self._statistics.scratch_of(module, value.numel() // value.shape[1])
         module._buffers.update(zip(names, (*scratch, None), strict=True))
+        # So that the scratch pair is all of this micro-batch's statistics, and nothing of what was there.
         module.momentum = 1.0
         try:
             return self._forward(*args, **kwargs)

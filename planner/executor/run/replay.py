@@ -37,7 +37,7 @@ class _Entry:
     clone: Tensor | None = None
     """Lazy; of a plain tensor."""
     version: int = 0
-    """Of a tensor of another kind."""
+    """A tensor of another kind has no clone; its version tells whether it was written into."""
     is_changed: bool = False
     """By that forward."""
 
@@ -54,6 +54,7 @@ class _Entry:
     @property
     def is_written(self) -> bool:
         """Whether somebody has asked for its memory in order to write into it."""
+        # A lazy clone parts from its tensor as soon as either is written into: then they lie at two addresses.
         if self.clone is None:
             return _version(self.value) != self.version
         return _address(self.value) != _address(self.clone)
@@ -61,6 +62,7 @@ class _Entry:
     @property
     def is_different(self) -> bool:
         """Whether its values have changed."""
+        # To ask for memory is not yet to change it; and comparing values takes time, so that is asked last.
         return self.is_written and (self.clone is None or not torch.equal(self.value, self.clone))
 
     def put(self, value: Any) -> None:
@@ -88,17 +90,19 @@ class LayerState:
     def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
         self._owners = state_owners(layers)
         self._rewritten: set[tuple[int, str]] = set()
+        """Places that a forward has been seen to change: from then on nobody compares values there."""
 
     def replaying(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, to be called in forward and once more in backward: then with the state as it was the first time."""
         before: list[_Moment] = []
 
-        def call(*given: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            # Called a second time it is the recomputation; the moment is used up, so that its clones go.
             if before:
                 with self._as_at(before.pop()):
-                    return run(*given)
+                    return run(*arguments)
             moment = self._now()
-            result = run(*given)
+            result = run(*arguments)
             self._note_changes(moment.entries)
             before.append(moment)
             return result
@@ -109,6 +113,7 @@ class LayerState:
 
     def _now(self) -> _Moment:
         entries = [_Entry(place, place.value) for owner in self._owners for place in owner.places()]
+        # Clones are of one moment: buffers that share memory must share it in what is remembered, too.
         clones = _Clones()
         for entry in entries:
             if _is_plain(entry.value):
@@ -134,15 +139,18 @@ class LayerState:
     @contextmanager
     def _as_at(self, moment: _Moment) -> Iterator[None]:
         """Meanwhile the state is that of `moment`, which is used up."""
+        # Twice remembered: what the recomputation begins with, and what is to be there again behind it.
         now = self._now()
         buffers = [(owner.module._buffers, dict(owner.module._buffers)) for owner in self._owners]
         kept = self._begin(moment, now)
         try:
             yield
+            # What the first forward left alone was not put back, so the recomputation has to leave it alone as well.
             for entry in kept:
                 if entry.is_assigned_anew:
                     raise _changed(entry)
         finally:
+            # Also where it failed: the error is the user's, and the state must not be that of an earlier micro-batch.
             for entry in now.entries:
                 entry.put(entry.value)
             for holder, before in buffers:
@@ -151,6 +159,7 @@ class LayerState:
                     holder.update(before)
             for owner, numbers in zip(self._owners, now.numbers, strict=True):
                 vars(owner.module).update(numbers)
+        # Written into in place: what is there again is the same tensor, and no longer what it was.
         for entry in now.entries:
             if entry.is_different:
                 raise _changed(entry)
@@ -167,6 +176,7 @@ class LayerState:
             entry.put(entry.value if entry.clone is None else entry.clone)
             # Nobody else holds it, so that writing into it takes no copy.
             entry.clone = None
+        # What has come about since then is taken away, so that the layer makes it as it did the first time.
         for entry in present.values():
             entry.put(ABSENT)
         moment.entries.clear()
@@ -191,7 +201,7 @@ class _Clones:
         with torch.no_grad():
             try:
                 return self._clone(tensor)
-            except RuntimeError:
+            except RuntimeError:  # of memory that torch has not allocated itself
                 self._move(tensor)
             try:
                 return self._clone(tensor)
@@ -201,6 +211,7 @@ class _Clones:
     def _clone(self, tensor: Tensor) -> Tensor:
         key: int = tensor.untyped_storage()._cdata
         base = self._bases.get(key)
+        # A lazy clone is one of the whole storage: what else lies there becomes a view of it, at its old place.
         if base is None:
             base = self._bases[key] = torch._lazy_clone(tensor)
             return base
@@ -209,8 +220,9 @@ class _Clones:
     def _move(self, tensor: Tensor) -> None:
         """From memory that is not torch's own (shared, mapped, NumPy's) to some that is."""
         storage = tensor.untyped_storage()
-        _, own = self._moved.setdefault(storage._cdata, (storage, storage.clone()))
-        tensor.data = _laid_out(tensor, own)
+        # The old one is held on to: its address would else be another's, and taken for this one.
+        _, moved = self._moved.setdefault(storage._cdata, (storage, storage.clone()))
+        tensor.data = _laid_out(tensor, moved)
 
 
 def _is_plain(value: Any) -> bool:

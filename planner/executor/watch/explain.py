@@ -39,12 +39,7 @@ def explained(error: BaseException, position: Position) -> PlannerError:
 
 
 def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
-    """What to say where another rank has ended as if all were done, and this one still waits.
-
-    Args:
-        left: What the other one told of itself.
-        position: Where this one is.
-    """
+    """What to say where another rank has `left` as if all were done, and this one still waits."""
     return TrainingError(
         f"{left['name'] or 'another rank'} ended itself {left['where']} (SystemExit: 0) "
         f"while {position.name or 'this rank'} waited {position.where}",
@@ -52,25 +47,27 @@ def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
     )
 
 
-def hang(told: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
+def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
     """What to say of ranks that all wait, and of who does not."""
     hint = "raise `--timeout` if it needs that long; else look at what it does there (py-spy dump)"
-    culprits = [rank for rank, at in told.items() if at["waits_for"] is None]
+    culprits = [rank for rank, at in positions.items() if at["waits_for"] is None]
     waiting = "; ".join(
-        f"{name_of_rank(rank, told)} waits {at['where']}" for rank, at in told.items() if at["waits_for"] is not None
+        f"{name_of_rank(rank, positions)} waits {at['where']}"
+        for rank, at in positions.items()
+        if at["waits_for"] is not None
     )
     if not culprits:
         return TrainingError(f"the stages wait for each other for {timeout_s:g} s: {waiting}", hint=hint)
     who = "; ".join(
-        f"{name_of_rank(rank, told)} has been {told[rank]['where']} for {told[rank]['idle_s']:.0f} s"
+        f"{name_of_rank(rank, positions)} has been {positions[rank]['where']} for {positions[rank]['idle_s']:.0f} s"
         for rank in culprits
     )
     return TrainingError(f"{who}, and holds up the others: {waiting}", hint=hint)
 
 
-def name_of_rank(rank: int, told: Mapping[int, Mapping[str, Any]]) -> str:
+def name_of_rank(rank: int, positions: Mapping[int, Mapping[str, Any]]) -> str:
     """What a rank called itself."""
-    return str(told.get(rank, {}).get("name") or f"rank {rank}")
+    return str(positions.get(rank, {}).get("name") or f"rank {rank}")
 
 
 def is_lost_contact(error: BaseException) -> bool:
@@ -101,14 +98,16 @@ def _out_of_memory(error: BaseException, who: str, position: Position) -> Planne
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # on the CPU
 
 
 def _frames(error: BaseException) -> str:
     """The user's own lines in the traceback; all where there are none."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith((*ours, "<frozen"))]
-    own_code = [frame for frame in theirs if Path(frame.filename) != Path(sys.argv[0]).resolve()]
-    return "".join(traceback.format_list(own_code or theirs or frames)).rstrip()
+    of_user = [frame for frame in frames if not frame.filename.startswith((*ours, "<frozen"))]
+    # The script only calls the pipeline: its line says nothing where there is a line of the model's.
+    of_model = [frame for frame in of_user if Path(frame.filename) != Path(sys.argv[0]).resolve()]
+    return "".join(traceback.format_list(of_model or of_user or frames)).rstrip()

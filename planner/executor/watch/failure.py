@@ -70,11 +70,13 @@ class Watch:
 
     def __enter__(self) -> Self:
         """Begins to watch."""
+        # Only the main thread may set handlers; elsewhere (in a notebook's worker, say) signals stay the program's.
         if threading.current_thread() is threading.main_thread():
             self._wake[1].setblocking(False)
             self._woken_before = signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
             self._handled_before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         if self._store is not None:
+            # A connection of its own: one that waits in the main thread would hold up the beats.
             self._thread_store = self._store.clone()
             self._thread.start()
         return self
@@ -102,6 +104,7 @@ class Watch:
         if self._store is None:
             return self._signal
         if self._rank == 0:
+            # Decided once: a second signal ends all at once, and moves no step.
             if self._stop is None and (self._signal or self._asked):
                 number = self._signal or self._asked
                 self._stop = (steps + ahead, number)
@@ -109,6 +112,7 @@ class Watch:
                 print(f"{what}; a second one stops at once, without", flush=True)
                 self._store.set("stop", json.dumps(self._stop))
         else:
+            # `torchrun` sends it to all; a scheduler may send it to one process, which then asks the first.
             if self._signal and not self._asked:
                 self._asked = self._signal
                 self._store.set("asked", str(self._signal))
@@ -121,7 +125,7 @@ class Watch:
     def _stop_watching(self) -> None:
         self._over.set()
         if self._store is not None:
-            self._wake[1].send(b"\0")
+            self._wake[1].send(b"\0")  # no signal, but it ends the thread's waiting for one
             self._thread.join()
             with suppress(dist.DistError):  # without torchrun the first rank held the store, and may have left before
                 self._store.set(f"left/{self._rank}", "1")
@@ -149,8 +153,8 @@ class Watch:
         if self._claimed():
             name = signal.Signals(number).name
             who = self.position.name or "this rank"
-            told = f"stopped at once by a second {name}: {who} was {self.position.where}"
-            line = printable_lines(f"{told}; what was done since the last checkpoint is lost")
+            stopped = f"stopped at once by a second {name}: {who} was {self.position.where}"
+            line = printable_lines(f"{stopped}; what was done since the last checkpoint is lost")
             print(line, file=sys.stderr, flush=True)
         self._leave(128 + number)
 
@@ -159,32 +163,27 @@ class Watch:
         if self._store is None:
             return
         if error.code in {0, None}:  # in order, if all do; whoever waits now finds this
-            self._store.set("quit", json.dumps(self.position.told()))
+            self._store.set("quit", json.dumps(self.position.summary()))
             self._store.set(f"left/{self._rank}", "1")
             # If one still waits then, it tells so, and this process, too, ends as one that failed.
             self._wait_for_others(_SILENT_S + 4 * _BEAT_S)
             return
         self._ending.set()
         code = error.code if isinstance(error.code, int) else 1
-        if self._claimed():
-            _print(explained(error, self.position))
-            self._leave(code)
-        self._leave_quietly(code)
+        self._tell(explained(error, self.position), code, quietly=code)
 
     def _end(self, error: BaseException) -> NoReturn:
-        """Tells what happened, unless another rank does, and ends this process."""
-        self._ending.set()
-        told: PlannerError | None
+        self._ending.set()  # before it is looked into, which takes seconds: the thread must not find the same meanwhile
+        message: PlannerError | None
         if isinstance(error, PlannerError):
-            told = error
+            message = error
         elif self._store is not None and is_lost_contact(error):
-            told = self._lost_contact()
+            # A transfer fails on the neighbours of a rank that died, too; what they say of it must not hide that.
+            message = self._lost_contact()
         else:
-            told = explained(error, self.position)
-        if told is not None and self._claimed():
-            _print(told)
-            self._leave(told.exit_code)
-        self._leave_quietly(128 + self._signal if told is None and self._signal else ExitCode.ERROR)
+            message = explained(error, self.position)
+        code = message.exit_code if message is not None else ExitCode.ERROR
+        self._tell(message, code, quietly=128 + self._signal if message is None and self._signal else ExitCode.ERROR)
 
     def _lost_contact(self) -> PlannerError | None:
         """Why a transfer failed; None where another rank tells it."""
@@ -194,6 +193,7 @@ class Watch:
         if silent is None or self._signal:
             return None
         with suppress(dist.DistError):
+            # A rank that left in good order closes its connections, too.
             if self._store.check(["quit"]):
                 return left_alone(json.loads(self._store.get("quit")), self.position)
         waits_for = self.position.waits_for
@@ -204,9 +204,9 @@ class Watch:
         )
 
     def _gone(self, silent: Sequence[int]) -> PlannerError:
-        told = self._told(self._store)
+        positions = self._positions(self._store)
         # One that went soon after its start may not have told its name.
-        names = {rank: self.position.rank_names.get(rank) or name_of_rank(rank, told) for rank in silent}
+        names = {rank: self.position.rank_names.get(rank) or name_of_rank(rank, positions) for rank in silent}
         who = " and ".join(names.values())
         waited = "was" if self.position.waits_for is None else "waited"
         return TrainingError(
@@ -221,13 +221,14 @@ class Watch:
     def _silent(self, store: Any) -> list[int] | None:
         """Ranks that give no sign of life and did not leave in order; None where a failure is already told."""
         try:
-            before = self._told(store)
+            # A clock per machine would not do: what counts is whether a beat changes while this rank looks on.
+            before = self._positions(store)
             end = time.monotonic() + _SILENT_S
             while time.monotonic() < end:
                 if store.check(["failure"]):
                     return None
                 time.sleep(_BEAT_S / 2)
-                now = self._told(store)
+                now = self._positions(store)
                 silent = [
                     rank
                     for rank in range(self._world)
@@ -239,22 +240,34 @@ class Watch:
         except dist.DistError:
             return [0]  # who held the store
 
-    def _told(self, store: Any) -> dict[int, dict[str, Any]]:
+    def _positions(self, store: Any) -> dict[int, dict[str, Any]]:
         keys = {rank: f"at/{rank}" for rank in range(self._world)}
         try:
+            # Asking for a key that is not there yet would wait for it.
             return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
         except dist.DistError:
             return {}
+
+    def _tell(
+        self, error: PlannerError | None, code: int = ExitCode.ERROR, *, quietly: int = ExitCode.ERROR
+    ) -> NoReturn:
+        """Tells what happened, unless another rank does, and ends this process: with `code`, or else `quietly`."""
+        self._ending.set()
+        if error is not None and self._claimed():
+            _print(error)
+            self._leave(code)
+        self._leave_quietly(quietly)
 
     def _claimed(self) -> bool:
         """Whether this rank is the one to tell what happened."""
         if self._store is None:
             return True
-        mine = str(self._rank)
+        rank = str(self._rank)
         try:
-            return bool(self._store.compare_set("failure", "", mine) == mine.encode())
+            # Set only where nobody has set it: the store gives every rank the name of the one that came first.
+            return bool(self._store.compare_set("failure", "", rank) == rank.encode())
         except dist.DistError:
-            return True
+            return True  # without a store nobody agrees on anything, and twice is better than not at all
 
     def _leave_quietly(self, code: int) -> NoReturn:
         # After who tells it, so that the launcher takes that one for the root cause.
@@ -273,10 +286,10 @@ class Watch:
 
     def _wait_for_others(self, seconds: float) -> None:
         """Until they have left, no longer than so."""
-        others = [f"left/{rank}" for rank in range(self._world) if rank != self._rank]
+        keys = [f"left/{rank}" for rank in range(self._world) if rank != self._rank]
         end = time.monotonic() + seconds
         with suppress(dist.DistError):
-            while time.monotonic() < end and not self._store.check(others):
+            while time.monotonic() < end and not self._store.check(keys):
                 time.sleep(_BEAT_S / 5)
 
     # Private methods: the thread
@@ -302,13 +315,14 @@ class Watch:
 
     def _beat(self, store: Any) -> None:
         self._beats += 1
-        store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **self.position.told()}))
+        store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **self.position.summary()}))
 
     def _look(self, store: Any) -> None:
         if store.check(["failure"]):
             self._leave_quietly(ExitCode.ERROR)
         if self._rank == 0 and not self._asked and store.check(["asked"]):
             self._asked = int(store.get("asked"))
+        # Who computes for long is no failure by itself: only who waits may call it one.
         if self.position.waits_for is not None and self.position.idle_s > self._timeout_s:
             self._tell(self._hanging(store))
         if self.position.waits_for is not None and self.position.idle_s > _SILENT_S and store.check(["quit"]):
@@ -323,8 +337,8 @@ class Watch:
                 self._leave(128 + self._signal)
 
     def _silent_while_beating(self, store: Any) -> list[int]:
-        """As `_silent`, a little with every beat."""
-        now = {rank: told["beat"] for rank, told in self._told(store).items() if rank != self._rank}
+        """Ranks that give no sign of life; `_silent` looks for seconds, this a little with every beat."""
+        now = {rank: at["beat"] for rank, at in self._positions(store).items() if rank != self._rank}
         if not hasattr(self, "_seen"):
             self._seen: dict[int, tuple[int, float]] = {}
         for rank, beat in now.items():
@@ -333,20 +347,13 @@ class Watch:
         late = [rank for rank in now if time.monotonic() - self._seen[rank][1] > _SILENT_S]
         return [rank for rank in late if not store.check([f"left/{rank}"])]
 
-    def _tell(self, error: PlannerError | None) -> None:
-        self._ending.set()
-        if error is not None and self._claimed():
-            _print(error)
-            self._leave(ExitCode.ERROR)
-        self._leave_quietly(ExitCode.ERROR)
-
     def _hanging(self, store: Any) -> PlannerError | None:
         silent = self._silent(store)
         if silent is None:
             return None
         if silent:
             return self._gone(silent)
-        return hang(self._told(store), self._timeout_s)
+        return hang(self._positions(store), self._timeout_s)
 
 
 # Private functions

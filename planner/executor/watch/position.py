@@ -14,17 +14,13 @@ _OUTSIDE = ("at the start", "joining the others", "building the model", "between
 
 
 class Position:
-    """What this rank is doing. The main thread writes it, the watch reads it (see `planner.executor.watch.failure`).
-
-    Args:
-        names: What to call the stages in messages, by index.
-        stages: Those that this rank holds.
-        replica: Which pipeline they belong to.
-    """
+    """What this rank is doing. The main thread writes it, the watch reads it (see `planner.executor.watch.failure`)."""
 
     def __init__(self, names: Mapping[int, str] | None = None, stages: tuple[int, ...] = (), replica: int = 0) -> None:
         self.names = dict(names or {})
+        """What to call the stages in messages, by index."""
         self.stages = stages
+        """The stages of this rank."""
         self.replica = replica
         self.rank_names: dict[int, str] = {}
         """What to call the other ranks, as far as that is known."""
@@ -76,8 +72,8 @@ class Position:
         doing = self._now[0]
         return doing if doing in _OUTSIDE else f"in {doing} of step {self.step}"
 
-    def told(self) -> dict[str, Any]:
-        """All of it, for the other ranks."""
+    def summary(self) -> dict[str, Any]:
+        """Where this rank is, for the other ranks."""
         return {
             "name": self.name,
             "where": self.where,

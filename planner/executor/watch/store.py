@@ -66,16 +66,16 @@ def _agree(store: TCPStore, rank: int, world: int, timeout: timedelta) -> str:
     torchrun counts its restarts (`TORCHELASTIC_RESTART_COUNT`) on each machine by itself, so that one that was lost
     and came back counts less than the others.
     """
-    mine = uuid.uuid4().hex
-    store.set(f"{_HELLO}/{rank}", mine)
+    name = uuid.uuid4().hex
+    store.set(f"{_HELLO}/{rank}", name)
     if rank == 0:
-        _answer_all(store, mine, world, timeout)
-        return mine
+        _answer_all(store, name, world, timeout)
+        return name
     try:
-        store.wait([f"{_ANSWER}/{mine}"], timeout)
+        store.wait([f"{_ANSWER}/{name}"], timeout)
     except dist.DistError as error:
         raise _missing("rank 0", timeout) from error
-    start = store.get(f"{_ANSWER}/{mine}").decode()
+    start = store.get(f"{_ANSWER}/{name}").decode()
     store.set(f"{_JOINED}/{start}/{rank}", "")
     return start
 
