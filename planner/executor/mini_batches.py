@@ -24,13 +24,7 @@ _META = torch.device("meta")
 
 
 class MiniBatches:
-    """What a process is trained on.
-
-    Args:
-        job: What the process is to do.
-        model: The model, with its example batches and perhaps its data.
-        replicas: The processes that run the same stages, if there are any.
-    """
+    """What a process is trained on: the model's data or examples, or a user's loader."""
 
     def __init__(self, job: Job, model: LoadedModel, replicas: dist.ProcessGroup | None) -> None:
         self._job, self._model, self._replicas = job, model, replicas

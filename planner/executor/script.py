@@ -65,11 +65,11 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
         help="hold a stage for hanging after this (default 300s)",
     )
     add("--check-nan", action="store_true", help="look for NaN in every output and gradient, not in the loss alone")
-    given = parser.parse_args()
+    options = vars(parser.parse_args())
     for name in ("steps", "checkpoint_every", "keep"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")
-    return Arguments(**vars(given))
+        if options[name] < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {options[name]}")
+    return Arguments(**options)
 
 
 @contextmanager
@@ -142,16 +142,16 @@ def _time(text: str) -> float:
         raise argparse.ArgumentTypeError(error.message) from None
 
 
-def _finish(pipeline: Pipeline, given: Arguments) -> None:
+def _finish(pipeline: Pipeline, options: Arguments) -> None:
     report = pipeline.report()
     if report is None:
         return
     for stage in report.stages:
         replica = f" of replica {stage.replica}" if stage.replica else ""
         print(f"stage {stage.index}{replica}: peak memory {format_bytes(stage.peak_bytes)}", flush=True)
-    if given.report:
-        write(given.report, report)
-        print(f"wrote {given.report}", flush=True)
-    if given.trace:
-        write_text(given.trace, trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
-        print(f"wrote {given.trace}", flush=True)
+    if options.report:
+        write(options.report, report)
+        print(f"wrote {options.report}", flush=True)
+    if options.trace:
+        write_text(options.trace, trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
+        print(f"wrote {options.trace}", flush=True)

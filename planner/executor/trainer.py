@@ -13,8 +13,7 @@ from planner.executor.job import Job
 from planner.executor.measure.recorder import Recorder
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
-from planner.executor.run.finite import check_gradients, check_losses
-from planner.executor.run.gradients import clip_gradients
+from planner.executor.run.gradients import check_gradients, check_losses, clip_gradients
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of
 from planner.executor.run.parts import Part, micro_batches_of

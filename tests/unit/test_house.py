@@ -44,9 +44,6 @@ MANY_ARGUMENTS = {
     "planner/core/cost/passing.py:_spanning",
     "planner/core/values/units.py:_refuse",
     "planner/executor/jax/pipeline.py:_function",
-    "planner/executor/measure/links.py:_over_gloo",
-    "planner/executor/measure/links.py:_over_nccl",
-    "planner/executor/measure/links.py:round_trip_us",
     "planner/show/gate/junit.py:_case",
     "planner/show/html/layers.py:_chart",
     "planner/show/html/page.py:plan_html",
@@ -59,10 +56,10 @@ MANY_ARGUMENTS = {
 
 SCHEDULES_BY_NAME: set[str] = set()
 
-VAGUE_NAMES = {"core": 2, "executor": 3, "solve": 3}
+VAGUE_NAMES = {"core": 2, "solve": 3}
 """Rooms and the share of their names in percent, rounded up; elsewhere it is less than one."""
 
-DOCSTRINGS_WITHOUT_SUBJECT = {"core": 2, "emit": 2, "executor": 5, "solve": 5}
+DOCSTRINGS_WITHOUT_SUBJECT = {"core": 2, "emit": 2, "solve": 5}
 """Rooms and the share of their docstrings, in the same way."""
 
 

@@ -33,15 +33,7 @@ __all__ = ["Assembly", "stage_module_of"]
 
 
 class Assembly:
-    """The stages that one process runs.
-
-    Args:
-        job: What the process is to do.
-        model: The model that the job is for.
-        groups: The processes that it talks with.
-        example_inputs: Inputs of a mini-batch, of which shapes are taken.
-        recorder: Times forwards and backwards.
-        check_nan: Whether every output must be finite.
+    """The stages that one process runs; of `example_inputs`, a mini-batch, only shapes are taken.
 
     Raises:
         ModelError: The model is not the one that was planned, or cannot be built or trained in micro-batches.
@@ -179,17 +171,7 @@ def stage_module_of(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     statistics: BatchStatistics,
 ) -> StageModule:
-    """The module of a stage.
-
-    Args:
-        built: Its layers.
-        layers: Which they are of the chain.
-        shapes: What crosses the boundaries of the whole chain.
-        recompute: On which micro-batches it is recomputed as a whole.
-        recomputed: The layers that are recomputed on their own, counted from the stage's first.
-        micro_batches: M.
-        loss_fn: The loss, on the last stage.
-        statistics: Collects for the batch normalisations of all stages of this process.
+    """The module of a stage: `layers` of the chain that `shapes` are of, as they were `built`; see `StageModule`.
 
     Raises:
         ModelError: A layer cannot be trained in micro-batches.

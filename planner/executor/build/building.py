@@ -86,17 +86,10 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
 def build_stages(
     loaded: LoadedModel, chain: Chain, stages: Sequence[StageRange], *, seed: int, device: torch.device
 ) -> list[tuple[Layer, ...]]:
-    """The layers of some stages of `chain` on `device`; no other layer's parameters take memory.
+    """The layers of some stages of `chain` on `device`, with the values that the seed gives them in the whole model.
 
-    What two of the stages share they share here, too. A model whose construction cannot be followed (it depends on
-    values, say) is built whole, and the others dropped.
-
-    Args:
-        loaded: The model.
-        chain: Its chain, on the meta device.
-        stages: The layers of each.
-        seed: What torch's generator begins with when the model is built.
-        device: Where the layers are to lie.
+    No other layer's parameters take memory. What two of the stages share they share here, too. A model whose
+    construction cannot be followed (it depends on values, say) is built whole, and the others dropped.
     """
 
     def wanted(model: nn.Module) -> list[Tensor]:

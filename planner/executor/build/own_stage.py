@@ -67,6 +67,7 @@ def build_only(
             model = build()
     except BuildError:
         raise
+    # Whatever fake tensors cannot do; an error of the user's own comes again when the whole model is built.
     except Exception as error:
         raise BuildError(f"{type(error).__name__}: {error}") from error
     # A construction that ended early, or took another way, has not made what was asked for.

@@ -75,7 +75,7 @@ def prove(loaded: LoadedModel, *, budget_s: float, ends: Sequence[int] | None = 
     Args:
         loaded: The model.
         budget_s: About how long that may take on one core; then it is of so many layers, from the first one on.
-        ends: Of the stages: the layer behind their last; by default every layer is one.
+        ends: The layer behind the last of each stage; by default every layer is one.
 
     Raises:
         ModelError: No cut is right.
@@ -197,6 +197,7 @@ class _Trial:
         # A single micro-batch is the last one, too, and nothing would be recomputed.
         if len(self.rehearsal.micro_batches) == 1 and recompute == "except-last":
             recompute = "always"
+        # First as the executor runs it; an error, or a difference without recomputation, needs no second look.
         verdict = self._compared(ends, recompute, as_trained=False)
         if not verdict.problem or recompute == "never" or math.isinf(verdict.worst):
             return verdict

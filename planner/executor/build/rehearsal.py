@@ -50,8 +50,8 @@ class Rehearsal:
         """One step; its gradients times `sign` are added to those of the parameters.
 
         Args:
-            ends: Of all stages: the layer behind their last. A single one: the model in one piece, as it is.
-            recompute: Of all stages.
+            ends: The layer behind the last of each stage. A single one: the model in one piece, as it is.
+            recompute: What all stages recompute.
             sign: What the loss is multiplied with.
             as_trained: Whether what is recomputed runs with a graph the first time, too. Without one torch may take
                 another kernel (of attention, say), whose results differ by rounding errors.
@@ -74,6 +74,7 @@ class Rehearsal:
             # In stages all forwards come first (GPipe), so that state which a later micro-batch changes is seen to.
             while flights:
                 flights.pop(0).backward(sign / len(self.micro_batches))
+        # As at the end of a step of training: until then no running statistics have changed.
         for collected in statistics:
             collected.commit()
         buffers: dict[str, list[Tensor]] = {}
@@ -95,6 +96,7 @@ class Rehearsal:
     def _stage(
         self, layers: StageRange, recompute: Recompute, statistics: BatchStatistics, *, as_trained: bool = False
     ) -> StageModule:
+        # All else is absent in the copy, and says its name when it is read: so a cut that is wrong is found out.
         names = held_names(self.chain, layers.first, layers.end)
         built = layers.of(like(self.chain, self.loaded, self.copies.copy(names)))
         if as_trained:
@@ -109,6 +111,7 @@ class Rehearsal:
             loss_fn=self.loaded.loss_fn if layers.end == len(self.chain.layers) else None,
             statistics=statistics,
         )
+        # In one piece and in stages every layer draws the same, however often it runs.
         module.seeds = StepSeeds(0, 0)
         module.targets = [batch.targets for batch in self.micro_batches]
         return module

@@ -5,7 +5,7 @@
         checkpoint.json         what it is a checkpoint of, for people and for `--resume`
 
 A checkpoint is written into a hidden folder beside it and renamed when every rank has written its part, so a folder
-called `step-…` is always whole (`saved`). It says which run wrote it (`lineage`); a folder is of one run, and of one
+called `step-…` is always whole (`saved`). It says which run wrote it; a folder is of one run, and of one
 job at a time (`run_folder`). What several ranks hold (tied weights, replicas) is written once, by the lowest.
 
 A stage resumes bit for bit under the plan that wrote. Under another one it finds its parameters and their optimizer

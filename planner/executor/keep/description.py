@@ -76,12 +76,7 @@ def computation_of_run(computation: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_same_computation(description: Mapping[str, Any], computation: Mapping[str, str], source: str) -> None:
-    """Refuses to go on with another loss, or other layers, that have the same tensors.
-
-    Args:
-        description: What the checkpoint says of itself.
-        computation: Digests of the model as it is now.
-        source: The checkpoint, for the message.
+    """Refuses to go on from `source` with another loss, or other layers, that have the same tensors.
 
     Raises:
         UsageError: It is another one.

@@ -24,9 +24,6 @@ class FolderLock:
 
     A record lock, since these are also known to network file systems, and no child process inherits them.
 
-    Args:
-        folder: The folder, which exists.
-
     Raises:
         UsageError: Another job holds it.
         OSError: The file cannot be made.

@@ -91,11 +91,7 @@ class Index:
 
 
 def read_index(folder: str, content: bytes) -> Index:
-    """The index of a folder.
-
-    Args:
-        folder: Where its files are.
-        content: The index, as it lies in the folder.
+    """The index of a folder, of what it holds as bytes.
 
     Raises:
         InertError: It is damaged, or it points out of the folder or beyond the files' ends.
@@ -165,6 +161,7 @@ def _tensor(name: str, state: dict[str, Any], places: Places) -> StoredTensor:
     shape, properties = _size(state.get("size")), state.get("properties")
     if not _is_a(properties, "TensorProperties") or not isinstance(properties.state, tuple) or not properties.state:
         raise InertError(f'"{name}" has no dtype')
+    # torch writes the dtype first; what follows (layout, pinned memory, …) is nothing to go by.
     kind = properties.state[0]
     if not isinstance(kind, Named) or kind.module != "torch" or kind.name not in _DTYPES:
         raise InertError(f'"{name}" has the unknown dtype {str(kind)[:80]}')
@@ -185,6 +182,7 @@ def _tensor(name: str, state: dict[str, Any], places: Places) -> StoredTensor:
         if not fits or math.prod(sizes) * dtype.itemsize > place.length:
             raise InertError(f'"{name}" has a chunk that does not fit')
         chunks.append(_Chunk(offsets=offsets, sizes=sizes, place=place))
+    # As many elements as the tensor, and none twice: so all of it is there.
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape) or _overlap(chunks):
         raise InertError(f'"{name}" is not whole')
     return StoredTensor(shape=torch.Size(shape), dtype=dtype, chunks=tuple(chunks))
@@ -196,6 +194,7 @@ def _overlap(chunks: list[_Chunk]) -> bool:
     cut = (
         {d for d in range(len(held[0].sizes)) if len({(c.offsets[d], c.sizes[d]) for c in held}) > 1} if held else set()
     )
+    # Rows of one matrix, a rank's each: there may be thousands, and comparing all pairs would take seconds.
     if len(cut) == 1:
         d = cut.pop()
         held.sort(key=lambda chunk: chunk.offsets[d])

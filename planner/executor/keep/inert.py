@@ -72,11 +72,7 @@ _ARGUMENTS = frozenset(
 
 
 def read_inert(content: bytes, admits: Callable[[Named], bool]) -> Any:
-    """What a pickle would make: numbers, strings, tuples, lists, `Pairs`, `Named` and `Record`.
-
-    Args:
-        content: The pickle.
-        admits: Whether it may name this.
+    """What a pickle would make: numbers, strings, tuples, lists, `Pairs`, `Record`, and any `Named` that is admitted.
 
     Raises:
         InertError: It is none, is cut short, or does or names what no index does.

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from planner.core.errors import FileError, UsageError
 from planner.executor.keep.folder_lock import FolderLock
-from planner.executor.keep.lineage import Lineage
 from planner.executor.keep.saved import (
+    Lineage,
     latest_checkpoint,
     lineage_of,
     others_in,

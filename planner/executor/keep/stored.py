@@ -33,7 +33,7 @@ class StoredFolder:
     """A folder whose index was checked."""
 
     folder: str
-    """As the user named it."""
+    """Its path, in the user's words."""
     index: Index
 
     def __contains__(self, key: str) -> bool:
@@ -47,6 +47,7 @@ class StoredFolder:
             FileError: It cannot be read.
         """
         stored = self.index.tensors[key]
+        # Piece by piece, so that no tensor is there twice as a whole.
         for chunk in stored.chunks:
             piece = self._load(key, chunk.place)
             # The file may say something else than the index: nothing is read on the word of either alone.
@@ -80,6 +81,7 @@ class StoredFolder:
 
     def _load(self, key: str, place: Place) -> Any:
         path = Path(self.folder, place.file)
+        # Opened for each piece: a checkpoint has a file per rank, and as many may be open as the system allows.
         try:
             with path.open("rb") as file:
                 return read_safely(cast("IO[bytes]", _Slice(file, place.start, place.length)))
@@ -173,12 +175,14 @@ class _Slice(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        # Ends are those of the slice: a zip archive is read from its end.
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
             raise OSError("a seek before the beginning")
         self._at = base + offset
         return self._at
 
+    # `read` of the base class goes by way of this, and zipfile and torch ask for nothing else.
     def readinto(self, buffer: Any, /) -> int:
         wanted = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
@@ -201,4 +205,5 @@ def _check_digest(folder: str, index: bytes) -> None:
 
 
 def _is_strided(piece: Any) -> bool:
+    # Sparse and quantized tensors are data, too, but copying them could take more than they have bytes.
     return isinstance(piece, Tensor) and piece.layout == torch.strided and not piece.is_quantized

@@ -47,13 +47,13 @@ _SMALL, _LARGE = 1024, 1024 * 1024  # float32 values that cross the boundary: 4 
 
 
 def executor_cost(cache: Path) -> ExecutorCost:
-    """As `measure_executor`, from `cache` if this machine was measured before with this torch; else written there."""
+    """`measure_executor`, from `cache` if this machine was measured before with this torch; else written there."""
     machine = {"cpu": cpu_name(), "torch": str(torch.__version__), "gpipe-plan": __version__}
     # A cache that cannot be read, or was spoilt, is only a cache.
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        known = json.loads(cache.read_text(encoding="utf-8"))
-        if known["machine"] == machine:
-            return ExecutorCost(overhead_us=float(known["overhead_us"]), link=Link(**known["link"]))
+        cached = json.loads(cache.read_text(encoding="utf-8"))
+        if cached["machine"] == machine:
+            return ExecutorCost(overhead_us=float(cached["overhead_us"]), link=Link(**cached["link"]))
     cost = measure_executor()
     with contextlib.suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -68,9 +68,9 @@ def measure_executor() -> ExecutorCost:
             started = spawn(_worker, args=(folder,), nprocs=2, join=False)
         while not started.join():
             pass
-        alone, small, large = (float(text) for text in Path(folder, "steps_us").read_text().split())
-    overhead_us = overhead_us_of(alone)
-    times_us = [transfer_us_of(step, overhead_us) for step in (small, large)]
+        one_stage_us, *two_stages_us = (float(text) for text in Path(folder, "steps_us").read_text().split())
+    overhead_us = overhead_us_of(one_stage_us)
+    times_us = [transfer_us_of(step, overhead_us) for step in two_stages_us]
     return ExecutorCost(
         overhead_us=round(overhead_us, 1), link=fit_link((4 * _SMALL, 4 * _LARGE), times_us, blocking=True)
     )
@@ -111,13 +111,9 @@ def _worker(rank: int, folder: str) -> None:
 
 
 def step_us(index: int, num_stages: int, size: int, group: ProcessGroup | None = None) -> float:
-    """Smallest time of a step of one or two stages on the CPU.
+    """Smallest time of a step of one or two stages on the CPU, of which this process is number `index`.
 
-    Args:
-        index: Which of them this process is.
-        num_stages: How many there are.
-        size: float32 values that cross the boundary.
-        group: Their processes, in order; by default all there are.
+    So many float32 values cross the boundary. `group` has the processes in order; by default these are all there are.
     """
     is_last = index == num_stages - 1
     crossing = Boundary.of(torch.empty(1, size, device="meta", requires_grad=index > 0))

@@ -21,7 +21,7 @@ from planner.core.values.profile import Device, Environment
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.measure.calibrate import overhead_us_of, step_us, transfer_us_of
 
-__all__ = ["measure_links", "round_trip_us"]
+__all__ = ["measure_links"]
 
 _SIZES = tuple(4**n * 1024 for n in range(8))
 """Bytes: 1 KiB to 16 MiB."""
@@ -70,19 +70,22 @@ def measure_links(device: str = "auto", progress: Callable[[str, int, int], None
 def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -> Links | None:
     rank, world = dist.get_rank(), dist.get_world_size()
     kind = kind_of(device)
-    mine: MeasuredLink | None = None
+    measured: MeasuredLink | None = None
     for sender in range(world - 1):
         progress(f"{sender} to {sender + 1}", sender, world - 1)
-        alone, pair = (dist.new_group(ranks, backend=kind.communication) for ranks in ([sender], [sender, sender + 1]))
+        one, both = (dist.new_group(ranks, backend=kind.communication) for ranks in ([sender], [sender, sender + 1]))
         if rank in (sender, sender + 1):
-            measure = _over_nccl if kind.transfers_overlap else _over_gloo
-            times = measure(rank - sender, sender, alone, pair, device)
+            if kind.transfers_overlap:
+                times = [_round_trip_us(rank, sender, size, group=both, device=device) / 2 for size in _SIZES]
+            else:
+                times = _over_gloo(rank - sender, one, both)
+            times = [round(time_us, 1) for time_us in times]
             if rank == sender:
                 link = fit_link(_SIZES, times, blocking=not kind.transfers_overlap)
-                mine = MeasuredLink(link=link, sample_bytes=_SIZES, sample_us=tuple(times))
+                measured = MeasuredLink(link=link, sample_bytes=_SIZES, sample_us=tuple(times))
         dist.barrier()
     everyones: list[MeasuredLink | None] = [None] * world
-    dist.all_gather_object(everyones, mine)
+    dist.all_gather_object(everyones, measured)
     if rank > 0:
         return None
     return Links(
@@ -94,26 +97,23 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
     )
 
 
-def _over_gloo(index: int, _sender: int, alone: Group, pair: Group, _device: torch.device) -> list[float]:
+def _over_gloo(index: int, one: Group, both: Group) -> list[float]:
     """What a transfer of every size adds to a step, per micro-batch; the receiver's figures mean nothing."""
-    overhead_us = overhead_us_of(step_us(0, 1, _SIZES[0] // 4, alone)) if index == 0 else 0.0
-    return [round(transfer_us_of(step_us(index, 2, size // 4, pair), overhead_us), 1) for size in _SIZES]
+    overhead_us = overhead_us_of(step_us(0, 1, _SIZES[0] // 4, one)) if index == 0 else 0.0
+    return [transfer_us_of(step_us(index, 2, size // 4, both), overhead_us) for size in _SIZES]
 
 
-def _over_nccl(index: int, sender: int, _alone: Group, pair: Group, device: torch.device) -> list[float]:
-    peer = sender + 1 - index
-    return [round(round_trip_us(index, peer, size, pair, device) / 2, 1) for size in _SIZES]
-
-
-def round_trip_us(index: int, peer: int, size_bytes: int, pair: Group, device: torch.device) -> float:
-    """Smallest time of sending so much from the first of two processes to the other and back."""
+def _round_trip_us(rank: int, sender: int, size_bytes: int, *, group: Group, device: torch.device) -> float:
+    """Smallest time of sending so much from one process to the next and back."""
+    is_sender = rank == sender
+    peer = sender + 1 if is_sender else sender
     tensor, kind = torch.zeros(size_bytes // 4, device=device), kind_of(device)
     times = []
     for _ in range(_WARM_UPS + _ROUND_TRIPS):
         kind.synchronize()
         begin = time.perf_counter_ns()
-        for move in (dist.send, dist.recv) if index == 0 else (dist.recv, dist.send):
-            move(tensor, peer, group=pair)
+        for move in (dist.send, dist.recv) if is_sender else (dist.recv, dist.send):
+            move(tensor, peer, group=group)
         kind.synchronize()
         times.append((time.perf_counter_ns() - begin) / 1e3)
     return min(times[_WARM_UPS:])

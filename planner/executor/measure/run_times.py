@@ -95,8 +95,7 @@ class StepWaits:
     def bubble(self, overhead_ns: float = 0.0) -> float:
         """Share of the processes' time in which they neither compute nor serve the engine.
 
-        Args:
-            overhead_ns: The engine's own time, which is in every transfer as well.
+        The engine's own time, `overhead_ns`, is in every transfer as well.
         """
         moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in self.transfers)
         waited = sum(self.idle_ns.values()) + moved
@@ -104,11 +103,7 @@ class StepWaits:
 
 
 def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
-    """What the processes of one pipeline waited for in one step.
-
-    Args:
-        processes: What each did, by its number; all on one clock.
-    """
+    """What the processes of one pipeline, by number and all on one clock, waited for in one step."""
     rows = {rank: _computing(spans) for rank, spans in processes.items()}
     ready = {(s.kind, s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
     first_ns = min((row[0].start_ns for row in rows.values() if row), default=0)

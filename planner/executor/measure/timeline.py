@@ -19,18 +19,18 @@ __all__ = ["clock_offset_ns", "gather_runs"]
 _ROUND_TRIPS = 16
 
 
-def gather_runs(mine: ProcessRun, device: torch.device) -> list[ProcessRun] | None:
+def gather_runs(run: ProcessRun, device: torch.device) -> list[ProcessRun] | None:
     """Everybody's runs by rank, on the clock of rank 0, which gets them; None elsewhere. Every rank must call it."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     offset_ns = 0
     for peer, host in enumerate(hosts):
-        if host != hosts[0] and mine.rank in (0, peer):
-            offset_ns = clock_offset_ns(mine.rank, peer, device)
-    steps = tuple(_moved(step, offset_ns) for step in mine.steps) if mine.rank > 0 else mine.steps
+        if host != hosts[0] and run.rank in (0, peer):
+            offset_ns = clock_offset_ns(run.rank, peer, device)
+    steps = tuple(_moved(step, offset_ns) for step in run.steps) if run.rank > 0 else run.steps
     gathered: list[ProcessRun | None] = [None] * dist.get_world_size()
-    dist.gather_object(mine._replace(steps=steps), gathered if mine.rank == 0 else None)
-    return [run for run in gathered if run is not None] if mine.rank == 0 else None
+    dist.gather_object(run._replace(steps=steps), gathered if run.rank == 0 else None)
+    return [each for each in gathered if each is not None] if run.rank == 0 else None
 
 
 def clock_offset_ns(
@@ -38,30 +38,26 @@ def clock_offset_ns(
 ) -> int:
     """What must be added to the clock of `peer` to have that of rank 0; both of them must call it.
 
-    Args:
-        rank: This process: 0 or `peer`.
-        peer: The other one.
-        device: Where messages lie.
-        clock_ns: This process's clock.
+    This process is `rank`, 0 or `peer`; messages lie on `device`.
 
     Returns:
         In `peer` the offset; in rank 0 nothing of use.
     """
-    told = torch.zeros(2, dtype=torch.int64, device=device)
+    message = torch.zeros(2, dtype=torch.int64, device=device)
     best = (float("inf"), 0)
     for _ in range(_ROUND_TRIPS):
         if rank == peer:
             sent_ns = clock_ns()
-            dist.send(told, 0)
-            dist.recv(told, 0)
-            there_ns = int(told[0])  # waits for the device
+            dist.send(message, 0)
+            dist.recv(message, 0)
+            there_ns = int(message[0])  # waits for the device
             here_ns = clock_ns()
             best = min(best, (here_ns - sent_ns, there_ns - (sent_ns + here_ns) // 2))
         else:
-            dist.recv(told, peer)
-            int(told[0])
-            told[0] = clock_ns()
-            dist.send(told, peer)
+            dist.recv(message, peer)
+            int(message[0])
+            message[0] = clock_ns()
+            dist.send(message, peer)
     return best[1]
 
 

@@ -34,7 +34,7 @@ class _Trace:
 
     begin_ns: int
     num_devices: int
-    """Of one pipeline."""
+    """The devices of one pipeline."""
     has_chunks: bool
 
     def step(self, number: int, runs: Sequence[ProcessRun]) -> Iterator[TraceSlice]:

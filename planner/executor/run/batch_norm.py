@@ -36,8 +36,7 @@ class BatchStatistics:
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Collects from now on for those among `modules`, too.
 
-        Args:
-            modules: By name; of a stage of a larger model also those that other stages run.
+        Of a stage of a larger model these are also the modules that other stages run.
 
         Raises:
             ModelError: One of them is a `SyncBatchNorm`.
@@ -66,9 +65,7 @@ class BatchStatistics:
     def scratch_of(self, module: _BatchNorm, values: int) -> tuple[Tensor, Tensor]:
         """Where `module`, which is about to run, leaves mean and variance of its input.
 
-        Args:
-            module: The layer.
-            values: How many it has per channel.
+        Its input has so many `values` per channel.
         """
         # A layer that is called again in the same forward has a scratch pair for each call.
         number = 0
@@ -81,11 +78,7 @@ class BatchStatistics:
         return call.mean, call.variance
 
     def commit(self, group: dist.ProcessGroup | None = None) -> None:
-        """Updates running statistics with all that was collected since the last time.
-
-        Args:
-            group: The processes that run the same layers on other parts of the mini-batch, if there are any.
-        """
+        """Updates running statistics with all that was collected since the last time, in all of `group`."""
         # In the order of the first forward, which is the same in every replica: so the sums belong together.
         calls = list(self._calls.values())
         if calls and group is not None:

@@ -30,7 +30,7 @@ from planner.core.schedule import (
     programs,
 )
 from planner.core.values.precision import Precision
-from planner.executor.run.finite import check_output
+from planner.executor.run.gradients import check_output
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.position import Position

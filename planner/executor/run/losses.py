@@ -23,12 +23,7 @@ UNCOUNTED: Final = object()
 
 
 def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source: str) -> list[float]:
-    """What `loss_count` says of the targets of every micro-batch.
-
-    Args:
-        loss_count: The model file's.
-        targets: By micro-batch.
-        source: Of the model file, for the error.
+    """What the `loss_count` of a model file says of the targets of every micro-batch.
 
     Raises:
         ModelError: It did not say a number of things.

@@ -1,6 +1,6 @@
 """A mini-batch as it is run: in micro-batches of the planned size, and of what is left over a smaller one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from planner.core.errors import UsageError
 from planner.model.inputs import BATCH_FIRST
 from planner.model.load import Batch
 
-__all__ = ["Part", "micro_batches_of", "parts_of", "size_of", "tensors_of"]
+__all__ = ["Part", "micro_batches_of", "parts_of", "size_of", "taken_apart", "tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,23 @@ class Part:
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a nest, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+_TENSOR = object()
+"""Stands where a tensor was."""
+
+
+def taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors in `value`, and what puts others in their place."""
+    leaves, spec = tree_flatten(value)
+    # Without the tensors: what rebuilds must not keep them alive.
+    frame = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def rebuild(tensors: Sequence[Tensor]) -> Any:
+        following = iter(tensors)
+        return tree_unflatten([next(following) if leaf is _TENSOR else leaf for leaf in frame], spec)
+
+    return tensors_of(leaves), rebuild
 
 
 def size_of(batch: Batch) -> int | None:
@@ -68,14 +85,9 @@ def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int =
 
 def micro_batches_of(value: Any, count: int) -> list[Any]:
     """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
-    leaves, spec = tree_flatten(value)
-    size = next((tensor.shape[0] for tensor in tensors_of(leaves)), 0) // count
-
-    def piece(number: int) -> Any:
-        pieces = [leaf.narrow(0, number * size, size) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return tree_unflatten(pieces, spec)
-
-    return [piece(number) for number in range(count)]
+    tensors, rebuild = taken_apart(value)
+    size = tensors[0].shape[0] // count if tensors else 0
+    return [rebuild([tensor.narrow(0, number * size, size) for tensor in tensors]) for number in range(count)]
 
 
 # Private functions

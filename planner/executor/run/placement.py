@@ -47,11 +47,6 @@ class Place:
         """Whether it runs the last stage, and needs targets."""
         return self.stages[-1] == self.num_stages - 1
 
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """The processes that run the same stages, one in every replica."""
-        return tuple(self.rank_of(self.stages[0], replica) for replica in range(self.num_replicas))
-
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """The process that runs `stage`, in this replica unless another one is given."""
         replica = self.replica if replica is None else replica

@@ -51,11 +51,7 @@ class StepSeeds:
 def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
     """What the generators are seeded with before a layer runs.
 
-    Args:
-        seed: The run's.
-        step: Counted from the start of training.
-        layer: Its place in the whole model's chain.
-        micro_batch: Its place in the step's mini-batch.
+    The layer is counted in the whole model's chain, the micro-batch in the step's mini-batch.
     """
     return _next(_of_layer(seed, step, layer), micro_batch)
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from planner.executor.run.parts import tensors_of
+from planner.executor.run.parts import taken_apart
 
 __all__ = ["Recomputed", "recomputing"]
 
@@ -37,14 +36,8 @@ class Recomputed:
 
 
 def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any:
-    """`run(value)`, of which `value` alone is kept for backward.
-
-    Args:
-        run: The layer; any nest of tensors to any other, and each time the same.
-        layer: What is known of it.
-        value: Its input.
-    """
-    received, rebuild = _taken_apart(value)
+    """`run(value)`, of which `value` alone is kept for backward: nests of tensors, and each time the same."""
+    received, rebuild = taken_apart(value)
     # Where nobody will ask for a backward there is nothing to run again.
     if not any(layer.carries) or not torch.is_grad_enabled():
         return run(rebuild([tensor.clone() for tensor in received]) if layer.copies_input else value)
@@ -54,7 +47,7 @@ def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any
     def run_tensors(*tensors: Tensor) -> Tensors:
         if layer.copies_input:
             tensors = tuple(tensor.clone() for tensor in tensors)
-        results, rebuild_results = _taken_apart(run(rebuild(tensors)))
+        results, rebuild_results = taken_apart(run(rebuild(tensors)))
         structure.append(rebuild_results)
         return tuple(results)
 
@@ -122,20 +115,3 @@ class _Start(torch.autograd.Function):
         gradients = (None, *ctx.waiting)
         ctx.waiting.clear()
         return gradients
-
-
-_TENSOR = object()
-"""Stands where a tensor was."""
-
-
-def _taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors in `value`, and what puts others in their place."""
-    leaves, spec = tree_flatten(value)
-    # Without the tensors: what rebuilds must not keep them alive.
-    frame = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def rebuild(tensors: Sequence[Tensor]) -> Any:
-        following = iter(tensors)
-        return tree_unflatten([next(following) if leaf is _TENSOR else leaf for leaf in frame], spec)
-
-    return tensors_of(leaves), rebuild

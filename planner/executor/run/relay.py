@@ -24,12 +24,7 @@ class Relay:
         self._sent: tuple[list[dist.Work], Tensor] | None = None
 
     def everywhere(self, values: Sequence[Tensor | float], count: int) -> list[float]:
-        """The sums of `values` over all replicas.
-
-        Args:
-            values: With the last stage: the numbers. Elsewhere they are not looked at.
-            count: How many there are.
-        """
+        """The sums over all replicas of so many `values`, which are those with the last stage."""
         place = self._place
         if place.is_last:
             numbers = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device) for v in values])

@@ -81,11 +81,7 @@ class _Moment(NamedTuple):
 
 
 class LayerState:
-    """The state of some layers: buffers, frozen parameters, and plain attributes that are tensors or numbers.
-
-    Args:
-        layers: By name.
-    """
+    """The state of some layers: buffers, frozen parameters, and plain attributes that are tensors or numbers."""
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
         self._owners = state_owners(layers)

@@ -50,12 +50,7 @@ class Boundary:
         return tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
     def expect(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
-        """Makes sure that what is about to be sent is what the next stage waits for.
-
-        Args:
-            leaves: What is to be sent, taken apart.
-            spec: Its structure.
-            received: What the stage got.
+        """Makes sure that what a stage is about to send, of what it `received`, is what the next one waits for.
 
         Raises:
             ModelError: It is not: the next stage would read something else than what was sent.

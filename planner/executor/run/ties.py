@@ -23,9 +23,9 @@ class TiedGradients:
 
     Args:
         shared: (layer, name) of the parameters that lie in the same storage, as `shared_parameters` gives them.
-        parameters: This rank's parameters by name.
+        parameters: This rank's, by name.
         place: Where this rank is.
-        stage_of: The stage of every layer.
+        stage_of: By layer, its stage.
         trained: The names of the parameters of all stages that are trained.
 
     Raises:

@@ -46,12 +46,7 @@ class _Sent(NamedTuple):
 
 
 class Transfers:
-    """The messages of one process.
-
-    Args:
-        device: Where its stages run.
-        group: Holds the processes of the pipeline; by default all there are.
-    """
+    """The messages of one process, with others of `group`; without one that is all there are."""
 
     def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
         self._device, self._group = device, group

@@ -46,8 +46,7 @@ class Stopped(SystemExit):
 class Watch:
     """One rank's watch, from before the model is built until the end of the script.
 
-    Args:
-        timeout_s: A rank that has waited for another for so long takes the job for hanging.
+    A rank that has waited for another for `timeout_s` takes the job for hanging.
     """
 
     def __init__(self, timeout_s: float) -> None:

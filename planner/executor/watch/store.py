@@ -27,9 +27,6 @@ def job_store(timeout: timedelta) -> Store:
     A launcher may keep its store when it starts the processes again. They would find the addresses of those that are
     gone, so each start has keys of its own.
 
-    Args:
-        timeout: For being found, and for whatever is asked of it.
-
     Raises:
         TrainingError: The others did not come.
     """

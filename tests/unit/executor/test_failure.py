@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import TrainingError
-from planner.executor.run.finite import check_gradients, check_losses, check_output
+from planner.executor.run.gradients import check_gradients, check_losses, check_output
 from planner.executor.watch import explain
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY, Position

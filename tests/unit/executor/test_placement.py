@@ -35,10 +35,11 @@ def test_replicas_of_chunks_by_hand() -> None:
     places = [place_of(balance, rank, 4) for rank in range(4)]
     assert [place.stages for place in places] == [(0, 2, 4), (1, 3, 5), (0, 2, 4), (1, 3, 5)]
     assert [place.replica for place in places] == [0, 0, 1, 1]
-    assert [place.replicas for place in places] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert [place.is_first for place in places] == [True, False, True, False]
     assert [place.is_last for place in places] == [False, True, False, True]
     assert [places[2].rank_of(stage) for stage in range(6)] == [2, 3, 2, 3, 2, 3]
+    same = [[place.rank_of(place.stages[0], replica) for replica in range(2)] for place in places]
+    assert same == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(("devices", "order"), [((2, 0, 1), (2, 0, 1)), ((5, 0, 3), (2, 0, 1)), ((), (0, 1, 2))])

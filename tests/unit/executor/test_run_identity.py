@@ -17,7 +17,7 @@ from planner.executor import Pipeline, latest_checkpoint
 from planner.executor.keep import folder_lock, saved
 from planner.executor.keep.checkpoint import Checkpoints
 from planner.executor.keep.folder_lock import FolderLock
-from planner.executor.keep.lineage import Lineage
+from planner.executor.keep.saved import Lineage
 from tests.support.cli import MODEL, call
 from tests.support.training import ROOT
 from tests.unit.executor.test_checkpoint import GROUPS, train
