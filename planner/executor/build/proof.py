@@ -10,30 +10,23 @@ copy of all gradients is needed.
 """
 
 import math
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from planner.core.errors import ModelError
 from planner.core.values.plan import Recompute
 from planner.core.values.precision import Precision
 from planner.core.values.proof import Proof
-from planner.core.values.units import format_bytes
-from planner.device.machine import LARGE_BYTES, available_bytes, give_freed_memory_back, keep_freed_memory, usable_cores
-from planner.executor.build.building import StageRange, build_structure, held_names
-from planner.executor.build.copies import Copies
+from planner.device.machine import LARGE_BYTES, give_freed_memory_back, keep_freed_memory, usable_cores
+from planner.executor.build.building import build_structure, held_names
+from planner.executor.build.probe import FORWARDS, probed
 from planner.executor.build.rehearsal import Outcome, Rehearsal
-from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import keeping_random_state
-from planner.executor.run.shapes import shapes_of
-from planner.model.autocast import layers_in
-from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 
 __all__ = ["LIMIT", "Proven", "prove"]
@@ -47,16 +40,8 @@ _NOISE: Mapping[Precision, float] = {"": 1e-7, "fp32": 1e-7, "bf16": 4e-3, "bf16
 _WORST = 1e-2
 """No rounding error is larger, as long as both sides run the same kernels."""
 
-_BUDGET_BYTES = 1_350_000_000
-
 _MAPPED_BYTES = 2**20
 """From so many on the system has a block back as soon as it is free."""
-
-_FORWARDS = 13
-"""What the comparison costs in forwards, where backward costs two: 2 x 3 in one piece, 3 and 4 in stages."""
-
-
-_CPU = torch.device("cpu")
 
 
 class Proven(NamedTuple):
@@ -98,6 +83,7 @@ def prove(loaded: LoadedModel, *, budget_s: float, ends: Sequence[int] | None = 
 
 def _proven(loaded: LoadedModel, budget_s: float, ends: Sequence[int] | None) -> Proven:
     warnings: list[str] = []
+    # Without a wrong cut the layers are others, and reach further or less far: all is looked at anew.
     while True:
         try:
             trial = _Trial.of(loaded, budget_s)
@@ -183,13 +169,13 @@ class _Trial:
     def of(cls, loaded: LoadedModel, budget_s: float) -> "_Trial":
         """The trial that the budget allows."""
         chain = build_structure(loaded)
-        rehearsal, probe = _tried(loaded, chain, budget_s)
+        rehearsal, probe = probed(loaded, chain, budget_s)
         size = rehearsal.micro_batch_size
         # Time decides how much is compared: one micro-batch, two, or two of two samples each.
-        if _FORWARDS * probe.seconds > budget_s:
+        if FORWARDS * probe.seconds > budget_s:
             rehearsal = replace(rehearsal, micro_batches=rehearsal.micro_batches[:1])
-        elif size == 1 and 2 * _FORWARDS * probe.seconds < budget_s:
-            rehearsal = _rehearsal(loaded, chain, rehearsal.copies, 2)
+        elif size == 1 and 2 * FORWARDS * probe.seconds < budget_s:
+            rehearsal = Rehearsal.of(loaded, chain, rehearsal.copies, samples=2)
         return cls(rehearsal=replace(rehearsal, num_layers=probe.num_layers), reason=probe.reason)
 
     def compare(self, ends: Sequence[int], recompute: Recompute) -> _Verdict:
@@ -239,6 +225,7 @@ class _Trial:
         parameters = {name: named[name] for name in once.values()}
         try:
             outcome = self.rehearsal.in_one_piece()
+            # The largest numbers are noted now: what runs next takes its gradients off these.
             scales = {name: _largest(p.grad) for name, p in parameters.items()}
             yield _Whole(outcome, parameters, scales)
         finally:
@@ -293,112 +280,6 @@ def _scaled(parameters: Collection[Tensor], factor: float) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-def _tried(loaded: LoadedModel, chain: Chain, budget_s: float) -> "tuple[Rehearsal, _Probe]":
-    """What can be run: with parameters that are made for it if that will do, and of one sample if that will do.
-
-    Some modules look at the values of their parameters while they are made. Some layers want two samples: batch
-    normalisation behind the last pooling.
-    """
-    lean = Copies(loaded, lean=True)
-    # Values, gradients, and other instances of the model that come and go while it is built.
-    fits_whole = 4 * lean.num_bytes(held_names(chain, 0, len(chain.layers)))[0] <= _budget_bytes()
-    rehearsal, probe = _tried_with(lean, loaded, chain, budget_s)
-    if probe.has_failed and fits_whole:
-        return _tried_with(Copies(loaded, lean=False), loaded, chain, budget_s)
-    return rehearsal, probe  # what fails in stages and not in one piece is what is looked for
-
-
-def _tried_with(copies: Copies, loaded: LoadedModel, chain: Chain, budget_s: float) -> "tuple[Rehearsal, _Probe]":
-    try:
-        rehearsal = _rehearsal(loaded, chain, copies, 1)
-    except ModelError:
-        pass
-    else:
-        probe = _probed(rehearsal, budget_s)
-        if not probe.has_failed:
-            return rehearsal, probe
-    rehearsal = _rehearsal(loaded, chain, copies, 2)
-    return rehearsal, _probed(rehearsal, budget_s)
-
-
-def _rehearsal(loaded: LoadedModel, chain: Chain, copies: Copies, size: int) -> Rehearsal:
-    torch.manual_seed(1)
-    batches = [loaded.example_batch(size) for _ in range(2)]
-    shapes = shapes_of(chain, batches[0].inputs, precision=loaded.precision, device=_CPU)
-    return Rehearsal(
-        loaded=loaded,
-        chain=chain,
-        shapes=shapes,
-        copies=copies,
-        micro_batches=tuple(batches),
-        micro_batch_size=size,
-        num_layers=len(chain.layers),
-    )
-
-
-class _Probe(NamedTuple):
-    num_layers: int
-    seconds: float
-    """What a forward of them takes."""
-    reason: str
-    """Why there are no more."""
-    has_failed: bool = False
-    """Whether a stage raised an error."""
-
-
-def _budget_bytes() -> int:
-    return min(_BUDGET_BYTES, available_bytes() // 4)
-
-
-def _probed(rehearsal: Rehearsal, budget_s: float) -> _Probe:
-    """How many layers, from the first one on, can be compared within the budget of time and memory."""
-    budget_bytes, names = _budget_bytes(), rehearsal.chain.names
-    saved = _Saved()
-    begin = time.process_time()
-    seconds = 0.0
-    received = tensors_of(rehearsal.micro_batches[0].inputs)
-    for layer, name in enumerate(names):
-        # Parameters, their gradients, the largest of these once more before it is added; and what one micro-batch
-        # keeps, which may be twice as much of two samples.
-        parameter_bytes, largest_bytes = rehearsal.copies.num_bytes(held_names(rehearsal.chain, 0, layer + 1))
-        wanted_bytes = 2 * parameter_bytes + largest_bytes + 2 * saved.num_bytes
-        if wanted_bytes > budget_bytes:
-            reason = f'from "{name}" on it takes more than {format_bytes(budget_bytes)} of memory here'
-            return _Probe(layer, seconds, reason)
-        # A first run of a layer may take much longer than the next one, so that what was spent counts as well.
-        spent = max(time.process_time() - begin, _FORWARDS / 2 * seconds)
-        if spent > budget_s:
-            return _Probe(layer, seconds, f'from "{name}" on it takes more than {budget_s:g} s here')
-        started = time.process_time()
-        try:
-            module = rehearsal.stage(StageRange(layer, layer + 1))
-            with saved_tensors_hooks(saved.note, saved.nothing), layers_in(rehearsal.loaded.precision, _CPU):
-                outputs = tensors_of(module(*received))
-        except (Exception, SystemExit):
-            return _Probe(len(names), seconds, "", has_failed=True)
-        seconds += time.process_time() - started
-        received = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
-    return _Probe(len(names), seconds, "")
-
-
-class _Saved:
-    """Counts what a forward keeps for backward, and keeps none of it."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._seen: set[int] = set()
-
-    def note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        # An address may come again once its tensor is gone: then less is counted than is kept.
-        if not isinstance(tensor, nn.Parameter) and storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self.num_bytes += storage.nbytes()
-
-    def nothing(self, _kept: Any) -> NoReturn:
-        raise AssertionError("there is no backward")
-
-
 def _buffer_ratio(buffer: Tensor, right: Tensor) -> float:
     if buffer.shape != right.shape:
         return math.inf
@@ -406,7 +287,7 @@ def _buffer_ratio(buffer: Tensor, right: Tensor) -> float:
 
 
 def _ratio(difference: float, scale: float) -> float:
-    ratio = difference / scale
+    ratio = difference / scale  # the scale is never zero
     return math.inf if math.isnan(ratio) else ratio
 
 

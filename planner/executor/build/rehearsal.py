@@ -20,7 +20,7 @@ from planner.executor.build.copies import Copies
 from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import StepSeeds
-from planner.executor.run.shapes import Shapes
+from planner.executor.run.shapes import Shapes, shapes_of
 from planner.executor.run.stage_module import StageModule
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.chain import Chain
@@ -43,6 +43,21 @@ class Rehearsal:
     micro_batch_size: int
     num_layers: int
     """How many layers take part; behind the last of them there is the loss only if that is the model's last."""
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, chain: Chain, copies: Copies, *, samples: int) -> "Rehearsal":
+        """A step of two example micro-batches of so many samples, through all layers."""
+        torch.manual_seed(1)
+        batches = tuple(loaded.example_batch(samples) for _ in range(2))
+        return cls(
+            loaded=loaded,
+            chain=chain,
+            shapes=shapes_of(chain, batches[0].inputs, precision=loaded.precision, device=_CPU),
+            copies=copies,
+            micro_batches=batches,
+            micro_batch_size=samples,
+            num_layers=len(chain.layers),
+        )
 
     def run(
         self, ends: Sequence[int], recompute: Recompute, *, sign: float = 1.0, as_trained: bool = False
@@ -99,6 +114,7 @@ class Rehearsal:
         # All else is absent in the copy, and says its name when it is read: so a cut that is wrong is found out.
         names = held_names(self.chain, layers.first, layers.end)
         built = layers.of(like(self.chain, self.loaded, self.copies.copy(names)))
+        # Autograd's mode is what torch chooses kernels by: a layer that will be recomputed runs without a graph first.
         if as_trained:
             for layer in built:
                 _always_with_a_graph(layer.module)
@@ -185,6 +201,7 @@ def _probe(output: Tensor) -> Tensor:
     """What the gradient begins with: one for a loss; where the model goes on behind, numbers of either sign."""
     if output.numel() == 1:
         return torch.ones_like(output, dtype=torch.float64)
+    # Drawn alike in every run. Ones alone would come back from a normalisation as a gradient of zero.
     generator = torch.Generator().manual_seed(output.numel())
     signs = torch.randint(0, 2, output.shape, generator=generator, dtype=torch.float64)
     return (signs * 2 - 1) / math.sqrt(output.numel())

@@ -226,6 +226,7 @@ def _place(state: dict[str, Any]) -> Place:
     if not is_count(start) or not is_count(length):
         raise InertError("a place in a file that is no number")
     if state.get("transform_descriptors"):
+        # Compressed or encrypted: bytes that mean something else than a tensor.
         raise InertError("it was written with an extension of torch, which is not read here")
     return Place(file=file, start=start, length=length)
 

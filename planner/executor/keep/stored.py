@@ -53,7 +53,7 @@ class StoredFolder:
             # The file may say something else than the index: nothing is read on the word of either alone.
             if not _is_strided(piece) or tuple(piece.shape) != chunk.sizes or piece.dtype != stored.dtype:
                 self._fail(key, chunk.place, "it is not the tensor that the index describes")
-            target = into.detach()
+            target = into.detach()  # written into as a parameter is loaded: autograd has no say in it
             for dimension, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 target = target.narrow(dimension, start, size)
             target.copy_(piece)
@@ -199,6 +199,7 @@ def _check_digest(folder: str, index: bytes) -> None:
         description = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return  # who resumes is told; the weights may be whole
+    # Only where it says one: folders of others, and of version 1, are read as they are.
     digest = description.get("index_sha256") if isinstance(description, dict) else None
     if digest is not None and digest != hashlib.sha256(index).hexdigest():
         raise InertError(f"it is not the one that {DESCRIPTION} was written for")

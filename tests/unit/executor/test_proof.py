@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.executor.build import proof
+from planner.executor.build import probe, proof
 from planner.executor.build.proof import Proven, prove
 from planner.model.cuts import Cuts
 from planner.model.nests import tensors_in
@@ -177,7 +177,7 @@ def test_another_kernel_where_there_is_no_graph_is_no_other_computation(error: f
 def test_of_what_is_too_large_the_first_layers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many as fit into memory, and into the time; it is said where that ends."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
-    monkeypatch.setattr(proof, "_BUDGET_BYTES", 3 * 3 * sum(p.nbytes for p in layers[0].parameters()))
+    monkeypatch.setattr(probe, "_BUDGET_BYTES", 3 * 3 * sum(p.nbytes for p in layers[0].parameters()))
     found = proven(lambda: nn.Sequential(*layers)).proof
     assert 2 <= found.layers < 6
     assert found.cuts == found.layers - 1
@@ -187,7 +187,7 @@ def test_of_what_is_too_large_the_first_layers_are_compared(monkeypatch: pytest.
 
 def test_a_model_of_which_no_two_layers_fit_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is no error: it is told."""
-    monkeypatch.setattr(proof, "_BUDGET_BYTES", 100)
+    monkeypatch.setattr(probe, "_BUDGET_BYTES", 100)
     found = proven(lambda: nn.Sequential(block(), block())).proof
     assert (found.cuts, found.recomputed) == (0, False)
     assert str(found).startswith("not held against the model in one piece: from")
