@@ -184,6 +184,7 @@ class _Flight:
     def backward(self, factor: float) -> None:
         """The backwards of all stages, from the last to the first."""
         gradients = [gradient * factor for gradient in self._gradients]
+        # Taken out one by one, so that a stage's graph is gone when its backward is over.
         while self._edges:
             received, outputs = self._edges.pop()
             carrying = [output for output in outputs if output.requires_grad]

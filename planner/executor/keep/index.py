@@ -16,7 +16,7 @@ import torch
 
 from planner.executor.keep.inert import InertError, Named, Pairs, Record, read_inert
 
-__all__ = ["Index", "Place", "StoredTensor", "check_regular", "is_count", "read_index"]
+__all__ = ["Extent", "Index", "StoredTensor", "check_regular", "is_count", "read_index"]
 
 _MOST_PATCHES = 256
 """Pieces of one tensor that is cut along several dimensions; each is compared with each."""
@@ -52,7 +52,7 @@ _DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Extent:
     """Bytes of a file: what `torch.save` wrote of one tensor or value."""
 
     file: str
@@ -66,7 +66,7 @@ class _Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: Extent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Index:
 
     tensors: dict[str, StoredTensor]
     """By key."""
-    values: dict[str, Place]
+    values: dict[str, Extent]
     """What is no tensor, by key."""
     paths: dict[str, tuple[str | int, ...]]
     """By key, how to go down the nest of dicts that was saved."""
@@ -126,19 +126,20 @@ def check_regular(path: Path) -> None:
 
 def is_count(value: Any) -> TypeGuard[int]:
     """Whether it is a number of something that a file can have."""
+    # Not `isinstance`: a `bool` is an `int`, too.
     return type(value) is int and 0 <= value < 2**63
 
 
 # Private functions
 
-Places = dict[tuple[str, tuple[int, ...] | None], Place]
+Extents = dict[tuple[str, tuple[int, ...] | None], Extent]
 """By key, and for a tensor by where the piece begins in it."""
 
 
-def _places(folder: str, top: dict[str, Any]) -> Places:
+def _places(folder: str, top: dict[str, Any]) -> Extents:
     """Where every piece lies; each within a file of the folder."""
     sizes: dict[str, int] = {}
-    places: Places = {}
+    places: Extents = {}
     for key, value in _pairs(top.get("storage_data")):
         place = _place(_state(value, "_StorageInfo"))
         # Once for each file: an index may name the same one a million times.
@@ -157,7 +158,7 @@ def _places(folder: str, top: dict[str, Any]) -> Places:
     return places
 
 
-def _tensor(name: str, state: dict[str, Any], places: Places) -> StoredTensor:
+def _tensor(name: str, state: dict[str, Any], places: Extents) -> StoredTensor:
     shape, properties = _size(state.get("size")), state.get("properties")
     if not _is_a(properties, "TensorProperties") or not isinstance(properties.state, tuple) or not properties.state:
         raise InertError(f'"{name}" has no dtype')
@@ -211,14 +212,14 @@ def _meet(a: _Chunk, b: _Chunk) -> bool:
     )
 
 
-def _at(places: Places, name: str, offset: tuple[int, ...] | None) -> Place:
+def _at(places: Extents, name: str, offset: tuple[int, ...] | None) -> Extent:
     place = places.get((name, offset))
     if place is None:
         raise InertError(f'it does not say where "{name}" lies')
     return place
 
 
-def _place(state: dict[str, Any]) -> Place:
+def _place(state: dict[str, Any]) -> Extent:
     # A bare name: a path could lead anywhere, `..` out of the folder.
     file, start, length = _text(state.get("relative_path")), state.get("offset"), state.get("length")
     if Path(file).name != file or file in ("", ".", ".."):
@@ -228,7 +229,7 @@ def _place(state: dict[str, Any]) -> Place:
     if state.get("transform_descriptors"):
         # Compressed or encrypted: bytes that mean something else than a tensor.
         raise InertError("it was written with an extension of torch, which is not read here")
-    return Place(file=file, start=start, length=length)
+    return Extent(file=file, start=start, length=length)
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
@@ -238,7 +239,7 @@ def _path(value: Any) -> tuple[str | int, ...]:
 
 
 def _pairs(value: Any) -> Pairs:
-    if not isinstance(value, Pairs):
+    if not isinstance(value, Pairs):  # its keys were not hashed, and may come twice: the last one counts
         raise InertError("a table is missing")
     return value
 
@@ -259,6 +260,7 @@ def _size(value: Any) -> tuple[int, ...]:
 
 
 def _is_a(value: Any, name: str) -> TypeGuard[Record]:
+    # By name alone: the class is neither imported nor made.
     module = _STORAGE if name == "_StorageInfo" else _METADATA
     return isinstance(value, Record) and value.maker == Named(module=module, name=name)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from planner.core.errors import FileError
-from planner.executor.keep.index import Index, Place, check_regular, read_index
+from planner.executor.keep.index import Extent, Index, check_regular, read_index
 from planner.executor.keep.inert import InertError
 
 __all__ = ["DESCRIPTION", "INDEX", "StoredFolder", "first_line", "index_digest", "read_folder", "read_safely"]
@@ -79,7 +79,7 @@ class StoredFolder:
             raise FileError(f'lacks "{key}"', path=self.folder)
         return self._load(key, self.index.values[key])
 
-    def _load(self, key: str, place: Place) -> Any:
+    def _load(self, key: str, place: Extent) -> Any:
         path = Path(self.folder, place.file)
         # Opened for each piece: a checkpoint has a file per rank, and as many may be open as the system allows.
         try:
@@ -88,7 +88,7 @@ class StoredFolder:
         except Exception as error:
             self._fail(key, place, first_line(error))
 
-    def _fail(self, key: str, place: Place, why: str) -> NoReturn:
+    def _fail(self, key: str, place: Extent, why: str) -> NoReturn:
         raise FileError(
             f'"{key}" cannot be read: {why}',
             path=str(Path(self.folder, place.file)),
@@ -184,6 +184,7 @@ class _Slice(io.RawIOBase):
 
     # `read` of the base class goes by way of this, and zipfile and torch ask for nothing else.
     def readinto(self, buffer: Any, /) -> int:
+        # Never beyond the slice, whatever the archive in it says of its length.
         wanted = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
         count = self._file.readinto(wanted)  # type: ignore[attr-defined]  # of a file that is open for reading
