@@ -13,7 +13,6 @@ about L/K on long chains, and most first layers are out of reach from one side o
 labels survive on real chains. Exact for any input: no candidate is dropped but by a bound or by dominance.
 """
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,10 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.solve.deadline import NEVER, Deadline
 from planner.solve.laws import Ahead, Law
 from planner.solve.problem import ChainProblem
 
-__all__ = ["RELATIVE", "Found", "LabelSearch", "OutOfTimeError"]
+__all__ = ["RELATIVE", "Found", "LabelSearch"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -39,10 +39,6 @@ _MORE_LABELS = 8
 """Of each first layer, in a search before the exact one."""
 
 _MOST_CANDIDATES = 1 << 20  # extended at once, to bound transient memory
-
-
-class OutOfTimeError(Exception):
-    """The time limit was reached."""
 
 
 class Found(NamedTuple):
@@ -84,10 +80,10 @@ class LabelSearch:
     Args:
         problem: The question.
         law: What labels are and how they grow.
-        deadline: `time.monotonic()` at which `OutOfTimeError` is raised; None for no limit.
+        deadline: When `OutOfTimeError` is raised.
     """
 
-    def __init__(self, problem: ChainProblem, law: Law, *, deadline: float | None = None) -> None:
+    def __init__(self, problem: ChainProblem, law: Law, *, deadline: Deadline = NEVER) -> None:
         self.problem = problem
         self.law = law
         self.best_so_far: Found | None = None
@@ -204,7 +200,7 @@ class LabelSearch:
         least = {name: [start] for name in self.law.needs}
         rows: dict[str, FloatArray] = {}
         for count in range(1, self.problem.num_stages + 1):
-            self._check_time()
+            self._deadline.check()
             if not rows or self.problem.exact:
                 # With a given number of stages, the foremost of the chain are those of the highest levels; else a
                 # stage may come to lie on any level.
@@ -292,7 +288,7 @@ class LabelSearch:
         open_ = np.flatnonzero(labels.first > 0)
         size = max(1, _MOST_CANDIDATES // self.problem.width)
         for start in range(0, len(open_), size):
-            self._check_time()
+            self._deadline.check()
             yield open_[start : start + size]
 
     def _extended(
@@ -339,10 +335,6 @@ class LabelSearch:
             index = int(levels[level].parent[index])
             level -= 1
         return tuple(cuts), tuple(choices)
-
-    def _check_time(self) -> None:
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            raise OutOfTimeError
 
 
 def just_below(upper_us: float) -> float:

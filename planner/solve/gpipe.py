@@ -8,7 +8,8 @@ import numpy as np
 from planner.core.cost.evaluate import Partition
 from planner.solve.answer import Answer
 from planner.solve.case import Case
-from planner.solve.chain_dp import Found, LabelSearch, OutOfTimeError
+from planner.solve.chain_dp import Found, LabelSearch
+from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.laws import EvenLaw, GPipeLaw, Law, PeakLaw
 from planner.solve.tables import CHOICES, width_for
 
@@ -66,7 +67,7 @@ class Windows:
         return width_for(self.case.costs, longest_us=longest_us, cap_bytes=max(self.case.caps_bytes))
 
 
-def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: float | None = None) -> Answer:
+def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
     """The fastest partition, if it beats `upper_us`, proven unless time runs out.
 
     Raises:
@@ -103,7 +104,7 @@ def stage_counts(case: Case) -> Iterator[int]:
         yield from range(case.num_devices, 0, -1)
 
 
-def tie_broken(case: Case, step_us: float, *, law: Law, deadline: float | None = None) -> Found | None:
+def tie_broken(case: Case, step_us: float, *, law: Law, deadline: Deadline = NEVER) -> Found | None:
     """Of all partitions as fast as `step_us`, one with the lowest peak, fewest bytes moved, evenest stages.
 
     Args:

@@ -14,7 +14,8 @@ import numpy as np
 from planner.core.cost.evaluate import Partition, step_us
 from planner.solve.answer import Answer
 from planner.solve.case import Case
-from planner.solve.chain_dp import Found, LabelSearch, OutOfTimeError
+from planner.solve.chain_dp import Found, LabelSearch
+from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, Windows, partition_of, stage_counts
 from planner.solve.laws import GPipeLaw
 from planner.solve.layer_times import LayerTimes
@@ -25,7 +26,7 @@ __all__ = ["layered_answer"]
 _ROUNDS = 400
 
 
-def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: float | None = None) -> Answer:
+def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
     """The fastest partition found that beats `upper_us`, and what none can beat; raises as `gpipe_answer`."""
     search = _Search(replace(case, layers=LayerTimes(case.costs, case.micro_batches)), upper_us, deadline)
     try:
@@ -38,7 +39,7 @@ def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: float | No
 
 
 class _Search:
-    def __init__(self, case: Case, upper_us: float, deadline: float | None) -> None:
+    def __init__(self, case: Case, upper_us: float, deadline: Deadline) -> None:
         self._case = case
         self._deadline = deadline
         self.upper_us = upper_us
@@ -67,7 +68,7 @@ class _Search:
                 self.best, self.upper_us = partition, time_us
 
 
-def _best(case: Case, width: int, upper_us: float, deadline: float | None) -> Found | None:
+def _best(case: Case, width: int, upper_us: float, deadline: Deadline) -> Found | None:
     best: Found | None = None
     for count in stage_counts(case):
         search = LabelSearch(case.problem(count, width=width), GPipeLaw(case.micro_batches), deadline=deadline)

@@ -1,6 +1,5 @@
 """A case as an integer programme: a second opinion, and devices that may take any place in the pipeline."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
@@ -13,7 +12,7 @@ from planner.core.cost.evaluate import Partition
 from planner.core.errors import SolverError
 from planner.solve.answer import Answer
 from planner.solve.case import Case
-from planner.solve.chain_dp import OutOfTimeError
+from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.milp import ArcProblem, solve_arcs
 from planner.solve.problem import ChainProblem
 from planner.solve.tables import CHOICES, width_for
@@ -24,14 +23,14 @@ _METHOD = "integer-programming"
 
 
 def programme_answer(
-    case: Case, *, upper_us: float = inf, deadline: float | None = None, any_order: bool = False
+    case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER, any_order: bool = False
 ) -> Answer:
     """The fastest partition, if it beats `upper_us`, and what none can beat.
 
     Args:
         case: The case, under GPipe.
         upper_us: The step time to beat.
-        deadline: `time.monotonic()` at which the solver stops.
+        deadline: When the solver stops.
         any_order: Whether any stage may run on any device; else stage k runs on device k.
 
     Raises:
@@ -41,7 +40,7 @@ def programme_answer(
     width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))
     classes = _classes(case) if any_order else []
     arcs = _Arcs(case, width, classes)
-    left_s = None if deadline is None else max(0.1, deadline - time.monotonic())
+    left_s = None if deadline == NEVER else max(0.1, deadline.left_s)
     try:
         found = solve_arcs(arcs.problem, upper_us=upper_us * (1 - 1e-9), time_limit_s=left_s)
     except RuntimeError as error:

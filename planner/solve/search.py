@@ -1,6 +1,5 @@
 """From what was asked to the plan: over schedules, replicas, micro-batch counts and cuts, with a certificate."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isqrt
@@ -17,7 +16,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import counted
 from planner.solve.answer import Answer
 from planner.solve.case import Case, Rules, positions
-from planner.solve.chain_dp import OutOfTimeError
+from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.explain import Asking, explain_infeasible
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
 from planner.solve.laws import GPipeLaw
@@ -75,7 +74,7 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None)
         InfeasibleError: No plan fits; the hint names the nearest things that would.
     """
     _check_request(profile, request)
-    deadline = _deadline(request)
+    deadline = Deadline.after(request.time_limit_s)
     cases = cases_of(profile, request, table=table)
     best, bound_us, complete = _searched(cases, request, deadline)
     if best is None and not complete:
@@ -91,12 +90,8 @@ def faster_plan(profile: Profile, request: Request, *, upper_us: float, without:
     """The best plan found under any schedule but one, if it beats `upper_us`; raises `UsageError` as `solve`."""
     _check_request(profile, request)
     cases = [case for case in cases_of(profile, request) if case.schedule.name != without]
-    best, bound_us, _ = _searched(cases, request, _deadline(request), upper_us=upper_us)
+    best, bound_us, _ = _searched(cases, request, Deadline.after(request.time_limit_s), upper_us=upper_us)
     return None if best is None else _plan(best, min(bound_us, best.step_us), request)
-
-
-def _deadline(request: Request) -> float | None:
-    return None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
 
 
 class _Searched(NamedTuple):
@@ -107,7 +102,7 @@ class _Searched(NamedTuple):
     """Whether there was time for every case."""
 
 
-def _searched(cases: Sequence[Case], request: Request, deadline: float | None, *, upper_us: float = inf) -> _Searched:
+def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float = inf) -> _Searched:
     """The best of all cases that beats `upper_us`."""
     is_open = request.inputs.schedule == "auto"
     left = None if not is_open or request.actions is None else dict.fromkeys(SCHEDULES, request.actions)
@@ -145,7 +140,7 @@ def _promise(case: Case) -> tuple[float, ...]:
     return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
 
 
-def _tie_broken(answer: Answer, deadline: float | None) -> Answer:
+def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
     """Of the plans as fast as the best, the one with the lowest peak, as long as there is time for it."""
     if answer.method != DYNAMIC_PROGRAMME or answer.case.policy == "layers":
         return answer
@@ -157,7 +152,7 @@ def _tie_broken(answer: Answer, deadline: float | None) -> Answer:
     return answer if found is None else answer._replace(partition=partition_of(case, found))
 
 
-def _answer(case: Case, request: Request, upper_us: float, deadline: float | None, most_actions: int | None) -> Answer:
+def _answer(case: Case, request: Request, upper_us: float, deadline: Deadline, most_actions: int | None) -> Answer:
     if request.solver == "milp" or request.inputs.any_order:
         # Its modules are dear to import, and most questions do without.
         from planner.solve.programme import programme_answer  # noqa: PLC0415

@@ -14,7 +14,6 @@ block of partitions that are simulated at once. Where the effort is bounded, wha
 is not begun: the bound of what was not looked at then stands in for it.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
@@ -29,7 +28,8 @@ from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
 from planner.solve.answer import Answer
 from planner.solve.case import Case
-from planner.solve.chain_dp import LabelSearch, OutOfTimeError
+from planner.solve.chain_dp import LabelSearch
+from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.gpipe import Windows
 from planner.solve.laws import GPipeLaw, OneForwardOneBackwardLaw
 from planner.solve.many import Many
@@ -70,14 +70,14 @@ _ROUNDS = 200
 
 
 def simulated_answer(
-    case: Case, *, upper_us: float = inf, deadline: float | None = None, most_actions: int | None = None
+    case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER, most_actions: int | None = None
 ) -> Answer:
     """The best partition found that beats `upper_us`, and what no partition of the case can beat.
 
     Args:
         case: The case.
         upper_us: The step time to beat.
-        deadline: `time.monotonic()` at which the search ends.
+        deadline: When the search ends.
         most_actions: All effort there is, in actions simulated; None: as much as it takes, but for simulation itself.
 
     Raises:
@@ -96,7 +96,7 @@ def simulated_answer(
 
 
 class _Search:
-    def __init__(self, case: Case, upper_us: float, deadline: float | None, most_actions: int | None) -> None:
+    def __init__(self, case: Case, upper_us: float, deadline: Deadline, most_actions: int | None) -> None:
         self.case = case
         self.upper_us = upper_us
         self.bound_us = inf
@@ -167,7 +167,7 @@ class _Search:
             if not len(step_us) or not step_us[at] < before * (1 - 1e-12) or self._actions_left <= 0:
                 return
             before, current = float(step_us[at]), cuts[at]
-            self._check_time()
+            self._deadline.check()
             cuts = _moved(current)
 
     def _choices(self, problem: ChainProblem, cuts: IntArray) -> IntArray:
@@ -184,7 +184,7 @@ class _Search:
 
     def several_chunks(self) -> None:
         case = self.case
-        self._check_time()
+        self._deadline.check()
         costs = case.costs
         # A layer may need less within a stage than alone, but never less than what it holds all the time.
         always = costs.state.always + costs.gradients
@@ -258,7 +258,7 @@ class _Search:
         """From one partition downhill; whether one that fits was reached."""
         before = (inf, inf)
         for _ in range(_ROUNDS):
-            self._check_time()
+            self._deadline.check()
             over = np.where(self._wanted(cuts), np.maximum(many.over_bytes(cuts, choices), 0.0), inf)
             least = float(over.min())
             if least == inf:
@@ -341,10 +341,6 @@ class _Search:
     def _cells(self, many: Many) -> int:
         choices = allowed_choices(self.case.policy, self.case.micro_batches)
         return (self.case.costs.num_layers + 1) * many.width * len(choices)
-
-    def _check_time(self) -> None:
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            raise OutOfTimeError
 
 
 def _moved(cuts: IntArray) -> IntArray:

@@ -1,6 +1,7 @@
 """A time limit ends the search with a true gap or a clear error; and nothing but the question decides the answer."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from planner.core.values.profile import Profile
 from planner.files import dump
 from planner.solve import Request, solve
 from tests.support.chains import random_profile
+from tests.support.house import modules
 from tests.support.profiles import inputs_of
 
 LIMITS_S = (0.0, 1e-6, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
@@ -95,6 +97,13 @@ def test_enough_time_changes_nothing() -> None:
         inputs = QUESTIONS[question]
         unlimited = solve(profile, Request(inputs=inputs))
         assert solve(profile, Request(inputs=inputs, time_limit_s=600.0)) == unlimited
+
+
+def test_one_module_reads_the_clock() -> None:
+    """Searches ask a deadline that is passed in."""
+    in_room = [module for module in modules() if module.room == "solve"]
+    clocks = re.compile(r"^\s*(import|from) (time|datetime)\b", flags=re.MULTILINE)
+    assert [module.path for module in in_room if clocks.search(module.text)] == ["planner/solve/deadline.py"]
 
 
 # ---- the same question, the same plan

@@ -1,0 +1,38 @@
+"""When a search has to end: a value made where the question comes in, so that no search reads a clock itself."""
+
+import time
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+__all__ = ["NEVER", "Deadline", "OutOfTimeError"]
+
+
+class OutOfTimeError(Exception):
+    """The time limit was reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """A point in time."""
+
+    ends_s: float
+    """By the clock of `time.monotonic`; infinite where there is no limit."""
+
+    @classmethod
+    def after(cls, limit_s: float | None) -> "Deadline":
+        """The deadline of a search that begins now and may take `limit_s` seconds; None for no limit."""
+        return NEVER if limit_s is None else cls(ends_s=time.monotonic() + limit_s)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then, below 0 afterwards."""
+        return self.ends_s - time.monotonic()
+
+    def check(self) -> None:
+        """Raises `OutOfTimeError` if it is over."""
+        if self.left_s < 0:
+            raise OutOfTimeError
+
+
+NEVER: Final = Deadline(ends_s=inf)
