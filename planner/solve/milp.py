@@ -21,15 +21,13 @@ Where no stage begins at i, D_i is bound by no more than what binds the D of the
 no plan is cut off. Exactly one arc covers a layer l, so max F >= sum_{arcs covering l} F, and p likewise: far tighter
 than a row per first layer. Two more bounds on D help: sum min(p, q) + (M-1) max p, and X_0 >= (M-2) max p.
 
-Arcs that can be in no plan better than one at hand are dropped first: a plan through an arc takes at least the shortest
-paths before and behind it, plus the smallest possible largest stages (min-max paths), all with the devices there are.
+Arcs that can be in no plan better than one at hand are dropped first (`planner.solve.arcs`).
 
 PuLP states the programme, HiGHS or else CBC solves it. Times are scaled so that a step is about 1000, and M-1 and M-2
 are part of X and Z: the solvers' absolute tolerances of 1e-7 to 1e-6 are then about 1e-9 of the step.
 
-Complexity: O(states · classes · arcs) for the bounds, states being the sets of devices in use; the programme is
-exponential at worst. A few thousand arcs that cannot be dropped take a minute: few micro-batches for many unlike
-devices are the hard case.
+Complexity: exponential at worst. A few thousand arcs that cannot be dropped take a minute: few micro-batches for many
+unlike devices are the hard case.
 """
 
 import math
@@ -40,7 +38,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solve.arcs import ArcProblem, Plan, StepCosts, backward_us_of, link_us_of, narrow, step_us, timed
+from planner.solve.arcs import ArcProblem, Plan, narrow, step_us
 
 __all__ = ["ArcProblem", "MilpAnswer", "Solver", "Status", "solve_arcs", "step_us"]
 
@@ -55,12 +53,12 @@ _WRONG = 1e-6
 """A solver that is off by more has failed."""
 _SCALED_STEP = 1000.0
 _MAX_TERMS = 1_000_000
-"""A programme of more layers summed over all arcs is not tried: PuLP takes 6 us to state and 6 us to pass on each."""
+"""A programme of more layers summed over all arcs is not tried: PuLP takes some us to state and to pass on each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MilpAnswer:
-    """What is known of the fastest plan among those that take at most `upper_us`."""
+    """What is proven of the fastest plan among those that take at most `upper_us`."""
 
     status: Status
     """`infeasible`: there is no such plan; `feasible`, `unknown`: out of time, or too large a programme to try."""
@@ -87,26 +85,25 @@ def solve_arcs(
         RuntimeError: The solver is not installed, or failed.
     """
     plan, kept, least_us = narrow(problem, upper_us)
+    at_hand_us = step_us(problem, plan)
     if not len(kept):
         return MilpAnswer(status="infeasible", bound_us=upper_us)
     fewer = problem.take(kept)
     # Every plan has a stage that begins at layer 0.
     root_us = float(np.min(least_us[fewer.first == 0]))
     solved = _solve(fewer, root_us, time_limit_s, solver)
-    at_hand, found = timed(problem, plan), timed(problem, tuple(int(kept[n]) for n in solved.arcs))
+    better = tuple(kept[list(solved.arcs)].tolist())
+    better_us = step_us(problem, better)
     proven = solved.status in ("optimal", "infeasible")
-    if proven and at_hand[0] <= upper_us and found[0] > at_hand[0] * (1 + _WRONG):
-        raise RuntimeError(f"the solver says that no plan is faster than {found[0]} us, but one takes {at_hand[0]} us")
-    best_us, best = min(at_hand, found, key=lambda timed: timed[0])
-    bound_us = best_us if proven else max(root_us, solved.bound_us)
-    if best_us <= upper_us * (1 + _RELATIVE) and best:
+    if proven and at_hand_us <= upper_us and better_us > at_hand_us * (1 + _WRONG):
+        raise RuntimeError(f"the solver says that no plan is faster than {better_us} us, but one takes {at_hand_us} us")
+    if better_us < at_hand_us:
+        plan, at_hand_us = better, better_us
+    bound_us = at_hand_us if proven else max(root_us, solved.bound_us)
+    if plan and at_hand_us <= upper_us * (1 + _RELATIVE):
         status: Status = "optimal" if proven else "feasible"
-        return MilpAnswer(status=status, arcs=best, step_us=best_us, bound_us=min(best_us, bound_us))
+        return MilpAnswer(status=status, arcs=plan, step_us=at_hand_us, bound_us=min(at_hand_us, bound_us))
     return MilpAnswer(status="infeasible" if proven else "unknown", bound_us=min(upper_us, bound_us))
-
-
-_Terms = list[tuple[Any, float]]
-"""Variables of PuLP with their factors, each variable once."""
 
 
 class _Solved(NamedTuple):
@@ -165,11 +162,12 @@ class _Programme:
         self.ending = [np.flatnonzero(problem.end == i) for i in range(problem.num_layers)]
         self.chosen = [pulp.LpVariable(f"y{n}", cat=pulp.LpBinary) for n in self.all]
         self._paths()
-        costs = StepCosts.of(problem)
-        forward = self._sum(self.all, problem.forward_us + link_us_of(problem))
-        largest = self._largest("F", costs.forward)
-        span = self._backward(self._largest("B", costs.backward))
-        self.lp.setObjective(self._expression([*forward, (largest, 1.0), (span, 1.0), (self._tail(), 1.0)]))
+        f, p, q, c = problem.letters
+        largest = self._largest("F", np.maximum(f, c))
+        span = self._time("D", self._sum(self.all, np.minimum(p, q) + c) + self._largest("B", np.maximum(p, c)))
+        if not np.array_equal(p, q):
+            self.lp += span >= self._last()
+        self.lp += self._sum(self.all, f + c) + largest + span + self._tail()
 
     def plan(self) -> Plan:
         """The chosen arcs in the order of the chain."""
@@ -180,94 +178,66 @@ class _Programme:
             raise RuntimeError(f"the solver's answer is no plan: its stages end at layers {cuts[1:]}")
         return tuple(arcs)
 
-    # ---- rows
+    def _sum(self, arcs: IntArray, times_us: FloatArray) -> Any:
+        """The chosen ones' times."""
+        times = (times_us[arcs] / self.unit_us).tolist()
+        terms = zip(arcs.tolist(), times, strict=True)
+        return self.pulp.LpAffineExpression([(self.chosen[n], time) for n, time in terms if time])
 
-    def _expression(self, terms: _Terms) -> Any:
-        return self.pulp.LpAffineExpression(terms)
+    def _count(self, arcs: IntArray) -> Any:
+        return self.pulp.LpAffineExpression([(self.chosen[n], 1.0) for n in arcs])
 
-    def _row(self, terms: _Terms, sense: int, right: float) -> None:
-        if terms:
-            self.lp.addConstraint(self.pulp.LpConstraint(self._expression(terms), sense, rhs=right))
-
-    def _time(self, name: str, *at_least: _Terms) -> Any:
+    def _time(self, name: str, *at_least: Any) -> Any:
         """A time of 0 or more, and of at least each of these."""
         time = self.pulp.LpVariable(name, lowBound=0.0)
-        for terms in at_least:
-            self._raise(time, terms)
+        for least in at_least:
+            self.lp += time >= least
         return time
 
-    def _raise(self, time: Any, at_least: _Terms) -> None:
-        less = [(variable, -factor) for variable, factor in at_least]
-        self._row([(time, 1.0), *less], self.pulp.LpConstraintGE, 0.0)
-
-    def _sum(self, arcs: IntArray, times_us: FloatArray) -> _Terms:
-        times = (times_us[arcs] / self.unit_us).tolist()
-        return [(self.chosen[n], time) for n, time in zip(arcs.tolist(), times, strict=True) if time]
-
     def _paths(self) -> None:
-        equal = self.pulp.LpConstraintEQ
-        problem, ones = self.problem, np.full(len(self.all), self.unit_us)
-        self._row(self._sum(self.starting[0], ones), equal, 1.0)
+        device = self.problem.device
+        self.lp += self._count(self.starting[0]) == 1
         for into, out in zip(self.ending[1:], self.starting[1:], strict=True):
-            # In a fixed order, what ends at place k-1 goes on at place k; else anywhere.
-            for place in range(1, len(problem.counts)) if problem.ordered else [None]:
-                ends = into if place is None else into[problem.device[into] == place - 1]
-                starts = out if place is None else out[problem.device[out] == place]
-                self._row([*self._sum(ends, ones), *self._sum(starts, -ones)], equal, 0.0)
-        for t, count in enumerate(problem.counts):
-            self._row(self._sum(np.flatnonzero(problem.device == t), ones), self.pulp.LpConstraintLE, float(count))
+            if not self.problem.ordered:
+                self.lp += self._count(into) == self._count(out)
+                continue
+            # In a fixed order, what ends at place k-1 goes on at place k.
+            for k in range(1, len(self.problem.counts)):
+                self.lp += self._count(into[device[into] == k - 1]) == self._count(out[device[out] == k])
+        for t, count in enumerate(self.problem.counts):
+            self.lp += self._count(np.flatnonzero(device == t)) <= count
 
     def _largest(self, name: str, times_us: FloatArray) -> Any:
         """M-1 times the largest."""
-        largest = self._time(name)
-        for layer in range(self.problem.num_layers if self.problem.micro_batches > 1 else 0):
-            covering = np.flatnonzero((self.problem.first <= layer) & (layer < self.problem.end))
-            self._raise(largest, self._sum(covering, (self.problem.micro_batches - 1) * times_us))
-        return largest
+        first, end, extra = self.problem.first, self.problem.end, self.problem.micro_batches - 1
+        layers = range(self.problem.num_layers if extra else 0)
+        covering = (np.flatnonzero((first <= layer) & (layer < end)) for layer in layers)
+        return self._time(name, *(self._sum(arcs, extra * times_us) for arcs in covering))
 
-    def _backward(self, largest: Any) -> Any:
-        """D, given M-1 times the largest p."""
-        p, q, link = backward_us_of(self.problem), self.problem.last_backward_us, link_us_of(self.problem)
-        span = self._time("D", [*self._sum(self.all, np.minimum(p, q) + link), (largest, 1.0)])
-        if not np.array_equal(p, q):  # else that is all
-            self._raise(span, self._last(p, q, link, largest))
-        return span
-
-    def _last(self, p: FloatArray, q: FloatArray, link: FloatArray, largest: Any) -> _Terms:
+    def _last(self) -> Any:
         """D_0 by the recursion over the first layers; M is at least 2."""
-        work: _Terms = []
-        done: _Terms = []
-        most: _Terms = []
+        _, p, q, c = self.problem.letters
+        waits = self.problem.micro_batches - 2
+        work = done = most = 0
         for i, arcs in reversed(list(enumerate(self.starting))):
-            if not len(arcs):
-                continue
-            most = self._raised(f"X{i}", most, arcs, p)
-            waits = [[*work, *self._sum(arcs, p + q + link), *most]]
-            if link[arcs].any():
-                most = self._raised(f"Z{i}", most, arcs, link)
-                waits.append([*work, *self._sum(arcs, p + 2 * link), *most])
-            last = self._time(f"D{i}", [*done, *self._sum(arcs, q + link)], *waits)
-            done = [(last, 1.0)]
-            work = [(self._time(f"A{i}", [*work, *self._sum(arcs, p + link)]), 1.0)]
-        if most:
-            num = self.problem.micro_batches
-            self._raise(most[0][0], [(largest, (num - 2) / (num - 1))])
+            at_stage = most = self._time(f"X{i}", most, self._sum(arcs, waits * p))
+            at_link = most = self._time(f"Z{i}", most, self._sum(arcs, waits * c))
+            done = self._time(
+                f"D{i}",
+                done + self._sum(arcs, q + c),
+                work + self._sum(arcs, p + q + c) + at_stage,
+                work + self._sum(arcs, p + 2 * c) + at_link,
+            )
+            work = self._time(f"A{i}", work + self._sum(arcs, p + c))
         return done
-
-    def _raised(self, name: str, most: _Terms, arcs: IntArray, times_us: FloatArray) -> _Terms:
-        """M-2 times the largest so far, with these arcs' times."""
-        own = self._sum(arcs, (self.problem.micro_batches - 2) * times_us)
-        return [(self._time(name, most, own), 1.0)] if own else most
 
     def _tail(self) -> Any:
         """U."""
-        tail = self._time("U")
-        problem, link = self.problem, link_us_of(self.problem)
-        hidden: _Terms = []
+        c = self.problem.letters[-1]
+        tail, hidden = self._time("U"), 0
         for i, (ends, starts) in enumerate(zip(self.ending, self.starting, strict=True)):
-            more = [*hidden, *self._sum(ends, problem.hidden_us), *self._sum(starts, 2 * link)]
             before = self._time(f"H{i}")
-            self._row([(before, -1.0), *more], self.pulp.LpConstraintGE, 0.0)
-            hidden = [(before, 1.0)]
-            self._raise(tail, [*self._sum(starts, problem.optimizer_us), (before, -1.0)])
+            self.lp += before <= hidden + self._sum(ends, self.problem.hidden_us) + self._sum(starts, 2 * c)
+            self.lp += tail >= self._sum(starts, self.problem.optimizer_us) - before
+            hidden = before
         return tail

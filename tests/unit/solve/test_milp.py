@@ -140,7 +140,7 @@ def chain_problem(num_layers: int, counts: tuple[int, ...], micro_batches: int) 
 
 def all_arcs(problem: ArcProblem, upper_us: float) -> tuple[tuple[int, ...], NDArray[np.int64], NDArray[np.float64]]:
     """In place of `narrow`: no plan at hand, and every arc that is on some path."""
-    return (), *arc_bounds._prune(problem, np.inf)
+    return (), *arc_bounds.prune(problem, np.inf)
 
 
 @pytest.fixture(params=["narrowed", "whole"])
