@@ -164,7 +164,7 @@ class Case:
     def _tables(
         self, num_stages: int, width: int, most_bytes: float, *, every_choice: bool
     ) -> tuple[tuple[DeviceTable, ...], ...]:
-        made: dict[tuple[float, float, int], tuple[DeviceTable, ...]] = {}
+        ways: dict[tuple[float, float, int], tuple[DeviceTable, ...]] = {}
         tables = []
         ends = np.arange(self.costs.num_layers + 1)[:, None]
         forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
@@ -176,9 +176,9 @@ class Case:
             cap = min(self.caps_bytes[device], most_bytes - self.cluster.reserve_bytes)
             memory = hardest if easy else self.memory(width, level)
             key = (cap, self.cluster.speed(device), id(memory))
-            if key not in made:
-                made[key] = self._ways(memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice)
-            tables.append(made[key])
+            if key not in ways:
+                ways[key] = self._ways(memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice)
+            tables.append(ways[key])
         return tuple(tables)
 
     def _ways(

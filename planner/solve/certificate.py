@@ -34,10 +34,10 @@ def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
     if verdict.plan is None or claimed is None:
         return verdict
     now = replace(verdict.plan, solver=claimed)
-    found = _findings(written, now, profile)
-    if any(each.code == "GP205" for each in found):
+    findings = _findings(written, now, profile)
+    if any(each.code == "GP205" for each in findings):
         now = replace(now, solver=SolverReport(method="given", status="given"))
-    return with_findings(replace(verdict, plan=now), found)
+    return with_findings(replace(verdict, plan=now), findings)
 
 
 # Private functions
@@ -62,8 +62,8 @@ def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]
             for question in (_faster, _frontier):
                 problem, is_open = question(written, now, profile)
                 (open_ones if is_open else problems).extend([problem] if problem else [])
-    found = [finding("GP205", "; ".join(problems), hint=_HINT)] if problems else []
-    return (*found, *(finding("GP206", f"{why}: status, bound and frontier are as written") for why in open_ones[:1]))
+    wrong = [finding("GP205", "; ".join(problems), hint=_HINT)] if problems else []
+    return (*wrong, *(finding("GP206", f"{why}: status, bound and frontier are as written") for why in open_ones[:1]))
 
 
 def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:

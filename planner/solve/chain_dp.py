@@ -15,7 +15,7 @@ labels survive on real chains. Exact for any input: no candidate is dropped but 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.laws import Ahead, Law
 from planner.solve.problem import ChainProblem
 
-__all__ = ["RELATIVE", "Found", "LabelSearch"]
+__all__ = ["RELATIVE", "ChainCuts", "LabelSearch"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -36,12 +36,12 @@ _SLACKS = (1.01, 1.05, 1.25)
 """A first plan is looked for within so much of the bound."""
 
 _MORE_LABELS = 8
-"""Of each first layer, in a search before the exact one."""
+"""So many labels of each first layer are kept in a search before the exact one."""
 
 _MOST_CANDIDATES = 1 << 20  # extended at once, to bound transient memory
 
 
-class Found(NamedTuple):
+class ChainCuts(NamedTuple):
     """A partition: stage k runs layers cuts[k]..cuts[k+1]-1 with the recomputation choices[k]."""
 
     step_us: float
@@ -52,26 +52,28 @@ class Found(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Labels with the same number of stages; arrays of shape (n,)."""
+    """Labels with the same number of stages; the last dimension of every array is n, the labels."""
 
     first: IntArray
     parent: IntArray
     """Position of the label behind the foremost stage, one level up."""
     choice: NDArray[np.int8]
-    numbers: tuple[FloatArray, ...]
+    numbers: FloatArray
+    """Shape (numbers of the law, n)."""
     bound: FloatArray
-    rank: tuple[FloatArray, ...]
-    """Below the rank of every completion."""
+    rank: FloatArray
+    """Below the rank of every completion, shape (numbers to rank by, n)."""
 
     def take(self, index: NDArray[np.intp]) -> "_Level":
-        return _Level(
-            self.first[index],
-            self.parent[index],
-            self.choice[index],
-            tuple(numbers[index] for numbers in self.numbers),
-            self.bound[index],
-            tuple(rank[index] for rank in self.rank),
-        )
+        fields: list[Any] = [np.take(field, index, axis=-1) for field in self]
+        return _Level(*fields)
+
+
+class _Wanted(NamedTuple):
+    """What a label must come to, at best, to be kept."""
+
+    upper_us: float
+    best_rank: tuple[float, ...] | None = None
 
 
 class LabelSearch:
@@ -86,20 +88,19 @@ class LabelSearch:
     def __init__(self, problem: ChainProblem, law: Law, *, deadline: Deadline = NEVER) -> None:
         self.problem = problem
         self.law = law
-        self.best_so_far: Found | None = None
-        """The fastest partition found, also where time has run out."""
+        self.best_so_far: ChainCuts | None = None
+        """The fastest partition, also where time has run out."""
         self._deadline = deadline
         self._work = (problem.forward_us + problem.backward_us) / problem.fastest
-        own = problem.afterwards.own_us(np.array([0]), np.array([1]), problem.fastest)
-        self._own = float(own[0])
+        self._own_us = float(problem.afterwards.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
         self._least = self._least_of_prefixes()
 
     def root_bound_us(self) -> float:
         """Below the step time of every partition; infinite if none fits."""
         empty = self._root()
-        return float(self.law.bound_us(empty.numbers, self._ahead(empty.first, self.problem.num_stages))[0])
+        return float(self.law.bound_us(tuple(empty.numbers), self._ahead(empty.first, self.problem.num_stages))[0])
 
-    def best(self, *, upper_us: float = np.inf) -> Found | None:
+    def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
         """The partition with the smallest time under the law, or None if none is faster than `upper_us`."""
         root_us = self.root_bound_us()
         if not root_us < just_below(upper_us):
@@ -114,10 +115,10 @@ class LabelSearch:
                 break
         return self.run(upper_us=upper_us)
 
-    def _improved(self, found: Found) -> Found:
-        """The best partition, given one: with few labels first, since what they find rules out many of the others."""
-        found = self.run(upper_us=found.step_us, most_labels=_MORE_LABELS) or found
-        return self.run(upper_us=found.step_us) or found
+    def _improved(self, best: ChainCuts) -> ChainCuts:
+        """The best partition, from a first one: few labels come first, since a better one rules out more others."""
+        best = self.run(upper_us=best.step_us, most_labels=_MORE_LABELS) or best
+        return self.run(upper_us=best.step_us) or best
 
     def min_max(self, name: str) -> tuple[int, ...] | None:
         """The cuts into all the stages whose largest is the smallest possible in one of the law's needs."""
@@ -139,19 +140,19 @@ class LabelSearch:
         most_labels: int | None = None,
         best_rank: tuple[float, ...] | None = None,
         most_in_level: float = np.inf,
-    ) -> Found | None:
+    ) -> ChainCuts | None:
         """The partition that ranks first under the law, of those faster than `upper_us`; None if there is none.
 
         Args:
             upper_us: Only partitions faster than this are looked for.
             most_labels: How many labels to keep of each first layer; the answer need not be the first then.
             best_rank: Only partitions that rank before this are looked for.
-            most_in_level: With more labels of one stage count than this, the search ends with what it has found.
+            most_in_level: With more labels of one stage count than this, the search ends with what it has.
         """
         levels = [self._root()]
-        best: Found | None = None
+        best: ChainCuts | None = None
         for level in range(self.problem.num_stages):
-            labels = self._next_level(levels[-1], level, upper_us, best_rank)
+            labels = self._next_level(levels[-1], level, _Wanted(upper_us, best_rank))
             if len(labels.first) > 20 * most_in_level:
                 break
             levels.append(self._reduced(labels, most_labels))
@@ -160,37 +161,37 @@ class LabelSearch:
             rank, index = self._first_of_complete(levels[-1])
             if rank is not None and (best_rank is None or rank < best_rank):
                 best_rank = rank
-                best = Found(float(levels[-1].bound[index]), *self._trace(levels, level + 1, index), rank)
+                best = ChainCuts(float(levels[-1].bound[index]), *self._trace(levels, level + 1, index), rank)
                 if self.law.rank_is_time:
                     upper_us = best.step_us
                     self.best_so_far = best
         return best
 
-    def all_below(self, upper_us: float, most: int) -> tuple[list[Found], bool]:
+    def all_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
         """Every partition faster than `upper_us`, and whether they are all.
 
         Where more than `most` partial plans lead to them, the most promising are followed.
         """
         levels = [self._root()]
-        found: list[Found] = []
-        all_of_them = True
+        partitions: list[ChainCuts] = []
+        are_all = True
         for level in range(self.problem.num_stages):
-            labels = self._next_level(levels[-1], level, upper_us, None)
+            labels = self._next_level(levels[-1], level, _Wanted(upper_us))
             if len(labels.first) > most:
-                labels, all_of_them = labels.take(np.argsort(labels.bound, kind="stable")[:most]), False
+                labels, are_all = labels.take(np.argsort(labels.bound, kind="stable")[:most]), False
             levels.append(labels)
-            found += [
-                Found(float(labels.bound[n]), *self._trace(levels, level + 1, int(n)), ())
+            partitions += [
+                ChainCuts(float(labels.bound[n]), *self._trace(levels, level + 1, int(n)), ())
                 for n in np.flatnonzero(labels.first == 0)
             ]
-        return found, all_of_them
+        return partitions, are_all
 
     def _first_of_complete(self, labels: "_Level") -> tuple[tuple[float, ...] | None, int]:
         if not len(labels.first) or labels.first[0] > 0:
             return None, -1
         complete = int(np.searchsorted(labels.first, 1))
-        index = int(np.lexsort(tuple(rank[:complete] for rank in labels.rank[::-1]))[0])
-        return tuple(float(rank[index]) for rank in labels.rank), index
+        index = int(np.lexsort(tuple(labels.rank[::-1, :complete]))[0])
+        return tuple(labels.rank[:, index].tolist()), index
 
     # ---- bounds
 
@@ -241,7 +242,7 @@ class LabelSearch:
     def _ahead(self, first: IntArray, stages_left: int) -> Ahead:
         return Ahead(
             work_us=self._work[first],
-            own_us=self._own,
+            own_us=self._own_us,
             some=first > 0,
             least={name: tables[stages_left][first] for name, tables in self._least.items()},
         )
@@ -259,30 +260,20 @@ class LabelSearch:
     # ---- labels
 
     def _root(self) -> _Level:
-        zero = np.zeros(1)
-        nowhere = np.array([-1])
+        nowhere, zero = np.array([-1]), np.zeros((1, 1))
         end = np.array([self.problem.num_layers])
-        return _Level(end, nowhere, nowhere.astype(np.int8), (zero,) * self.law.size, zero, (zero,))
+        return _Level(end, nowhere, nowhere.astype(np.int8), np.zeros((self.law.size, 1)), zero[0], zero)
 
-    def _next_level(self, labels: _Level, level: int, upper_us: float, best_rank: tuple[float, ...] | None) -> _Level:
+    def _next_level(self, labels: _Level, level: int, wanted: _Wanted) -> _Level:
         """All labels with one more stage in front that can still rank before the best."""
         parts = [
-            self._extended(labels, block, (level, way), upper_us, best_rank)
+            self._extended(labels, block, (level, way), wanted)
             for block in self._blocks(labels)
             for way in range(len(self.problem.tables[level]))
         ]
         if not parts:
             return labels.take(np.empty(0, dtype=np.intp))
-        if len(parts) == 1:
-            return parts[0]
-        return _Level(
-            np.concatenate([part.first for part in parts]),
-            np.concatenate([part.parent for part in parts]),
-            np.concatenate([part.choice for part in parts]),
-            tuple(np.concatenate(numbers) for numbers in zip(*(part.numbers for part in parts), strict=True)),
-            np.concatenate([part.bound for part in parts]),
-            tuple(np.concatenate(ranks) for ranks in zip(*(part.rank for part in parts), strict=True)),
-        )
+        return _Level(*(np.concatenate(fields, axis=-1) for fields in zip(*parts, strict=True)))
 
     def _blocks(self, labels: _Level) -> Iterator[NDArray[np.intp]]:
         open_ = np.flatnonzero(labels.first > 0)
@@ -291,34 +282,28 @@ class LabelSearch:
             self._deadline.check()
             yield open_[start : start + size]
 
-    def _extended(
-        self,
-        labels: _Level,
-        block: NDArray[np.intp],
-        place: tuple[int, int],
-        upper_us: float,
-        best_rank: tuple[float, ...] | None,
-    ) -> _Level:
+    def _extended(self, labels: _Level, block: NDArray[np.intp], place: tuple[int, int], wanted: _Wanted) -> _Level:
+        """The labels at `block` with each stage in front that a level may run in one way."""
         level, way = place
         stages_left = self.problem.num_stages - level - 1
-        # Labels of one first layer are followed by the same stages.
-        ends, which = np.unique(labels.first[block], return_inverse=True)
+        # Labels of one first layer are followed by the same stages: those are worked out once, in a row for each end.
+        ends, row = np.unique(labels.first[block], return_inverse=True)
         stages = self.problem.stages(level, way, ends)
         # What no number of stages can reach from the front is not worth a look.
         some = next(iter(self._least.values()))[stages_left]
         reachable = np.isfinite(stages.forward) & np.isfinite(some[stages.first])
-        label, column = np.nonzero(reachable[which])
-        at = stages.at(which[label], column)
-        parent = block[label]
-        numbers = self.law.extend(tuple(number[parent] for number in labels.numbers), at, level)
+        label, column = np.nonzero(reachable[row])
+        at, parent = stages.at(row[label], column), block[label]
+        numbers = self.law.extend(tuple(np.take(labels.numbers, parent, axis=1)), at, level)
         ahead = self._ahead(at.first, stages_left)
         bound = self.law.bound_us(numbers, ahead)
-        kept = bound < just_below(upper_us)
-        rank = self.law.rank_bound(numbers, ahead, bound)
-        if best_rank is not None:
-            kept &= _before(rank, best_rank)
-        raised = self.law.raised(numbers, self._whole(ahead))
-        return _Level(at.first, parent, at.choice, raised, bound, rank).take(np.flatnonzero(kept))
+        rank = np.stack(self.law.rank_bound(numbers, ahead, bound))
+        is_kept = bound < just_below(wanted.upper_us)
+        if wanted.best_rank is not None:
+            is_kept &= _before(rank, wanted.best_rank)
+        # Bounds are those of the label as it is; only what goes on is raised, so that more of it is dominated.
+        raised = np.stack(self.law.raised(numbers, self._whole(ahead)))
+        return _Level(at.first, parent, at.choice, raised, bound, rank).take(np.flatnonzero(is_kept))
 
     def _reduced(self, labels: _Level, most_labels: int | None) -> _Level:
         # Where only a few are kept, those that can still be fast come first.
@@ -342,20 +327,20 @@ def just_below(upper_us: float) -> float:
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 
-def _before(rank: tuple[FloatArray, ...], best: tuple[float, ...]) -> NDArray[np.bool_]:
+def _before(rank: FloatArray, best: tuple[float, ...]) -> NDArray[np.bool_]:
     before = np.zeros(rank[0].shape, dtype=bool)
     for number, of_best in zip(rank[::-1], best[::-1], strict=True):
         before = (number < of_best * (1 - RELATIVE)) | ((number <= of_best * (1 + RELATIVE)) & before)
     return before
 
 
-def undominated(group: IntArray, numbers: tuple[FloatArray, ...], most: int | None = None) -> NDArray[np.intp]:
+def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -> NDArray[np.intp]:
     """Indices of the rows that no other row of the same group dominates.
 
     Args:
         group: Shape (n,), ascending; rows of a group in an order in which none is dominated by a later one, equal
             ones apart.
-        numbers: Each of shape (n,), smaller is better.
+        numbers: Shape (numbers, n), smaller is better.
         most: Only the first so many of each group.
 
     Complexity: O(n) per round, and as many rounds as the largest group has undominated rows.

@@ -83,8 +83,8 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
 def _other_choices(asking: Asking) -> Iterator[str]:
     inputs = asking.inputs
     if asking.micro_batches is not None:
-        others = _without_chunks(asking.cases_for(asking.profile, inputs, None))
-        more = min((case.micro_batches for case in others if _fits(case)), default=None)
+        cases = _without_chunks(asking.cases_for(asking.profile, inputs, None))
+        more = min((case.micro_batches for case in cases if _fits(case)), default=None)
         if more is not None:
             yield f"M = {more} fits: leave `--micro-batches` out"
     if inputs.recompute not in ("auto", "layers"):
@@ -218,11 +218,11 @@ def _reason(asking: Asking, case: Case) -> str:
         stage = int(np.argmax(over))
         total = format_bytes(over[stage] + caps[stage])
         return f"stage {stage} of the given cuts needs {total} with M = {m}, {format_bytes(over[stage])} over"
-    alone = need[1:, -1]
-    worst = int(alone.argmax())
-    if np.isfinite(alone[worst]) and alone[worst] > max(caps):
-        over_bytes = format_bytes(alone[worst] - max(caps))
-        return f'layer "{costs.names[worst]}" alone needs {format_bytes(alone[worst])} with M = {m}, {over_bytes} over'
+    single = need[1:, -1]
+    worst = int(single.argmax())
+    if np.isfinite(single[worst]) and single[worst] > max(caps):
+        over_bytes = format_bytes(single[worst] - max(caps))
+        return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
     if asking.inputs.together or asking.inputs.apart:
         return f"no cut keeps layers together and apart as asked and fits (M = {m})"
     count = f"{case.num_devices} stage{'s' * (case.num_devices > 1)}"

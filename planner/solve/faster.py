@@ -44,8 +44,8 @@ def faster_schedule(
     if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > _MOST_WORK:
         return None
     recompute = "auto" if inputs.recompute == "layers" else inputs.recompute
-    others = replace(inputs, schedule="auto", chunks=0, recompute=recompute)
-    request = Request(inputs=others, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=_ACTIONS)
+    every = replace(inputs, schedule="auto", chunks=0, recompute=recompute)
+    request = Request(inputs=every, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=_ACTIONS)
     upper_us = plan.predicted.step_us * (1 - _LEAST_GAIN)
     try:
         return faster_plan(profile, request, upper_us=upper_us, without=inputs.schedule)

@@ -8,12 +8,12 @@ import numpy as np
 from planner.core.cost.evaluate import Partition
 from planner.solve.answer import Answer
 from planner.solve.case import Case
-from planner.solve.chain_dp import Found, LabelSearch
+from planner.solve.chain_dp import ChainCuts, LabelSearch
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.laws import EvenLaw, GPipeLaw, Law, PeakLaw
+from planner.solve.laws import EvenLaw, GPipeLaw, PeakLaw
 from planner.solve.tables import CHOICES, width_for
 
-__all__ = ["DYNAMIC_PROGRAMME", "Windows", "gpipe_answer", "partition_of", "stage_counts", "tie_broken"]
+__all__ = ["DYNAMIC_PROGRAMME", "Windows", "gpipe_answer", "gpipe_searches", "partition_of", "tie_broken"]
 
 DYNAMIC_PROGRAMME = "dynamic-programming"
 
@@ -73,21 +73,18 @@ def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
     Raises:
         OutOfTimeError: `deadline` passed before anything was found.
     """
-    law = GPipeLaw(case.micro_batches)
-    best: Found | None = None
+    best: ChainCuts | None = None
     bound_us = np.inf
     windows = Windows(case)
     search: LabelSearch | None = None
     try:
         while windows.widen(upper_us):
-            for count in stage_counts(case):
-                search = LabelSearch(case.problem(count, width=windows.width), law, deadline=deadline)
-                found = search.best(upper_us=upper_us)
-                if found is not None:
-                    best, upper_us = found, found.step_us
+            for search in gpipe_searches(case, windows.width, deadline):
+                best = search.best(upper_us=upper_us) or best
+                upper_us = best.step_us if best is not None else upper_us
     except OutOfTimeError:
-        if search is not None and search.best_so_far is not None:
-            best = search.best_so_far if best is None or search.best_so_far.step_us < best.step_us else best
+        last = search.best_so_far if search is not None else None
+        best = min(filter(None, (best, last)), key=lambda cuts: cuts.step_us, default=None)
         if best is None:
             raise
         bound_us = case.bound_us
@@ -96,7 +93,13 @@ def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
     return Answer(case, partition_of(case, best), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMME)
 
 
-def stage_counts(case: Case) -> Iterator[int]:
+def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[LabelSearch]:
+    """The searches that together look at every stage count, for stages of at most `width` layers."""
+    for count in _stage_counts(case):
+        yield LabelSearch(case.problem(count, width=width), GPipeLaw(case.micro_batches), deadline=deadline)
+
+
+def _stage_counts(case: Case) -> Iterator[int]:
     """The stage counts to search one by one: where devices are alike, one search is for all counts at once."""
     if case.alike:
         yield case.num_devices
@@ -104,46 +107,46 @@ def stage_counts(case: Case) -> Iterator[int]:
         yield from range(case.num_devices, 0, -1)
 
 
-def tie_broken(case: Case, step_us: float, *, law: Law, deadline: Deadline = NEVER) -> Found | None:
-    """Of all partitions as fast as `step_us`, one with the lowest peak, fewest bytes moved, evenest stages.
+def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
+    """The partition as fast as `step_us` with the lowest peak, then the fewest bytes moved, then the evenest stages.
 
     Args:
         case: The case.
-        step_us: The smallest step time under `law`.
-        law: What the step time is.
+        step_us: The smallest step time under GPipe.
         deadline: As for the search.
     """
+    law = GPipeLaw(case.micro_batches)
     upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9
     width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))
-    lowest: Found | None = None
-    for count in stage_counts(case):
+    lowest: ChainCuts | None = None
+    for count in _stage_counts(case):
         search = LabelSearch(case.problem(count, width=width, every_choice=True), PeakLaw(law), deadline=deadline)
         lowest = _first_by_rank(search, upper_us, lowest)
     if lowest is None:
         return None
-    best: Found | None = None
-    for count in stage_counts(case):
+    best: ChainCuts | None = None
+    for count in _stage_counts(case):
         problem = case.problem(count, width=width, most_bytes=lowest.rank[0])
         best = _first_by_rank(LabelSearch(problem, EvenLaw(law), deadline=deadline), upper_us, best)
     return best or lowest
 
 
-def _first_by_rank(search: LabelSearch, upper_us: float, best: Found | None) -> Found | None:
+def _first_by_rank(search: LabelSearch, upper_us: float, best: ChainCuts | None) -> ChainCuts | None:
     # A first plan that is probably good rules out most of the others by their rank.
     size = search.problem.num_layers * search.problem.num_stages
     for most_labels in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
         rank = best.rank if best is not None else None
-        found = search.run(upper_us=upper_us, most_labels=most_labels, best_rank=rank, most_in_level=_MOST_TIED_LABELS)
-        best = found or best
+        first = search.run(upper_us=upper_us, most_labels=most_labels, best_rank=rank, most_in_level=_MOST_TIED_LABELS)
+        best = first or best
     return best
 
 
-def partition_of(case: Case, found: Found) -> Partition:
+def partition_of(case: Case, cuts: ChainCuts) -> Partition:
     """A partition as the cost model wants it."""
     return Partition(
         schedule=case.schedule.name,
         micro_batches=case.micro_batches,
-        balance=tuple(end - first for first, end in zip(found.cuts[:-1], found.cuts[1:], strict=True)),
-        recompute=tuple(CHOICES[choice] for choice in found.choices),
+        balance=tuple(end - first for first, end in zip(cuts.cuts[:-1], cuts.cuts[1:], strict=True)),
+        recompute=tuple(CHOICES[choice] for choice in cuts.choices),
         replicas=case.replicas,
     )

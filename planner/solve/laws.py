@@ -1,7 +1,21 @@
 """How the time of a partial plan grows, stage by stage from the last to the first: the labels of the programme.
 
 A partial plan that covers layers i..L-1 is a label of a few numbers, none of which is ever better when larger. A law
-says how they change when a stage is put in front, and bounds the step time of every way to complete the plan.
+says how they change when a stage is put in front, and bounds the step time of every way to complete the plan:
+
+    layers    0 ........ h-1 | h ...... i-1 | i ................ L-1
+                 ahead       |    stage     |  label behind: numbers
+              at least so    |  F  B  q  U  |
+              much           |______________|  extend -> label of layers h..L-1
+
+The letters are those of docs/cost-model.md:
+
+    M           micro-batches
+    F, B, q     forward of the stage in front; backward of micro-batches 0..M-2, and of micro-batch M-1
+    W           backward without recomputation
+    C           the link behind the stage, once
+    U           all-reduce and optimizer's step of the stage
+    w           micro-batches in flight, min(M, K-k) under 1F1B
 
 **GPipe** (exact, `planner.core.cost.step_time`):
 
@@ -13,18 +27,18 @@ where D is the makespan of the backward flow shop and U what optimizers add. The
     x   largest backward time so far
     a   sum of forward and backward times so far
     d   the last micro-batch's path: d = max(d, a + (M-2) x) + q for each further machine (see `flow_shop_us`)
-    u   what the optimizers' steps of these stages would add: u = max(U_k, u - (F + B + 2 C)) for a stage k in front
+    u   what the optimizers' steps of these stages would add: u = max(U, u - (F + W + 2 C)) for a stage in front
 
 **1F1B** (a lower bound: the schedule's makespan is the longest of many paths, these are the ones that matter):
 
     g   from the first forward to the last backward of the foremost stage so far: the longest of
           all its work, M F + M B;
           the first micro-batch through all stages behind and back, then what the schedule leaves for after it:
-          M-1 further backwards and M-w forwards, w = min(M, K-k) having been done before;
+          M-1 further backwards and M-w forwards, w having been done before;
           one round trip after the other, for a micro-batch may only begin when the w-th before it is back;
           the same of the stages behind, one forward, backward and two transfers later
-    s   the first micro-batch's way there and back, with its recomputation
-    r   the same with the last micro-batch's backward
+    s   the first micro-batch's way there and back, with its recomputation (y in the document)
+    r   the same with the last micro-batch's backward (z in the document)
     u   as above
 """
 
@@ -41,7 +55,10 @@ __all__ = ["Ahead", "EvenLaw", "GPipeLaw", "Law", "OneForwardOneBackwardLaw", "P
 
 FloatArray = NDArray[np.float64]
 Label = tuple[FloatArray, ...]
-
+_Passed = tuple[FloatArray, FloatArray, FloatArray]
+"""x, a and d."""
+_Machine = tuple[FloatArray, FloatArray, FloatArray]
+"""F, p and q."""
 
 Combine = Literal["max", "sum"]
 
@@ -111,52 +128,42 @@ class GPipeLaw:
     needs = _needs("forward", "backward")
 
     def __init__(self, micro_batches: int) -> None:
-        self._extra = micro_batches - 1
+        self._M = micro_batches
 
     def extend(self, label: Label, stages: Stages, level: int) -> Label:  # noqa: ARG002 - GPipe's stages are all alike
-        """See `Law`."""
-        longest, most, total, done, tail = label
-        link = stages.link
-        so_far = self._pass((total, most, done), link, link, link)
-        longest = np.maximum(np.maximum(longest, link), stages.forward)
-        hidden = stages.forward + stages.backward_alone + 2 * link + stages.received
-        total, most, done = self._pass(so_far, stages.forward, stages.backward, stages.last_backward)
-        return longest, most, total, done, np.maximum(stages.own, tail - hidden)
+        """Puts the link behind the stage in front first, then the stage: machines of a flow shop one by one."""
+        f, x, a, d, u = label
+        F, C = stages.forward, stages.link
+        x, a, d = self._pass((x, a, d), (C, C, C))
+        x, a, d = self._pass((x, a, d), (F, stages.backward, stages.last_backward))
+        return np.maximum(np.maximum(f, C), F), x, a, d, np.maximum(stages.own_us, u - stages.hidden)
 
-    def _pass(
-        self, so_far: tuple[FloatArray, FloatArray, FloatArray], ahead: FloatArray, p: FloatArray, q: FloatArray
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+    def _pass(self, label: _Passed, machine: _Machine) -> _Passed:
+        """One more machine with its forward time, and p and q of its backward."""
+        (x, a, d), (F, p, q) = label, machine
         # Both flow shops are summed up in one: a machine's forward time is simply waited for.
-        total, most, done = so_far
-        total, most = total + ahead + p, np.maximum(most, p)
-        done = done + ahead
-        if self._extra > 0:
-            done = np.maximum(done, total + (self._extra - 1) * most)
-        return total, most, done + q
+        x, a, d = np.maximum(x, p), a + F + p, d + F
+        # The last micro-batch goes on at once, or waits until the slowest machine so far is through with the others.
+        if self._M > 1:
+            d = np.maximum(d, a + (self._M - 2) * x)
+        return x, a, d + q
 
     def raised(self, label: Label, ahead: Ahead) -> Label:
-        """See `Law`."""
-        longest, most, total, done, tail = label
-        return (
-            np.maximum(longest, ahead.least["forward"]),
-            np.maximum(most, ahead.least["backward"]),
-            total,
-            done,
-            _raised_tail(tail, ahead),
-        )
+        """Whatever f and x are below the smallest possible ones in front, the whole plan has those."""
+        f, x, a, d, u = label
+        f, x = np.maximum(f, ahead.least["forward"]), np.maximum(x, ahead.least["backward"])
+        return f, x, a, d, _raised_tail(u, ahead)
 
     def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
-        """See `Law`."""
-        longest, _, total, done, tail = label
-        if self._extra > 0:
+        """T with the smallest possible work, f and x in front."""
+        f, _, a, d, u = label
+        if self._M > 1:
             # The last micro-batch follows the others through the slowest stage in front, if it is in front.
-            done = np.maximum(done, total + self._extra * ahead.least["backward"])
-        longest = np.maximum(longest, ahead.least["forward"])
-        bound = done + ahead.work_us + _times(self._extra, longest)
-        return bound + np.where(ahead.some, ahead.own_us, tail)
+            d = np.maximum(d, a + (self._M - 1) * ahead.least["backward"])
+        f = np.maximum(f, ahead.least["forward"])
+        return d + ahead.work_us + _times(self._M - 1, f) + np.where(ahead.some, ahead.own_us, u)
 
     def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
-        """See `Law`."""
         return (bound_us,)
 
 
@@ -167,7 +174,7 @@ class OneForwardOneBackwardLaw:
     rank_is_time = True
 
     def __init__(self, micro_batches: int) -> None:
-        self._micro_batches = micro_batches
+        self._M = micro_batches
 
         def work(stages: Stages) -> FloatArray:
             backward = _times(micro_batches - 1, stages.backward) + stages.last_backward
@@ -176,38 +183,38 @@ class OneForwardOneBackwardLaw:
         self.needs = {**_needs("backward"), "work": Least("max", work)}
 
     def extend(self, label: Label, stages: Stages, level: int) -> Label:
-        """See `Law`; the stage of level n has n stages behind it."""
-        longest, there_and_back, last_there_and_back, tail = label
-        count = self._micro_batches
-        in_flight = min(count, level + 1)
-        link, forward, last = stages.link, stages.forward, stages.last_backward
-        backward = stages.backward if count > 1 else last
-        behind = there_and_back + 2 * link
-        again = forward + behind + (count - 1) * backward + last + (count - in_flight) * forward
-        work = count * forward + (count - 1) * backward + last
-        around = last_there_and_back + 2 * link + forward + last
-        trips = (count - 1) // in_flight * (behind + forward + backward) + around
-        step = forward + last + 2 * link
-        longest = np.maximum(np.maximum(work, again), np.maximum(trips, longest + step))
-        hidden = forward + stages.backward_alone + 2 * link + stages.received
-        return longest, behind + forward + backward, around, np.maximum(stages.own, tail - hidden)
+        """Takes the longest of the four paths; the stage of level n has n stages behind it."""
+        g, s, r, u = label
+        M, w = self._M, min(self._M, level + 1)
+        F, C, q = stages.forward, stages.link, stages.last_backward
+        # A single micro-batch is the last one.
+        B = stages.backward if M > 1 else q
+        work = M * F + (M - 1) * B + q
+        s = s + 2 * C
+        # Behind the first micro-batch come the backwards of the others, and the forwards that had to wait for it.
+        first_back = F + s + (M - 1) * B + q + (M - w) * F
+        s = s + F + B
+        r = r + 2 * C + F + q
+        trips = (M - 1) // w * s + r
+        g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
+        return g, s, r, np.maximum(stages.own_us, u - stages.hidden)
 
     def raised(self, label: Label, ahead: Ahead) -> Label:
-        """See `Law`."""
-        *others, tail = label
-        return *others, _raised_tail(tail, ahead)
+        """What stands in g, s and r of a label always counts; only u can be too small to decide."""
+        g, s, r, u = label
+        return g, s, r, _raised_tail(u, ahead)
 
     def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
-        """See `Law`."""
-        longest, there_and_back, _, tail = label
+        """The longest of g with all work in front, the work of a stage in front, and a round trip with its rest."""
+        g, s, _, u = label
         bound: FloatArray = np.maximum(
-            np.maximum(longest + ahead.work_us, ahead.least["work"]),
-            there_and_back + ahead.work_us + _times(self._micro_batches - 1, ahead.least["backward"]),
+            np.maximum(g + ahead.work_us, ahead.least["work"]),
+            s + ahead.work_us + _times(self._M - 1, ahead.least["backward"]),
         )
-        return bound + np.where(ahead.some, ahead.own_us, tail)
+        return bound + np.where(ahead.some, ahead.own_us, u)
 
     def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
-        """See `Law`."""
+        """The step time alone."""
         return (bound_us,)
 
 
@@ -233,7 +240,6 @@ class _Tied:
         self.needs = {**law.needs, **_needs(*more)}
 
     def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
-        """See `Law`."""
         return self._law.bound_us(label[: -self._more], ahead)
 
 
@@ -244,17 +250,14 @@ class PeakLaw(_Tied):
         super().__init__(law, "peak")
 
     def extend(self, label: Label, stages: Stages, level: int) -> Label:
-        """See `Law`."""
         *timed, peak = label
         return *self._law.extend(tuple(timed), stages, level), np.maximum(peak, stages.peak_bytes)
 
     def raised(self, label: Label, ahead: Ahead) -> Label:
-        """See `Law`."""
         *timed, peak = label
         return *self._law.raised(tuple(timed), ahead), np.maximum(peak, ahead.least["peak"])
 
     def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is equal
-        """See `Law`."""
         return (np.maximum(label[-1], ahead.least["peak"]),)
 
 
@@ -265,15 +268,12 @@ class EvenLaw(_Tied):
         super().__init__(law, "moved", "squares")
 
     def extend(self, label: Label, stages: Stages, level: int) -> Label:
-        """See `Law`."""
         *timed, moved, squares = label
         times = self._law.extend(tuple(timed), stages, level)
         return *times, moved + stages.sent_bytes, squares + (stages.forward + stages.backward) ** 2
 
     def raised(self, label: Label, ahead: Ahead) -> Label:
-        """See `Law`."""
         return *self._law.raised(label[:-2], ahead), *label[-2:]
 
     def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is equal
-        """See `Law`."""
         return label[-2] + ahead.least["moved"], label[-1] + ahead.least["squares"]

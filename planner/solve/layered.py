@@ -14,10 +14,9 @@ import numpy as np
 from planner.core.cost.evaluate import Partition, step_us
 from planner.solve.answer import Answer
 from planner.solve.case import Case
-from planner.solve.chain_dp import Found, LabelSearch
+from planner.solve.chain_dp import ChainCuts
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.gpipe import DYNAMIC_PROGRAMME, Windows, partition_of, stage_counts
-from planner.solve.laws import GPipeLaw
+from planner.solve.gpipe import DYNAMIC_PROGRAMME, Windows, gpipe_searches, partition_of
 from planner.solve.layer_times import LayerTimes
 from planner.solve.tables import LAYERS
 
@@ -50,50 +49,40 @@ class _Search:
         windows = Windows(self._case)
         windows.widen(self.upper_us)
         for _ in range(_ROUNDS):
-            found = _best(self._case, windows.width, self.upper_us, self._deadline)
-            if found is not None:
-                self._take(found)
-            # Once the window is wide enough for the best plan known, what the programme finds is a bound for all.
+            best: ChainCuts | None = None
+            for search in gpipe_searches(self._case, windows.width, self._deadline):
+                best = search.best(upper_us=best.step_us if best is not None else self.upper_us) or best
+            if best is not None:
+                self._take(best)
+            # Once the window is wide enough for the best partition so far, the programme's optimum is a bound for all.
             if windows.widen(self.upper_us):
                 continue
-            self.bound_us = self.upper_us if found is None else max(self.bound_us, found.step_us)
+            self.bound_us = self.upper_us if best is None else max(self.bound_us, best.step_us)
             if self.bound_us >= self.upper_us * (1 - 1e-12):
                 return
 
-    def _take(self, found: Found) -> None:
-        partition = _with_layers(self._case, found)
+    def _take(self, cuts: ChainCuts) -> None:
+        partition = _with_layers(self._case, cuts)
         if partition is not None:
             time_us = step_us(self._case.costs, partition, self._case.cluster)
             if time_us < self.upper_us:
                 self.best, self.upper_us = partition, time_us
 
 
-def _best(case: Case, width: int, upper_us: float, deadline: Deadline) -> Found | None:
-    best: Found | None = None
-    for count in stage_counts(case):
-        search = LabelSearch(case.problem(count, width=width), GPipeLaw(case.micro_batches), deadline=deadline)
-        best = search.best(upper_us=best.step_us if best is not None else upper_us) or best
-    return best
-
-
-def _with_layers(case: Case, found: Found) -> Partition | None:
+def _with_layers(case: Case, cuts: ChainCuts) -> Partition | None:
     """The partition with the layers it recomputes; None if a stage does not fit after all."""
     layers = case.layers
     assert layers is not None  # this module gives it to every case
     recomputed = []
-    for k, (first, end) in enumerate(zip(found.cuts[:-1], found.cuts[1:], strict=True)):
-        choice = layers.exact(first, end, case.caps_bytes[0 if case.alike else k]) if found.choices[k] == LAYERS else ()
+    for k, (first, end) in enumerate(zip(cuts.cuts[:-1], cuts.cuts[1:], strict=True)):
+        choice = layers.exact(first, end, case.caps_bytes[0 if case.alike else k]) if cuts.choices[k] == LAYERS else ()
         if choice is None:
             return None
         recomputed.append(choice.recomputed if choice else ())
-    partition = partition_of(case, _without_layers(found))
+    whole = tuple(0 if choice == LAYERS else choice for choice in cuts.choices)
+    partition = partition_of(case, cuts._replace(choices=whole))
     recompute = tuple(
-        "layers" if some else "never" if found.choices[k] == LAYERS else partition.recompute[k]
+        "layers" if some else "never" if cuts.choices[k] == LAYERS else partition.recompute[k]
         for k, some in enumerate(recomputed)
     )
     return replace(partition, recompute=recompute, recomputed=tuple(recomputed) if any(recomputed) else ())
-
-
-def _without_layers(found: Found) -> Found:
-    """The same with `never` in place of single layers."""
-    return found._replace(choices=tuple(0 if choice == LAYERS else choice for choice in found.choices))

@@ -21,13 +21,13 @@ must go are saved by the layers that save most for their time. The same bound fo
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import AGAIN, KEPT, StageLayers, least_levels, most_savings
+from planner.core.cost.layer_memory import AGAIN, KEPT, Pending, StageLayers, least_levels, most_savings
 from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
 from planner.core.cost.sparse import accumulated
@@ -42,10 +42,10 @@ _RELATIVE = 1e-12
 """Sums in another order differ by rounding: a time must be less by more than this to count as less."""
 
 _FEW_LABELS = 64
-"""Of a first walk, which finds a good answer soon: it lets the second one drop most labels by their bounds."""
+"""A first walk keeps so many: it soon finds a good answer, by which the second one drops most labels."""
 
 _MANY_LABELS = 1 << 16
-"""Of a walk that only asks whether anything fits: with no times to weigh, more than a few remain nowhere known."""
+"""A walk that only asks whether anything fits keeps so many: with no times to weigh, few remain."""
 
 _MOST_RATIOS = 64
 """Different times per byte that `least_again_us` tries; if there are more, the bound is a little lower."""
@@ -128,7 +128,7 @@ class _Limit(NamedTuple):
         return room
 
 
-class _Found(NamedTuple):
+class _Choice(NamedTuple):
     time: float
     recomputed: tuple[int, ...]
 
@@ -145,8 +145,8 @@ class _Labels(NamedTuple):
     """Whether the layer is recomputed."""
 
     def take(self, chosen: NDArray[np.intp] | BoolArray) -> "_Labels":
-        time, held, room, bound, parent, again = self
-        return _Labels(time[chosen], held[chosen], room[chosen], bound[chosen], parent[chosen], again[chosen])
+        fields: list[Any] = [field[chosen] for field in self]
+        return _Labels(*fields)
 
 
 Waiting = tuple[tuple[int, float], ...]
@@ -162,16 +162,16 @@ class _Walk:
         self.times = times
         self.num_layers = len(times)
         # What goes out of the last layer is held by the engine.
-        leaving = np.array([[_leaving(made, layers.end, d) for made in layers.pending] for d in (KEPT, AGAIN)])
+        leaving = np.array([[_leaving(outputs, layers.end, d) for outputs in layers.pending] for d in (KEPT, AGAIN)])
         kept, again = layers.held + leaving
         # A recomputed layer keeps its input, if nobody else may.
-        again += [0.0, *(_handed_on(made, layers.first + n + 1) for n, made in enumerate(layers.pending[:-1]))]
+        again += [0.0, *(_handed_on(outputs, layers.first + n + 1) for n, outputs in enumerate(layers.pending[:-1]))]
         savings = np.where(layers.again, np.maximum(kept - again, 0.0), 0.0)
-        made = sum(each.bytes[AGAIN] for made in layers.pending for each in made)
+        pending = sum(each.bytes[AGAIN] for outputs in layers.pending for each in outputs)
         out = float(layers.passed[-1])
         self.kept_behind = out + _behind(kept)
         self.least_behind = out + _behind(np.minimum(kept, again))
-        self.most_behind = out + made + _behind(layers.held.max(axis=0))
+        self.most_behind = out + pending + _behind(layers.held.max(axis=0))
         lowest = [rows.min(axis=0) for rows in layers.peaks]
         self.highest = [self._highest_behind(peaks, layers.held[KEPT]) for peaks in lowest]
         self.lowest = [self._highest_behind(peaks, layers.held.min(axis=0)) for peaks in lowest]
@@ -184,7 +184,7 @@ class _Walk:
             highest[n] = max(peaks[n], held[n] * self.layers.stacked + highest[n + 1])
         return highest
 
-    def run(self, upper_us: float, width: int) -> tuple[_Found | None, float]:
+    def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
         """The best choice if it is below `upper_us`, and a bound on all choices that were let go for lack of width."""
         zero = np.zeros(1)
         start = _Labels(zero, zero, np.array([np.inf]), zero, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.bool_))
@@ -207,22 +207,23 @@ class _Walk:
     def _next(self, n: int, groups: dict[Waiting, _Labels], upper_us: float) -> dict[Waiting, _Labels]:
         """All labels behind layer `n` that may still become something."""
         parts: dict[Waiting, list[_Labels]] = {}
-        place = 0
-        for waiting, labels in groups.items():
+        sizes = np.cumsum([0, *(len(labels.time) for labels in groups.values())])
+        for (waiting, labels), begin in zip(groups.items(), sizes, strict=False):
+            places = begin + np.arange(len(labels.time))
             for decision in (KEPT, AGAIN)[: 1 + int(self.layers.again[n])]:
-                extended = self._extended(n, waiting, labels, decision, place)
+                extended = self._extended(n, waiting, labels._replace(parent=places), decision)
                 parts.setdefault(self._waiting_behind(n, waiting, decision), []).append(extended)
-            place += len(labels.time)
         joined = {waiting: _Labels(*map(np.concatenate, zip(*some, strict=True))) for waiting, some in parts.items()}
         kept = {waiting: _undominated(self._promising(n + 1, labels, upper_us)) for waiting, labels in joined.items()}
         return {waiting: labels for waiting, labels in kept.items() if len(labels.time)}
 
     def _waiting_behind(self, n: int, waiting: Waiting, decision: int) -> Waiting:
         after = [each for each in waiting if each[0] > self.layers.first + n] if decision == KEPT else []
-        made = [(each.until, each.bytes[decision]) for each in self.layers.pending[n] if each.bytes[decision] > 0]
-        return (*after, *made)
+        outputs = [(each.until, each.bytes[decision]) for each in self.layers.pending[n] if each.bytes[decision] > 0]
+        return (*after, *outputs)
 
-    def _extended(self, n: int, waiting: Waiting, labels: _Labels, decision: int, place: int) -> _Labels:
+    def _extended(self, n: int, waiting: Waiting, labels: _Labels, decision: int) -> _Labels:
+        """The labels of one group behind layer `n`; their own places become those of their parents."""
         layers = self.layers
         size = sum(each[1] for each in waiting)
         taken = size * decision
@@ -236,12 +237,12 @@ class _Walk:
             labels.held + layers.held[decision, n] + taken,
             room,
             labels.bound,
-            place + np.arange(len(labels.time)),
+            labels.parent,
             np.full(len(labels.time), decision == AGAIN),
         )
 
     def _promising(self, n: int, labels: _Labels, upper_us: float) -> _Labels:
-        """Those that can be completed to something that fits and is below `upper_us`."""
+        """The labels that can be completed to something that fits and is below `upper_us`."""
         held, room, stacked = labels.held, labels.room, self.layers.stacked
         at_end = held + self.kept_behind[n]
         must_go = np.full_like(held, -np.inf)
@@ -259,7 +260,7 @@ class _Walk:
         room = np.where(room >= held + self.most_behind[n], np.inf, room)
         return labels._replace(room=room, bound=bound).take(fits)
 
-    def _best(self, groups: dict[Waiting, _Labels], history: Sequence[tuple[IntArray, BoolArray]]) -> _Found | None:
+    def _best(self, groups: dict[Waiting, _Labels], history: Sequence[tuple[IntArray, BoolArray]]) -> _Choice | None:
         held = np.concatenate([g.held + sum(each[1] for each in waiting) for waiting, g in groups.items()])
         time = np.concatenate([g.time for g in groups.values()])
         room = np.concatenate([g.room for g in groups.values()])
@@ -274,7 +275,7 @@ class _Walk:
             if again[index]:
                 recomputed.append(self.layers.first + n)
             index = int(parent[index])
-        return _Found(best_us, tuple(reversed(recomputed)))
+        return _Choice(best_us, tuple(reversed(recomputed)))
 
     def without_idle(self, recomputed: tuple[int, ...]) -> tuple[int, ...]:
         """The same without layers that cost no time and whose recomputation is not needed."""
@@ -289,13 +290,13 @@ class _Walk:
         return all(limit.weight * saved + levels[limit.level] <= limit.cap for limit in self.limits)
 
 
-def _leaving(made: Sequence[tuple[int, tuple[float, float]]], end: int, decision: int) -> float:
-    return sum(size[decision] for until, size in made if until >= end)
+def _leaving(outputs: Sequence[Pending], end: int, decision: int) -> float:
+    return sum(each.bytes[decision] for each in outputs if each.until >= end)
 
 
-def _handed_on(made: Sequence[tuple[int, tuple[float, float]]], layer: int) -> float:
+def _handed_on(outputs: Sequence[Pending], layer: int) -> float:
     """What goes into `layer`, and no further, and is not held even if its maker holds what it can."""
-    return sum(size[KEPT] for until, size in made if until == layer)
+    return sum(each.bytes[KEPT] for each in outputs if each.until == layer)
 
 
 def _behind(per_layer: FloatArray) -> FloatArray:
@@ -346,8 +347,8 @@ def _narrowed(groups: dict[Waiting, _Labels], width: int) -> tuple[dict[Waiting,
         return groups, np.inf
     bound = np.concatenate([labels.bound for labels in groups.values()])
     held = np.concatenate([labels.held for labels in groups.values()])
-    fast, others = np.split(np.lexsort((held, bound)), [width - width // 2])
-    by_held = others[np.argsort(held[others], kind="stable")]
+    fast, slow = np.split(np.lexsort((held, bound)), [width - width // 2])
+    by_held = slow[np.argsort(held[slow], kind="stable")]
     chosen = np.zeros(len(bound), dtype=np.bool_)
     chosen[fast] = True
     chosen[by_held[np.linspace(0, len(by_held) - 1, width // 2).astype(np.int64)]] = True

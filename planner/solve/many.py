@@ -13,11 +13,13 @@ from planner.solve.case import Case
 from planner.solve.problem import LinkTimes, prefix
 from planner.solve.tables import CHOICES, allowed_choices, windowed
 
-__all__ = ["Many"]
+__all__ = ["Many", "moved"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+
+_STEPS = (-4, -2, -1, 1, 2, 4)
 
 _WIDEST = 6
 """Stages of interleaved schedules have at most so many times their even share of the layers."""
@@ -50,6 +52,11 @@ class Many:
         self.width = min(case.costs.num_layers, _WIDEST * share)
         """Layers of the longest stage whose memory is known."""
 
+    @property
+    def num_actions(self) -> int:
+        """Forwards and backwards of a step, the measure of what simulating costs."""
+        return 2 * self.case.micro_batches * self.num_stages
+
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """What every device does; raises `UsageError` where the schedule cannot run so."""
@@ -79,11 +86,9 @@ class Many:
         return pipeline + self._tail_us(first, end, forward + backward + 2 * send)
 
     def _tail_us(self, first: IntArray, end: IntArray, hidden: FloatArray) -> FloatArray:
-        own = np.stack(
-            [self._afterwards.own_us(first[:, s], end[:, s], float(self._speeds[s])) for s in range(self.num_stages)],
-            axis=1,
-        )
-        per_device = own.reshape(len(own), self.case.chunks, self.num_devices).sum(axis=1)
+        speeds = self._speeds.tolist()
+        per_stage = [self._afterwards.own_us(first[:, s], end[:, s], speed) for s, speed in enumerate(speeds)]
+        per_device = np.stack(per_stage, axis=1).reshape(-1, self.case.chunks, self.num_devices).sum(axis=1)
         before = np.cumsum(hidden[:, : self.num_devices], axis=1) - hidden[:, : self.num_devices]
         tail: FloatArray = np.maximum((per_device - before).max(axis=1), 0.0)
         return tail
@@ -99,11 +104,11 @@ class Many:
         always, every = held_once(always, np.stack(parts, axis=2), shared, exact=self.case.costs.exact)
         over = np.zeros(len(cuts))
         for device, moments in enumerate(moments_of(self.actions)):
-            mine = slice(device, None, self.num_devices)
-            known = np.asarray(inside[:, mine].all(axis=1))
-            fixed = np.where(known[:, None], always[:, mine], 0.0)
-            peaks = device_peaks(fixed, np.where(known[:, None, None], every[:, mine], 0.0), moments=moments)
-            peaks = np.where(known, peaks, np.inf)
+            chunks = slice(device, None, self.num_devices)
+            is_known = np.asarray(inside[:, chunks].all(axis=1))
+            fixed = np.where(is_known[:, None], always[:, chunks], 0.0)
+            peaks = device_peaks(fixed, np.where(is_known[:, None, None], every[:, chunks], 0.0), moments=moments)
+            peaks = np.where(is_known, peaks, np.inf)
             over = np.maximum(over, peaks - self.case.caps_bytes[device])
         return over
 
@@ -125,3 +130,10 @@ class Many:
             for part, table in zip(parts, windowed(num, self.width, count, block), strict=True):
                 part[choice] = table
         return parts
+
+
+def moved(cuts: IntArray) -> IntArray:
+    """All partitions with one cut moved, shape (partitions, S+1)."""
+    places = [(k, cuts[k] + step) for k in range(1, len(cuts) - 1) for step in _STEPS]
+    every = [(*cuts[:k], cut, *cuts[k + 1 :]) for k, cut in places if cuts[k - 1] < cut < cuts[k + 1]]
+    return np.array(every, dtype=np.int64).reshape(len(every), len(cuts))

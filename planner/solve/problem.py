@@ -33,21 +33,26 @@ class Stages(NamedTuple):
     choice: ChoiceArray
     forward: FloatArray
     backward: FloatArray
-    """Of micro-batches 0..M-2, recomputation included."""
+    """Micro-batches 0..M-2 take so long, recomputation included."""
     last_backward: FloatArray
-    """Of micro-batch M-1."""
+    """Micro-batch M-1 takes so long."""
     backward_alone: FloatArray
     """Without any recomputation."""
     link: FloatArray
     """Shape (n, 1): time on the link behind the stage."""
     received: FloatArray
     """What of `backward` is receiving gradients, less what of `forward` is receiving activations."""
-    own: FloatArray
-    """All-reduce and optimizer's step of the stage."""
+    own_us: FloatArray
+    """U, all-reduce and optimizer's step of the stage."""
     sent_bytes: FloatArray
     """Shape (n, 1): what crosses the boundary behind the stage."""
     peak_bytes: FloatArray
     """Peak memory; of shape (n, 1) and 0 where the tables do not hold it."""
+
+    @property
+    def hidden(self) -> FloatArray:
+        """What the stage hides of the optimizers' steps behind it: F + W + 2 C."""
+        return self.forward + self.backward_alone + 2 * self.link + self.received
 
     def at(self, row: NDArray[np.intp], column: NDArray[np.intp]) -> "Stages":
         """Single stages, in arrays of shape (m,)."""
@@ -66,7 +71,7 @@ class LinkTimes:
 
     @classmethod
     def of(cls, link: Link | None, costs: ChainCosts) -> "LinkTimes":
-        """Of moving the boundary in front of each layer once; None where there is nothing to cross."""
+        """The times to move the boundary in front of each layer once; None where there is nothing to cross."""
         nothing = np.zeros(costs.num_layers + 1)
         if link is None:
             return cls(on_link_us=nothing, receive_us=nothing)
@@ -101,24 +106,23 @@ class Afterwards:
     """What follows a stage's last backward: its gradients summed over replicas, then its optimizer's step."""
 
     optimizer_us: FloatArray
-    """Shape (L+1,): over layers 0..i-1."""
+    """Shape (L+1,): sums over layers 0..i-1, like `gradient_bytes`."""
     gradient_bytes: FloatArray
-    """Likewise."""
     ties: tuple[tuple[int, int, float], ...]
     """First and last layer and gradient bytes that a stage with both holds once."""
     latency_us: float
     us_per_byte: float
-    """Of the all-reduce; both 0 where there is a single replica."""
+    """What the all-reduce takes, with `latency_us`; both 0 where there is a single replica."""
 
     def own_us(self, first: IntArray, end: IntArray, speed: float) -> FloatArray:
         """For the stages of layers first..end-1."""
-        own: FloatArray = (self.optimizer_us[end] - self.optimizer_us[first]) / speed
-        if self.latency_us or self.us_per_byte:
-            gradients = self.gradient_bytes[end] - self.gradient_bytes[first]
-            for low, high, shared in self.ties:
-                gradients = gradients - np.where((first <= low) & (high < end), shared, 0.0)
-            own = own + np.where(gradients > 0, self.latency_us + gradients * self.us_per_byte, 0.0)
-        return own
+        step_us: FloatArray = (self.optimizer_us[end] - self.optimizer_us[first]) / speed
+        if not self.latency_us and not self.us_per_byte:
+            return step_us
+        gradients = self.gradient_bytes[end] - self.gradient_bytes[first]
+        for low, high, shared in self.ties:
+            gradients = gradients - np.where((first <= low) & (high < end), shared, 0.0)
+        return step_us + np.where(gradients > 0, self.latency_us + gradients * self.us_per_byte, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +199,7 @@ class ChainProblem:
             backward_alone=backward + overhead + from_behind,
             link=behind.on_link_us[end],
             received=from_behind - from_before,
-            own=self.afterwards.own_us(first, end, table.speed),
+            own_us=self.afterwards.own_us(first, end, table.speed),
             sent_bytes=self.output_bytes[end],
             peak_bytes=np.zeros(end.shape) if table.bytes is None else table.bytes[ends],
         )

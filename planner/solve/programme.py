@@ -101,7 +101,7 @@ def _stages_of(problem: ChainProblem, level: int, device: int) -> dict[str, NDAr
         "backward_us": at.backward,
         "last_backward_us": at.last_backward,
         "link_us": problem.links[level + 1].on_link_us[at.first],
-        "optimizer_us": at.own,
+        "optimizer_us": at.own_us,
         "hidden_us": at.forward + at.backward_alone + at.received,
         "choice": at.choice,
     }

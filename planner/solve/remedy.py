@@ -85,6 +85,6 @@ _SPELLED_OUT = ("profile", "devices", "memory_bytes", "batch", "schedule", "reco
 
 def _defaults(profile: Profile) -> dict[str, Any]:
     """What options that are left out become."""
-    own = {"model_digest": profile.model.digest, "optimizer": profile.optimizer}
+    model = {"model_digest": profile.model.digest, "optimizer": profile.optimizer}
     executor = profile.device.executor
-    return own if executor is None else {**own, "link": executor.link, "overhead_us": executor.overhead_us}
+    return model if executor is None else {**model, "link": executor.link, "overhead_us": executor.overhead_us}

@@ -19,7 +19,6 @@ from planner.solve.case import Case, Rules, positions
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.explain import Asking, explain_infeasible
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
-from planner.solve.laws import GPipeLaw
 from planner.solve.layered import layered_answer
 from planner.solve.replicas import check_replicas, replica_counts
 from planner.solve.simulated import simulated_answer
@@ -116,9 +115,9 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
         if left is not None and not case.schedule.has_closed_form and case.ideal_us >= upper_us:
             bound_us = min(bound_us, case.bound_us)  # hardly worth the effort, but that proves nothing
             continue
+        most_actions = None if left is None else left[case.schedule.name]
         try:
-            most_actions = None if left is None else left[case.schedule.name]
-            answer = _answer(case, request, upper_us, deadline, most_actions)
+            answer = _answer(case, request, deadline, upper_us=upper_us, most_actions=most_actions)
         except OutOfTimeError:
             complete = False
             bound_us = min(bound_us, case.bound_us)
@@ -141,18 +140,18 @@ def _promise(case: Case) -> tuple[float, ...]:
 
 
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
-    """Of the plans as fast as the best, the one with the lowest peak, as long as there is time for it."""
+    """The plan with the lowest peak of those as fast as the best, as long as there is time for it."""
     if answer.method != DYNAMIC_PROGRAMME or answer.case.policy == "layers":
         return answer
     case = answer.case
     try:
-        found = tie_broken(case, answer.step_us, law=GPipeLaw(case.micro_batches), deadline=deadline)
+        cuts = tie_broken(case, answer.step_us, deadline=deadline)
     except OutOfTimeError:
         return answer
-    return answer if found is None else answer._replace(partition=partition_of(case, found))
+    return answer if cuts is None else answer._replace(partition=partition_of(case, cuts))
 
 
-def _answer(case: Case, request: Request, upper_us: float, deadline: Deadline, most_actions: int | None) -> Answer:
+def _answer(case: Case, request: Request, deadline: Deadline, *, upper_us: float, most_actions: int | None) -> Answer:
     if request.solver == "milp" or request.inputs.any_order:
         # Its modules are dear to import, and most questions do without.
         from planner.solve.programme import programme_answer  # noqa: PLC0415
@@ -240,9 +239,13 @@ def _schedules(
 ) -> Iterator[tuple[Schedule, int, int]]:
     """Schedule, chunks, and how many devices a pipeline may have at most."""
     devices = min(inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
-    for schedule in schedules_for(inputs.schedule):
+    schedules = schedules_for(inputs.schedule)
+    for schedule in schedules:
         if not schedule.is_chunked:
             yield schedule, 1, int(min(devices, schedule.most_devices(micro_batches)))
+            continue
+        # One chunk on each device is 1F1B, and a worse one.
+        if inputs.chunks == 1 and len(schedules) > 1:
             continue
         for chunks in [inputs.chunks] if inputs.chunks else range(2, _MOST_CHUNKS + 1):
             if num_layers >= 2 * chunks and devices >= 2:
@@ -348,16 +351,16 @@ def _check_solver(request: Request) -> None:
     if inputs.recompute == "layers":
         raise UsageError(f"{what} recomputes stage by stage only", hint="use `--recompute auto`")
     if inputs.any_order and (inputs.inter_link is not None or inputs.links):
-        known = "links" if inputs.links else "nodes"
-        raise UsageError(f"{what} and {known}: which link lies between two stages would depend on the order")
+        places = "links" if inputs.links else "nodes"
+        raise UsageError(f"{what} and {places}: which link lies between two stages would depend on the order")
 
 
 def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) -> None:
     never: Recompute = "never"
     recompute = tuple(never for _ in balance)
-    given = Partition(schedule=GPIPE.name, micro_batches=1, balance=balance, recompute=recompute)
+    cuts = Partition(schedule=GPIPE.name, micro_batches=1, balance=balance, recompute=recompute)
     chunks = request.inputs.chunks or _MOST_CHUNKS
-    check_partition(given, num_layers=num_layers, num_devices=request.inputs.devices * chunks)
+    check_partition(cuts, num_layers=num_layers, num_devices=request.inputs.devices * chunks)
 
 
 def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:

@@ -53,8 +53,8 @@ def sweep_of(
             usable = int(cap * (1 - headroom))
             # A plan has no use for more devices than layers.
             asked = _question(request, min(count, len(profile.layers)), usable)
-            known = _known(answers, asked, (count, cap))
-            answers[count, cap] = _solved(profile, asked, table) if known is None else known
+            larger = _answer_of_larger(answers, asked, (count, cap))
+            answers[count, cap] = _solved(profile, asked, table) if larger is None else larger
     cells = tuple(_cell(count, cap, answers[count, cap]) for count in counts for cap in caps)
     return Sweep(
         profile=request.inputs.profile,
@@ -70,7 +70,9 @@ def _question(request: Request, devices: int, cap: int) -> Request:
     return replace(request, inputs=replace(request.inputs, devices=devices, memory_bytes=(cap,) * devices))
 
 
-def _known(answers: dict[tuple[int, int], _Answer], asked: Request, place: tuple[int, int]) -> _Answer | None:
+def _answer_of_larger(
+    answers: dict[tuple[int, int], _Answer], asked: Request, place: tuple[int, int]
+) -> _Answer | None:
     """The answer, if one for as many devices or more with as much memory or more already says it."""
     inputs = asked.inputs
     for (devices, cap), answer in answers.items():

@@ -32,8 +32,6 @@ LONG_FUNCTIONS: set[str] = set()
 
 DEEP_FUNCTIONS = {
     "planner/profile/units.py:trace_units",
-    "planner/solve/gpipe.py:gpipe_answer",
-    "planner/solve/simulated.py:_Search.one_chunk",
 }
 
 MANY_ARGUMENTS = {
@@ -49,17 +47,14 @@ MANY_ARGUMENTS = {
     "planner/show/html/page.py:plan_html",
     "planner/show/svg.py:_rect",
     "planner/show/terminal/sweep.py:_square",
-    "planner/solve/chain_dp.py:LabelSearch._extended",
-    "planner/solve/layerwise.py:_Walk._extended",
-    "planner/solve/search.py:_answer",
 }
 
 SCHEDULES_BY_NAME: set[str] = set()
 
-VAGUE_NAMES = {"core": 2, "solve": 3}
+VAGUE_NAMES = {"core": 2}
 """Rooms and the share of their names in percent, rounded up; elsewhere it is less than one."""
 
-DOCSTRINGS_WITHOUT_SUBJECT = {"core": 2, "emit": 2, "solve": 5}
+DOCSTRINGS_WITHOUT_SUBJECT = {"core": 2, "emit": 2}
 """Rooms and the share of their docstrings, in the same way."""
 
 

@@ -14,7 +14,7 @@ from planner.core.errors import UsageError
 from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
 from planner.core.values.profile import Device, Profile
 from planner.solve import Request, faster_schedule, many, solve
-from planner.solve.search import MOST_ACTIONS_OF_AUTO
+from planner.solve.search import MOST_ACTIONS_OF_AUTO, cases_of
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of, profile_of
 
@@ -98,6 +98,17 @@ def test_what_is_for_a_tpu_is_gpipe() -> None:
     profile = replace(tight(), device=Device(kind="tpu:v2", name="TPU v2", how="compiled"))
     assert answer(profile, "auto").inputs.schedule == "gpipe"
     assert answer(profile, "1f1b").inputs.schedule == "1f1b"
+
+
+def test_one_stage_on_each_device_is_not_tried_as_chunks() -> None:
+    """Cuts are for one stage on each device unless chunks are asked for: interleaved they would be a slower 1F1B."""
+    profile = tight()
+    asked = {
+        auto: SolverOptions(devices=4, mem=10**6, batch=16, balance="2,2,2,2", chunks=auto) for auto in ("auto", 2)
+    }
+    cases = {auto: cases_of(profile, request_of(profile, WHERE, asked[auto])) for auto in asked}
+    assert {case.schedule.name for case in cases["auto"]} == {"gpipe", "1f1b"}
+    assert {case.chunks for case in cases[2] if case.schedule.is_chunked} == {2}
 
 
 def test_what_another_schedule_would_give() -> None:
