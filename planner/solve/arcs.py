@@ -18,14 +18,12 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.step_time import flow_shop_us
+from planner.solve.arrays import FloatArray, IntArray
 
 __all__ = ["ArcProblem", "Plan", "narrow", "prune", "step_us"]
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 Plan = tuple[int, ...]
 """Arcs in the order of the chain."""
 

@@ -6,21 +6,18 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.moments import stage_moments
 from planner.core.schedule import Loads, Schedule
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import RecomputePolicy
+from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.layer_times import LayerTimes
 from planner.solve.problem import Afterwards, ChainProblem, DeviceTable, LinkTimes, prefix
 from planner.solve.tables import LAYERS, NOWHERE, MemoryTable
 
 __all__ = ["Case", "Rules", "positions"]
-
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +104,7 @@ class Case:
         pair = self._bottleneck_us(self.costs.forward_us + self.costs.backward_us)
         return self.micro_batches * pair + self.work_us * (1 - 1 / self.num_devices) / self.chunks
 
-    def _bottleneck_us(self, times: NDArray[np.float64]) -> float:
+    def _bottleneck_us(self, times: FloatArray) -> float:
         speeds = sum(self.cluster.speed(d) for d in range(self.num_devices))
         return max(float(times.max(initial=0.0)) / self.fastest, float(times.sum()) / speeds)
 

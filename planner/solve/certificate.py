@@ -9,15 +9,12 @@ from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import FrontierPoint, Plan, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.insight import frontier_of
-from planner.solve.search import Request, solve
+from planner.solve.search import MOST_WORK, Request, solve
 
 __all__ = ["certified"]
 
 _TIME_LIMIT_S = 5.0
 """A gate must not keep people waiting: what is not recomputed by then is said to be not."""
-
-_MOST_WORK = 20_000
-"""Layers times devices, beyond which nothing is solved again."""
 
 _HINT = "solve again, to have what is written recomputed"
 
@@ -56,7 +53,7 @@ def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]
     problems = list(certificate_problems(written, now.solver))
     open_ones = []
     if now.solver.status != "given" or written.frontier:
-        if len(profile.layers) * now.inputs.devices > _MOST_WORK:
+        if len(profile.layers) * now.inputs.devices > MOST_WORK:
             open_ones.append("there are too many layers and devices to solve again")
         else:
             for question in (_faster, _frontier):

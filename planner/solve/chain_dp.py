@@ -18,16 +18,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.solve.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.laws import Ahead, Law
 from planner.solve.problem import ChainProblem
 
 __all__ = ["RELATIVE", "ChainCuts", "LabelSearch"]
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 RELATIVE = 1e-12
 """Sums in another order differ by rounding: a plan must be better by more than this to count as better."""
@@ -57,14 +54,14 @@ class _Level(NamedTuple):
     first: IntArray
     parent: IntArray
     """Position of the label behind the foremost stage, one level up."""
-    choice: NDArray[np.int8]
+    choice: ChoiceArray
     numbers: FloatArray
     """Shape (numbers of the law, n)."""
     bound: FloatArray
     rank: FloatArray
     """Below the rank of every completion, shape (numbers to rank by, n)."""
 
-    def take(self, index: NDArray[np.intp]) -> "_Level":
+    def take(self, index: IndexArray) -> "_Level":
         fields: list[Any] = [np.take(field, index, axis=-1) for field in self]
         return _Level(*fields)
 
@@ -207,11 +204,11 @@ class LabelSearch:
                 # stage may come to lie on any level.
                 levels = [self.problem.num_stages - count] if self.problem.exact else range(self.problem.num_stages)
                 rows = self._least_of_stages(levels)
-            for name, (combine, _) in self.law.needs.items():
+            for name, (join, _) in self.law.needs.items():
                 before, width = least[name][-1], self.problem.width
                 padded = np.concatenate([np.full(width, np.inf), before[:-1]])
                 windows = np.lib.stride_tricks.sliding_window_view(padded, width)
-                longer = (np.maximum if combine == "max" else np.add)(windows, rows[name]).min(axis=1)
+                longer = join(windows, rows[name]).min(axis=1)
                 least[name].append(longer if self.problem.exact else np.minimum(longer, before))
         return least
 
@@ -253,7 +250,7 @@ class LabelSearch:
         largest = {
             name: np.maximum(least, self._least[name][-1][end])
             for name, least in ahead.least.items()
-            if self.law.needs[name].combine == "max"
+            if self.law.needs[name].join is np.maximum
         }
         return replace(ahead, least={**ahead.least, **largest})
 
@@ -275,14 +272,14 @@ class LabelSearch:
             return labels.take(np.empty(0, dtype=np.intp))
         return _Level(*(np.concatenate(fields, axis=-1) for fields in zip(*parts, strict=True)))
 
-    def _blocks(self, labels: _Level) -> Iterator[NDArray[np.intp]]:
+    def _blocks(self, labels: _Level) -> Iterator[IndexArray]:
         open_ = np.flatnonzero(labels.first > 0)
         size = max(1, _MOST_CANDIDATES // self.problem.width)
         for start in range(0, len(open_), size):
             self._deadline.check()
             yield open_[start : start + size]
 
-    def _extended(self, labels: _Level, block: NDArray[np.intp], place: tuple[int, int], wanted: _Wanted) -> _Level:
+    def _extended(self, labels: _Level, block: IndexArray, place: tuple[int, int], wanted: _Wanted) -> _Level:
         """The labels at `block` with each stage in front that a level may run in one way."""
         level, way = place
         stages_left = self.problem.num_stages - level - 1
@@ -327,14 +324,14 @@ def just_below(upper_us: float) -> float:
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 
-def _before(rank: FloatArray, best: tuple[float, ...]) -> NDArray[np.bool_]:
+def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
     before = np.zeros(rank[0].shape, dtype=bool)
     for number, of_best in zip(rank[::-1], best[::-1], strict=True):
         before = (number < of_best * (1 - RELATIVE)) | ((number <= of_best * (1 + RELATIVE)) & before)
     return before
 
 
-def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -> NDArray[np.intp]:
+def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
     """Indices of the rows that no other row of the same group dominates.
 
     Args:
@@ -346,7 +343,7 @@ def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -
     Complexity: O(n) per round, and as many rounds as the largest group has undominated rows.
     """
     left = np.arange(len(group))
-    kept: list[NDArray[np.intp]] = []
+    kept: list[IndexArray] = []
     while len(left) and (most is None or len(kept) < most):
         head = np.flatnonzero(np.diff(group[left], prepend=-1))
         leaders = left[head]

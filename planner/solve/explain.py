@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.errors import InfeasibleError
@@ -12,12 +11,11 @@ from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, schedules_for
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
+from planner.solve.arrays import FloatArray
 from planner.solve.case import Case
 from planner.solve.tables import width_for
 
 __all__ = ["Asking", "explain_infeasible", "smallest_cap_bytes"]
-
-FloatArray = NDArray[np.float64]
 
 _MOST_DEVICES = 1024
 """Beyond this, "more devices" is no advice."""

@@ -6,7 +6,7 @@ from typing import Final
 from planner.core.errors import PlannerError
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.solve.search import Request, faster_plan
+from planner.solve.search import MOST_WORK, Request, faster_plan
 
 __all__ = ["MOST_HINT_S", "faster_schedule"]
 
@@ -15,9 +15,6 @@ MOST_HINT_S: Final = 5.0
 
 _ACTIONS = 300_000
 """For each schedule; about a second."""
-
-_MOST_WORK = 20_000
-"""Layers times devices, beyond which no other schedule is looked at."""
 
 _LEAST_GAIN = 0.005
 """A share of the step time that is worth a remark."""
@@ -41,7 +38,7 @@ def faster_schedule(
     inputs = plan.inputs
     if inputs.schedule == "auto" or plan.solver.status == "given" or inputs.any_order:
         return None
-    if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > _MOST_WORK:
+    if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > MOST_WORK:
         return None
     recompute = "auto" if inputs.recompute == "layers" else inputs.recompute
     every = replace(inputs, schedule="auto", chunks=0, recompute=recompute)

@@ -10,7 +10,7 @@ from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import ChainCuts, LabelSearch
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.laws import EvenLaw, GPipeLaw, PeakLaw
+from planner.solve.laws import GPipeLaw, TiedLaw
 from planner.solve.tables import CHOICES, width_for
 
 __all__ = ["DYNAMIC_PROGRAMME", "Windows", "gpipe_answer", "gpipe_searches", "partition_of", "tie_broken"]
@@ -120,14 +120,16 @@ def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> Cha
     width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))
     lowest: ChainCuts | None = None
     for count in _stage_counts(case):
-        search = LabelSearch(case.problem(count, width=width, every_choice=True), PeakLaw(law), deadline=deadline)
+        search = LabelSearch(
+            case.problem(count, width=width, every_choice=True), TiedLaw(law, "peak"), deadline=deadline
+        )
         lowest = _first_by_rank(search, upper_us, lowest)
     if lowest is None:
         return None
     best: ChainCuts | None = None
     for count in _stage_counts(case):
         problem = case.problem(count, width=width, most_bytes=lowest.rank[0])
-        best = _first_by_rank(LabelSearch(problem, EvenLaw(law), deadline=deadline), upper_us, best)
+        best = _first_by_rank(LabelSearch(problem, TiedLaw(law, "moved", "squares"), deadline=deadline), upper_us, best)
     return best or lowest
 
 

@@ -42,32 +42,29 @@ where D is the makespan of the backward flow shop and U what optimizers add. The
     u   as above
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.solve.arrays import BoolArray, FloatArray
 from planner.solve.problem import Stages
 
-__all__ = ["Ahead", "EvenLaw", "GPipeLaw", "Law", "OneForwardOneBackwardLaw", "PeakLaw"]
+__all__ = ["Ahead", "GPipeLaw", "Law", "OneForwardOneBackwardLaw", "TiedLaw"]
 
-FloatArray = NDArray[np.float64]
 Label = tuple[FloatArray, ...]
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
 """x, a and d."""
 _Machine = tuple[FloatArray, FloatArray, FloatArray]
 """F, p and q."""
 
-Combine = Literal["max", "sum"]
-
 
 class Least(NamedTuple):
     """What the layers in front cost at least in some respect: the best over all ways to cut them into stages."""
 
-    combine: Combine
-    """How the stages' values make up the whole."""
+    join: np.ufunc
+    """How the stages' values make up the whole: their maximum or their sum."""
     of: Callable[[Stages], FloatArray]
     """A stage's value."""
 
@@ -80,18 +77,18 @@ class Ahead:
     """Forward and backward of all of them."""
     own_us: float
     """All-reduce and optimizer of the first stage, if layers are in front."""
-    some: NDArray[np.bool_]
+    some: BoolArray
     """Whether there are layers in front."""
     least: dict[str, FloatArray]
     """By the names in `Law.needs`."""
 
 
 _NEEDS: dict[str, Least] = {
-    "forward": Least("max", lambda stages: stages.forward),
-    "backward": Least("max", lambda stages: stages.backward),
-    "peak": Least("max", lambda stages: np.where(np.isfinite(stages.forward), stages.peak_bytes, np.inf)),
-    "moved": Least("sum", lambda stages: np.where(np.isfinite(stages.forward), stages.sent_bytes, np.inf)),
-    "squares": Least("sum", lambda stages: (stages.forward + stages.backward) ** 2),
+    "forward": Least(np.maximum, lambda stages: stages.forward),
+    "backward": Least(np.maximum, lambda stages: stages.backward),
+    "peak": Least(np.maximum, lambda stages: np.where(np.isfinite(stages.forward), stages.peak_bytes, np.inf)),
+    "moved": Least(np.add, lambda stages: np.where(np.isfinite(stages.forward), stages.sent_bytes, np.inf)),
+    "squares": Least(np.add, lambda stages: (stages.forward + stages.backward) ** 2),
 }
 
 
@@ -180,7 +177,7 @@ class OneForwardOneBackwardLaw:
             backward = _times(micro_batches - 1, stages.backward) + stages.last_backward
             return micro_batches * stages.forward + backward
 
-        self.needs = {**_needs("backward"), "work": Least("max", work)}
+        self.needs = {**_needs("backward"), "work": Least(np.maximum, work)}
 
     def extend(self, label: Label, stages: Stages, level: int) -> Label:
         """Takes the longest of the four paths; the stage of level n has n stages behind it."""
@@ -228,52 +225,44 @@ def _raised_tail(tail: FloatArray, ahead: Ahead) -> FloatArray:
     return np.where(ahead.some, np.maximum(tail, ahead.own_us + ahead.work_us), tail)
 
 
-class _Tied:
-    """A law with more numbers behind its own, for the best among plans of equal step time."""
+class TiedLaw:
+    """A law with more numbers behind its own, by which partitions of equal step time are ranked, the first one first.
+
+    Args:
+        law: What the step time is.
+        ranks: Names in `_NEEDS`: `peak`, the highest of any device; `moved`, bytes across cuts; `squares` of the times
+            of stages, least where these are even.
+    """
 
     rank_is_time = False
 
-    def __init__(self, law: Law, *more: str) -> None:
+    def __init__(self, law: Law, *ranks: str) -> None:
         self._law = law
-        self._more = len(more)
-        self.size = law.size + len(more)
-        self.needs = {**law.needs, **_needs(*more)}
+        self._ranks = _needs(*ranks)
+        self.size = law.size + len(ranks)
+        self.needs = {**law.needs, **self._ranks}
+
+    def _ranked(self, label: Label) -> Iterator[tuple[str, Least, FloatArray]]:
+        for (name, need), number in zip(self._ranks.items(), label[self._law.size :], strict=True):
+            yield name, need, number
+
+    def extend(self, label: Label, stages: Stages, level: int) -> Label:
+        """Each number takes the stage in as its need says."""
+        more = [need.join(number, need.of(stages)) for _, need, number in self._ranked(label)]
+        return *self._law.extend(label[: self._law.size], stages, level), *more
+
+    def raised(self, label: Label, ahead: Ahead) -> Label:
+        """A maximum below the one in front cannot decide; sums count in any case."""
+        more = [
+            np.maximum(number, ahead.least[name]) if need.join is np.maximum else number
+            for name, need, number in self._ranked(label)
+        ]
+        return *self._law.raised(label[: self._law.size], ahead), *more
 
     def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
-        return self._law.bound_us(label[: -self._more], ahead)
-
-
-class PeakLaw(_Tied):
-    """Lowest peak memory of any device: one more number, the largest so far."""
-
-    def __init__(self, law: Law) -> None:
-        super().__init__(law, "peak")
-
-    def extend(self, label: Label, stages: Stages, level: int) -> Label:
-        *timed, peak = label
-        return *self._law.extend(tuple(timed), stages, level), np.maximum(peak, stages.peak_bytes)
-
-    def raised(self, label: Label, ahead: Ahead) -> Label:
-        *timed, peak = label
-        return *self._law.raised(tuple(timed), ahead), np.maximum(peak, ahead.least["peak"])
+        """The bound of the step time alone."""
+        return self._law.bound_us(label[: self._law.size], ahead)
 
     def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is equal
-        return (np.maximum(label[-1], ahead.least["peak"]),)
-
-
-class EvenLaw(_Tied):
-    """Fewest bytes moved, then the evenest stages: the sum of squares of their times."""
-
-    def __init__(self, law: Law) -> None:
-        super().__init__(law, "moved", "squares")
-
-    def extend(self, label: Label, stages: Stages, level: int) -> Label:
-        *timed, moved, squares = label
-        times = self._law.extend(tuple(timed), stages, level)
-        return *times, moved + stages.sent_bytes, squares + (stages.forward + stages.backward) ** 2
-
-    def raised(self, label: Label, ahead: Ahead) -> Label:
-        return *self._law.raised(label[:-2], ahead), *label[-2:]
-
-    def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is equal
-        return label[-2] + ahead.least["moved"], label[-1] + ahead.least["squares"]
+        """The numbers with the least of what is in front."""
+        return tuple(need.join(number, ahead.least[name]) for name, need, number in self._ranked(label))

@@ -1,17 +1,15 @@
 """What recomputing single layers costs for every stage: bounds first, exact values for the stages that matter."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.moments import stage_moments
 from planner.core.schedule import GPIPE
+from planner.solve.arrays import FloatArray
 from planner.solve.layerwise import LayerChoice, cheapest_layers, least_again_us
 from planner.solve.tables import windowed
 
 __all__ = ["LayerTimes"]
-
-FloatArray = NDArray[np.float64]
 
 
 class LayerTimes:

@@ -26,47 +26,36 @@ _ROUNDS = 400
 
 
 def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """The fastest partition found that beats `upper_us`, and what none can beat; raises as `gpipe_answer`."""
-    search = _Search(replace(case, layers=LayerTimes(case.costs, case.micro_batches)), upper_us, deadline)
+    """The fastest partition that beats `upper_us`, and what none can beat; raises as `gpipe_answer`."""
+    case = replace(case, layers=LayerTimes(case.costs, case.micro_batches))
+    best: Partition | None = None
+    bound_us = case.bound_us
+    windows = Windows(case)
+    windows.widen(upper_us)
     try:
-        search.run()
-    except OutOfTimeError:
-        if search.best is None:
-            raise
-    step_us = search.upper_us if search.best is not None else np.inf
-    return Answer(case, search.best, step_us, min(search.bound_us, search.upper_us), DYNAMIC_PROGRAMME)
-
-
-class _Search:
-    def __init__(self, case: Case, upper_us: float, deadline: Deadline) -> None:
-        self._case = case
-        self._deadline = deadline
-        self.upper_us = upper_us
-        self.bound_us = case.bound_us
-        self.best: Partition | None = None
-
-    def run(self) -> None:
-        windows = Windows(self._case)
-        windows.widen(self.upper_us)
         for _ in range(_ROUNDS):
-            best: ChainCuts | None = None
-            for search in gpipe_searches(self._case, windows.width, self._deadline):
-                best = search.best(upper_us=best.step_us if best is not None else self.upper_us) or best
-            if best is not None:
-                self._take(best)
+            cuts = _best_cuts(case, windows.width, upper_us, deadline)
+            partition = None if cuts is None else _with_layers(case, cuts)
+            time_us = np.inf if partition is None else step_us(case.costs, partition, case.cluster)
+            if time_us < upper_us:
+                best, upper_us = partition, time_us
             # Once the window is wide enough for the best partition so far, the programme's optimum is a bound for all.
-            if windows.widen(self.upper_us):
+            if windows.widen(upper_us):
                 continue
-            self.bound_us = self.upper_us if best is None else max(self.bound_us, best.step_us)
-            if self.bound_us >= self.upper_us * (1 - 1e-12):
-                return
+            bound_us = upper_us if cuts is None else max(bound_us, cuts.step_us)
+            if bound_us >= upper_us * (1 - 1e-12):
+                break
+    except OutOfTimeError:
+        if best is None:
+            raise
+    return Answer(case, best, np.inf if best is None else upper_us, min(bound_us, upper_us), DYNAMIC_PROGRAMME)
 
-    def _take(self, cuts: ChainCuts) -> None:
-        partition = _with_layers(self._case, cuts)
-        if partition is not None:
-            time_us = step_us(self._case.costs, partition, self._case.cluster)
-            if time_us < self.upper_us:
-                self.best, self.upper_us = partition, time_us
+
+def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> ChainCuts | None:
+    best: ChainCuts | None = None
+    for search in gpipe_searches(case, width, deadline):
+        best = search.best(upper_us=best.step_us if best is not None else upper_us) or best
+    return best
 
 
 def _with_layers(case: Case, cuts: ChainCuts) -> Partition | None:

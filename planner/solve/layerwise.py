@@ -24,19 +24,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import AGAIN, KEPT, Pending, StageLayers, least_levels, most_savings
 from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
 from planner.core.cost.sparse import accumulated
+from planner.solve.arrays import BoolArray, FloatArray, IndexArray, IntArray
 
 __all__ = ["LayerChoice", "cheapest_layers", "least_again_us"]
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
 
 _RELATIVE = 1e-12
 """Sums in another order differ by rounding: a time must be less by more than this to count as less."""
@@ -144,7 +140,7 @@ class _Labels(NamedTuple):
     again: BoolArray
     """Whether the layer is recomputed."""
 
-    def take(self, chosen: NDArray[np.intp] | BoolArray) -> "_Labels":
+    def take(self, chosen: IndexArray | BoolArray) -> "_Labels":
         fields: list[Any] = [field[chosen] for field in self]
         return _Labels(*fields)
 

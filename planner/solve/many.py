@@ -3,21 +3,17 @@
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.device_memory import chunk_totals, device_peaks, held_once, shared_bytes
 from planner.core.cost.moments import PARTS, moments_of
 from planner.core.cost.simulate import makespans
 from planner.core.schedule import Action
+from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.problem import LinkTimes, prefix
 from planner.solve.tables import CHOICES, allowed_choices, windowed
 
 __all__ = ["Many", "moved"]
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-
 
 _STEPS = (-4, -2, -1, 1, 2, 4)
 

@@ -36,14 +36,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.solve.arcs import ArcProblem, Plan, narrow, step_us
+from planner.solve.arrays import FloatArray, IntArray
 
 __all__ = ["ArcProblem", "MilpAnswer", "Solver", "Status", "solve_arcs", "step_us"]
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 Solver = Literal["auto", "highs", "cbc"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 

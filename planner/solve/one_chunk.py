@@ -15,8 +15,8 @@ of partitions that are simulated at once.
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.chain_dp import LabelSearch
 from planner.solve.gpipe import Windows
 from planner.solve.laws import OneForwardOneBackwardLaw
@@ -27,8 +27,6 @@ from planner.solve.tables import NOWHERE
 
 __all__ = ["search_one_chunk"]
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 
 _ORDER, _FIRST_ORDER = 3, 10
 """What it costs to find the order of a schedule's actions, in blocks: where effort is bounded, and else."""

@@ -5,17 +5,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.values.cluster import Link
+from planner.solve.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.tables import CHOICES, LAYERS, NOWHERE
 
 __all__ = ["Afterwards", "ChainProblem", "DeviceTable", "LinkTimes", "Stages", "prefix"]
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-ChoiceArray = NDArray[np.int8]
 
 _AGAIN, _LAST_AGAIN = CHOICES.index("except-last"), CHOICES.index("always")
 
@@ -54,7 +51,7 @@ class Stages(NamedTuple):
         """What the stage hides of the optimizers' steps behind it: F + W + 2 C."""
         return self.forward + self.backward_alone + 2 * self.link + self.received
 
-    def at(self, row: NDArray[np.intp], column: NDArray[np.intp]) -> "Stages":
+    def at(self, row: IndexArray, column: IndexArray) -> "Stages":
         """Single stages, in arrays of shape (m,)."""
         width = self.first.shape[1]
         return Stages(*(field[row, column if field.shape[1] == width else 0] for field in self))
@@ -139,7 +136,7 @@ class ChainProblem:
     forward_us: FloatArray
     """Shape (L+1,): of layers 0..i-1 on the profiled device, like `backward_us`."""
     backward_us: FloatArray
-    has_backward: NDArray[np.bool_]
+    has_backward: BoolArray
     """Shape (L+1,): whether a stage that ends in front of layer i has one, and so can be recomputed."""
     overhead_us: float
     tables: tuple[tuple[DeviceTable, ...], ...]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from planner.core.cost.evaluate import Partition
 from planner.core.errors import SolverError
 from planner.solve.answer import Answer
+from planner.solve.arrays import ChoiceArray
 from planner.solve.case import Case
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.milp import ArcProblem, solve_arcs
@@ -63,7 +64,7 @@ def programme_answer(
     return Answer(case, partition, solved.step_us, solved.bound_us, _METHOD)
 
 
-def _arcs(case: Case, width: int, classes: Sequence[tuple[int, ...]]) -> tuple[ArcProblem, NDArray[np.int8]]:
+def _arcs(case: Case, width: int, classes: Sequence[tuple[int, ...]]) -> tuple[ArcProblem, ChoiceArray]:
     """Every stage that fits, as an arc, and its recomputation."""
     num = case.num_devices
     if classes:

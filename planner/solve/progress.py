@@ -4,19 +4,15 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.evaluate import Partition
+from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.deadline import Deadline
 from planner.solve.many import Many
 from planner.solve.tables import CHOICES
 
 __all__ = ["BLOCK", "Effort", "Progress"]
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 
 BLOCK = 1024
 """Partitions that are simulated at once, and count once."""

@@ -7,16 +7,12 @@ from planner.core.values.devices import accelerators_with
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, exact_bytes_option, format_us
-from planner.solve.search import Request, solve
+from planner.solve.search import MOST_WORK, Request, solve
 
 __all__ = ["what_would_fit"]
 
 _TIME_LIMIT_S = 2.0
 """A gate must not keep people waiting: what is not found by then is not told."""
-
-_MOST_WORK = 20_000
-"""Layers times devices. Beyond it even the explanation that nothing fits takes seconds: people solve again by hand."""
-
 
 _SMALL = 10**9
 
@@ -41,7 +37,8 @@ def _more_memory(plan: Plan, profile: Profile) -> tuple[str, ...]:
 
 
 def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
-    if len(profile.layers) * plan.inputs.devices > _MOST_WORK:
+    # Beyond that even the explanation that nothing fits takes seconds: people solve again by hand.
+    if len(profile.layers) * plan.inputs.devices > MOST_WORK:
         return ()
     # Cuts and micro-batches are free again; the devices, the batch and the rules stay as they are.
     request = Request(inputs=plan.inputs, time_limit_s=_TIME_LIMIT_S)

@@ -31,6 +31,9 @@ __all__ = ["Request", "Solver", "cases_of", "faster_plan", "micro_batch_counts",
 MOST_ACTIONS_OF_AUTO: Final = 1_200_000
 """Some seconds for each schedule."""
 
+MOST_WORK: Final = 20_000
+"""Layers times devices, beyond which nothing is solved beside the question itself."""
+
 _MOST_CHUNKS = 4
 """Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""
 

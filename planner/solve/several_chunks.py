@@ -14,11 +14,11 @@ from itertools import combinations, islice, product
 from math import comb, inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
+from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.chain_dp import LabelSearch
 from planner.solve.laws import GPipeLaw
@@ -28,10 +28,6 @@ from planner.solve.progress import BLOCK, Progress
 from planner.solve.tables import allowed_choices
 
 __all__ = ["search_several_chunks"]
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 
 _PROMISING = 1.15
 """A plan begins to be improved if it is not slower than the best by more than this."""

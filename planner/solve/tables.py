@@ -12,18 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.memory import interval_totals
 from planner.core.cost.moments import Moments
 from planner.core.values.plan import Recompute, RecomputePolicy
+from planner.solve.arrays import ChoiceArray, FloatArray, IntArray
 
 __all__ = ["CHOICES", "LAYERS", "NOWHERE", "MemoryTable", "allowed_choices", "width_for", "windowed"]
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-ChoiceArray = NDArray[np.int8]
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 """From the cheapest in time to the cheapest in memory."""
