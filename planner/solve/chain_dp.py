@@ -8,6 +8,11 @@ those smallest bottlenecks, or below that of the whole chain, is raised to it be
 cannot decide; and a stage that alone is slower than the best plan allows is not in the tables (`width_for`). The first
 complete plan comes from the same search with only the most promising label kept of each first layer.
 
+    level   labels, each drawn from its first layer on                  K = 3, L = 8
+      0                            [ 7 ]    [ 6 7 ]    [ 5 6 7 ]        one stage
+      1               [ 4 5 6 ][ 7 ]    [ 5 ][ 6 7 ]   …                one more in front of each label of level 0
+      2     [ 0 1 2 3 ][ 4 5 6 ][ 7 ]   …                               those that begin at layer 0 are plans
+
 Complexity: with windows of W layers, O(K L W) time for the bounds and O(K L W · labels) for the search, where W is
 about L/K on long chains, and most first layers are out of reach from one side or the other; O(K L + L W) memory. Few
 labels survive on real chains. Exact for any input: no candidate is dropped but by a bound or by dominance.
@@ -23,6 +28,7 @@ from planner.solve.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray,
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.laws import Ahead, Law
 from planner.solve.problem import ChainProblem
+from planner.solve.tables import windows_before
 
 __all__ = ["RELATIVE", "ChainCuts", "LabelSearch"]
 
@@ -102,7 +108,7 @@ class LabelSearch:
         root_us = self.root_bound_us()
         if not root_us < just_below(upper_us):
             return None
-        # A first plan costs least to find where little is allowed; that there is none then tells nothing.
+        # A first plan costs least where little is allowed; that there is none then tells nothing.
         for slack in _SLACKS:
             allowed_us = min(upper_us, root_us * slack)
             first = self.run(upper_us=allowed_us, most_labels=1) if root_us < just_below(allowed_us) else None
@@ -120,6 +126,7 @@ class LabelSearch:
     def min_max(self, name: str) -> tuple[int, ...] | None:
         """The cuts into all the stages whose largest is the smallest possible in one of the law's needs."""
         least = self._least[name]
+        # From the back, each stage is the one that leaves the least largest to it and all in front.
         cuts = [self.problem.num_layers]
         if not np.isfinite(least[self.problem.num_stages][cuts[0]]):
             return None
@@ -150,6 +157,7 @@ class LabelSearch:
         best: ChainCuts | None = None
         for level in range(self.problem.num_stages):
             labels = self._next_level(levels[-1], level, _Wanted(upper_us, best_rank))
+            # To find the undominated ones of so many is what takes long: hopeless levels are not begun.
             if len(labels.first) > 20 * most_in_level:
                 break
             levels.append(self._reduced(labels, most_labels))
@@ -159,6 +167,7 @@ class LabelSearch:
             if rank is not None and (best_rank is None or rank < best_rank):
                 best_rank = rank
                 best = ChainCuts(float(levels[-1].bound[index]), *self._trace(levels, level + 1, index), rank)
+                # Where ranks tell plans of equal time apart, the time to beat stays what it was.
                 if self.law.rank_is_time:
                     upper_us = best.step_us
                     self.best_so_far = best
@@ -174,6 +183,7 @@ class LabelSearch:
         are_all = True
         for level in range(self.problem.num_stages):
             labels = self._next_level(levels[-1], level, _Wanted(upper_us))
+            # Nothing is dropped for being dominated: that is so of bounds, and says nothing of simulated times.
             if len(labels.first) > most:
                 labels, are_all = labels.take(np.argsort(labels.bound, kind="stable")[:most]), False
             levels.append(labels)
@@ -184,6 +194,7 @@ class LabelSearch:
         return partitions, are_all
 
     def _first_of_complete(self, labels: "_Level") -> tuple[tuple[float, ...] | None, int]:
+        # Labels ascend by first layer: complete ones come first.
         if not len(labels.first) or labels.first[0] > 0:
             return None, -1
         complete = int(np.searchsorted(labels.first, 1))
@@ -205,10 +216,8 @@ class LabelSearch:
                 levels = [self.problem.num_stages - count] if self.problem.exact else range(self.problem.num_stages)
                 rows = self._least_of_stages(levels)
             for name, (join, _) in self.law.needs.items():
-                before, width = least[name][-1], self.problem.width
-                padded = np.concatenate([np.full(width, np.inf), before[:-1]])
-                windows = np.lib.stride_tricks.sliding_window_view(padded, width)
-                longer = join(windows, rows[name]).min(axis=1)
+                before = least[name][-1]
+                longer = join(windows_before(before, self.problem.width), rows[name]).min(axis=1)
                 least[name].append(longer if self.problem.exact else np.minimum(longer, before))
         return least
 
@@ -217,6 +226,7 @@ class LabelSearch:
         least: dict[str, FloatArray] = {}
         seen = set()
         for level in levels:
+            # Devices alike share one table, which holds for all of their levels.
             if id(self.problem.tables[level]) in seen:
                 continue
             seen.add(id(self.problem.tables[level]))
@@ -257,6 +267,7 @@ class LabelSearch:
     # ---- labels
 
     def _root(self) -> _Level:
+        # A level of one empty label: no stage yet, all layers in front.
         nowhere, zero = np.array([-1]), np.zeros((1, 1))
         end = np.array([self.problem.num_layers])
         return _Level(end, nowhere, nowhere.astype(np.int8), np.zeros((self.law.size, 1)), zero[0], zero)
@@ -268,11 +279,13 @@ class LabelSearch:
             for block in self._blocks(labels)
             for way in range(len(self.problem.tables[level]))
         ]
+        # No label has layers in front any more.
         if not parts:
             return labels.take(np.empty(0, dtype=np.intp))
         return _Level(*(np.concatenate(fields, axis=-1) for fields in zip(*parts, strict=True)))
 
     def _blocks(self, labels: _Level) -> Iterator[IndexArray]:
+        # A label that begins at layer 0 is a plan, and nothing goes in front of it.
         open_ = np.flatnonzero(labels.first > 0)
         size = max(1, _MOST_CANDIDATES // self.problem.width)
         for start in range(0, len(open_), size):
@@ -305,10 +318,12 @@ class LabelSearch:
     def _reduced(self, labels: _Level, most_labels: int | None) -> _Level:
         # Where only a few are kept, those that can still be fast come first.
         keys = (*labels.rank, *labels.numbers) if most_labels is None else (labels.bound, *labels.rank)
+        # In this order no label is dominated by one behind it, and one pass over the leaders is enough.
         labels = labels.take(np.lexsort((*keys[::-1], labels.first)))
         return labels.take(undominated(labels.first, labels.numbers, most_labels))
 
     def _trace(self, levels: list[_Level], level: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        # From the foremost stage back to the empty label, whose first layer is L.
         cuts, choices = [], []
         while level >= 0:
             cuts.append(int(levels[level].first[index]))
@@ -325,6 +340,7 @@ def just_below(upper_us: float) -> float:
 
 
 def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
+    # From the last number to the first: before by this one, or equal in it and before by the rest.
     before = np.zeros(rank[0].shape, dtype=bool)
     for number, of_best in zip(rank[::-1], best[::-1], strict=True):
         before = (number < of_best * (1 - RELATIVE)) | ((number <= of_best * (1 + RELATIVE)) & before)
@@ -345,6 +361,7 @@ def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -
     left = np.arange(len(group))
     kept: list[IndexArray] = []
     while len(left) and (most is None or len(kept) < most):
+        # The first row left of each group is dominated by none; it takes out those that it dominates.
         head = np.flatnonzero(np.diff(group[left], prepend=-1))
         leaders = left[head]
         kept.append(leaders)

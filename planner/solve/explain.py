@@ -13,7 +13,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
 from planner.solve.arrays import FloatArray
 from planner.solve.case import Case
-from planner.solve.tables import width_for
+from planner.solve.tables import width_for, windows_before
 
 __all__ = ["Asking", "explain_infeasible", "smallest_cap_bytes"]
 
@@ -151,7 +151,7 @@ def _least_excess_bytes(case: Case, width: int, caps_bytes: Sequence[float]) -> 
         best = _start(case.costs)
         for position in range(count):
             need = _needs(case, width, count - 1 - position) - caps_bytes[position]
-            longer = np.maximum(_windows(best, width), need).min(axis=1)
+            longer = np.maximum(windows_before(best, width), need).min(axis=1)
             best = np.minimum(best, longer) if len(set(caps_bytes)) == 1 and case.schedule.is_forwards_first else longer
         least = min(least, float(best[-1]))
     return least
@@ -171,12 +171,6 @@ def _needs(case: Case, width: int, level: int) -> FloatArray:
 
 def _start(costs: ChainCosts) -> FloatArray:
     return np.where(np.arange(costs.num_layers + 1) == 0, -np.inf, np.inf)
-
-
-def _windows(best: FloatArray, width: int) -> FloatArray:
-    padded = np.concatenate([np.full(width, np.inf), best[:-1]])
-    windows: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, width)
-    return windows
 
 
 def _smallest_count(case: Case) -> tuple[int, int] | None:

@@ -186,13 +186,16 @@ class OneForwardOneBackwardLaw:
         F, C, q = stages.forward, stages.link, stages.last_backward
         # A single micro-batch is the last one.
         B = stages.backward if M > 1 else q
+        # All its own work: the device is never faster than that.
         work = M * F + (M - 1) * B + q
         s = s + 2 * C
         # Behind the first micro-batch come the backwards of the others, and the forwards that had to wait for it.
         first_back = F + s + (M - 1) * B + q + (M - w) * F
         s = s + F + B
         r = r + 2 * C + F + q
+        # A micro-batch may only begin when the w-th before it is back: one round trip after the other.
         trips = (M - 1) // w * s + r
+        # And whatever takes longest behind, one forward, backward and two transfers away.
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
         return g, s, r, np.maximum(stages.own_us, u - stages.hidden)
 

@@ -19,7 +19,7 @@ must go are saved by the layers that save most for their time. The same bound fo
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,6 +95,7 @@ def cheapest_layers(
     limits = [_Limit(cap_bytes - float(m.fixed[0, -1]), m.weight, m.level) for m in linear if m.level is not None]
     layers, times = StageLayers.of(costs, first, end), costs.forward_us[first:end]
     walk = _Walk(layers, limits, times)
+    # A narrow walk first. If labels were let go in it that may lead to less, a wide one, with less that is promising.
     best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_labels))
     if bound_us < (best.time if best else np.inf):
         better, bound_us = walk.run(best.time if best else np.inf, most_labels)
@@ -118,6 +119,7 @@ class _Limit(NamedTuple):
 
     def room(self, level: FloatArray) -> FloatArray:
         """The most that may be held in the end; -inf where nothing fits."""
+        # Nothing waits in such a moment (M = 1, say): what is held in the end does not matter to it.
         if self.weight == 0:
             return np.where(level <= self.cap, np.inf, -np.inf)
         room: FloatArray = np.floor((self.cap - level) / self.weight)
@@ -145,6 +147,10 @@ class _Labels(NamedTuple):
         return _Labels(*fields)
 
 
+def _joined(parts: Iterable[_Labels]) -> _Labels:
+    return _Labels(*map(np.concatenate, zip(*parts, strict=True)))
+
+
 Waiting = tuple[tuple[int, float], ...]
 """Storages that nobody holds yet: the last layer that each is handed to, and its bytes."""
 
@@ -162,12 +168,14 @@ class _Walk:
         kept, again = layers.held + leaving
         # A recomputed layer keeps its input, if nobody else may.
         again += [0.0, *(_handed_on(outputs, layers.first + n + 1) for n, outputs in enumerate(layers.pending[:-1]))]
+        # What a layer can save at most, for knapsacks: it keeps less, if it may be recomputed at all.
         savings = np.where(layers.again, np.maximum(kept - again, 0.0), 0.0)
         pending = sum(each.bytes[AGAIN] for outputs in layers.pending for each in outputs)
         out = float(layers.passed[-1])
         self.kept_behind = out + _behind(kept)
         self.least_behind = out + _behind(np.minimum(kept, again))
         self.most_behind = out + pending + _behind(layers.held.max(axis=0))
+        # Levels behind a layer, whatever is decided there: at least `lowest`, and `highest` if all is kept that can be.
         lowest = [rows.min(axis=0) for rows in layers.peaks]
         self.highest = [self._highest_behind(peaks, layers.held[KEPT]) for peaks in lowest]
         self.lowest = [self._highest_behind(peaks, layers.held.min(axis=0)) for peaks in lowest]
@@ -182,9 +190,8 @@ class _Walk:
 
     def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
         """The best choice if it is below `upper_us`, and a bound on all choices that were let go for lack of width."""
-        zero = np.zeros(1)
-        start = _Labels(zero, zero, np.array([np.inf]), zero, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.bool_))
-        groups: dict[Waiting, _Labels] = {(): start}
+        zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
+        groups: dict[Waiting, _Labels] = {(): _Labels(zero, zero, zero + np.inf, zero, none, none > 0)}
         history: list[tuple[IntArray, BoolArray]] = []
         let_go = np.inf
         for n in range(self.num_layers):
@@ -192,12 +199,8 @@ class _Walk:
             let_go = min(let_go, bound)
             if not groups:
                 return None, let_go
-            history.append(
-                (
-                    np.concatenate([labels.parent for labels in groups.values()]),
-                    np.concatenate([labels.again for labels in groups.values()]),
-                )
-            )
+            labels = _joined(groups.values())
+            history.append((labels.parent, labels.again))
         return self._best(groups, history), let_go
 
     def _next(self, n: int, groups: dict[Waiting, _Labels], upper_us: float) -> dict[Waiting, _Labels]:
@@ -209,8 +212,8 @@ class _Walk:
             for decision in (KEPT, AGAIN)[: 1 + int(self.layers.again[n])]:
                 extended = self._extended(n, waiting, labels._replace(parent=places), decision)
                 parts.setdefault(self._waiting_behind(n, waiting, decision), []).append(extended)
-        joined = {waiting: _Labels(*map(np.concatenate, zip(*some, strict=True))) for waiting, some in parts.items()}
-        kept = {waiting: _undominated(self._promising(n + 1, labels, upper_us)) for waiting, labels in joined.items()}
+        # Only labels of one group may dominate each other: what waits in front of a layer may yet have to be held.
+        kept = {key: _undominated(self._promising(n + 1, _joined(some), upper_us)) for key, some in parts.items()}
         return {waiting: labels for waiting, labels in kept.items() if len(labels.time)}
 
     def _waiting_behind(self, n: int, waiting: Waiting, decision: int) -> Waiting:
@@ -222,6 +225,7 @@ class _Walk:
         """The labels of one group behind layer `n`; their own places become those of their parents."""
         layers = self.layers
         size = sum(each[1] for each in waiting)
+        # A recomputed layer holds its input itself, if nobody in front does: from then on it waits no more.
         taken = size * decision
         entering = (size + layers.passed[n], taken, taken)
         room = labels.room
@@ -245,27 +249,29 @@ class _Walk:
         for limit in self.limits:
             # What the layers behind leave at most: labels that differ beyond that are not different.
             room = np.minimum(room, limit.room(held * stacked + self.lowest[limit.level][n]))
+            # A byte that goes is one less in each micro-batch that waits, and, where layers stack up, in the level too.
             if limit.weight + stacked > 0:
                 level = held * stacked + self.highest[limit.level][n]
                 over = (limit.weight * at_end + level - limit.cap) / (limit.weight + stacked)
                 must_go = np.maximum(must_go, over)
         must_go = np.maximum(must_go, at_end - room)
+        # To make so many bytes go takes the layers behind that much time at least.
         saved, again_us = self.knapsacks[n]
         bound = labels.time + np.interp(must_go, saved, again_us, right=np.inf)
         fits = (held + self.least_behind[n] <= room) & (bound < upper_us * (1 - _RELATIVE))
+        # Room that can never be filled is as good as any: so labels become equal, and dominate each other.
         room = np.where(room >= held + self.most_behind[n], np.inf, room)
         return labels._replace(room=room, bound=bound).take(fits)
 
     def _best(self, groups: dict[Waiting, _Labels], history: Sequence[tuple[IntArray, BoolArray]]) -> _Choice | None:
         held = np.concatenate([g.held + sum(each[1] for each in waiting) for waiting, g in groups.items()])
-        time = np.concatenate([g.time for g in groups.values()])
-        room = np.concatenate([g.room for g in groups.values()])
-        fitting = np.flatnonzero(held + self.layers.passed[-1] <= room)
+        labels = _joined(groups.values())
+        fitting = np.flatnonzero(held + self.layers.passed[-1] <= labels.room)
         if not len(fitting):
             return None
-        index = int(fitting[np.lexsort((held[fitting], time[fitting]))[0]])
-        best_us = float(time[index])
-        recomputed = []
+        # Of equal times the one that holds least; what nobody held by the last layer is held by the engine.
+        index = int(fitting[np.lexsort((held[fitting], labels.time[fitting]))[0]])
+        best_us, recomputed = float(labels.time[index]), []
         for n in reversed(range(self.num_layers)):
             parent, again = history[n]
             if again[index]:
@@ -303,6 +309,7 @@ def _behind(per_layer: FloatArray) -> FloatArray:
 
 def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Bytes saved, and the least time for that, where parts of layers may be recomputed: the corners of the curve."""
+    # The greedy order, most bytes for the time first, is optimal where the last one may be taken in part.
     useful = np.flatnonzero(savings > 0)
     order = useful[np.argsort(times[useful] / savings[useful], kind="stable")]
     return np.append(0.0, np.cumsum(savings[order])), np.append(0.0, np.cumsum(times[order]))
@@ -312,6 +319,7 @@ def _undominated(labels: _Labels) -> _Labels:
     """The labels of a group without those that another is no worse than in all respects."""
     order = np.lexsort((-labels.room, labels.held, labels.time))
     held, room = labels.held[order], labels.room[order]
+    # In order of time, a label is dominated by one before it that holds no more and has no less room.
     if len(order) and (room == room[0]).all():
         before = np.append(np.inf, np.minimum.accumulate(held)[:-1])
         return labels.take(order[held < before])
@@ -324,6 +332,7 @@ def _staircase(held: Sequence[float], room: Sequence[float]) -> list[int]:
     steps: list[float] = []  # what is held on each step, ascending
     rooms: list[float] = []  # and what may be: on a higher step more, or the step would be of no use
     for place, (low, high) in enumerate(zip(held, room, strict=True)):
+        # The highest step that is not above `low` has the most room of all that hold as little.
         step = bisect_right(steps, low) - 1
         if step >= 0 and rooms[step] >= high:
             continue
@@ -343,6 +352,7 @@ def _narrowed(groups: dict[Waiting, _Labels], width: int) -> tuple[dict[Waiting,
         return groups, np.inf
     bound = np.concatenate([labels.bound for labels in groups.values()])
     held = np.concatenate([labels.held for labels in groups.values()])
+    # Only the fastest would often hold too much in the end: half of the places are for labels that hold less.
     fast, slow = np.split(np.lexsort((held, bound)), [width - width // 2])
     by_held = slow[np.argsort(held[slow], kind="stable")]
     chosen = np.zeros(len(bound), dtype=np.bool_)
@@ -402,6 +412,7 @@ def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go
     # What need not shrink at all, or cannot, is infinite, which is no number to multiply a price of 0 with.
     finite = np.clip(must_go, -1e200, 1e200)
     least = np.zeros_like(must_go)
+    # By duality: at any price of a byte, what must go costs at least its worth less what layers gain by that price.
     for price in prices:
         least = np.maximum(least, price * finite - sums(np.maximum(price * savings - times, 0.0)))
     return np.where(must_go <= sums(savings), least, np.inf)

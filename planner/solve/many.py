@@ -31,10 +31,12 @@ class Many:
         self.case = case
         self.num_devices = num_devices
         self.num_stages = num_devices * case.chunks
+        # Sums over the layers in front of a cut: a stage's time is the difference at its two cuts, for all N at once.
         self._forward, self._backward = prefix(case.costs.forward_us), prefix(case.costs.backward_us)
         self._has_backward = np.append(False, case.costs.has_backward)
         self._afterwards = case.afterwards()
         cluster = case.cluster
+        # Stage s is chunk s // K of device s % K.
         devices = np.arange(self.num_stages) % num_devices
         self._speeds = np.array([cluster.speed(int(d)) for d in devices])
         links = [
@@ -65,11 +67,13 @@ class Many:
         overhead = self.case.cluster.overhead_us
         forward = (self._forward[end] - self._forward[first]) / self._speeds
         backward = (self._backward[end] - self._backward[first]) / self._speeds + overhead
+        # Recomputed is the forward without the executor's overhead; the last micro-batch's only under `always`.
         whole = np.where(self._has_backward[end], forward, 0.0)
         again = np.where(choices > 0, whole, 0.0)
         last_again = np.where(choices == CHOICES.index("always"), whole, 0.0)
         forward = forward + overhead
         send = self._crossing[np.arange(self.num_stages), end]
+        # Nothing goes out of the last stage.
         send[:, -1] = 0.0
         pipeline = makespans(
             self.actions,
@@ -85,6 +89,7 @@ class Many:
         speeds = self._speeds.tolist()
         per_stage = [self._afterwards.own_us(first[:, s], end[:, s], speed) for s, speed in enumerate(speeds)]
         per_device = np.stack(per_stage, axis=1).reshape(-1, self.case.chunks, self.num_devices).sum(axis=1)
+        # Drain and fill behind the first chunks hide a device's optimizer step, as in `optimizer_tail_us`.
         before = np.cumsum(hidden[:, : self.num_devices], axis=1) - hidden[:, : self.num_devices]
         tail: FloatArray = np.maximum((per_device - before).max(axis=1), 0.0)
         return tail
@@ -92,6 +97,7 @@ class Many:
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """By how much the worst device is over its cap, shape (N,); 0 where all fit, infinite beyond the window."""
         first, end = cuts[:, :-1], cuts[:, 1:]
+        # A stage's place in the tables: its last column is a single layer, and longer ones lie further left.
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
         place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
@@ -101,6 +107,7 @@ class Many:
         over = np.zeros(len(cuts))
         for device, moments in enumerate(moments_of(self.actions)):
             chunks = slice(device, None, self.num_devices)
+            # Beyond the window parts are infinite, and 0 times that is no number: left out, and set afterwards.
             is_known = np.asarray(inside[:, chunks].all(axis=1))
             fixed = np.where(is_known[:, None], always[:, chunks], 0.0)
             peaks = device_peaks(fixed, np.where(is_known[:, None, None], every[:, chunks], 0.0), moments=moments)

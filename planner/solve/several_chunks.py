@@ -85,6 +85,7 @@ def _simulate_all(progress: Progress, many: Many, allowed: list[int]) -> bool:
     if num_cuts * len(allowed) ** num_stages > progress.effort.affordable(many):
         return False
     inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
+    # Every recomputation of every stage with each of the cuts.
     options = np.array(list(product(allowed, repeat=num_stages)))
     for block in _blocks((0, *cuts, num_layers) for cuts in inner):
         cuts = block[_wanted(many.case, block)]
@@ -133,6 +134,7 @@ def _descend(progress: Progress, many: Many, start: tuple[IntArray, IntArray], a
     before = (inf, inf)
     for _ in range(_ROUNDS):
         progress.deadline.check()
+        # First of all what breaks the rules goes, then what is over by more than the best, then what is slower.
         over = np.where(_wanted(many.case, cuts), np.maximum(many.over_bytes(cuts, choices), 0.0), inf)
         least = float(over.min())
         if least == inf:

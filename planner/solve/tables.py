@@ -19,7 +19,7 @@ from planner.core.cost.moments import Moments
 from planner.core.values.plan import Recompute, RecomputePolicy
 from planner.solve.arrays import ChoiceArray, FloatArray, IntArray
 
-__all__ = ["CHOICES", "LAYERS", "NOWHERE", "MemoryTable", "allowed_choices", "width_for", "windowed"]
+__all__ = ["CHOICES", "LAYERS", "NOWHERE", "MemoryTable", "allowed_choices", "width_for", "windowed", "windows_before"]
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 """From the cheapest in time to the cheapest in memory."""
@@ -103,6 +103,13 @@ def windowed(
         for table, values in zip(tables, block(firsts, stop), strict=True):
             table[place] = values[inside]
     return tables
+
+
+def windows_before(values: FloatArray, width: int) -> FloatArray:
+    """For each end the values at the first layers of its window, infinite in front of the chain; shape (L+1, width)."""
+    padded = np.concatenate([np.full(width, np.inf), values[:-1]])
+    windows: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, width)
+    return windows
 
 
 def width_for(costs: ChainCosts, *, longest_us: float, cap_bytes: float) -> int:
