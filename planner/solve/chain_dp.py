@@ -224,12 +224,9 @@ class LabelSearch:
     def _least_of_stages(self, levels: Iterable[int]) -> dict[str, FloatArray]:
         """By what the law needs: the least over the ways to run each stage on some of the levels."""
         least: dict[str, FloatArray] = {}
-        seen = set()
-        for level in levels:
-            # Devices alike share one table, which holds for all of their levels.
-            if id(self.problem.tables[level]) in seen:
-                continue
-            seen.add(id(self.problem.tables[level]))
+        # Devices alike share one table, which holds for all of their levels.
+        level_of = {id(self.problem.tables[level]): level for level in reversed(list(levels))}
+        for level in level_of.values():
             for way in range(len(self.problem.tables[level])):
                 for name, values in self._values_of_stages(level, way).items():
                     least[name] = np.minimum(least[name], values) if name in least else values

@@ -33,7 +33,7 @@ unlike devices are the hard case.
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -104,16 +104,10 @@ def solve_arcs(
     return MilpAnswer(status="infeasible" if proven else "unknown", bound_us=min(upper_us, bound_us))
 
 
-class _Solved(NamedTuple):
-    status: Status
-    arcs: Plan
-    bound_us: float
-
-
-def _solve(problem: ArcProblem, root_us: float, time_limit_s: float | None, solver: Solver) -> _Solved:
+def _solve(problem: ArcProblem, root_us: float, time_limit_s: float | None, solver: Solver) -> MilpAnswer:
     """Solve the programme over arcs each of which is on some path."""
     if np.sum(problem.end - problem.first) > _MAX_TERMS:
-        return _Solved("unknown", (), -math.inf)
+        return MilpAnswer(status="unknown", bound_us=-math.inf)
     import pulp  # noqa: PLC0415 - loads longer than all else that a short command needs
 
     unit_us = max(root_us, float(problem.optimizer_us.max())) / _SCALED_STEP or 1.0
@@ -133,7 +127,7 @@ def _solve(problem: ArcProblem, root_us: float, time_limit_s: float | None, solv
         status = "infeasible"
     arcs = programme.plan() if status in ("optimal", "feasible") else ()
     bound_us = float(model.getInfo().mip_dual_bound) * unit_us if model is not None else -math.inf
-    return _Solved(status, arcs, bound_us)
+    return MilpAnswer(status=status, arcs=arcs, bound_us=bound_us)
 
 
 def _solver(pulp: Any, name: Solver, time_limit_s: float | None) -> Any:

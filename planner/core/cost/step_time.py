@@ -42,16 +42,18 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
 
     Returns:
         max over k of sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q, with p, q a machine's two times: the last job
-        follows the others up to machine k and runs free behind it.
+        follows the others up to machine k and runs free behind it. With the letters of the label programme: a is the
+        sum of p so far, x the largest, d when the last job leaves.
     """
-    sum_p = max_p = done = 0.0
+    a = x = d = 0.0
     for p, q in machines:
         if num_jobs == 1:
-            done += q
+            d += q
             continue
-        sum_p, max_p = sum_p + p, max(max_p, p)
-        done = max(done, sum_p + (num_jobs - 2) * max_p) + q
-    return done
+        a, x = a + p, max(x, p)
+        # It goes on at once, or waits for the others.
+        d = max(d, a + (num_jobs - 2) * x) + q
+    return d
 
 
 def optimizer_tail_us(stages: Sequence[StageTimes], optimizer_us: Sequence[float]) -> float:

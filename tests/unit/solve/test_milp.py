@@ -318,7 +318,7 @@ def test_without_highs_cbc_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_solver_that_contradicts_a_plan_at_hand_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A programme that were stated wrong would else be taken for a proof."""
-    monkeypatch.setattr(milp, "_solve", lambda *_: milp._Solved("infeasible", (), np.inf))
+    monkeypatch.setattr(milp, "_solve", lambda *_: MilpAnswer(status="infeasible", bound_us=np.inf))
     with pytest.raises(RuntimeError, match="but one takes"):
         solve_arcs(random_problem(2, "alike"))
 
