@@ -10,7 +10,7 @@ from planner.core.errors import InfeasibleError
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, schedules_for
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
-from planner.core.values.units import bytes_option, format_bytes
+from planner.core.values.units import bytes_option, counted, format_bytes
 from planner.solve.arrays import FloatArray
 from planner.solve.case import Case
 from planner.solve.tables import width_for, windows_before
@@ -43,10 +43,10 @@ def explain_infeasible(asking: Asking) -> InfeasibleError:
     if not cases:
         hint = "; ".join(_other_schedules(asking))
         return InfeasibleError(f"no interleaved plan fits {_caps(inputs)}", hint=hint)
-    smallest = {n: smallest_cap_bytes(case) for n, case in enumerate(cases)}
-    best = min(smallest, key=lambda n: (smallest[n], cases[n].micro_batches))
+    smallest = [smallest_cap_bytes(case) for case in cases]
+    best = min(range(len(cases)), key=lambda n: (smallest[n], cases[n].micro_batches))
     if not np.isfinite(smallest[best]):
-        devices = f"{inputs.devices} device{'s' * (inputs.devices > 1)}"
+        devices = counted(inputs.devices, "device")
         return InfeasibleError(
             f"no cut for {devices} keeps layers together and apart as asked, whatever their memory",
             hint="change `--together` or `--apart`, or allow more `--devices`",
@@ -58,10 +58,10 @@ def explain_infeasible(asking: Asking) -> InfeasibleError:
 
 def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
     inputs = asking.inputs
-    everything = len(cases) == len(asking.cases)
-    devices = f"{inputs.devices} device{'s' * (inputs.devices > 1)}"
-    cap = f"{bytes_option(int(smallest_bytes))} ({_how(best, inputs)})"
-    if everything:
+    devices = counted(inputs.devices, "device")
+    side_by_side = f"{best.replicas} replicas, " if inputs.replicas != 1 else ""
+    cap = f"{bytes_option(int(smallest_bytes))} ({side_by_side}M = {best.micro_batches})"
+    if len(cases) == len(asking.cases):
         yield f"with {devices} the smallest `--mem` is {cap}"
     else:
         yield f"without interleaving, {devices} need at least `--mem` {cap}"
@@ -108,11 +108,6 @@ def _some_fits(asking: Asking, profile: Profile, inputs: Inputs, micro_batches: 
 
 def _without_chunks(cases: Sequence[Case]) -> list[Case]:
     return [case for case in cases if not case.schedule.is_chunked]
-
-
-def _how(case: Case, inputs: Inputs) -> str:
-    side_by_side = f"{case.replicas} replicas, " if inputs.replicas != 1 else ""
-    return f"{side_by_side}M = {case.micro_batches}"
 
 
 def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
@@ -178,18 +173,15 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
     cap = case.caps_bytes[0]
     width = width_for(case.costs, longest_us=np.inf, cap_bytes=cap)
     most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))
-    behind = np.where(np.arange(case.costs.num_layers + 1) == case.costs.num_layers, True, False)
+    layers = np.arange(case.costs.num_layers + 1)
+    behind = layers == case.costs.num_layers
     # From the last stage to the first, so that a stage's place from the end is known (1F1B).
     for count in range(1, most + 1):
         fits = _needs(case, width, count - 1) <= cap
-        reached = np.zeros_like(behind)
-        for end in np.flatnonzero(behind):
-            first = np.arange(end - width, end)
-            good = fits[end] & (first >= 0)
-            reached[first[good]] = True
-        if reached[0]:
+        ends = np.flatnonzero(behind)
+        behind = np.isin(layers, (ends[:, None] + np.arange(-width, 0))[fits[ends]])
+        if behind[0]:
             return count, case.micro_batches
-        behind = reached
         if not behind.any():
             return None
     return None
@@ -217,8 +209,7 @@ def _reason(asking: Asking, case: Case) -> str:
         return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
     if asking.inputs.together or asking.inputs.apart:
         return f"no cut keeps layers together and apart as asked and fits (M = {m})"
-    count = f"{case.num_devices} stage{'s' * (case.num_devices > 1)}"
-    cannot = f"every layer fits alone, but {count} do not hold them all"
+    cannot = f"every layer fits alone, but {counted(case.num_devices, 'stage')} do not hold them all"
     if len(set(caps)) == 1:
         smallest = smallest_cap_bytes(case)
         over_bytes = format_bytes(smallest - caps[0])
@@ -231,5 +222,5 @@ def _reason(asking: Asking, case: Case) -> str:
 def _caps(inputs: Inputs) -> str:
     if len(set(inputs.memory_bytes)) == 1:
         each = format_bytes(inputs.memory_bytes[0])
-        return f"{each} on each of {inputs.devices} device{'s' * (inputs.devices > 1)}"
+        return f"{each} on each of {counted(inputs.devices, 'device')}"
     return f"the caps {', '.join(format_bytes(cap) for cap in inputs.memory_bytes)}"
