@@ -103,6 +103,7 @@ class Many:
         place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
         always, *parts = (np.where(inside, part[place], np.inf) for part in self._parts)
         shared = shared_bytes(self.case.costs, cuts, self.num_devices)
+        # Layers tied across chunks of one device are held once.
         always, every = held_once(always, np.stack(parts, axis=2), shared, exact=self.case.costs.exact)
         over = np.zeros(len(cuts))
         for device, moments in enumerate(moments_of(self.actions)):

@@ -94,6 +94,7 @@ def _improve_cuts(progress: Progress, many: Many, problem: ChainProblem, cuts: I
         if not len(step_us) or not step_us[at] < before_us * (1 - 1e-12) or progress.effort.left <= 0:
             return
         before_us, current = float(step_us[at]), cuts[at]
+        # Simulating one more round takes long enough to be late by.
         progress.deadline.check()
         cuts = moved(current)
 

@@ -73,6 +73,7 @@ def _can_run(many: Many) -> bool:
         many.actions  # noqa: B018 - raises where it does not
     except UsageError:
         return False
+    # Cuts that are fixed are for one number of stages.
     balance = many.case.rules.balance
     return many.case.costs.num_layers >= many.num_stages and (not balance or len(balance) == many.num_stages)
 
@@ -147,6 +148,7 @@ def _descend(progress: Progress, many: Many, start: tuple[IntArray, IntArray], a
             step_us = progress.raced(many, cuts[near], choices[near], np.full(len(near), True))
         at = int(np.argmin(step_us))
         now = (least, float(step_us[at]))
+        # No neighbour is better, or there is nothing left to look for one with.
         if not now < before or progress.effort.left <= 0:
             break
         before = now
