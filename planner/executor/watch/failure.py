@@ -169,7 +169,10 @@ class Watch:
             return
         self._ending.set()
         code = error.code if isinstance(error.code, int) else 1
-        self._tell(explained(error, self.position), code, quietly=code)
+        if self._claimed():  # at once: looking up the user's lines takes time
+            _print(explained(error, self.position))
+            self._leave(code)
+        self._leave_quietly(code)
 
     def _end(self, error: BaseException) -> NoReturn:
         self._ending.set()  # before it is looked into, which takes seconds: the thread must not find the same meanwhile
