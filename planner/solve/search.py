@@ -204,7 +204,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
             key = size, replicas > 1
             if key not in costs:
                 costs[key] = table.at(size, extrapolate=inputs.extrapolate).of_replicas(replicas)
-            for schedule, chunks, num_devices in _schedules(inputs, m, len(names), replicas):
+            for schedule, chunks, num_devices in _schedules(request, m, len(names), replicas):
                 cases.append(
                     Case(
                         costs=costs[key],
@@ -238,17 +238,19 @@ def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> lis
 
 
 def _schedules(
-    inputs: Inputs, micro_batches: int, num_layers: int, replicas: int
+    request: Request, micro_batches: int, num_layers: int, replicas: int
 ) -> Iterator[tuple[Schedule, int, int]]:
     """Schedule, chunks, and how many devices a pipeline may have at most."""
+    inputs = request.inputs
     devices = min(inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
     schedules = schedules_for(inputs.schedule)
     for schedule in schedules:
         if not schedule.is_chunked:
             yield schedule, 1, int(min(devices, schedule.most_devices(micro_batches)))
             continue
-        # One chunk on each device is 1F1B, and a worse one.
-        if inputs.chunks == 1 and len(schedules) > 1:
+        # One chunk on each device is 1F1B that warms up longer, and runs with fewer micro-batches: no plan is the best
+        # before that was tried; but nobody who gives the cuts means it.
+        if inputs.chunks == 1 and len(schedules) > 1 and request.balance is not None:
             continue
         for chunks in [inputs.chunks] if inputs.chunks else range(2, _MOST_CHUNKS + 1):
             if num_layers >= 2 * chunks and devices >= 2:
