@@ -102,7 +102,7 @@ def test_an_interrupted_profile_goes_on(here: Path, monkeypatch: pytest.MonkeyPa
     write_model(here)
     notes: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr("planner.profile.profiler.measure_times", interrupted)
+        patch.setattr("planner.profile.backends.measured.measure_times", interrupted)
         with pytest.raises(KeyboardInterrupt):
             planner.profile("model.py", repeat=2, batch_sizes=1, output="profile.yaml")
     assert files.read_partial("profile.yaml.partial").measurements
