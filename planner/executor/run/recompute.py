@@ -79,7 +79,10 @@ class _Recomputing(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, gradients: list[Tensor | None]) -> Any:
+    def backward(ctx: Any, *arguments: Any) -> Any:
+        # Releases of torch that know no boxed calls give them one by one, and hold them until this is over.
+        boxed = len(arguments) == 1 and isinstance(arguments[0], list)
+        gradients: list[Tensor | None] = arguments[0] if boxed else list(arguments)
         # Leaves, so that the graph of this run ends here and not in what came before the layer.
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with ExitStack() as stack:
