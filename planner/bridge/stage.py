@@ -43,7 +43,7 @@ class LayerHalves:
     recomputed: bool
 
     def state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
-        """Its part of the stage's."""
+        """The arrays of this half, trained and fixed, out of those of the whole stage."""
         return (
             {name: trained[self.names[name]] for name in self.function.trained},
             {name: fixed[self.names[name]] for name in self.function.fixed},

@@ -197,7 +197,7 @@ def timeline(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple
 
 
 def optimizer_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
-    """By how much summing gradients over replicas and the optimizers' steps delay the next step."""
+    """The delay of the next step, in microseconds: gradients summed over replicas, and the optimizers' steps."""
     num_devices = partition.num_devices
     own = [0.0] * num_devices
     for k, (first, end) in enumerate(partition.intervals()):

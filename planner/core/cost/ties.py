@@ -55,7 +55,7 @@ def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
 def _shared(
     layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int
 ) -> list[tuple[int, int, bool, tuple[int, ...]]]:
-    """By earlier layer that a stage must hold too, to hold some of `tied_bytes` once: the rest of `Tie`."""
+    """The earlier layers that a stage must hold to have some of `tied_bytes` once, each with the rest of a `Tie`."""
     if not owners or not tied_bytes:
         return []
     theirs = [layers[first].tied_bytes for first in owners]

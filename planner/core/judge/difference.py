@@ -29,7 +29,7 @@ class StageDifference:
 
     @property
     def more_bytes(self) -> int:
-        """By how much it grew; 0 where there is nothing to compare."""
+        """The growth in bytes; 0 where there is nothing to compare."""
         return self.bytes - self.bytes_before if self.bytes is not None and self.bytes_before is not None else 0
 
 

@@ -204,7 +204,7 @@ def _other_length(partition: Partition, profile: Profile) -> Finding:
 
 
 def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
-    """Of the stages that share a device: one, but for interleaved schedules."""
+    """What there is to say of a device's memory; `chunks` are its stages, one but for interleaved schedules."""
     stage, cap = chunks[0], chunks[0].memory_bytes
     need = sum(chunk.memory.total for chunk in chunks)
     if len(chunks) == 1:

@@ -27,11 +27,11 @@ class GPipe(Schedule):
     has_known_moments = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Every device does the same."""
+        """Every device runs all forwards, then all backwards, in the same order."""
         return _order(micro_batches)
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """All of them."""
+        """All micro-batches wait, when the last forward is over."""
         return micro_batches
 
     def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:

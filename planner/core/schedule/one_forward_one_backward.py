@@ -45,9 +45,9 @@ class OneForwardOneBackward(Schedule):
             )
 
     def most_devices(self, micro_batches: int) -> int:
-        """As many as there are micro-batches."""
+        """A pipeline has at most as many devices as there are micro-batches, for each to warm up with one."""
         return micro_batches
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """As many as a stage warms up with."""
+        """A stage lets as many wait as it warms up with: one for itself and one for every stage behind it."""
         return min(micro_batches, num_devices - device)

@@ -57,9 +57,9 @@ def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking:
     relative = np.stack([1 / times, sizes / times], axis=1)
     latency_us, per_byte_us = np.linalg.lstsq(relative, np.ones_like(times))[0]
     if latency_us < 0:
-        latency_us, per_byte_us = 0.0, _alone(relative[:, 1])
+        latency_us, per_byte_us = 0.0, _factor_of(relative[:, 1])
     elif per_byte_us <= 0:
-        latency_us, per_byte_us = _alone(relative[:, 0]), 0.0
+        latency_us, per_byte_us = _factor_of(relative[:, 0]), 0.0
     return Link(
         latency_us=round(float(latency_us), 1),
         bytes_per_s=float(f"{1e6 / per_byte_us:.4g}") if per_byte_us else 0.0,
@@ -67,6 +67,6 @@ def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking:
     )
 
 
-def _alone(column: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
+def _factor_of(column: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
     """The factor that brings a single column nearest to ones."""
     return float(column.sum() / (column @ column))
