@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from planner.core.schedule import SCHEDULES, stage_of
+from planner.core.schedule import SCHEDULES
 from planner.executor import Pipeline
 
 _KINDS = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
@@ -44,7 +44,7 @@ def _gradients_of_torch(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> 
     chunks = num_stages // num_devices
     stages = []
     for chunk in range(chunks):
-        index = stage_of(rank, chunk, num_devices)
+        index = chunk * num_devices + rank
         module = nn.Sequential()
         for name in balance.stages[index].layers:
             module.add_module(name, model.get_submodule(name))
@@ -55,8 +55,7 @@ def _gradients_of_torch(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> 
     actions = SCHEDULES[balance.schedule].actions(num_devices, balance.micro_batches, chunks)
     # What is computed when is ours; torch adds transfers of its own, of which it asks for more from release to release.
     rows: dict[int, list[_Action | None]] = {
-        device: [_Action(stage_of(device, x.chunk, num_devices), _KINDS[x.kind], x.micro_batch) for x in row]
-        for device, row in enumerate(actions)
+        device: [_Action(x.stage, _KINDS[x.kind], x.micro_batch) for x in row] for device, row in enumerate(actions)
     }
     loss_fn = pipeline.model.loss_fn
     runtime = _PipelineScheduleRuntime(stages, balance.micro_batches, loss_fn=loss_fn, scale_grads=False)

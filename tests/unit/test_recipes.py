@@ -23,8 +23,8 @@ class Reversed(Schedule):
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """The micro-batch that came last is the first to go back."""
-        forwards = tuple(Action("F", i) for i in range(micro_batches))
-        return (*forwards, *(Action("B", i) for i in reversed(range(micro_batches))))
+        forwards = tuple(Action(device, "F", i) for i in range(micro_batches))
+        return (*forwards, *(Action(device, "B", i) for i in reversed(range(micro_batches))))
 
 
 def test_a_schedule_is_one_class_and_its_place_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,10 @@ from planner.core.cost.moments import moments_of, stage_moments
 from planner.core.cost.simulate import Event, StageTimes, last_end_us, simulate
 from planner.core.cost.step_time import gpipe_step, optimizer_tail_us
 from planner.core.errors import UsageError
-from planner.core.schedule import SCHEDULES, Action, device_of
+from planner.core.schedule import SCHEDULES, Action
 from planner.core.values.cluster import Cluster
 from planner.core.values.limits import short
+from planner.core.values.placement import device_of
 from planner.core.values.plan import Plan, Predicted, Recompute, ScheduleName, Stage, StageMemory
 from planner.core.values.units import counted
 

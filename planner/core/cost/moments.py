@@ -173,18 +173,21 @@ class Counts(NamedTuple):
 
 def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
     """The counts during and after every forward and backward of each device."""
-    chunks = 1 + max(action.chunk for row in actions for action in row)
     last = max(action.micro_batch for action in actions[0])
-    return tuple(_Walk(chunks, last).counts(row) for row in programs(actions))
+    return tuple(
+        _Walk(sorted({action.stage for action in row}), last).counts(program)
+        for row, program in zip(actions, programs(actions), strict=True)
+    )
 
 
 class _Walk:
     """The counts of a device as its program runs; see the module's table."""
 
-    def __init__(self, chunks: int, last: int) -> None:
+    def __init__(self, stages: Sequence[int], last: int) -> None:
         self._last = last
-        self._backwards_left = [last + 1] * chunks
-        self._now = np.zeros((chunks, len(PARTS)), np.int64)
+        self._chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
+        self._backwards_left = [last + 1] * len(stages)
+        self._now = np.zeros((len(stages), len(PARTS)), np.int64)
         self._now[:, _PLACE["casts"]] = 1
 
     def counts(self, row: Sequence[Instruction]) -> Counts:
@@ -193,11 +196,11 @@ class _Walk:
             if what.do != "run":
                 self._transfer(what)
                 continue
-            running = self._begin(what)
-            during.append(self._with(what.chunk, running))
-            self._backwards_left[what.chunk] -= what.kind == "B"
-            is_final = what.kind == "B" and not self._backwards_left[what.chunk]
-            message.append(self._with(what.chunk, "message" if is_final else running))
+            running, chunk = self._begin(what), self._chunk_of[what.stage]
+            during.append(self._with(chunk, running))
+            self._backwards_left[chunk] -= what.kind == "B"
+            is_final = what.kind == "B" and not self._backwards_left[chunk]
+            message.append(self._with(chunk, "message" if is_final else running))
             self._end(what)
             after.append(self._now.copy())
         return Counts(np.array(during), np.array(message), np.array(after))
@@ -208,7 +211,7 @@ class _Walk:
         return counts
 
     def _transfer(self, what: Instruction) -> None:
-        here = self._now[what.chunk]
+        here = self._now[self._chunk_of[what.stage]]
         match what.do, what.kind:
             case "receive", "F":
                 here[_PLACE["input"]] += 1
@@ -220,7 +223,7 @@ class _Walk:
 
     def _begin(self, what: Instruction) -> PartName:
         """Takes away what the micro-batch brings along; returns the part that is there while it runs."""
-        here, is_last = self._now[what.chunk], what.micro_batch == self._last
+        here, is_last = self._now[self._chunk_of[what.stage]], what.micro_batch == self._last
         if what.kind == "F":
             # The first stage receives no input, and what stays on the device is in no buffer.
             here[_PLACE["input"]] = max(0, here[_PLACE["input"]] - 1)
@@ -232,7 +235,7 @@ class _Walk:
         return "last_backward" if is_last else "backward"
 
     def _end(self, what: Instruction) -> None:
-        here = self._now[what.chunk]
+        here = self._now[self._chunk_of[what.stage]]
         if what.kind == "F":
             here[_PLACE["kept" if what.micro_batch == self._last else "held"]] += 1
             return

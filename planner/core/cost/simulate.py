@@ -20,7 +20,16 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.core.schedule import KINDS, Action, Letter, device_of, execution_order, message_from, message_to
+from planner.core.schedule import (
+    KINDS,
+    Action,
+    Flow,
+    Letter,
+    devices_of,
+    execution_order,
+    message_from,
+    message_to,
+)
 
 __all__ = ["Event", "StageTimes", "last_end_us", "makespans", "simulate"]
 
@@ -48,6 +57,12 @@ class StageTimes:
     """How much of `backward_us` is computing activations again."""
     last_recompute_us: float = 0.0
     """How much of `last_backward_us` is."""
+    input_backward_us: float = 0.0
+    """I, of a backward in halves: with recomputation, where the micro-batch is recomputed."""
+    last_input_backward_us: float = 0.0
+    """I of the last micro-batch."""
+    weight_backward_us: float = 0.0
+    """W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +70,7 @@ class Event:
     """One action (or the transfer that follows it) with its interval. `stage` is the sender for a transfer."""
 
     kind: str
-    """`F` or `B`; of a transfer `send F` or `send B`, by what made that which is sent."""
+    """The letter of a kind; of a transfer `send F` or `send B`, by its direction."""
     stage: int
     """Place in the chain."""
     device: int
@@ -68,8 +83,8 @@ class Event:
 def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> tuple[Event, ...]:
     """All events of one step, sorted by start time.
 
-    What a stage computes goes to the next one in its direction, over the link between their devices; where K = 1,
-    nothing is sent. Chunks share the links: those of devices K-1 and 0 lead back to the front.
+    What a stage computes goes to the next one in its direction, over the link between their devices; neighbours on one
+    device hand over in place. Chunks share the links: in a loop those of devices K-1 and 0 lead back to the front.
 
     Args:
         actions: Per device (K of them), its actions in order.
@@ -82,7 +97,7 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
 
     def note(step: _Step, is_send: bool, start_us: float, end_us: float) -> None:  # noqa: FBT001 - called by one
         event = Event(
-            kind=f"send {step.kind}" if is_send else step.kind,
+            kind=f"send {KINDS[step.kind].flow}" if is_send else step.kind,
             stage=step.stage,
             device=step.device,
             micro_batch=step.micro_batch,
@@ -108,6 +123,9 @@ def makespans(
     last_backward_us: FloatArray,
     send_us: FloatArray,
     blocking: ArrayLike = False,
+    input_backward_us: FloatArray | None = None,
+    last_input_backward_us: FloatArray | None = None,
+    weight_backward_us: FloatArray | None = None,
 ) -> FloatArray:
     """When the last action ends, for N partitions of a chain into the same number of stages.
 
@@ -120,6 +138,9 @@ def makespans(
         last_backward_us: Backward of the last micro-batch.
         send_us: Crossing the boundary behind each stage; the last column is not read.
         blocking: Whether receiving over that boundary keeps the receiver busy: shape (S,), or one for all.
+        input_backward_us: I; needed where actions are of that kind, as the next two.
+        last_input_backward_us: I of the last micro-batch.
+        weight_backward_us: W.
 
     Returns:
         Shape (N,), microseconds: the latest end of `simulate`, by the same operations.
@@ -130,7 +151,10 @@ def makespans(
     Complexity: O(K V M) numpy operations per 1024 partitions.
     """
     num_partitions, num_stages = forward_us.shape
-    if {backward_us.shape, last_backward_us.shape, send_us.shape} != {forward_us.shape}:
+    every = {"F": forward_us, "B": backward_us, "I": input_backward_us, "W": weight_backward_us}
+    last = {**every, "B": last_backward_us, "I": last_input_backward_us}
+    there = [times for times in (*every.values(), *last.values(), send_us) if times is not None]
+    if {times.shape for times in there} != {forward_us.shape}:
         raise ValueError(f"times of {num_stages} stages of {num_partitions} partitions need arrays of one shape")
     blocks = np.broadcast_to(np.asarray(blocking, dtype=np.bool_), (num_stages,)).tolist()
     steps = _known_steps(tuple(map(tuple, actions)), num_stages)
@@ -142,9 +166,9 @@ def makespans(
             # A stage to a row, so that the clocks of all partitions lie side by side.
             return list(np.ascontiguousarray(times[block].T, dtype=np.float64))
 
-        durations: Mapping[Letter, Sequence[FloatArray]] = {"F": rows(forward_us), "B": rows(backward_us)}
-        last = {**durations, "B": rows(last_backward_us)}
-        times = _Times(durations, last, rows(send_us), blocks)
+        durations = {kind: rows(times) for kind, times in every.items() if times is not None}
+        last_durations = {kind: rows(times) for kind, times in last.items() if times is not None}
+        times = _Times(durations, last_durations, rows(send_us), blocks)
         ends[block] = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later=np.maximum)
     return ends
 
@@ -155,8 +179,9 @@ def makespans(
 class _Times(NamedTuple, Generic[Clock]):
     """The times of every stage: of one partition as numbers, of many as arrays."""
 
-    durations: Mapping[Letter, Sequence[Clock]]
-    last_durations: Mapping[Letter, Sequence[Clock]]
+    durations: Mapping[str, Sequence[Clock]]
+    """By the letter of a kind."""
+    last_durations: Mapping[str, Sequence[Clock]]
     """Those of the last micro-batch."""
     sends: Sequence[Clock]
     blocking: Sequence[bool]
@@ -171,14 +196,15 @@ class _Step(NamedTuple):
     micro_batch: int
     is_last: bool
     """Whether its micro-batch is the last one."""
-    source: tuple[Letter, int, int] | None
-    """The message that it begins with: kind, sending stage, micro-batch."""
+    flow: Flow | None
+    source: tuple[Flow, int, int] | None
+    """The message that it begins with: its direction, sending stage, micro-batch."""
     received_over: int
     """The stage in front of the boundary over which that comes; -1 where it comes over none."""
     sent_over: int
     """The stage in front of the boundary that its output crosses; -1 where it crosses none."""
     link: tuple[int, int]
-    """Sending and receiving device: with K = 2 a link carries forwards of one boundary beside backwards of the next."""
+    """Sending and receiving device: in a loop with K = 2 one carries forwards of a boundary, backwards of the next."""
 
 
 @lru_cache(maxsize=64)
@@ -190,25 +216,33 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
     num_devices = len(actions)
     if not actions or num_stages % num_devices:
         raise ValueError(f"{num_stages} stages cannot lie on {num_devices} devices, each with as many")
+    devices = devices_of(actions)
+    if len(devices) != num_stages:
+        raise ValueError(f"the lists are of {len(devices)} stages, the times of {num_stages}")
     last_micro_batch = max((action.micro_batch for row in actions for action in row), default=-1)
-    # Neighbours on one device hand over in place; the device's own order then keeps one after the other.
-    crosses = num_devices > 1
-    sources = {(kind, s): message_from(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
-    targets = {(kind, s): message_to(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
+
+    def other_device(stage: int, neighbour: int | None) -> int | None:
+        # Neighbours on one device hand over in place; the device's own order then keeps one after the other.
+        return None if neighbour is None or devices[neighbour] == devices[stage] else neighbour
+
+    every = [(kind, s) for kind in KINDS for s in range(num_stages)]
+    sources = {(kind, s): other_device(s, message_from(kind, s, num_stages)) for kind, s in every}
+    targets = {(kind, s): other_device(s, message_to(kind, s, num_stages)) for kind, s in every}
     steps = []
-    for stage, action in execution_order(actions, num_stages):
-        source = sources[action.kind, stage] if crosses else None
-        target = targets[action.kind, stage] if crosses else None
+    for action in execution_order(actions):
+        stage, flow = action.stage, KINDS[action.kind].flow
+        source, target = sources[action.kind, stage], targets[action.kind, stage]
         step = _Step(
             kind=action.kind,
             stage=stage,
-            device=device_of(stage, num_devices),
+            device=devices[stage],
             micro_batch=action.micro_batch,
             is_last=action.micro_batch == last_micro_batch,
-            source=None if source is None else (action.kind, source, action.micro_batch),
+            flow=flow,
+            source=None if source is None or flow is None else (flow, source, action.micro_batch),
             received_over=-1 if source is None else min(stage, source),
             sent_over=-1 if target is None else min(stage, target),
-            link=(device_of(stage, num_devices), -1 if target is None else device_of(target, num_devices)),
+            link=(devices[stage], -1 if target is None else devices[target]),
         )
         steps.append(step)
     return tuple(steps)
@@ -216,11 +250,17 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
 
 def _walk(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None) -> float:
     """One partition's clocks: when the last action ends."""
-    durations: Mapping[Letter, Sequence[float]] = {
+    durations = {
         "F": [stage.forward_us for stage in stages],
         "B": [stage.backward_us for stage in stages],
+        "I": [stage.input_backward_us for stage in stages],
+        "W": [stage.weight_backward_us for stage in stages],
     }
-    last: Mapping[Letter, Sequence[float]] = {**durations, "B": [stage.last_backward_us for stage in stages]}
+    last = {
+        **durations,
+        "B": [stage.last_backward_us for stage in stages],
+        "I": [stage.last_input_backward_us for stage in stages],
+    }
     times = _Times(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
     steps = _steps_of(actions, len(stages))
     return _carry(steps, len(actions), times, begin=0.0, later=max, note=note)
@@ -251,7 +291,7 @@ def _carry(
     """
     device_free = [begin] * num_devices
     link_free: dict[tuple[int, int], Clock] = {}
-    arrived: dict[tuple[Letter, int, int], Clock] = {}
+    arrived: dict[tuple[Flow, int, int], Clock] = {}
     # A transfer of no time starts when it may and holds nobody up, if all of them are such.
     takes_time = any(np.any(send) for send in times.sends[:-1])
     for step in steps:
@@ -264,14 +304,14 @@ def _carry(
         end = device_free[step.device] = start + durations[step.kind][step.stage]
         if note is not None:
             note(step, False, start, end)
-        if step.sent_over < 0:
+        if step.sent_over < 0 or step.flow is None:
             continue
         if takes_time and not times.blocking[step.sent_over]:
             sent = later(end, link_free.get(step.link, begin))
             end = link_free[step.link] = sent + times.sends[step.sent_over]
             if note is not None and np.any(times.sends[step.sent_over]):
                 note(step, True, sent, end)
-        arrived[step.kind, step.stage, step.micro_batch] = end
+        arrived[step.flow, step.stage, step.micro_batch] = end
     latest = begin
     for free in device_free:
         latest = later(latest, free)

@@ -7,7 +7,7 @@ over (`planner.core.cost.moments`), so that its highest point is the plan's peak
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from planner.core.cost.memory import one_stage
 from planner.core.cost.moments import Counts, counts_of, optimizer_steps
 from planner.core.cost.parts import parts_of
 from planner.core.cost.simulate import Event, StageTimes
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import KINDS, SCHEDULES, Letter, message_from
 from planner.core.values.cluster import Cluster
 
 __all__ = ["Level", "Span", "SpanKind", "Step", "step_of"]
@@ -26,8 +26,15 @@ __all__ = ["Level", "Span", "SpanKind", "Step", "step_of"]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-SpanKind = Literal["forward", "backward", "send forward", "send backward", "receive", "optimizer"]
-"""Sends overlap with what their device computes; `receive`, over a link that blocks, keeps it busy."""
+SpanKind = str
+"""What a device computes, by the label of its kind; or `send forward`, `send backward`, `receive`, `optimizer`.
+
+Sends overlap with what their device computes; `receive`, over a link that blocks, keeps it busy.
+"""
+
+_BACKWARDS: Final = {kind.label for kind in KINDS.values() if kind.direction < 0}
+"""The kinds in which activations are computed again."""
+_LABELS: Final = {kind.label for kind in KINDS.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +107,12 @@ def step_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Step:
 
 def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> Iterator[Span]:
     stage, last = event.stage, event.micro_batch == partition.micro_batches - 1
-    kinds: dict[str, SpanKind] = {
-        "F": "forward",
-        "B": "backward",
-        "send F": "send forward",
-        "send B": "send backward",
-    }
-    kind = kinds[event.kind]
-    boundary = stage - 1 if kind == "forward" else stage
-    crosses = partition.num_devices > 1 and 0 <= boundary < len(times) - 1
-    if kind in ("forward", "backward") and crosses and times[boundary].blocking:
+    send, _, letter = event.kind.rpartition(" ")
+    computed = KINDS[cast("Letter", letter)]
+    kind = f"{send} {computed.label}".strip()
+    source = None if send else message_from(computed.letter, stage, len(times))
+    boundary = -1 if source is None else min(source, stage)
+    if boundary >= 0 and partition.num_devices > 1 and times[boundary].blocking:
         yield Span(
             kind="receive",
             device=event.device,
@@ -126,7 +129,7 @@ def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> I
         micro_batch=event.micro_batch,
         start_us=event.start_us,
         end_us=event.end_us,
-        recompute_us=again if kind == "backward" else 0.0,
+        recompute_us=again if kind in _BACKWARDS else 0.0,
     )
 
 
@@ -135,7 +138,7 @@ def _optimizer_spans(
 ) -> Iterator[Span]:
     intervals, count = partition.intervals(), partition.num_devices
     # The spans of a device come in the order of time.
-    last_backward = {span.device: span.end_us for span in spans if span.kind == "backward"}
+    last_backward = {span.device: span.end_us for span in spans if span.kind in _LABELS}
     for device in range(count):
         own_us = sum(
             own_step_us(costs, *intervals[k], cluster, device=partition.device_of(k), replicas=partition.replicas)
@@ -153,7 +156,7 @@ def _memory(
     counts = counts_of(partition.actions())
     computing: list[list[Span]] = [[] for _ in range(num_devices)]
     for span in spans:
-        if span.kind in ("forward", "backward"):
+        if span.kind in _LABELS:
             computing[span.device].append(span)
     levels = []
     for device in range(num_devices):

@@ -10,18 +10,17 @@ from typing import Final
 from planner.core.schedule.base import Action, Loads, Schedule
 from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
-from planner.core.schedule.kinds import KINDS, Kind, Letter
+from planner.core.schedule.kinds import KINDS, Flow, Kind, Letter
 from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
 from planner.core.schedule.program import (
     Instruction,
     Need,
-    device_of,
+    devices_of,
     execution_order,
     message_from,
     message_to,
     needed_for,
     programs,
-    stage_of,
 )
 from planner.core.values.plan import ScheduleName
 
@@ -33,20 +32,20 @@ __all__ = [
     "SCHEDULES",
     "SCHEDULE_CHOICES",
     "Action",
+    "Flow",
     "Instruction",
     "Kind",
     "Letter",
     "Loads",
     "Need",
     "Schedule",
-    "device_of",
+    "devices_of",
     "execution_order",
     "message_from",
     "message_to",
     "needed_for",
     "programs",
     "schedules_for",
-    "stage_of",
 ]
 
 GPIPE: Final = GPipe()

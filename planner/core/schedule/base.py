@@ -2,7 +2,7 @@
 
     K   devices in a pipeline
     M   micro-batches of a step
-    V   stages that each device runs, its chunks; stage s = v K + d is chunk v of device d
+    V   stages that each device runs, its chunks, placed as `planner.core.values.placement` says
 
 A new schedule is a module with a class like those beside this one, and its name in `planner.core.schedule.SCHEDULES`.
 """
@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 from planner.core.errors import UsageError
 from planner.core.schedule.kinds import KINDS, Letter
 from planner.core.values.limits import MOST_ACTIONS
+from planner.core.values.placement import Placement, stages_on
 from planner.core.values.plan import ScheduleName
 
 __all__ = ["Action", "Loads", "Schedule"]
@@ -22,15 +23,16 @@ __all__ = ["Action", "Loads", "Schedule"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One kind of work for one micro-batch on one of a device's chunks."""
+    """One kind of work for one micro-batch on one stage."""
 
+    stage: int
+    """Place in the chain."""
     kind: Letter
     micro_batch: int
-    chunk: int = 0
 
     def __str__(self) -> str:
-        """`F3`, and from the second chunk on `F3.1`."""
-        return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+        """`2F3` is the forward of micro-batch 3 on stage 2, as in torch's schedule files."""
+        return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
 class Loads(NamedTuple):
@@ -57,6 +59,8 @@ class Schedule(ABC):
     """What torch calls it: `torch.distributed.pipelining.schedules.get_schedule_class` takes that."""
     is_chunked: ClassVar[bool] = False
     """Whether a device may run several stages."""
+    placement: ClassVar[Placement] = "loop"
+    """Which these are."""
     is_forwards_first: ClassVar[bool] = False
     """Whether all forwards of a step come before its first backward on every device."""
     has_closed_form: ClassVar[bool] = False
@@ -69,6 +73,10 @@ class Schedule(ABC):
     @abstractmethod
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """What `device` does, one thing after the other; the numbers have been checked by `refuse`."""
+
+    def stages_on(self, device: int, num_devices: int, chunks: int) -> tuple[int, ...]:
+        """The stages that `device` runs, by chunk."""
+        return stages_on(device, num_devices, chunks, self.placement)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raises where the schedule cannot run so.

@@ -1,14 +1,13 @@
 """GPipe (Huang et al. 2019, arXiv:1811.06965): all forwards, then all backwards.
 
-    K = 2, M = 3
-    device 0: F0 F1 F2 B0 B1 B2
-    device 1: F0 F1 F2 B0 B1 B2
+    K = 2, M = 3 (`1F2` is the forward of micro-batch 2 on stage 1)
+    device 0: 0F0 0F1 0F2 0B0 0B1 0B2
+    device 1: 1F0 1F1 1F2 1B0 1B1 1B2
 
 The paper drains the backward passes in reverse order, torch's `ScheduleGPipe` in the order of the forward passes: so
 does this.
 """
 
-from functools import lru_cache
 from math import inf
 
 from planner.core.schedule.base import Action, Loads, Schedule
@@ -28,7 +27,8 @@ class GPipe(Schedule):
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Every device runs all forwards, then all backwards, in the same order."""
-        return _order(micro_batches)
+        forwards = tuple(Action(device, "F", i) for i in range(micro_batches))
+        return (*forwards, *(Action(device, "B", i) for i in range(micro_batches)))
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
         """All micro-batches wait, when the last forward is over."""
@@ -41,9 +41,3 @@ class GPipe(Schedule):
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
         """What is left of the step for the slowest stage, whose forward and backward come M-1 times more."""
         return inf if micro_batches == 1 else max(0.0, upper_us - work_us) / (micro_batches - 1)
-
-
-@lru_cache(maxsize=1)  # for every device
-def _order(micro_batches: int) -> tuple[Action, ...]:
-    forwards = tuple(Action("F", i) for i in range(micro_batches))
-    return (*forwards, *(Action("B", i) for i in range(micro_batches)))

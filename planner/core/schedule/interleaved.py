@@ -1,8 +1,8 @@
 """Interleaved 1F1B: Narayanan et al. 2021 (arXiv:2104.04473). Devices run several stages each, their chunks, in turn.
 
-    K = 2, M = 2, two chunks per device (F0.1 is the forward of micro-batch 0 on chunk 1)
-    device 0: F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1
-    device 1: F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1
+    K = 2, M = 2, two chunks per device: stages 0 and 2, 1 and 3
+    device 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
 In the paper M is a multiple of K, and chunks take turns after K micro-batches each; torch's `ScheduleInterleaved1F1B`
 needs only M // K turns of equal length. With one chunk on each device it is 1F1B that warms up with 2 (K-k) - 1
@@ -29,8 +29,9 @@ class Interleaved(Schedule):
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """The order of torch's schedule without its idle slots, which are drawn and never executed."""
         per_round = micro_batches // _num_rounds(num_devices, micro_batches)
-        forwards = _in_rounds("F", range(chunks), micro_batches, per_round)
-        backwards = _in_rounds("B", range(chunks - 1, -1, -1), micro_batches, per_round)
+        stages = self.stages_on(device, num_devices, chunks)
+        forwards = _in_rounds("F", stages, micro_batches, per_round)
+        backwards = _in_rounds("B", stages[::-1], micro_batches, per_round)
         warm_up = min(chunks * micro_batches, (chunks - 1) * per_round + 2 * (num_devices - 1 - device))
         steady = chunks * micro_batches - warm_up
         actions = forwards[:warm_up]
@@ -59,11 +60,11 @@ def _num_rounds(num_devices: int, micro_batches: int) -> int:
     return max(1, micro_batches // num_devices)
 
 
-def _in_rounds(kind: Letter, chunks: Sequence[int], micro_batches: int, per_round: int) -> list[Action]:
-    """Round by round, every chunk in turn with that round's micro-batches."""
+def _in_rounds(kind: Letter, stages: Sequence[int], micro_batches: int, per_round: int) -> list[Action]:
+    """Round by round, every stage in turn with that round's micro-batches."""
     return [
-        Action(kind, i, chunk)
+        Action(stage, kind, i)
         for first in range(0, micro_batches, per_round)
-        for chunk in chunks
+        for stage in stages
         for i in range(first, first + per_round)
     ]

@@ -2,6 +2,11 @@
 
     F  forward: takes what the stage in front sends, makes what the stage behind waits for
     B  backward: takes the gradient from the stage behind, makes the gradient for the stage in front
+    I  the half of a backward that others wait for: it makes the gradient for the stage in front, and everything else
+       but the gradients of large weights
+    W  the other half: gradients of weights, for which nobody waits until the step ends
+
+A micro-batch passes each stage with F and B, or with F, I and W.
 
 What a kind needs and what it sends is told by the direction in which its data flow, so that no other module has to
 know that a forward needs stage s-1 and a backward stage s+1. The last stage of a direction sends nothing; a kind that
@@ -12,9 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["BACKWARD", "COMPUTING", "FORWARD", "KINDS", "Kind", "Letter"]
+__all__ = ["BACKWARD", "COMPUTING", "FORWARD", "INPUT_BACKWARD", "KINDS", "WEIGHT_BACKWARD", "Flow", "Kind", "Letter"]
 
-Letter = Literal["F", "B"]
+Letter = Literal["F", "B", "I", "W"]
+
+Flow = Literal["F", "B"]
+"""What stages tell each other: activations, from front to back, or their gradients, from back to front."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +33,12 @@ class Kind:
     """What people and torch's schedule files call it: `F3` is the forward of micro-batch 3."""
     label: str
     """What it is called in words."""
-    direction: Literal[1, -1]
-    """Where its data flow: +1 from the stage in front to the one behind, -1 the other way."""
-    follows: Letter | None
-    """The kind that must be over on the same stage: of the same micro-batch."""
+    direction: Literal[1, 0, -1]
+    """Where its data flow: +1 from the stage in front to the one behind, -1 the other way, 0 nowhere."""
+    flow: Flow | None
+    """What it sends on, and what it waits for from the stage before it; None if it has to do with no other stage."""
+    follows: Flow | None
+    """What the same stage must have made of the same micro-batch, where no other stage has to do with it."""
     paper: tuple[str, ...]
     """Colours of its boxes in pictures, one for each chunk of a device in turn: hex, with a dash on dark and light."""
     ink: str
@@ -45,6 +55,7 @@ FORWARD: Final = Kind(
     letter="F",
     label="forward",
     direction=1,
+    flow="F",
     follows=None,
     paper=("#2a6db0", "#1d7a68", "#6b4fa0", "#59636f"),
     ink="#fff",
@@ -55,14 +66,40 @@ BACKWARD: Final = Kind(
     letter="B",
     label="backward",
     direction=-1,
+    flow="B",
     follows="F",
     paper=("#f2a65a", "#e6cb5c", "#e7a3c4", "#bcc4cc"),
     ink="#2b1700",
     terminal=((214, 172), (228, 185), (218, 175), (254, 249)),
     terminal_ink=16,
 )
+# The halves: the one that others wait for in the warm colour of a backward, the other in one that steps back.
+INPUT_BACKWARD: Final = Kind(
+    letter="I",
+    label="input backward",
+    direction=-1,
+    flow="B",
+    follows="F",
+    paper=("#f2a65a", "#e6cb5c", "#e7a3c4", "#bcc4cc"),
+    ink="#2b1700",
+    terminal=((214, 172), (228, 185), (218, 175), (254, 249)),
+    terminal_ink=16,
+)
+WEIGHT_BACKWARD: Final = Kind(
+    letter="W",
+    label="weight backward",
+    direction=0,
+    flow=None,
+    follows="B",
+    paper=("#8fb98b", "#a9c77f", "#c9b8de", "#d9dee3"),
+    ink="#0d2410",
+    terminal=((108, 65), (150, 107), (183, 146), (252, 247)),
+    terminal_ink=16,
+)
 
-KINDS: Final[Mapping[Letter, Kind]] = {kind.letter: kind for kind in (FORWARD, BACKWARD)}
+KINDS: Final[Mapping[Letter, Kind]] = {
+    kind.letter: kind for kind in (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
+}
 """All kinds by their letters."""
 
 COMPUTING: Final = tuple(KINDS)

@@ -1,8 +1,8 @@
 """1F1B: Narayanan et al. 2019 (PipeDream), 2021 (PipeDream-Flush, arXiv:2006.09503).
 
     K = 2, M = 3
-    device 0: F0 F1 B0 F2 B1 B2
-    device 1: F0 B0 F1 B1 F2 B2
+    device 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    device 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
 Stage k warms up with K-k forwards, as many as there are stages from it on; then every forward is followed by the
 backward of the micro-batch that has waited longest.
@@ -28,8 +28,8 @@ class OneForwardOneBackward(Schedule):
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Warm-up, forward and backward in turn, and what backwards are left."""
         warm_up = self.in_flight(device, num_devices, micro_batches)
-        forwards = [Action("F", i) for i in range(micro_batches)]
-        backwards = [Action("B", i) for i in range(micro_batches)]
+        forwards = [Action(device, "F", i) for i in range(micro_batches)]
+        backwards = [Action(device, "B", i) for i in range(micro_batches)]
         actions = forwards[:warm_up]
         for backward, forward in zip_longest(backwards, forwards[warm_up:]):
             actions += (backward,) if forward is None else (backward, forward)

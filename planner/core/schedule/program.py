@@ -1,9 +1,8 @@
 """Programs: what devices do in order, transfers included, and what each thing waits for.
 
 The one place that knows which stage a stage hears from and sends to. A forward of stage s waits for that of stage s-1,
-a backward for that of stage s+1, and on the last stage for its own forward: `Kind.direction` and `Kind.follows` say so.
-
-    1F1B, K = 2, M = 2
+a backward, or the half of it that makes the input's gradient, for that of stage s+1, and on the last stage for its own
+forward; the other half for the first one: `Kind.direction` and `Kind.follows` say so.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,69 +10,70 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from planner.core.schedule.base import Action
-from planner.core.schedule.kinds import KINDS, Letter
+from planner.core.schedule.kinds import KINDS, Flow, Letter
 
 __all__ = [
     "Instruction",
     "Need",
-    "device_of",
+    "devices_of",
     "execution_order",
     "message_from",
     "message_to",
     "needed_for",
     "programs",
-    "stage_of",
 ]
 
 
 class Need(NamedTuple):
-    """One kind of work on one stage, of the micro-batch in question."""
+    """What a stage must have made of the micro-batch in question."""
 
-    kind: Letter
+    flow: Flow
     stage: int
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What one device does next; `send` and `receive` only begin a transfer."""
+    """What a device does next; `send` and `receive` only begin a transfer."""
 
     do: Literal["run", "send", "receive"]
     kind: Letter
-    """What is run; of a `send`, what made that which is sent; of a `receive`, what needs that which is received."""
+    """What is run; of a transfer `F` or `B`, which way it goes."""
     micro_batch: int
-    chunk: int
+    stage: int
     """Of the device whose instruction it is."""
-
-
-def stage_of(device: int, chunk: int, num_devices: int) -> int:
-    """The stage, counted along the chain, that is `chunk` of `device`."""
-    return chunk * num_devices + device
-
-
-def device_of(stage: int, num_devices: int) -> int:
-    """The device that runs `stage`."""
-    return stage % num_devices
 
 
 def message_from(kind: Letter, stage: int, num_stages: int) -> int | None:
     """The stage whose message a kind of work begins with; None at the end of the chain where its direction begins."""
     source = stage - KINDS[kind].direction
-    return source if 0 <= source < num_stages else None
+    return source if source != stage and 0 <= source < num_stages else None
 
 
 def message_to(kind: Letter, stage: int, num_stages: int) -> int | None:
     """The stage that waits for what a kind of work makes; None at the other end of the chain."""
     target = stage + KINDS[kind].direction
-    return target if 0 <= target < num_stages else None
+    return target if target != stage and 0 <= target < num_stages else None
 
 
 def needed_for(kind: Letter, stage: int, num_stages: int) -> Need | None:
     """What must be over before a kind of work can begin on a stage; None for the first forward."""
-    source = message_from(kind, stage, num_stages)
-    if source is not None:
-        return Need(kind, source)
-    follows = KINDS[kind].follows
+    source, flow, follows = message_from(kind, stage, num_stages), KINDS[kind].flow, KINDS[kind].follows
+    if source is not None and flow is not None:
+        return Need(flow, source)
     return None if follows is None else Need(follows, stage)
+
+
+def devices_of(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """Per stage, the device in whose list it occurs.
+
+    Raises:
+        ValueError: A stage is in no list, or in several.
+    """
+    devices = {action.stage: device for device, row in enumerate(actions) for action in row}
+    num_pairs = len({(action.stage, device) for device, row in enumerate(actions) for action in row})
+    if sorted(devices) != list(range(num_pairs)):
+        raise ValueError(f"every stage must be in the list of one device, got the stages {sorted(devices)}")
+    return tuple(devices[stage] for stage in range(len(devices)))
 
 
 def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
@@ -93,57 +93,50 @@ def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ..
     Raises:
         ValueError: The lists wait for each other in a circle, or for what is in no list.
     """
-    num_devices = len(actions)
-    num_stages = num_devices * (1 + max(action.chunk for row in actions for action in row))
+    devices = devices_of(actions)
     rows: list[list[Instruction]] = [[] for _ in actions]
-    for stage, action in _in_turns(actions, num_stages):
-        device = device_of(stage, num_devices)
-        rows[device].append(Instruction("run", action.kind, action.micro_batch, action.chunk))
-        target = message_to(action.kind, stage, num_stages)
-        if target is None or device_of(target, num_devices) == device:
+    for action in _in_turns(actions, devices):
+        device, flow = devices[action.stage], KINDS[action.kind].flow
+        rows[device].append(Instruction("run", action.kind, action.micro_batch, action.stage))
+        target = message_to(action.kind, action.stage, len(devices))
+        if flow is None or target is None or devices[target] == device:
             continue  # nobody waits for it, or the device keeps it for itself
-        rows[device].append(Instruction("send", action.kind, action.micro_batch, action.chunk))
-        receive = Instruction("receive", action.kind, action.micro_batch, target // num_devices)
-        rows[device_of(target, num_devices)].append(receive)
+        rows[device].append(Instruction("send", flow, action.micro_batch, action.stage))
+        rows[devices[target]].append(Instruction("receive", flow, action.micro_batch, target))
     return tuple(map(tuple, rows))
 
 
-def execution_order(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[tuple[int, Action], ...]:
+def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
     """All actions in an order in which each comes after everything it waits for.
 
     Args:
         actions: Per device (K of them), its actions in order.
-        num_stages: K V, the stages of the chain.
-
-    Returns:
-        Pairs of stage and action.
 
     Raises:
         ValueError: The lists wait for each other in a circle, or for what is in no list.
     """
-    return tuple(_in_turns(actions, num_stages))
+    return tuple(_in_turns(actions, devices_of(actions)))
 
 
-def _in_turns(actions: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[int, Action]]:
+def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> Iterator[Action]:
     """Turn by turn, every device does the next action of its list if what that needs was over before the turn."""
-    num_devices = len(actions)
+    num_stages = len(devices)
     needs = {(kind, s): needed_for(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
-    over: set[tuple[Letter, int, int]] = set()
-    position = [0] * num_devices
+    over: set[tuple[Flow | None, int, int]] = set()
+    position = [0] * len(actions)
     while any(at < len(row) for at, row in zip(position, actions, strict=True)):
         turn = []
         for device, (at, row) in enumerate(zip(position, actions, strict=True)):
             if at == len(row):
                 continue
             action = row[at]
-            stage = stage_of(device, action.chunk, num_devices)
-            need = needs[action.kind, stage]
-            if need is None or (need.kind, need.stage, action.micro_batch) in over:
-                turn.append((stage, action))
+            need = needs[action.kind, action.stage]
+            if need is None or (need.flow, need.stage, action.micro_batch) in over:
+                turn.append(action)
                 position[device] += 1
         if not turn:
             progress = enumerate(zip(actions, position, strict=True))
             waiting = {device: str(row[at]) for device, (row, at) in progress if at < len(row)}
             raise ValueError(f"deadlock: devices wait for what never comes, at {waiting}")
-        over.update((action.kind, stage, action.micro_batch) for stage, action in turn)
+        over.update((KINDS[action.kind].flow, action.stage, action.micro_batch) for action in turn)
         yield from turn

@@ -24,7 +24,7 @@ from planner.core.schedule import (
     Instruction,
     Letter,
     Schedule,
-    device_of,
+    devices_of,
     message_from,
     message_to,
     programs,
@@ -107,7 +107,10 @@ class Engine:
         self._position, self._check_nan = position or Position(), check_nan
         num_devices = len(ranks)
         order = [schedule.order(d, num_devices, micro_batches, len(stages)) for d in range(num_devices)]
-        self._program = programs(order)[device_of(stages[0].index, num_devices)]
+        self._devices = devices_of(order)
+        self._device_index = self._devices[stages[0].index]
+        self._program = programs(order)[self._device_index]
+        self._chunk_of = {stage.index: chunk for chunk, stage in enumerate(stages)}
         self._transfers = Transfers(device, group)
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._gradients: dict[tuple[int, int], tuple[Tensor, ...]] = {}
@@ -158,7 +161,8 @@ class Engine:
     # Private methods
 
     def _do(self, instruction: Instruction, backwards_left: list[int]) -> None:
-        stage, micro_batch = self._stages[instruction.chunk], instruction.micro_batch
+        chunk = self._chunk_of[instruction.stage]
+        stage, micro_batch = self._stages[chunk], instruction.micro_batch
         message = Message(instruction.kind, stage.index, micro_batch)
         match instruction.do, instruction.kind:
             case "receive", kind:
@@ -174,8 +178,8 @@ class Engine:
             case "run", "F":
                 self._forward(stage, message)
             case "run", "B":
-                backwards_left[instruction.chunk] -= 1
-                with nullcontext() if backwards_left[instruction.chunk] else stage.last_backward():
+                backwards_left[chunk] -= 1
+                with nullcontext() if backwards_left[chunk] else stage.last_backward():
                     self._backward(stage, message)
 
     def _forward(self, stage: EngineStage, message: Message) -> None:
@@ -241,10 +245,10 @@ class Engine:
 
     def _rank_of(self, stage: int | None) -> int:
         assert stage is not None  # the program has no transfers at the ends of the chain
-        return self._ranks[device_of(stage, len(self._ranks))]
+        return self._ranks[self._devices[stage]]
 
     def _is_here(self, stage: int) -> bool:
-        return device_of(stage, len(self._ranks)) == device_of(self._stages[0].index, len(self._ranks))
+        return self._devices[stage] == self._device_index
 
     def _at(self, message: Message, *, waits_for: int | None = None) -> None:
         self._position.at(_in_words(message.kind, message.micro_batch), stage=message.stage, waits_for=waits_for)

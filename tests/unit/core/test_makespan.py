@@ -97,7 +97,7 @@ def test_what_cannot_run_is_refused_as_by_the_simulator() -> None:
     """Circles, stages that devices cannot share out, and arrays that do not belong together."""
     times = random_times(np.random.default_rng(0), 2, 2)
     with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
-        makespans([[Action("B", 0), Action("F", 0)], [Action("F", 0), Action("B", 0)]], **times)
+        makespans([[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]], **times)
     with pytest.raises(ValueError, match="2 stages cannot lie on 3 devices"):
         makespans(SCHEDULES["gpipe"].actions(3, 2), **times)
     with pytest.raises(ValueError, match="one shape"):

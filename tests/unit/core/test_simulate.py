@@ -142,8 +142,8 @@ def test_nothing_starts_before_what_it_needs(schedule: ScheduleName, chunks: int
             crossing = stages[min(at, source)].send_us
             assert event.start_us >= events[kind, source, i].end_us + crossing - 1e-9
             checked += 1
-        for device, todo in enumerate(actions):
-            ends = [events[a.kind, a.chunk * num_devices + device, a.micro_batch] for a in todo]
+        for todo in actions:
+            ends = [events[a.kind, a.stage, a.micro_batch] for a in todo]
             assert all(a.end_us <= b.start_us for a, b in pairwise(ends))
     assert checked > 500
 
@@ -250,7 +250,7 @@ def test_events_come_sorted_by_start() -> None:
 
 def test_waiting_in_a_circle_is_reported() -> None:
     """Stage 0 wants B0 before F0, so nobody can begin: an error that says where each stage stands, no endless loop."""
-    lists = [[Action("B", 0), Action("F", 0)], [Action("F", 0), Action("B", 0)]]
+    lists = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
         simulate(lists, [stage(1, 1), stage(1, 1)])
 
@@ -258,10 +258,10 @@ def test_waiting_in_a_circle_is_reported() -> None:
 def test_waiting_for_what_never_comes_is_reported_when_others_are_done() -> None:
     """Stage 0 finishes its only forward, stage 1 waits for one that nobody computes: the same error."""
     with pytest.raises(ValueError, match=r"deadlock.*F1"):
-        simulate([[Action("F", 0)], [Action("F", 1)]], [stage(1, 1), stage(1, 1)])
+        simulate([[Action(0, "F", 0)], [Action(1, "F", 1)]], [stage(1, 1), stage(1, 1)])
 
 
 def test_a_backward_without_its_forward_is_reported() -> None:
     """The last stage cannot run B1 before F1."""
     with pytest.raises(ValueError, match="deadlock"):
-        simulate([[Action("F", 0), Action("B", 1), Action("F", 1), Action("B", 0)]], [stage(1, 1)])
+        simulate([[Action(0, "F", 0), Action(0, "B", 1), Action(0, "F", 1), Action(0, "B", 0)]], [stage(1, 1)])

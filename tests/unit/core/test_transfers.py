@@ -21,16 +21,16 @@ def rows_of(devices: int, chunks: int, micro_batches: int) -> Rows:
 
 
 def as_text(row: Sequence[Instruction]) -> str:
-    """`sF0.1` and `rF0.1`: sent, received."""
+    """`s2F0` and `r2F0`: sent, received."""
     short = {"run": "", "send": "s", "receive": "r"}
-    return " ".join(f"{short[x.do]}{x.kind}{x.micro_batch}" + (f".{x.chunk}" if x.chunk else "") for x in row)
+    return " ".join(f"{short[x.do]}{x.stage}{x.kind}{x.micro_batch}" for x in row)
 
 
 def test_by_hand() -> None:
     """K = 2, V = 2, M = 2: sent behind the action, received behind what the other has by then."""
     assert [as_text(row) for row in rows_of(2, 2, 2)] == [
-        "F0 sF0 F1 sF1 rF0.1 F0.1 sF0.1 rF1.1 F1.1 sF1.1 rB0.1 B0.1 sB0.1 rB1.1 B1.1 sB1.1 rB0 B0 rB1 B1",
-        "rF0 rF1 F0 sF0 rF0.1 F1 sF1 rF1.1 F0.1 B0.1 sB0.1 rB0 F1.1 B1.1 sB1.1 rB1 B0 sB0 B1 sB1",
+        "0F0 s0F0 0F1 s0F1 r2F0 2F0 s2F0 r2F1 2F1 s2F1 r2B0 2B0 s2B0 r2B1 2B1 s2B1 r0B0 0B0 r0B1 0B1",
+        "r1F0 r1F1 1F0 s1F0 r3F0 1F1 s1F1 r3F1 3F0 3B0 s3B0 r1B0 3F1 3B1 s3B1 r1B1 1B0 s1B0 1B1 s1B1",
     ]
 
 
@@ -42,7 +42,7 @@ def test_every_pair_of_devices_has_its_transfers_in_one_order(devices: int, chun
     for device, row in enumerate(rows):
         received = set()
         for what in row:
-            stage = what.chunk * devices + device
+            stage = what.stage
             forward = what.kind == "F"
             if what.do == "run":
                 is_given = stage == (0 if forward else devices * chunks - 1)
@@ -75,7 +75,7 @@ def step_time(rows: Rows, times: dict[str, list[float]], *, waits: bool) -> floa
         for device, row in enumerate(rows):
             while at[device] < len(row):
                 what = row[at[device]]
-                kind, stage = what.kind, what.chunk * devices + device
+                kind, stage = what.kind, what.stage
                 name = kind, stage, what.micro_batch
                 if what.do == "receive":
                     posted[name] = clock[device]

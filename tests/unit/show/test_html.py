@@ -11,6 +11,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.planning import cluster_of
 from planner.core.cost.step import step_of
+from planner.core.schedule import KINDS as COMPUTED
 from planner.core.values.plan import SolverReport
 from planner.show import comparison_text
 from planner.show.html import plan_html, profile_html, run_html
@@ -134,13 +135,14 @@ def test_the_data_holds_every_box():
     planned = plan(recompute="except-last")
     step = step_of_sample(planned)
     data = json.loads(re.search(r'<script type="application/json" id="step">(.*?)</script>', page_of(planned))[1])
-    kinds = ("forward", "backward", "receive", "optimizer", "send forward", "send backward")
+    kinds = (*(kind.label for kind in COMPUTED.values()), "receive", "optimizer", "send forward", "send backward")
+    assert len(data["labels"]) == len(kinds)
     found = set()
     for device, flat in enumerate(data["rows"]):
         at = 0
         for code, micro_batch, gap, duration in zip(*(iter(flat),) * 4, strict=True):
             at += gap
-            found.add((device, kinds[code % 6], micro_batch, at, at + duration))
+            found.add((device, kinds[code % len(kinds)], micro_batch, at, at + duration))
     wanted = {(s.device, s.kind, s.micro_batch, round(s.start_us * 10), round(s.end_us * 10)) for s in step.spans}
     assert found == wanted
     assert data["again"] == {str(s.index): round(s.forward_us * 10) for s in planned.stages}
