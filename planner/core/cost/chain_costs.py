@@ -12,6 +12,7 @@ __all__ = [
     "BUCKET_BYTES",
     "Boundaries",
     "ChainCosts",
+    "Halves",
     "Levels",
     "Programs",
     "Relays",
@@ -121,6 +122,29 @@ class Levels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Halves:
+    """A backward in halves: I, the gradient of the input and whatever is small, and W, the gradients put off.
+
+    Levels are as in `Levels`: of I with what the layers behind keep for W, of W with what those in front keep.
+    """
+
+    input_us: FloatArray
+    weight_us: FloatArray
+    held: FloatArray
+    """Kept between I and W."""
+    weight_gradients: FloatArray
+    """The part of `ChainCosts.gradients` that W makes."""
+    first_input: FloatArray
+    """During the first micro-batch's I; the gradients that it makes are counted."""
+    input: FloatArray
+    """During a later I."""
+    first_weight: FloatArray
+    """During the first W; the gradients that it makes are counted."""
+    weight: FloatArray
+    """During a later W."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """What a layer needs within one compiled program."""
 
@@ -189,6 +213,9 @@ class ChainCosts:
     target: float
     """What the loss reads beside the output."""
     levels: Levels
+    halves: Halves
+    halves_assumed: bool
+    """Whether nobody measured them: then each takes half of the backward, and everything saved is kept for W."""
     exact: bool
     """Whether the levels come from exact records; else they are the additive bound of the two transient peaks."""
     programs: Programs | None

@@ -54,6 +54,10 @@ class CostTable:
         self._profile = profile
         sizes = len(profile.micro_batch_sizes)
         self._exact = all(len(layer.detail) == sizes for layer in profile.layers)
+        self._halves_assumed = not all(
+            layer.backward_weight_us and (layer.split if self._exact else layer.weight_held_bytes)
+            for layer in profile.layers
+        )
         compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
         self._read = exact_costs if self._exact else compiled_costs if compiled else additive_costs
         self._sizes: dict[int, SizeCosts] = {}
@@ -76,11 +80,12 @@ class CostTable:
         weighted = [(self._at(n), weight) for n, weight in _neighbours(profile.micro_batch_sizes, micro_batch_size)]
         blended = {
             name: _blend([(getattr(costs, name), weight) for costs, weight in weighted])
-            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "programs")
+            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "halves", "programs")
         }
         return ChainCosts(
             micro_batch_size=micro_batch_size,
             exact=self._exact,
+            halves_assumed=self._halves_assumed,
             sparse=self._sparse(_blend([(costs.sparse_gradients, weight) for costs, weight in weighted])),
             target=max(0.0, sum(weight * costs.target for costs, weight in weighted)),
             storages=_storages(weighted),

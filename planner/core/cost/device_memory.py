@@ -20,6 +20,7 @@ from planner.core.cost.memory import one_stage
 from planner.core.cost.moments import PARTS, PartName
 from planner.core.cost.parts import shared_parts_of
 from planner.core.cost.stages import stages_in
+from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import Recompute, StageMemory
 
 __all__ = [
@@ -38,7 +39,11 @@ IntArray = NDArray[np.int64]
 
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
 _FORWARDS: Final[tuple[PartName, ...]] = ("forward", "last_forward")
-_BACKWARDS: Final[tuple[PartName, ...]] = ("first_backward", "backward", "last_backward", "message")
+_BACKWARDS: Final[tuple[PartName, ...]] = (
+    *("first_backward", "backward", "last_backward", "message"),
+    *("first_input_backward", "input_backward", "last_input_backward"),
+)
+_WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward", "weight_message")
 
 
 class ChunkMemory(NamedTuple):
@@ -79,10 +84,17 @@ def chunk_memory(
     micro_batches: int,
     recompute: Recompute,
     recomputed: Collection[int] = (),
+    in_halves: bool = False,
 ) -> ChunkMemory:
-    """The chunk that runs layers `first`..`end - 1`; arguments as for `stage_memory`."""
+    """The chunk that runs layers `first`..`end - 1`; arguments as for `stage_memory` and `stages_in`."""
     stages, recompute = one_stage(
-        costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed
+        costs,
+        first,
+        end,
+        micro_batches=micro_batches,
+        recompute=recompute,
+        recomputed=recomputed,
+        in_halves=in_halves,
     )
     parts = shared_parts_of(stages, recompute)
     always = {item: round(float(size[0, -1])) for item, size in parts.always.items()}
@@ -90,7 +102,7 @@ def chunk_memory(
 
 
 def chunk_totals(
-    costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, recompute: Recompute
+    costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, recompute: Recompute, in_halves: bool = False
 ) -> FloatArray:
     """Whole bytes of what is always there, and of each of `PARTS`, of stages that may share a device.
 
@@ -100,18 +112,20 @@ def chunk_totals(
         stop: One past the last layer of the longest stages.
         micro_batches: M.
         recompute: On which micro-batches activations are dropped; not `layers`.
+        in_halves: Whether backwards may run in halves.
 
     Returns:
         Shape (1 + parts, firsts, stop - firsts[0]); values left of a row's own first layer mean nothing.
     """
-    stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=micro_batches)
+    columns = slice(int(firsts[0]), stop)
+    stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
     totals = shared_parts_of(stages, recompute).totals(stages.shape)
     if recompute == "never" or not stages.forward_only.any():
         return totals
     return np.where(stages.forward_only, shared_parts_of(stages, "never").totals(stages.shape), totals)
 
 
-def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int) -> SharedBytes:
+def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
     """Whole bytes to take off each of S stages, in N ways to cut the chain.
 
     Gradients are made by the later chunk, whose backward is the first.
@@ -119,8 +133,10 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int) -> SharedB
     Args:
         costs: The chain.
         cuts: First layer of every stage, and the number of layers; shape (N, S+1).
-        num_devices: K: stage s is on device s % K.
+        num_devices: K.
+        placement: Which device has which stages.
     """
+    device = np.array([device_of(stage, num_devices, placement) for stage in range(cuts.shape[1] - 1)])
     shared = np.zeros((len(SharedBytes._fields), len(cuts), cuts.shape[1] - 1))
     rows = np.arange(len(cuts))
     for tie in costs.ties:
@@ -131,7 +147,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int) -> SharedB
         is_open = np.ones(len(cuts), bool)
         for layer in (tie.first, *reversed(tie.earlier)):  # the nearest on the same device; in one stage it is counted
             first = (cuts[:, 1:-1] <= layer).sum(axis=1)
-            same_device = is_open & ((second - first) % num_devices == 0)
+            same_device = is_open & (device[second] == device[first])
             shares = same_device & (first != second)
             shared[:, rows[shares], first[shares]] += sizes[:, None]
             is_open &= ~same_device
@@ -183,7 +199,7 @@ def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_byte
 
 def _itemised(chunk: ChunkMemory, count: Mapping[PartName, int], reserve_bytes: int) -> StageMemory:
     there = {part: round(number * chunk.part(part)) for part, number in count.items()}
-    running = sum(there[part] for part in (*_FORWARDS, *_BACKWARDS))
+    running = sum(there[part] for part in (*_FORWARDS, *_BACKWARDS, *_WEIGHT_BACKWARDS))
     # Of the micro-batch that runs, what it would hold if it waited counts as in flight.
     waiting = min(round(chunk.part("held")), running)
     received = 0
@@ -192,11 +208,11 @@ def _itemised(chunk: ChunkMemory, count: Mapping[PartName, int], reserve_bytes: 
     always = chunk.always
     return StageMemory.of(
         parameters=always.parameters,
-        gradients=always.gradients + there["gradients"],
+        gradients=always.gradients + there["gradients"] + there["input_backward_gradients"],
         optimizer=always.optimizer,
         buffers=always.buffers,
         casts=there["casts"],
-        in_flight=always.in_flight + there["held"] + there["kept"] + there["input"] + waiting,
+        in_flight=always.in_flight + there["held"] + there["kept"] + there["weight_held"] + there["input"] + waiting,
         transfer=there["output_gradient"] + there["input_gradient"] + received,
         working=running - waiting - received + there["optimizer_step"],
         reserve=reserve_bytes,

@@ -60,13 +60,21 @@ def stage_memory(
 
 
 def one_stage(
-    costs: ChainCosts, first: int, end: int, *, micro_batches: int, recompute: Recompute, recomputed: Collection[int]
+    costs: ChainCosts,
+    first: int,
+    end: int,
+    *,
+    micro_batches: int,
+    recompute: Recompute,
+    recomputed: Collection[int],
+    in_halves: bool = False,
 ) -> tuple[Stages, Recompute]:
     """The stage that runs layers `first`..`end - 1`, in the last column, and what is recomputed there in effect."""
-    stages = stages_in(costs, np.array([first]), slice(first, end), micro_batches=micro_batches)
+    layers = slice(first, end)
+    stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, in_halves=in_halves)
     if recompute == "layers":
-        layers = StageLayers.of(accumulated(costs, micro_batches), first, end)
-        return with_layers_again(stages, layers.levels(frozenset(recomputed))), recompute
+        every = StageLayers.of(accumulated(costs, micro_batches), first, end)
+        return with_layers_again(stages, every.levels(frozenset(recomputed))), recompute
     # Where nothing in front is trained, there is no backward, and the executor recomputes nothing.
     return stages, "never" if stages.forward_only[0, -1] else recompute
 

@@ -13,12 +13,15 @@ instruction:
     send F         -  (the output is in `held` and `kept`)      -
     receive B      output gradient                              -
     B              gradients, if it is the first one            held or kept, output gradient
+    I              gradients (of I), if it is the first one     held or kept, output gradient
+                   weight held                                  -
+    W              gradients, if it is the first one            weight held; gradients (of I)
     send B         input gradient                               the input gradients before it
 
-While `F` or `B` runs there is one of `forward`, `last forward`, `first backward`, `backward` or `last backward`, all
-of its micro-batch included: what it takes away is gone by then, what it makes is not there yet. With replicas the last
-backward is there a second time as `message`, with gradients on their way. `casts` are there from begin to end, but for
-the optimizer's step.
+While `F`, `B`, `I` or `W` runs there is one of `forward`, `last forward`, `first backward`, `backward` or `last
+backward`, or likewise of the halves, all of its micro-batch included: what it takes away is gone by then, what it makes
+is not there yet. With replicas the last backward is there a second time as `message`, with gradients on their way.
+`casts` are there from begin to end, but for the optimizer's step.
 
     GPipe, M = 3, device 1     F0        F1        F2            B0              B1        B2             step
     runs                       forward   forward   last forward  first backward  backward  last backward  optimizer step
@@ -44,7 +47,7 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.schedule import Action, Instruction, Schedule, programs
+from planner.core.schedule import Action, Instruction, Letter, Schedule, programs
 
 __all__ = [
     "PARTS",
@@ -61,9 +64,11 @@ IntArray = NDArray[np.int64]
 
 PartName = Literal[
     "gradients",
+    "input_backward_gradients",
     "casts",
     "held",
     "kept",
+    "weight_held",
     "input",
     "output_gradient",
     "input_gradient",
@@ -72,7 +77,13 @@ PartName = Literal[
     "first_backward",
     "backward",
     "last_backward",
+    "first_input_backward",
+    "input_backward",
+    "last_input_backward",
+    "first_weight_backward",
+    "weight_backward",
     "message",
+    "weight_message",
     "optimizer_step",
 ]
 
@@ -180,6 +191,10 @@ def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
     )
 
 
+_MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_message"}
+"""By what ends a micro-batch on a stage: the part of the last one with gradients on their way."""
+
+
 class _Walk:
     """The counts of a device as its program runs; see the module's table."""
 
@@ -198,9 +213,9 @@ class _Walk:
                 continue
             running, chunk = self._begin(what), self._chunk_of[what.stage]
             during.append(self._with(chunk, running))
-            self._backwards_left[chunk] -= what.kind == "B"
-            is_final = what.kind == "B" and not self._backwards_left[chunk]
-            message.append(self._with(chunk, "message" if is_final else running))
+            self._backwards_left[chunk] -= what.kind in _MESSAGES
+            is_final = what.kind in _MESSAGES and not self._backwards_left[chunk]
+            message.append(self._with(chunk, _MESSAGES[what.kind] if is_final else running))
             self._end(what)
             after.append(self._now.copy())
         return Counts(np.array(during), np.array(message), np.array(after))
@@ -228,18 +243,31 @@ class _Walk:
             # The first stage receives no input, and what stays on the device is in no buffer.
             here[_PLACE["input"]] = max(0, here[_PLACE["input"]] - 1)
             return "last_forward" if is_last else "forward"
+        if what.kind == "W":
+            here[_PLACE["weight_held"]] -= 1
+            return "weight_backward" if here[_PLACE["gradients"]] else "first_weight_backward"
         here[_PLACE["output_gradient"]] = max(0, here[_PLACE["output_gradient"]] - 1)
         here[_PLACE["kept" if is_last else "held"]] -= 1
-        if not here[_PLACE["gradients"]]:
-            return "first_backward"
-        return "last_backward" if is_last else "backward"
+        if what.kind == "B":
+            if not here[_PLACE["gradients"]]:
+                here[_PLACE["input_backward_gradients"]] = 0
+                return "first_backward"
+            return "last_backward" if is_last else "backward"
+        if not here[_PLACE["gradients"]] and not here[_PLACE["input_backward_gradients"]]:
+            return "first_input_backward"
+        return "last_input_backward" if is_last else "input_backward"
 
     def _end(self, what: Instruction) -> None:
         here = self._now[self._chunk_of[what.stage]]
         if what.kind == "F":
             here[_PLACE["kept" if what.micro_batch == self._last else "held"]] += 1
             return
+        if what.kind == "I":
+            here[_PLACE["weight_held"]] += 1
+            here[_PLACE["input_backward_gradients"]] = 1 - here[_PLACE["gradients"]]
+            return
         here[_PLACE["gradients"]] = 1
+        here[_PLACE["input_backward_gradients"]] = 0
 
 
 @lru_cache(maxsize=1024)

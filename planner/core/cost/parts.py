@@ -18,7 +18,9 @@ A part of a stage in the middle of a pipeline, from exact records, in bytes:
     message           as `backward`, and Z               `always`: I O D  as `backward`, and Z
 
 with G, T, O, I as parts of their own (`gradients`, `casts`, `output gradient`, `input gradient`). The last micro-batch
-has its own parts, since `except-last` does not recompute it. Which parts are there when: `planner.core.cost.moments`.
+has its own parts, since `except-last` does not recompute it. A backward in halves has the same law, with levels of its
+own for either half, and what is kept from one to the other as a part. Which parts are there when:
+`planner.core.cost.moments`.
 
 Without exact records the parts are a bound that counts everything at once; stages that are compiled as one program have
 a law of their own.
@@ -33,7 +35,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.layer_memory import BACKWARD, FIRST_BACKWARD, FORWARD
 from planner.core.cost.moments import PARTS, Moment, PartName
-from planner.core.cost.stages import Looped, Stages
+from planner.core.cost.stages import InHalves, Looped, Stages
 from planner.core.values.plan import Recompute
 
 __all__ = ["Item", "Parts", "Size", "parts_of", "shared_parts_of"]
@@ -47,6 +49,8 @@ _ITEMS: tuple[Item, ...] = get_args(Item)
 
 _FORWARDS: tuple[PartName, ...] = ("forward", "last_forward")
 _BACKWARDS: tuple[PartName, ...] = ("first_backward", "backward", "last_backward")
+_INPUT_BACKWARDS: tuple[PartName, ...] = ("first_input_backward", "input_backward", "last_input_backward")
+_WEIGHT_BACKWARDS: tuple[PartName, ...] = ("first_weight_backward", "weight_backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +161,48 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
         "backward": backward,
         "last_backward": last_backward,
     }
+    if s.halves is not None:
+        running |= _exact_halves(s, s.halves, recompute)
     if s.message.any():
         # The forward again is over when gradients go out: of its micro-batch, the output that was sent is left.
         running["message"] = _message(s, I + O + D if recompute == "always" else I + D)
     return _parts(s, recompute, held=held, kept=kept, output_gradient=gradient, running=running)
 
 
-def _making_gradients(s: Stages, held: FloatArray, level: FloatArray) -> Size:
+def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[PartName, Size]:
+    """The parts of a backward in halves, from exact records; see the table of the module."""
+    I, O, D, J = s.input, s.own_output, s.copied_input, s.rewritten
+    gradient = s.output_gradient
+    first, every = halves.first_input, halves.input
+    first_input = _making_gradients(s, I + D, first, most=halves.gradients)
+    each_input = last_input = _running(I + D, every, gradient)
+    if recompute in ("except-last", "always"):
+        again = s.peaks.forward + J
+        first_input = _making_gradients(s, I + O, np.maximum(again, first) + D, most=halves.gradients)
+        each_input = _running(I + O, np.maximum(again, every) + D, gradient)
+        last_input = each_input if recompute == "always" else last_input
+    made = s.gradients - halves.gradients
+    first_weight = Size({"gradients": made, "working": np.maximum(halves.first_weight - made, 0.0)})
+    each_weight = Size({"working": halves.weight})
+    parts: dict[PartName, Size] = {
+        "weight_held": Size({"in_flight": halves.held}),
+        "input_backward_gradients": Size({"gradients": halves.gradients}),
+        "first_input_backward": first_input,
+        "input_backward": each_input,
+        "last_input_backward": last_input,
+        "first_weight_backward": first_weight,
+        "weight_backward": each_weight,
+    }
+    if s.message.any():
+        # Gradients go out when the last of them is made.
+        last = first_weight if s.micro_batches == 1 else each_weight
+        parts["weight_message"] = replace(last, items={**last.items, "transfer": s.message})
+    return parts
+
+
+def _making_gradients(s: Stages, held: FloatArray, level: FloatArray, most: FloatArray | None = None) -> Size:
     # Gradients exist in part; the items show them as far as they are part of what is alive.
-    gradients = np.minimum(s.gradients, level)
+    gradients = np.minimum(s.gradients if most is None else most, level)
     size = _running(held, level - gradients, s.output_gradient, level=FIRST_BACKWARD)
     return replace(size, items={**size.items, "gradients": gradients})
 
@@ -191,6 +228,16 @@ def _additive(s: Stages, recompute: Recompute) -> Parts:
     running = dict.fromkeys((*_FORWARDS, *_BACKWARDS), every)
     if s.message.any():
         running["message"] = replace(every, items={**every.items, "transfer": transfer + s.message})
+    if s.halves is not None:
+        between = s.halves.held
+        running |= dict.fromkeys(
+            _INPUT_BACKWARDS,
+            replace(every, items={**every.items, "in_flight": np.maximum(between, every.items["in_flight"])}),
+        )
+        running |= dict.fromkeys(_WEIGHT_BACKWARDS, _running(between, s.halves.weight + s.casts))
+        running["weight_held"] = Size({"in_flight": between})
+        if s.message.any():
+            running["weight_message"] = _running(between, s.halves.weight + s.casts, s.message)
     kept = Size({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
     return _parts(s, recompute, held=held, kept=kept, output_gradient=s.sent_output, running=running)
 

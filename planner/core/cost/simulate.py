@@ -31,7 +31,7 @@ from planner.core.schedule import (
     message_to,
 )
 
-__all__ = ["Event", "StageTimes", "last_end_us", "makespans", "simulate"]
+__all__ = ["Event", "StageTimes", "last_end_us", "makespans", "period_us", "simulate"]
 
 FloatArray = NDArray[np.float64]
 Clock = TypeVar("Clock", float, FloatArray)
@@ -112,7 +112,23 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
 
 def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> float:
     """When the last event of `simulate` ends, several times faster: nothing but the clocks is kept."""
-    return _walk(actions, stages)
+    return max(_walk(actions, stages).ends, default=0.0)
+
+
+def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], own_us: Sequence[float]) -> float:
+    """How long after a step the next one can begin, if no device waits for any but its neighbours.
+
+    A device begins anew when it is done with what it computed and with `own_us`, its optimizer's step: while its
+    neighbours still work on the step before, if they began later. Steps that follow each other at the longest of these
+    times, over devices, keep all that is waited for as it is.
+
+    Args:
+        actions: Per device (K of them), its actions in order.
+        stages: Per stage, its times, in the order of the chain.
+        own_us: Per device, what it does between two steps.
+    """
+    begins, ends = _walk(actions, stages)
+    return max(end - begin + own for begin, end, own in zip(begins, ends, own_us, strict=True))
 
 
 def makespans(
@@ -169,7 +185,8 @@ def makespans(
         durations = {kind: rows(times) for kind, times in every.items() if times is not None}
         last_durations = {kind: rows(times) for kind, times in last.items() if times is not None}
         times = _Times(durations, last_durations, rows(send_us), blocks)
-        ends[block] = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later=np.maximum)
+        clocks = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later=np.maximum)
+        ends[block] = np.max(clocks.ends, axis=0)
     return ends
 
 
@@ -185,6 +202,13 @@ class _Times(NamedTuple, Generic[Clock]):
     """Those of the last micro-batch."""
     sends: Sequence[Clock]
     blocking: Sequence[bool]
+
+
+class _Clocks(NamedTuple, Generic[Clock]):
+    """When each device begins its first action, and ends its last one."""
+
+    begins: Sequence[Clock]
+    ends: Sequence[Clock]
 
 
 class _Step(NamedTuple):
@@ -248,8 +272,10 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
     return tuple(steps)
 
 
-def _walk(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None) -> float:
-    """One partition's clocks: when the last action ends."""
+def _walk(
+    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None
+) -> "_Clocks[float]":
+    """One partition's clocks."""
     durations = {
         "F": [stage.forward_us for stage in stages],
         "B": [stage.backward_us for stage in stages],
@@ -278,8 +304,8 @@ def _carry(
     begin: Clock,
     later: Callable[[Clock, Clock], Clock],
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
-) -> Clock:
-    """When the last action ends.
+) -> _Clocks[Clock]:
+    """When each device begins and ends.
 
     Args:
         steps: In an order in which each comes after what it waits for.
@@ -290,6 +316,7 @@ def _carry(
         note: Is told of every action, and of every transfer that takes time.
     """
     device_free = [begin] * num_devices
+    begins: list[Clock | None] = [None] * num_devices
     link_free: dict[tuple[int, int], Clock] = {}
     arrived: dict[tuple[Flow, int, int], Clock] = {}
     # A transfer of no time starts when it may and holds nobody up, if all of them are such.
@@ -300,6 +327,8 @@ def _carry(
             start = later(start, arrived.pop(step.source))
             if times.blocking[step.received_over]:
                 start = start + times.sends[step.received_over]
+        if begins[step.device] is None:
+            begins[step.device] = start
         durations = times.last_durations if step.is_last else times.durations
         end = device_free[step.device] = start + durations[step.kind][step.stage]
         if note is not None:
@@ -312,7 +341,4 @@ def _carry(
             if note is not None and np.any(times.sends[step.sent_over]):
                 note(step, True, sent, end)
         arrived[step.flow, step.stage, step.micro_batch] = end
-    latest = begin
-    for free in device_free:
-        latest = later(latest, free)
-    return latest
+    return _Clocks([begin if first is None else first for first in begins], device_free)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import Boundaries, Levels, Programs, sums_before
+from planner.core.cost.chain_costs import Boundaries, Halves, Levels, Programs, sums_before
 from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additive_crossing, writes_received
 from planner.core.cost.ties import gradient_bytes
-from planner.core.values.profile import LayerProfile, MemoryDetail, ProgramMemory
+from planner.core.values.profile import LayerProfile, MemoryDetail, ProgramMemory, SplitMemory
 
 __all__ = ["SizeCosts", "additive_costs", "compiled_costs", "exact_costs"]
 
@@ -31,6 +31,7 @@ class SizeCosts:
     sparse_gradients: FloatArray
     boundaries: Boundaries
     levels: Levels
+    halves: Halves
     programs: Programs | None = None
     target: float = 0.0
     crossing: dict[tuple[int, int], Crossing]
@@ -47,10 +48,11 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         for by_layer in ([x.forward_peak_bytes for x in layers], [x.backward_peak_bytes for x in layers])
     )
     nothing = np.zeros(len(layers))
+    gradients = _per_layer(layers, gradient_bytes)
     return SizeCosts(
         forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
         backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
-        gradients=_per_layer(layers, gradient_bytes),
+        gradients=gradients,
         sparse_gradients=nothing,
         boundaries=Boundaries(
             input=np.append(0.0, output[:-1]),
@@ -72,6 +74,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
             end_twice_first=nothing,
             end_twice=nothing,
         ),
+        halves=_additive_halves(layers, n, saved=saved, transient=backward, gradients=gradients),
         crossing=additive_crossing(layers, n),
         relays={},
     )
@@ -115,6 +118,7 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         sparse_gradients=_per_layer(layers, lambda layer: layer.detail[n].sparse_gradient_bytes),
         boundaries=boundaries,
         levels=_exact_levels(layers, details, storages, boundaries, saved=saved, gradients=gradients),
+        halves=_exact_halves(layers, n, saved=saved, gradients=gradients),
         target=float(details[-1].target_bytes),
         crossing=storages.crossing(),
         relays=storages.relays(),
@@ -182,6 +186,82 @@ def _exact_levels(
         backward=held + backward - casts_through + casts_through[-1],
         end_twice_first=twice(first_backward, lambda detail: detail.end_first_backward_peak_bytes),
         end_twice=twice(backward, lambda detail: detail.end_backward_peak_bytes),
+    )
+
+
+def _half_us(layers: Sequence[LayerProfile], n: int, gradients: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The times of I and W: those measured, else half of the backward each, where there are weights to put off."""
+    whole_us = _per_layer(layers, lambda layer: layer.backward_us[n])
+    weight_us = np.where(gradients > 0, whole_us / 2, 0.0)
+    for place, layer in enumerate(layers):
+        if layer.backward_weight_us:
+            weight_us[place] = layer.backward_weight_us[n]
+            whole_us[place] = layer.backward_input_us[n] + layer.backward_weight_us[n]
+    return whole_us - weight_us, weight_us
+
+
+def _additive_halves(
+    layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, transient: FloatArray, gradients: FloatArray
+) -> Halves:
+    input_us, weight_us = _half_us(layers, n, gradients)
+    held = [
+        float(layer.weight_held_bytes[n] if layer.weight_held_bytes else saved[i]) for i, layer in enumerate(layers)
+    ]
+    return Halves(
+        input_us=input_us,
+        weight_us=weight_us,
+        held=np.array(held),
+        weight_gradients=gradients,
+        first_input=transient,
+        input=transient,
+        first_weight=transient,
+        weight=transient,
+    )
+
+
+def _exact_halves(layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, gradients: FloatArray) -> Halves:
+    input_us, weight_us = _half_us(layers, n, gradients)
+    records = [
+        layer.split[n] if layer.split else _assumed(layer, n, held=float(saved[i])) for i, layer in enumerate(layers)
+    ]
+
+    def of(get: Callable[[SplitMemory], int]) -> FloatArray:
+        return np.array([get(record) for record in records], dtype=float)
+
+    held, weight_gradients = of(lambda record: record.held_bytes), of(lambda record: record.weight_gradient_bytes)
+    saved_before, held_before = sums_before(saved)[:-1], sums_before(held)[:-1]
+    held_behind = held.sum() - np.cumsum(held)
+    made_by_input = np.maximum(gradients - weight_gradients, 0.0)
+    return Halves(
+        input_us=input_us,
+        weight_us=weight_us,
+        held=held,
+        weight_gradients=weight_gradients,
+        # The sums behind each layer reach to the end of the chain: what lies behind a stage's end is taken off there.
+        first_input=saved_before
+        + of(lambda record: record.first_input_peak_bytes)
+        + held_behind
+        + made_by_input.sum()
+        - np.cumsum(made_by_input),
+        input=saved_before + of(lambda record: record.input_peak_bytes) + held_behind,
+        first_weight=held_before
+        + of(lambda record: record.first_weight_peak_bytes)
+        + weight_gradients.sum()
+        - np.cumsum(weight_gradients),
+        weight=held_before + of(lambda record: record.weight_peak_bytes),
+    )
+
+
+def _assumed(layer: LayerProfile, n: int, *, held: float) -> SplitMemory:
+    """A record for a layer without one: everything saved is kept for W, which makes all gradients."""
+    detail, gradients = layer.detail[n], round(_first_gradients(layer, layer.detail[n]))
+    return SplitMemory(
+        held_bytes=round(held),
+        weight_gradient_bytes=gradients,
+        first_input_peak_bytes=detail.backward_peak_bytes,
+        input_peak_bytes=detail.backward_peak_bytes,
+        first_weight_peak_bytes=round(held) + gradients,
+        weight_peak_bytes=round(held) + gradients,
     )
 
 

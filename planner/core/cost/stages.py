@@ -16,7 +16,7 @@ from planner.core.cost.passing import Passing
 from planner.core.cost.sparse import accumulated
 from planner.core.cost.waiting import Backward
 
-__all__ = ["Looped", "Peaks", "Stages", "stages_in", "with_layers_again"]
+__all__ = ["InHalves", "Looped", "Peaks", "Stages", "stages_in", "with_layers_again"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -45,6 +45,24 @@ class Peaks:
     """Highest in a later backward while gradients go out."""
     transient: FloatArray
     """Highest of whatever runs, without exact records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InHalves:
+    """What stages have whose backward runs in halves, I and W; levels as in `Peaks`."""
+
+    held: FloatArray
+    """Held of a micro-batch between the halves."""
+    gradients: FloatArray
+    """The part of the stage's gradients that I makes."""
+    first_input: FloatArray
+    """Highest in the first I, the gradients that it makes and, as in all I, the output included."""
+    input: FloatArray
+    """Highest in a later I."""
+    first_weight: FloatArray
+    """Highest in the first W, the gradients that it makes included."""
+    weight: FloatArray
+    """Highest in a later W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +116,29 @@ class Stages:
     message: FloatArray
     """Copies of gradients on their way to other replicas; 0 where there are none."""
     looped: Looped | None
+    halves: InHalves | None
+    """None where nobody asked for it."""
     layers_again: bool = False
     """Whether `saved` and the peaks are those of a stage whose layers are recomputed one by one."""
 
 
-def stages_in(costs: ChainCosts, firsts: IntArray, columns: slice, *, micro_batches: int) -> Stages:
+def stages_in(
+    costs: ChainCosts, firsts: IntArray, columns: slice, *, micro_batches: int, in_halves: bool = False
+) -> Stages:
     """The stages that begin with one of the layers `firsts` and end with one of the layers `columns`.
+
+    Args:
+        costs: The chain at the plan's micro-batch size.
+        firsts: First layers.
+        columns: Last layers.
+        micro_batches: M.
+        in_halves: Whether backwards may run in halves.
 
     Complexity: O(layers in `columns`) for each of `firsts`.
     """
-    return _Window(accumulated(costs, micro_batches), firsts, columns).stages(micro_batches)
+    window = _Window(accumulated(costs, micro_batches), firsts, columns)
+    stages = window.stages(micro_batches)
+    return replace(stages, halves=window.halves(stages)) if in_halves else stages
 
 
 def with_layers_again(stages: Stages, levels: StageLevels) -> Stages:
@@ -134,6 +165,12 @@ def with_layers_again(stages: Stages, levels: StageLevels) -> Stages:
     looped = stages.looped
     if looped is not None:
         looped = Looped(**{field.name: np.rint(getattr(looped, field.name)) for field in fields(looped)})
+    if stages.halves is not None:
+        # Whatever runs, it is bounded by all of it at once.
+        between = np.rint(stages.halves.held)
+        whole["halves"] = replace(
+            stages.halves, held=between, first_input=first_backward + between, input=backward + between
+        )
     # A copy of the input is part of the levels.
     whole |= {"saved": of_all(levels.saved), "copied_input": np.zeros((1, 1))}
     return replace(stages, **whole, peaks=peaks, looped=looped, layers_again=True)
@@ -195,6 +232,41 @@ class _Window:
             peaks=replace(peaks, first_message=first_message, message=message),
             message=np.minimum(costs.bucket_bytes, gradients) if costs.bucket_bytes else np.zeros((1, 1)),
             looped=self._looped(micro_batches),
+            halves=None,
+        )
+
+    def halves(self, stages: Stages) -> InHalves:
+        """What the stages have whose backward runs in halves."""
+        costs, halves, columns = self.costs, self.costs.halves, self.columns
+        by_input = np.maximum(costs.gradients - halves.weight_gradients, 0.0)
+
+        def behind(per_layer: FloatArray) -> FloatArray:
+            beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)[None, columns]
+            return beyond
+
+        # What nobody measured is taken to be kept as a whole, the received input with it.
+        held = stages.input + stages.saved if costs.halves_assumed else self.sums(halves.held)
+        if not costs.exact:
+            transient = stages.peaks.transient
+            none = np.zeros((1, 1))
+            return InHalves(
+                held=held,
+                gradients=none,
+                first_input=transient,
+                input=transient,
+                first_weight=transient,
+                weight=transient,
+            )
+        above = stages.output - behind(halves.held)
+        held_before = sums_before(halves.held)[self.firsts][:, None]
+        first_input = self._highest_backward(halves.first_input, costs.levels.end_twice_first, "first")
+        return InHalves(
+            held=held,
+            gradients=self.sums(by_input),
+            first_input=first_input + above - behind(by_input),
+            input=self._highest_backward(halves.input, costs.levels.end_twice, "later") + above,
+            first_weight=self.highest(halves.first_weight[columns]) - held_before - behind(halves.weight_gradients),
+            weight=self.highest(halves.weight[columns]) - held_before,
         )
 
     def sums(self, per_layer: FloatArray) -> FloatArray:

@@ -182,7 +182,7 @@ class _StageBytes(NamedTuple):
 
 def _stage_bytes(device: int, costs: ChainCosts, partition: Partition) -> list[_StageBytes]:
     schedule = SCHEDULES[partition.schedule]
-    if schedule.is_chunked:
+    if not schedule.has_known_moments:
         chunks = chunks_on(device, costs, partition).values()
         return [_StageBytes(np.array([float(chunk.always.total)]), chunk.parts[:, None]) for chunk in chunks]
     stages, recompute = one_stage(

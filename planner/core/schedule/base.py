@@ -61,6 +61,8 @@ class Schedule(ABC):
     """Whether a device may run several stages."""
     placement: ClassVar[Placement] = "loop"
     """Which these are."""
+    splits_backward: ClassVar[bool] = False
+    """Whether backwards run in halves, I and W."""
     is_forwards_first: ClassVar[bool] = False
     """Whether all forwards of a step come before its first backward on every device."""
     has_closed_form: ClassVar[bool] = False

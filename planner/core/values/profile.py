@@ -23,6 +23,7 @@ __all__ = [
     "Profile",
     "ProgramMemory",
     "Setting",
+    "SplitMemory",
 ]
 
 PROFILE_SCHEMA: Final = "gpipe-plan/profile/v1"
@@ -133,6 +134,27 @@ class MemoryDetail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitMemory:
+    """Exact memory record of one layer whose backward runs in halves, at one micro-batch size.
+
+    Peaks are bytes above what is alive when the half of the layer starts, what it holds by then included.
+    """
+
+    held_bytes: int
+    """Kept from I to W."""
+    weight_gradient_bytes: int
+    """Gradients that W makes, of `LayerProfile.gradient_bytes`; I makes the others."""
+    first_input_peak_bytes: int
+    """Highest during the first micro-batch's I, the gradients that it makes included."""
+    input_peak_bytes: int
+    """Highest during a later I."""
+    first_weight_peak_bytes: int
+    """Highest during the first W, the gradients that it makes included."""
+    weight_peak_bytes: int
+    """Highest during a later W."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramMemory:
     """What a layer of a compiled profile needs within one program, at one micro-batch size; padding included.
 
@@ -190,16 +212,24 @@ class LayerProfile:
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
     """Recomputation not included."""
+    backward_input_us: tuple[float, ...] = ()
+    """I: the gradient of the input, and everything else but what `backward_weight_us` is for."""
+    backward_weight_us: tuple[float, ...] = ()
+    """W: the gradients of weights that are put off. Both halves together need not take `backward_us`."""
     spread: tuple[float, ...] = ()
     """Relative half-width of the 95 % interval of forward + backward."""
     output_bytes: tuple[int, ...]
     """Everything that crosses the boundary behind this layer."""
     saved_bytes: tuple[int, ...]
     """What this layer adds to what is held for backward; see `docs/cost-model.md`."""
+    weight_held_bytes: tuple[int, ...] = ()
+    """What it adds to what is held between the halves of a backward."""
     forward_peak_bytes: tuple[int, ...] = ()
     backward_peak_bytes: tuple[int, ...] = ()
     forward_flops: tuple[int, ...] = ()
     detail: tuple[MemoryDetail, ...] = ()
+    split: tuple[SplitMemory, ...] = ()
+    """Beside `detail`, what the halves of a backward need."""
     program: tuple[ProgramMemory, ...] = ()
     """What a compiled profile has in place of `detail`."""
 
