@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.core.cost.stage_time import optimizer_tail_us
 from planner.core.cost.step_time import flow_shop_us
 from planner.solve.arrays import FloatArray, IntArray
 
@@ -91,13 +92,11 @@ def step_us(problem: ArcProblem, plan: Sequence[int]) -> float:
     # A link is a machine in front of its stage; in front of the chain it takes no time.
     forward = [(time, time) for f, _, _, c in stages for time in (c, f)]
     backward = [machine for _, p, q, c in stages for machine in ((c, c), (p, q))]
-    tail = hidden = 0.0
-    for arc, (_, _, _, c) in zip(plan, stages, strict=True):
-        hidden += 2 * c
-        tail = max(tail, float(problem.optimizer_us[arc]) - hidden)
-        hidden += float(problem.hidden_us[arc])
+    # Behind each stage lies the link in front of the next one.
+    links_behind = np.array([*(c for _, _, _, c in stages[1:]), 0.0])
+    tail = optimizer_tail_us(problem.optimizer_us[list(plan)], problem.hidden_us[list(plan)] + 2 * links_behind)
     num = problem.micro_batches
-    return flow_shop_us(forward, num) + flow_shop_us(backward[::-1], num) + tail
+    return flow_shop_us(forward, num) + flow_shop_us(backward[::-1], num) + float(tail)
 
 
 def narrow(problem: ArcProblem, upper_us: float) -> tuple[Plan, IntArray, FloatArray]:

@@ -9,13 +9,14 @@ import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.moments import stage_moments
+from planner.core.cost.stage_time import LAYERS, ChainSums
 from planner.core.schedule import Loads, Schedule
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import RecomputePolicy
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.layer_times import LayerTimes
-from planner.solve.problem import Afterwards, ChainProblem, DeviceTable, LinkTimes, prefix
-from planner.solve.tables import LAYERS, NOWHERE, MemoryTable
+from planner.solve.problem import ChainProblem, DeviceTable, LinkTimes
+from planner.solve.tables import NOWHERE, MemoryTable
 
 __all__ = ["Case", "Rules", "positions"]
 
@@ -75,6 +76,11 @@ class Case:
             0 < self.num_devices * self.replicas <= self.cluster.node_devices or self.cluster.node_devices == 0
         )
         return len(caps) == len(speeds) == 1 and nodes and len(set(self.cluster.links)) <= 1
+
+    @cached_property
+    def sums(self) -> ChainSums:
+        """What stages cost in time."""
+        return ChainSums.of(self.costs, self.cluster, self.replicas)
 
     @property
     def caps_bytes(self) -> tuple[float, ...]:
@@ -148,14 +154,9 @@ class Case:
             num_stages=num_stages,
             exact=exact or not self.alike,
             micro_batches=self.micro_batches,
-            forward_us=prefix(self.costs.forward_us),
-            backward_us=prefix(self.costs.backward_us),
-            has_backward=np.append(False, self.costs.has_backward),
-            overhead_us=self.cluster.overhead_us,
+            sums=self.sums,
             tables=self._tables(num_stages, width, most_bytes, every_choice=every_choice),
             links=self._links(num_stages),
-            afterwards=self.afterwards(),
-            output_bytes=np.array([0.0, *self.costs.boundaries.output[:-1], 0.0]),
         )
 
     def _tables(
@@ -199,33 +200,19 @@ class Case:
         return tuple(ways)
 
     def _links(self, num_stages: int) -> tuple[LinkTimes, ...]:
-        nothing = LinkTimes.of(None, self.costs)
+        nothing = LinkTimes.of(None, self.sums)
         if self.alike:
             # Cuts at either end of the chain cross nothing, whatever the link.
             link = self.cluster.links[0] if self.cluster.links else self.cluster.link
-            return (LinkTimes.of(link, self.costs),) * (num_stages + 1)
+            return (LinkTimes.of(link, self.sums),) * (num_stages + 1)
         behind = [
             LinkTimes.of(
                 self.cluster.link_behind(num_stages - 1 - level, num_devices=num_stages, replicas=self.replicas),
-                self.costs,
+                self.sums,
             )
             for level in range(1, num_stages)
         ]
         return (nothing, *behind, nothing)
-
-    def afterwards(self) -> Afterwards:
-        """All-reduce and optimizer of any stage."""
-        allreduce, replicas = self.cluster.allreduce, self.replicas
-        costs = allreduce is not None and replicas > 1
-        per_piece = 2 * (replicas - 1) if costs else 0
-        rate = allreduce.bytes_per_s if allreduce is not None else 0.0
-        return Afterwards(
-            optimizer_us=prefix(self.costs.optimizer_us),
-            gradient_bytes=prefix(self.costs.gradients),
-            ties=tuple((tie.first, tie.second, tie.gradient_bytes) for tie in self.costs.ties),
-            latency_us=per_piece * allreduce.latency_us if allreduce is not None else 0.0,
-            us_per_byte=per_piece / replicas / rate * 1e6 if rate else 0.0,
-        )
 
 
 def positions(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:

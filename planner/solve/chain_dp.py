@@ -94,8 +94,8 @@ class LabelSearch:
         self.best_so_far: ChainCuts | None = None
         """The fastest partition, also where time has run out."""
         self._deadline = deadline
-        self._work = (problem.forward_us + problem.backward_us) / problem.fastest
-        self._own_us = float(problem.afterwards.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
+        self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.fastest
+        self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
         self._least = self._least_of_prefixes()
 
     def root_bound_us(self) -> float:

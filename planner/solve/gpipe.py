@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.core.cost.evaluate import Partition
+from planner.core.cost.stage_time import CHOICES
 from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import ChainCuts, LabelSearch
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.laws import GPipeLaw, TiedLaw
-from planner.solve.tables import CHOICES, width_for
+from planner.solve.tables import width_for
 
 __all__ = ["DYNAMIC_PROGRAMME", "Windows", "gpipe_answer", "gpipe_searches", "partition_of", "tie_broken"]
 

@@ -48,6 +48,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from planner.core.cost.stage_time import tail_in_front_us
 from planner.solve.arrays import BoolArray, FloatArray
 from planner.solve.problem import Stages
 
@@ -133,7 +134,7 @@ class GPipeLaw:
         F, C = stages.forward, stages.link
         x, a, d = self._pass((x, a, d), (C, C, C))
         x, a, d = self._pass((x, a, d), (F, stages.backward, stages.last_backward))
-        return np.maximum(np.maximum(f, C), F), x, a, d, np.maximum(stages.own_us, u - stages.hidden)
+        return np.maximum(np.maximum(f, C), F), x, a, d, tail_in_front_us(u, stages.own_us, stages.hidden_us)
 
     def _pass(self, label: _Passed, machine: _Machine) -> _Passed:
         """One more machine with its forward time, and p and q of its backward."""
@@ -197,7 +198,7 @@ class OneForwardOneBackwardLaw:
         trips = (M - 1) // w * s + r
         # And whatever takes longest behind, one forward, backward and two transfers away.
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
-        return g, s, r, np.maximum(stages.own_us, u - stages.hidden)
+        return g, s, r, tail_in_front_us(u, stages.own_us, stages.hidden_us)
 
     def raised(self, label: Label, ahead: Ahead) -> Label:
         """What stands in g, s and r of a label always counts; only u can be too small to decide."""

@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 
 from planner.core.cost.evaluate import Partition, step_us
+from planner.core.cost.stage_time import LAYERS
 from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import ChainCuts
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, Windows, gpipe_searches, partition_of
 from planner.solve.layer_times import LayerTimes
-from planner.solve.tables import LAYERS
 
 __all__ = ["layered_answer"]
 

@@ -7,11 +7,12 @@ import numpy as np
 from planner.core.cost.device_memory import chunk_totals, device_peaks, held_once, shared_bytes
 from planner.core.cost.moments import PARTS, moments_of
 from planner.core.cost.simulate import makespans
+from planner.core.cost.stage_time import CHOICES, hidden_us, optimizer_tail_us
 from planner.core.schedule import Action
 from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.case import Case
-from planner.solve.problem import LinkTimes, prefix
-from planner.solve.tables import CHOICES, allowed_choices, windowed
+from planner.solve.problem import LinkTimes
+from planner.solve.tables import allowed_choices, windowed
 
 __all__ = ["Many", "moved"]
 
@@ -31,10 +32,6 @@ class Many:
         self.case = case
         self.num_devices = num_devices
         self.num_stages = num_devices * case.chunks
-        # Sums over the layers in front of a cut: a stage's time is the difference at its two cuts, for all N at once.
-        self._forward, self._backward = prefix(case.costs.forward_us), prefix(case.costs.backward_us)
-        self._has_backward = np.append(False, case.costs.has_backward)
-        self._afterwards = case.afterwards()
         cluster = case.cluster
         # Stage s is chunk s // K of device s % K.
         devices = np.arange(self.num_stages) % num_devices
@@ -42,8 +39,8 @@ class Many:
         links = [
             cluster.link_behind(int(d), num_devices=num_devices, replicas=case.replicas) for d in range(num_devices)
         ]
-        times = [LinkTimes.of(link, case.costs) for link in links]
-        self._crossing = np.stack([times[d].on_link_us + times[d].receive_us for d in devices])
+        times = [LinkTimes.of(link, case.sums).crossing_us for link in links]
+        self._crossing = np.stack([times[d] for d in devices])
         self._blocking = np.array([links[d].blocking for d in devices])
         self._allowed = allowed_choices(case.policy, case.micro_batches)
         share = -(-case.costs.num_layers // self.num_stages)
@@ -63,36 +60,21 @@ class Many:
 
     def step_us(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.cost.evaluate.step_us`."""
-        first, end = cuts[:, :-1], cuts[:, 1:]
-        overhead = self.case.cluster.overhead_us
-        forward = (self._forward[end] - self._forward[first]) / self._speeds
-        backward = (self._backward[end] - self._backward[first]) / self._speeds + overhead
-        # Recomputed is the forward without the executor's overhead; the last micro-batch's only under `always`.
-        whole = np.where(self._has_backward[end], forward, 0.0)
-        again = np.where(choices > 0, whole, 0.0)
-        last_again = np.where(choices == CHOICES.index("always"), whole, 0.0)
-        forward = forward + overhead
-        send = self._crossing[np.arange(self.num_stages), end]
-        # Nothing goes out of the last stage.
-        send[:, -1] = 0.0
+        sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
+        busy = sums.busy_times(first, end, choices, speed=self._speeds)
+        crossing = self._crossing[np.arange(self.num_stages), end]
         pipeline = makespans(
             self.actions,
-            forward_us=forward,
-            backward_us=backward + again,
-            last_backward_us=backward + last_again,
-            send_us=send,
+            forward_us=busy.forward_us,
+            backward_us=busy.backward_us,
+            last_backward_us=busy.last_backward_us,
+            send_us=crossing,
             blocking=self._blocking,
         )
-        return pipeline + self._tail_us(first, end, forward + backward + 2 * send)
-
-    def _tail_us(self, first: IntArray, end: IntArray, hidden: FloatArray) -> FloatArray:
-        speeds = self._speeds.tolist()
-        per_stage = [self._afterwards.own_us(first[:, s], end[:, s], speed) for s, speed in enumerate(speeds)]
-        per_device = np.stack(per_stage, axis=1).reshape(-1, self.case.chunks, self.num_devices).sum(axis=1)
-        # Drain and fill behind the first chunks hide a device's optimizer step, as in `optimizer_tail_us`.
-        before = np.cumsum(hidden[:, : self.num_devices], axis=1) - hidden[:, : self.num_devices]
-        tail: FloatArray = np.maximum((per_device - before).max(axis=1), 0.0)
-        return tail
+        per_device = sums.own_us(first, end, self._speeds).reshape(-1, self.case.chunks, self.num_devices).sum(axis=1)
+        # Drain and fill behind the first chunks hide a device's optimizer step.
+        hidden = hidden_us(busy, crossing)
+        return pipeline + optimizer_tail_us(per_device, hidden[:, : self.num_devices])
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """By how much the worst device is over its cap, shape (N,); 0 where all fit, infinite beyond the window."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.evaluate import Partition
+from planner.core.cost.stage_time import CHOICES
 from planner.core.errors import SolverError
 from planner.solve.answer import Answer
 from planner.solve.arrays import ChoiceArray
@@ -16,7 +17,7 @@ from planner.solve.case import Case
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.milp import ArcProblem, solve_arcs
 from planner.solve.problem import ChainProblem
-from planner.solve.tables import CHOICES, width_for
+from planner.solve.tables import width_for
 
 __all__ = ["programme_answer"]
 
@@ -103,7 +104,7 @@ def _stages_of(problem: ChainProblem, level: int, device: int) -> dict[str, NDAr
         "last_backward_us": at.last_backward,
         "link_us": problem.links[level + 1].on_link_us[at.first],
         "optimizer_us": at.own_us,
-        "hidden_us": at.forward + at.backward_alone + at.received,
+        "hidden_us": at.hidden_us - 2 * at.link,
         "choice": at.choice,
     }
 

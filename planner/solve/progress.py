@@ -6,11 +6,11 @@ from math import inf
 import numpy as np
 
 from planner.core.cost.evaluate import Partition
+from planner.core.cost.stage_time import CHOICES
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.deadline import Deadline
 from planner.solve.many import Many
-from planner.solve.tables import CHOICES
 
 __all__ = ["BLOCK", "Effort", "Progress"]
 

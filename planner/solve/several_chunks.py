@@ -15,6 +15,7 @@ from math import comb, inf
 
 import numpy as np
 
+from planner.core.cost.chain_costs import sums_before
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
@@ -23,7 +24,6 @@ from planner.solve.case import Case
 from planner.solve.chain_dp import LabelSearch
 from planner.solve.laws import GPipeLaw
 from planner.solve.many import Many, moved
-from planner.solve.problem import prefix
 from planner.solve.progress import BLOCK, Progress
 from planner.solve.tables import allowed_choices
 
@@ -118,7 +118,7 @@ def _improve(progress: Progress, many: Many, allowed: IntArray) -> None:
 def _start(progress: Progress, many: Many) -> IntArray | None:
     """Fairly even cuts that are wanted; None where there are none."""
     case, num_stages = many.case, many.num_stages
-    even = _even(prefix(case.costs.forward_us + case.costs.backward_us), num_stages)
+    even = _even(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
     if _wanted(case, even[None])[0]:
         return even
     # As a pipeline of single stages, in which everything fits, it has the same rules and the same shares.

@@ -16,16 +16,11 @@ import numpy as np
 from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.memory import interval_totals
 from planner.core.cost.moments import Moments
-from planner.core.values.plan import Recompute, RecomputePolicy
+from planner.core.cost.stage_time import CHOICES
+from planner.core.values.plan import RecomputePolicy
 from planner.solve.arrays import ChoiceArray, FloatArray, IntArray
 
-__all__ = ["CHOICES", "LAYERS", "NOWHERE", "MemoryTable", "allowed_choices", "width_for", "windowed", "windows_before"]
-
-CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
-"""From the cheapest in time to the cheapest in memory."""
-
-LAYERS = len(CHOICES)
-"""Index of the choice to recompute single layers, whose times are in a table of their own."""
+__all__ = ["NOWHERE", "MemoryTable", "allowed_choices", "width_for", "windowed", "windows_before"]
 
 NOWHERE = -1
 """In place of an index into `CHOICES`: no recomputation makes the stage fit."""

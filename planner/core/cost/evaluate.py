@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import (
@@ -20,7 +21,8 @@ from planner.core.cost.device_memory import (
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.moments import moments_of, stage_moments
 from planner.core.cost.simulate import Event, StageTimes, last_end_us, simulate
-from planner.core.cost.step_time import gpipe_step, optimizer_tail_us
+from planner.core.cost.stage_time import CHOICES, busy_times, hidden_us, optimizer_tail_us, shared_gradient_bytes
+from planner.core.cost.step_time import gpipe_step
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action
 from planner.core.values.cluster import Cluster
@@ -40,7 +42,10 @@ __all__ = [
     "stages_of",
     "step_us",
     "timeline",
+    "updates_us",
 ]
+
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,44 +157,29 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
 
 def stage_times(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple[StageTimes, ...]:
     """What each stage needs for one micro-batch (design section 6: F_k, B_k = W_k + R_k, C_k)."""
+    num_devices, has_backward = partition.num_devices, costs.has_backward
     times = []
     for k, (first, end) in enumerate(partition.intervals()):
-        speed = cluster.speed(partition.device_of(k))
-        forward = float(costs.forward_us[first:end].sum()) / speed
-        backward = float(costs.backward_us[first:end].sum()) / speed
-        again, last_again = _recompute_us(costs, partition, k, speed)
-        crosses = end < costs.num_layers
-        link = cluster.link_behind(
-            k % partition.num_devices, num_devices=partition.num_devices, replicas=partition.replicas
+        again = [n for n in partition.recomputed_in(k) if has_backward[n]]
+        busy = busy_times(
+            costs.forward_us[first:end].sum(),
+            costs.backward_us[first:end].sum(),
+            (*CHOICES, "layers").index(partition.recompute[k]),
+            has_backward=has_backward[end - 1],
+            layers_us=costs.forward_us[again].sum(),
+            speed=cluster.speed(partition.device_of(k)),
+            overhead_us=cluster.overhead_us,
         )
+        crosses = end < costs.num_layers
+        link = cluster.link_behind(k % num_devices, num_devices=num_devices, replicas=partition.replicas)
         times.append(
             StageTimes(
-                forward_us=forward + cluster.overhead_us,
-                backward_us=backward + again + cluster.overhead_us,
-                last_backward_us=backward + last_again + cluster.overhead_us,
+                **{name: float(value) for name, value in busy._asdict().items()},
                 send_us=link.transfer_us(float(costs.boundaries.output[end - 1])) if crosses else 0.0,
                 blocking=crosses and link.blocking,
-                recompute_us=again,
-                last_recompute_us=last_again,
             )
         )
     return tuple(times)
-
-
-def _recompute_us(costs: ChainCosts, partition: Partition, stage: int, speed: float) -> tuple[float, float]:
-    """Recomputation of one micro-batch, and of the last one; nothing where there is no backward."""
-    first, end = partition.intervals()[stage]
-    has_backward = costs.has_backward
-    match partition.recompute[stage] if has_backward[end - 1] else "never":
-        case "never":
-            return 0.0, 0.0
-        case "layers":
-            again = [n for n in partition.recomputed_in(stage) if has_backward[n]]
-            layers = float(costs.forward_us[again].sum()) / speed
-            return layers, layers
-        case choice:
-            whole = float(costs.forward_us[first:end].sum()) / speed
-            return whole, whole if choice == "always" else 0.0
 
 
 def timeline(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple[Event, ...]:
@@ -199,33 +189,38 @@ def timeline(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple
 
 def optimizer_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
     """The delay of the next step, in microseconds: gradients summed over replicas, and the optimizers' steps."""
-    num_devices = partition.num_devices
-    own = [0.0] * num_devices
-    for k, (first, end) in enumerate(partition.intervals()):
-        own[k % num_devices] += own_step_us(
-            costs, first, end, cluster, device=partition.device_of(k), replicas=partition.replicas
-        )
     # The chunk that a device runs last, and first again in the next step, is the first of its chunks.
-    return optimizer_tail_us(stage_times(costs, partition, cluster)[:num_devices], own)
+    first = stage_times(costs, partition, cluster)[: partition.num_devices]
+    hidden = np.array([hidden_us(times, times.send_us) for times in first])
+    return float(optimizer_tail_us(updates_us(costs, partition, cluster), hidden))
+
+
+def updates_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> FloatArray:
+    """U of each device, of all of its chunks together; shape (K,)."""
+    own_us = np.zeros(partition.num_devices)
+    for k, (first, end) in enumerate(partition.intervals()):
+        device = partition.device_of(k)
+        own = own_step_us(costs, first, end, cluster, device=device, replicas=partition.replicas)
+        own_us[k % partition.num_devices] += own
+    return own_us
 
 
 def own_step_us(
     costs: ChainCosts, first: int, end: int, cluster: Cluster, *, device: int = 0, replicas: int = 1
 ) -> float:
     """What follows the last backward on a stage: its gradients summed over the replicas, then its optimizer's step."""
-    own = float(costs.optimizer_us[first:end].sum()) / cluster.speed(device)
-    if replicas > 1:
-        tied = sum(tie.gradient_bytes for tie in costs.ties if first <= tie.first and tie.second < end)
-        own += cluster.allreduce_us(float(costs.gradients[first:end].sum()) - tied, replicas)
-    return own
+    gradient_bytes = costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
+    optimizer_us = costs.optimizer_us[first:end].sum() / cluster.speed(device)
+    return float(optimizer_us + cluster.allreduce_us(gradient_bytes, replicas))
 
 
 def step_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
     """Step time: closed form for GPipe, simulated for other schedules; and the optimizers' steps."""
+    times = stage_times(costs, partition, cluster)
     if SCHEDULES[partition.schedule].has_closed_form:
-        pipeline_us = gpipe_step(stage_times(costs, partition, cluster), micro_batches=partition.micro_batches).step_us
+        pipeline_us = gpipe_step(times, micro_batches=partition.micro_batches).step_us
     else:
-        pipeline_us = last_end_us(partition.actions(), stage_times(costs, partition, cluster))
+        pipeline_us = last_end_us(partition.actions(), times)
     return pipeline_us + optimizer_us(costs, partition, cluster)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.evaluate import Partition, chunks_on, own_step_us, stage_times, stages_of, timeline
+from planner.core.cost.evaluate import Partition, chunks_on, stage_times, stages_of, timeline, updates_us
 from planner.core.cost.memory import one_stage
 from planner.core.cost.moments import Counts, counts_of, optimizer_steps
 from planner.core.cost.parts import parts_of
@@ -136,14 +136,9 @@ def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> I
 def _optimizer_spans(
     spans: Sequence[Span], costs: ChainCosts, partition: Partition, cluster: Cluster
 ) -> Iterator[Span]:
-    intervals, count = partition.intervals(), partition.num_devices
     # The spans of a device come in the order of time.
     last_backward = {span.device: span.end_us for span in spans if span.kind in _LABELS}
-    for device in range(count):
-        own_us = sum(
-            own_step_us(costs, *intervals[k], cluster, device=partition.device_of(k), replicas=partition.replicas)
-            for k in range(device, len(intervals), count)
-        )
+    for device, own_us in enumerate(updates_us(costs, partition, cluster).tolist()):
         end_us = last_backward[device]
         if own_us > 0:
             yield Span(kind="optimizer", device=device, stage=device, start_us=end_us, end_us=end_us + own_us)

@@ -6,8 +6,7 @@ a flow shop is the sum of the machine times plus (M-1) times the largest (Johnso
 extra jobs on one machine). Where `except-last` spares the last micro-batch its recomputation, the last job differs,
 and the critical path is found by the recursion in `flow_shop_us`.
 
-The optimizer's steps follow. Stage k ends its last backward before stage 0 does, and begins the next step later: it
-has that much time for its own optimizer. What goes beyond delays the next step (`optimizer_tail_us`).
+The optimizers' steps follow, see `planner.core.cost.stage_time`.
 """
 
 from collections.abc import Sequence
@@ -20,17 +19,15 @@ __all__ = ["StepTime", "flow_shop_us", "gpipe_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Parts of one step, in microseconds."""
+    """Parts of one step, in microseconds, the optimizers' steps left out."""
 
     forward_us: float
     backward_us: float
-    optimizer_us: float
-    """By how much the optimizers' steps delay the next step."""
 
     @property
     def step_us(self) -> float:
-        """The whole step."""
-        return self.forward_us + self.backward_us + self.optimizer_us
+        """From the first forward to the last backward."""
+        return self.forward_us + self.backward_us
 
 
 def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> float:
@@ -56,29 +53,8 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
     return d
 
 
-def optimizer_tail_us(stages: Sequence[StageTimes], optimizer_us: Sequence[float]) -> float:
-    """How long after the last backward the next step can begin, if steps follow each other without a break.
-
-    Args:
-        stages: The stages.
-        optimizer_us: The optimizer's step of each.
-
-    Returns:
-        max over k of U_k - sum_{j<k} (F_j + W_j + 2 C_j): the drain behind stage k and the fill in front of it hide
-        at least that much of its optimizer's step. Never less than U_0. Recomputation in the drain is left out: it may
-        not make the drain any longer, where a slower stage is behind it.
-    """
-    tail = hidden = 0.0
-    for stage, own in zip(stages, optimizer_us, strict=True):
-        tail = max(tail, own - hidden)
-        hidden += stage.forward_us + stage.last_backward_us - stage.last_recompute_us + 2 * stage.send_us
-    return tail
-
-
-def gpipe_step(
-    stages: Sequence[StageTimes], *, micro_batches: int, optimizer_us: Sequence[float] | None = None
-) -> StepTime:
-    """Step time of GPipe over `stages` with M micro-batches, and with the optimizer's step of each stage."""
+def gpipe_step(stages: Sequence[StageTimes], *, micro_batches: int) -> StepTime:
+    """Step time of GPipe over `stages` with M micro-batches."""
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []  # collected from stage 0 on, run from stage K-1 on
     received_us = 0.0
@@ -93,5 +69,4 @@ def gpipe_step(
     return StepTime(
         forward_us=flow_shop_us(forward, micro_batches),
         backward_us=flow_shop_us(backward[::-1], micro_batches),
-        optimizer_us=optimizer_tail_us(stages, optimizer_us) if optimizer_us is not None else 0.0,
     )

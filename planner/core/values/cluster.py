@@ -2,8 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Cluster", "ExecutorCost", "Link"]
+
+Size = TypeVar("Size", float, "NDArray[np.float64]")
+"""Bytes of one thing, or of many at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +27,10 @@ class Link:
     """0 means unlimited."""
     blocking: bool = False
 
-    def transfer_us(self, size_bytes: float) -> float:
+    def transfer_us(self, size_bytes: Size) -> Size:
         """Time to move `size_bytes` once, in microseconds: latency + size / bandwidth."""
         if self.bytes_per_s == 0:
-            return self.latency_us
+            return self.latency_us + 0 * size_bytes
         return self.latency_us + size_bytes / self.bytes_per_s * 1e6
 
     @classmethod
@@ -95,12 +103,13 @@ class Cluster:
         leaves = any(a // self.node_devices != b // self.node_devices for a, b in places)
         return self.inter_link if leaves else self.link
 
-    def allreduce_us(self, gradient_bytes: float, replicas: int) -> float:
+    def allreduce_us(self, gradient_bytes: Size, replicas: int) -> Size:
         """Time to sum gradients over the replicas, as a ring does it, in microseconds.
 
         Every replica sends and receives 2 (R-1) pieces of 1/R of the bytes, one after the other (Patarasuk and Yuan,
         "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
         """
-        if self.allreduce is None or replicas == 1 or gradient_bytes <= 0:
-            return 0.0
-        return 2 * (replicas - 1) * self.allreduce.transfer_us(gradient_bytes / replicas)
+        if self.allreduce is None or replicas == 1:
+            return 0 * gradient_bytes
+        # Where there are no gradients, nothing waits for the latency either.
+        return 2 * (replicas - 1) * self.allreduce.transfer_us(gradient_bytes / replicas) * (gradient_bytes > 0)

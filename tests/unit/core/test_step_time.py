@@ -9,7 +9,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, predict, step_us
 from planner.core.cost.planning import cluster_of
 from planner.core.cost.simulate import StageTimes, simulate
-from planner.core.cost.step_time import StepTime, flow_shop_us, gpipe_step, optimizer_tail_us
+from planner.core.cost.step_time import StepTime, flow_shop_us, gpipe_step
 from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Recompute, ScheduleName
 from tests.support.profiles import inputs_of, profile_of
@@ -88,38 +88,15 @@ def test_the_closed_form_is_the_simulators_time() -> None:
     assert with_last > 100
 
 
-def test_an_optimizer_step_is_hidden_by_drain_and_fill() -> None:
-    """Stage 0's counts in full; stage k's beyond the backward and forward of the stages in front, and the links."""
-    stages = [
-        StageTimes(forward_us=4, backward_us=9, last_backward_us=7, send_us=1),
-        StageTimes(forward_us=3, backward_us=6, last_backward_us=6, send_us=2),
-        StageTimes(forward_us=1, backward_us=1, last_backward_us=1),
-    ]
-    assert optimizer_tail_us(stages, [5, 0, 0]) == 5
-    assert optimizer_tail_us(stages, [5, 13, 0]) == 5  # 4 + 7 + 2 of it are hidden
-    assert optimizer_tail_us(stages, [5, 20, 0]) == 20 - 13
-    assert optimizer_tail_us(stages, [5, 20, 40]) == 40 - 13 - (3 + 6 + 4)
-    assert optimizer_tail_us(stages, [0, 0, 0]) == 0
-
-
-def test_recomputation_hides_no_optimizer_step() -> None:
-    """Behind a slower stage the drain is as long without it: more work must never seem to make a step shorter."""
-    stages = [
-        StageTimes(forward_us=4, backward_us=9, last_backward_us=9, recompute_us=4, last_recompute_us=4),
-        StageTimes(forward_us=1, backward_us=1, last_backward_us=1),
-    ]
-    assert optimizer_tail_us(stages, [0, 20]) == 20 - 4 - 5
-
-
 def test_forward_and_backward_have_separate_bottlenecks() -> None:
     """T = ΣF + (M-1) max F + ΣB + (M-1) max B, though the two maxima lie on different stages."""
     stages = [
         StageTimes(forward_us=10, backward_us=1, last_backward_us=1),
         StageTimes(forward_us=2, backward_us=9, last_backward_us=9),
     ]
-    time = gpipe_step(stages, micro_batches=5, optimizer_us=[3.0, 3.0])
-    assert time == StepTime(forward_us=12 + 4 * 10, backward_us=10 + 4 * 9, optimizer_us=3.0)
-    assert time.step_us == 52 + 46 + 3
+    time = gpipe_step(stages, micro_batches=5)
+    assert time == StepTime(forward_us=12 + 4 * 10, backward_us=10 + 4 * 9)
+    assert time.step_us == 52 + 46
 
 
 def test_a_slow_link_is_the_bottleneck() -> None:
