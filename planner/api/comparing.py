@@ -1,10 +1,9 @@
 """`compare`: plans beside each other, and a plan beside an earlier one."""
 
-import os
 from collections.abc import Callable
 
 from planner import files
-from planner.api.reading import NOWHERE, File, plan_of, profile_for
+from planner.api.reading import NOWHERE, File, path_of, plan_of, profile_for
 from planner.core.errors import FileError, UsageError
 from planner.core.judge.comparison import ComparedPlan, Comparison
 from planner.core.judge.difference import difference_of
@@ -38,19 +37,17 @@ def compare(*plans: File | Plan) -> Comparison:
 
 def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
     """The plan to compare with, whether it was recomputed, and what it is called."""
-    if isinstance(against, Plan):
-        return _as_its_profile_says(against, lambda: profile_for(against, NOWHERE, None).profile, "the other plan")
-    path = os.fspath(against)
-    if not path.startswith("git:"):
-        plan = files.read_plan(path)
-        return _as_its_profile_says(plan, lambda: files.profile_for(plan, path, None), path)
+    path = path_of(against)
+    if path is None or not path.startswith("git:"):
+        plan, stands = plan_of(against)
+        return _as_its_profile_says(plan, lambda: profile_for(plan, stands).profile, path or "the other plan")
     if place == NOWHERE:
         raise UsageError(f"`--against {path}` needs the plan's file, to look it up in git", hint="name the file")
     revision = path.removeprefix("git:")
     committed = files.read_plan(f"{path}:{place}", files.at_revision(place, revision))
 
     def its_profile() -> Profile:
-        profile_place = files.profile_path(committed, place, None)
+        profile_place = files.profile_path(committed, place)
         return files.read_profile(f"{path}:{profile_place}", files.at_revision(profile_place, revision))
 
     return _as_its_profile_says(committed, its_profile, path)
@@ -71,7 +68,7 @@ def _as_its_profile_says(plan: Plan, read: Callable[[], Profile], called: str) -
 def _compared(file: File | Plan, index: int) -> ComparedPlan:
     plan, place = plan_of(file)
     called = f"plan {index + 1}" if isinstance(file, Plan) else place
-    now, recomputed, _ = _as_its_profile_says(plan, lambda: profile_for(plan, place, None).profile, called)
+    now, recomputed, _ = _as_its_profile_says(plan, lambda: profile_for(plan, place).profile, called)
     caps = (now.stages[d].memory_bytes for d in range(now.num_devices))
     fits = all(need <= cap for need, cap in zip(now.device_bytes(), caps, strict=True))
     return ComparedPlan(path=called, recomputed=recomputed, fits=fits, plan=now)

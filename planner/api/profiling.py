@@ -65,7 +65,9 @@ def profile(model: File | Any, options: ProfileOptions) -> Profile:
     if asked.calibration is not None:
         executor = calibrated_executor(asked.calibration, measured.device.kind)
     device = measured.device if executor is None else replace(measured.device, executor=executor)
-    source = measured.model.source if asked.output is None else _relative(measured.model.source, asked.output)
+    source = measured.model.source
+    if asked.output is not None:
+        source = files.relocated(source, "", str(Path(asked.output).parent))
     measured = replace(measured, proof=proof, device=device, model=replace(measured.model, source=source))
     if asked.output is not None:
         files.write(asked.output, measured, header=profile_header(model, measured))
@@ -193,14 +195,6 @@ def _measuring(asked: _Asked) -> "Measuring":
         time_budget_s=asked.time_budget_s,
         until_memory_ends=options.batch_sizes == "auto",
     )
-
-
-def _relative(source: str, output: str) -> str:
-    """`path:entry` relative to the folder of the profile, so that both can move together; absolute paths stay."""
-    path, colon, entry = source.rpartition(":")
-    if path and not Path(path).is_absolute():
-        path = Path(os.path.relpath(path, Path(output).parent)).as_posix()
-    return f"{path}{colon}{entry}"
 
 
 def _name_of(model: File | Any) -> str:

@@ -69,7 +69,7 @@ def plan_of(plan: File | Plan) -> tuple[Plan, str]:
     return files.read_plan(path), path
 
 
-def profile_for(plan: Plan, place: str, profile: File | Profile | None) -> ReadProfile:
+def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -> ReadProfile:
     """The profile of a plan that stands at `place`: as it is handed in, else the one that the plan names."""
     if isinstance(profile, Profile):
         return ReadProfile(profile=profile, path="profile.yaml")

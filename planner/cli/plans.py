@@ -1,4 +1,4 @@
-"""A plan together with its profile, wherever the plan says it stands."""
+"""One step of a plan as its profile predicts it, to be drawn."""
 
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, timeline
@@ -7,9 +7,8 @@ from planner.core.cost.simulate import Event
 from planner.core.cost.step import Step, step_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.files import profile_for, profile_path
 
-__all__ = ["events_of", "profile_for", "profile_path", "step_of_plan"]
+__all__ = ["events_of", "step_of_plan"]
 
 
 def events_of(plan: Plan, profile: Profile) -> tuple[Event, ...]:

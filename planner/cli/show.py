@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from planner import files
+from planner.api.reading import profile_for
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Quiet, check_format
-from planner.cli.plans import events_of, profile_for, profile_path, step_of_plan
+from planner.cli.plans import events_of, step_of_plan
 from planner.core.cost.calibration import Calibration
 from planner.core.errors import StaleError, UsageError
 from planner.core.judge.figures import claimed_of
@@ -76,14 +77,14 @@ def show(
     if run is not None and not isinstance(value, Plan):
         raise UsageError(f"`--run` goes with a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
     wanted = {option: path for option, path in outputs.items() if path is not None}
-    also_read = (profile_path(value, file, profile) if isinstance(value, Plan) else profile, plan, run, file)
+    also_read = (files.profile_path(value, file, profile) if isinstance(value, Plan) else profile, plan, run, file)
     files.check_outputs(wanted, also_read)
     for path in wanted.values():
         files.check_writable(path)
     seen = _seen(value, file, plan, run, console=console)
     if isinstance(value, Plan) and (wanted or not as_json):
-        seen = replace(seen, plan=_as_profiled(value, file, profile_for(value, file, profile), console))
-    text = files.dump(value, as_json=True) if as_json else _text(value, seen, file, profile)
+        seen = replace(seen, plan=_as_profiled(value, file, profile_for(value, file, profile).profile, console))
+    text = files.json_text(value) if as_json else _text(value, seen, file, profile)
     drawn = _drawn(seen, plan or file, profile, wanted, console=console)
     for option, path in wanted.items():
         files.write_text(path, drawn[option])
@@ -127,7 +128,7 @@ def _text(value: Profile | Plan | RunReport | Links, seen: _Seen, file: str, pro
     if isinstance(value, RunReport):
         return run_text(value, seen.plan, style)
     assert seen.plan is not None
-    text = plan_text(seen.plan, events_of(seen.plan, profile_for(value, file, profile)), style)
+    text = plan_text(seen.plan, events_of(seen.plan, profile_for(value, file, profile).profile), style)
     return text if seen.report is None else f"{text}\n\n{comparison_text(seen.plan, seen.report, style)}"
 
 
@@ -174,7 +175,7 @@ def _drawn(
     step = step_of_plan(plan, measured) if measured is not None else None
     drawn = {}
     if "--html" in wanted:
-        drawn["--html"] = plan_html(plan, measured, step, seen.report, decisions_digest(plan))
+        drawn["--html"] = plan_html(plan, measured, step, seen.report, digest=decisions_digest(plan))
     if step is not None:
         title = (
             f"{SCHEDULES[plan.schedule].title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
@@ -194,7 +195,7 @@ def _html_without_plan(seen: _Seen) -> str:
 def _profile_of(seen: _Seen, plan_path: str, override: str | None, console: Console, *, needed: bool) -> Profile | None:
     """The plan's profile. A run report is worth showing without, as it is in the terminal."""
     assert seen.plan is not None
-    path = profile_path(seen.plan, plan_path, override)
+    path = files.profile_path(seen.plan, plan_path, override)
     if seen.report is not None and override is None and not needed and not Path(path).exists():
         console.warning(f"{path} is not there: the report has neither timeline nor layers")
         return None

@@ -2,7 +2,7 @@
 
 from planner.files.canonical import digest_of, to_plain
 from planner.files.overwriting import check_outputs
-from planner.files.places import model_path, profile_for, profile_path, reference_path
+from planner.files.places import model_path, profile_path, reference_path, relocated
 from planner.files.reading import (
     json_schema,
     read,
@@ -16,7 +16,7 @@ from planner.files.reading import (
     stage_lines,
 )
 from planner.files.revisions import at_revision
-from planner.files.writing import check_writable, dump, write, write_text
+from planner.files.writing import check_writable, dump, json_text, write, write_text
 
 __all__ = [
     "at_revision",
@@ -25,8 +25,8 @@ __all__ = [
     "digest_of",
     "dump",
     "json_schema",
+    "json_text",
     "model_path",
-    "profile_for",
     "profile_path",
     "read",
     "read_balance",
@@ -37,6 +37,7 @@ __all__ = [
     "read_profile",
     "read_run",
     "reference_path",
+    "relocated",
     "stage_lines",
     "to_plain",
     "write",

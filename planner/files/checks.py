@@ -6,7 +6,6 @@ from typing import Any
 
 from planner.core.cost.calibration import Calibration
 from planner.core.values.balance import Balance, StageBalance
-from planner.core.values.cluster import Link
 from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, RATES, SPEEDS
 from planner.core.values.links import Links
 from planner.core.values.partial import Partial
@@ -34,9 +33,9 @@ def problems_of(
         yield from _links_problems(value)
     elif isinstance(value, Partial):
         yield from _partial_problems(value)
-    elif isinstance(value, Calibration) and not _is_speed(value.compute):
-        yield ("compute",), _COMPUTE, "1 is what was profiled, 2 takes twice as long"
-    elif isinstance(value, RunReport) and not value.stages:
+    elif isinstance(value, Calibration):
+        yield from _compute_problems(value.compute, ("compute",))
+    elif not value.stages:
         yield ("stages",), "a run has at least one stage", ""
 
 
@@ -110,16 +109,13 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     yield from _recompute_problems(plan.stages)
 
 
-_COMPUTE = "must be from 1e-6 to 1e6"
-_RATE = "must be from 1 to 1e18 bytes per second, or 0"
-
-
 def _is_speed(value: float) -> bool:
     return SPEEDS[0] <= value <= SPEEDS[1]
 
 
-def _is_rate(link: Link) -> bool:
-    return link.bytes_per_s == 0 or RATES[0] <= link.bytes_per_s <= RATES[1]
+def _compute_problems(compute: float, at: KeyPath) -> Iterator[Problem]:
+    if not _is_speed(compute):
+        yield at, "must be from 1e-6 to 1e6", "1 is what was profiled, 2 takes twice as long"
 
 
 def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
@@ -129,18 +125,14 @@ def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
     if inputs.devices > MOST_DEVICES or inputs.batch > MOST_BATCH:
         text = f"{inputs.devices} devices and a batch of {inputs.batch}"
         yield ("inputs",), f"{text}: at most {MOST_DEVICES} and {MOST_BATCH} are planned for", ""
-    if not _is_speed(inputs.compute):
-        yield ("inputs", "compute"), _COMPUTE, "1 is what was profiled, 2 takes twice as long"
+    yield from _compute_problems(inputs.compute, ("inputs", "compute"))
     if len(inputs.speeds) not in (0, inputs.devices) or not all(map(_is_speed, inputs.speeds)):
         text = f"expected {inputs.devices} speeds from 1e-6 to 1e6, one per device, got {list(inputs.speeds)[:20]}"
         yield ("inputs", "speeds"), text, ""
-    joined = (("link", inputs.link), ("inter_link", inputs.inter_link), ("allreduce", inputs.allreduce))
-    for name, link in joined:
-        if link is not None and not _is_rate(link):
-            yield ("inputs", name, "bytes_per_s"), _RATE, "0 is unlimited"
-    for n, link in enumerate(inputs.links):
-        if not _is_rate(link):
-            yield ("inputs", "links", n, "bytes_per_s"), _RATE, "0 is unlimited"
+    links = [((name,), getattr(inputs, name)) for name in ("link", "inter_link", "allreduce")]
+    for at, link in (*links, *((("links", n), link) for n, link in enumerate(inputs.links))):
+        if link is not None and link.bytes_per_s != 0 and not RATES[0] <= link.bytes_per_s <= RATES[1]:
+            yield ("inputs", *at, "bytes_per_s"), "must be from 1 to 1e18 bytes per second, or 0", "0 is unlimited"
     if inputs.links and len(inputs.links) < inputs.devices - 1:
         text = f"expected {inputs.devices - 1} links, one behind every device but the last, got {len(inputs.links)}"
         yield ("inputs", "links"), text, ""

@@ -6,9 +6,9 @@ from pathlib import Path
 from planner.core.errors import UsageError
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.files.reading import is_replayable, read_profile
+from planner.files.reading import is_replayable
 
-__all__ = ["model_path", "profile_for", "profile_path", "reference_path"]
+__all__ = ["model_path", "profile_path", "reference_path", "relocated"]
 
 
 def reference_path(profile_path: str, plan_path: str) -> str:
@@ -20,8 +20,12 @@ def reference_path(profile_path: str, plan_path: str) -> str:
     return Path(os.path.relpath(profile_path, Path(plan_path).parent)).as_posix()
 
 
-def profile_path(plan: Plan, plan_path: str, override: str | None) -> str:
-    """Where the plan's profile stands."""
+def profile_path(plan: Plan, plan_path: str, override: str | None = None) -> str:
+    """Where the plan's profile stands: at `override`, if that is said.
+
+    Raises:
+        UsageError: Neither that nor the plan names a file.
+    """
     if override is not None:
         return override
     if plan.inputs.profile.path == "-":
@@ -39,6 +43,9 @@ def model_path(profile: Profile, folder: str) -> str | None:
     return os.path.normpath(Path(folder, path)) if path else None
 
 
-def profile_for(plan: Plan, plan_path: str, override: str | None) -> Profile:
-    """The plan's profile, read; raises `FileError` if it is not there."""
-    return read_profile(profile_path(plan, plan_path, override))
+def relocated(source: str, profile_folder: str, folder: str) -> str:
+    """`path:entry`, relative to `profile_folder`, as it is from `folder`; absolute paths stay as they are."""
+    path, colon, entry = source.rpartition(":")
+    if path and not Path(path).is_absolute():
+        path = Path(os.path.relpath(Path(profile_folder, path), folder)).as_posix()
+    return f"{path}{colon}{entry}"

@@ -10,7 +10,8 @@ place:
     - {name: h.1, forward_us: [2.5]}         unit: us
     unit: us
 
-How a document is laid out is therefore YAML's to say alone, and so is whatever looks different in a line.
+How a document is laid out is therefore YAML's to say alone, and so is whatever looks different in a line. A document
+that is JSON throughout is read as that at once.
 """
 
 import json
@@ -21,7 +22,7 @@ from typing import Any
 
 from planner.files.bounds import is_too_deep
 
-__all__ = ["NotQuickError", "number", "once", "quick_content"]
+__all__ = ["NotQuickError", "json_content", "quick_content"]
 
 _LINE = re.compile(r"(- |[a-z_]+: )([\[{].*)")
 _WORD = re.compile(r"'[^'\"\\]*'|(?<![\w.+\-])[A-Za-z_][\w.\-/]*")
@@ -38,6 +39,20 @@ _MARK = "<line "
 
 class NotQuickError(Exception):
     """The text cannot be read so."""
+
+
+def json_content(text: str) -> Any:
+    """The content of a JSON document, with the same meaning that the YAML reader gives it.
+
+    Raises:
+        NotQuickError: It is none, or has something wrong: the real reader will tell.
+    """
+    if is_too_deep(text):
+        raise NotQuickError
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_float=_number, parse_constant=str)
+    except (ValueError, RecursionError):
+        raise NotQuickError from None
 
 
 def quick_content(text: str, read: Callable[[str], Any]) -> dict[str, Any]:
@@ -93,12 +108,9 @@ def _value(text: str) -> Any:
     """The list or mapping that a text is, in JSON but for quotes; None where YAML might take it for something else."""
     if _STRANGE.search(text):
         return None
-    quoted = _WORD.sub(_quoted, text)
-    if is_too_deep(quoted):
-        return None
     try:
-        return json.loads(quoted, object_pairs_hook=once, parse_float=number)
-    except (ValueError, RecursionError, NotQuickError):
+        return json_content(_WORD.sub(_quoted, text))
+    except NotQuickError:
         return None
 
 
@@ -113,18 +125,13 @@ def _meant(entry: Any, values: dict[str, Any], otherwise: Any) -> Any:
     return values.pop(entry, otherwise) if isinstance(entry, str) else otherwise
 
 
-def number(text: str) -> float | str:
+def _number(text: str) -> float | str:
     """A finite number, else the text: what is too large for a number is none."""
     number = float(text)
     return number if math.isfinite(number) else text
 
 
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of pairs with different keys.
-
-    Raises:
-        NotQuickError: A key stands twice.
-    """
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         raise NotQuickError  # the real reader says in which line

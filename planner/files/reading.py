@@ -3,8 +3,10 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, TypeVar, cast
 
 from planner.core.cost.calibration import CALIBRATION_SCHEMA, Calibration
 from planner.core.errors import FileError
@@ -34,78 +36,44 @@ __all__ = [
 ]
 
 Value = Profile | Plan | RunReport | Balance | Links | Calibration | Partial
+_T = TypeVar("_T", bound=Value)
 
-_TYPES: dict[str, type[Value]] = {
-    PROFILE_SCHEMA: Profile,
-    PLAN_SCHEMA: Plan,
-    RUN_SCHEMA: RunReport,
-    BALANCE_SCHEMA: Balance,
-    LINKS_SCHEMA: Links,
-    CALIBRATION_SCHEMA: Calibration,
-    PARTIAL_SCHEMA: Partial,
+
+class _Kind(NamedTuple):
+    schema: str
+    of: type[Value]
+    made_by: str
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "profile": _Kind(PROFILE_SCHEMA, Profile, "gpipe-plan profile MODEL.py"),
+    "plan": _Kind(PLAN_SCHEMA, Plan, "gpipe-plan solve"),
+    "run": _Kind(RUN_SCHEMA, RunReport, "torchrun … train.py --report run.json"),
+    "balance": _Kind(BALANCE_SCHEMA, Balance, "gpipe-plan emit"),
+    "links": _Kind(LINKS_SCHEMA, Links, "torchrun --nproc-per-node K -m planner profile-links"),
+    "calibration": _Kind(CALIBRATION_SCHEMA, Calibration, "gpipe-plan verify"),
+    "partial": _Kind(PARTIAL_SCHEMA, Partial, "gpipe-plan profile MODEL.py"),
 }
-_MADE_BY = {
-    "profile": "gpipe-plan profile MODEL.py",
-    "plan": "gpipe-plan solve",
-    "run": "torchrun … train.py --report run.json",
-    "balance": "gpipe-plan emit",
-    "links": "torchrun --nproc-per-node K -m planner profile-links",
-    "calibration": "gpipe-plan verify",
-    "partial": "gpipe-plan profile MODEL.py",
-}
+"""Every kind of file, by the word in the middle of its schema."""
 
 
-def read(path: str) -> Value:
-    """The profile, plan or run report in `path` (`-` is standard input), by its `schema` key.
+def read(path: str, wanted: str | None = None, text: str | None = None) -> Value:
+    """The value in the file at `path` (`-` is standard input), by its `schema` key.
+
+    Args:
+        path: The file.
+        wanted: The one kind that it may be of, a key of `_KINDS`; any, unless given.
+        text: Its text, where that was read before: `path` then only names it.
 
     Raises:
-        FileError: Missing, unreadable, or invalid; names the line and key where known.
+        FileError: Missing, unreadable, invalid or of another kind; names the line and key where known.
     """
-    return _read(path, None)
-
-
-def read_profile(path: str, text: str | None = None) -> Profile:
-    """The profile in `path`, or in `text`, which is then only called `path`; raises as `read`."""
-    return cast("Profile", _read(path, PROFILE_SCHEMA, text))
-
-
-def read_plan(path: str, text: str | None = None) -> Plan:
-    """The plan in `path`, or in `text`, which is then only called `path`; raises as `read`."""
-    return cast("Plan", _read(path, PLAN_SCHEMA, text))
-
-
-def read_balance(path: str) -> Balance:
-    """The balance configuration in `path`; raises as `read`."""
-    return cast("Balance", _read(path, BALANCE_SCHEMA))
-
-
-def read_run(path: str) -> RunReport:
-    """The run report in `path`; raises as `read`."""
-    return cast("RunReport", _read(path, RUN_SCHEMA))
-
-
-def read_links(path: str) -> Links:
-    """The measured links in `path`; raises as `read`."""
-    return cast("Links", _read(path, LINKS_SCHEMA))
-
-
-def read_calibration(path: str) -> Calibration:
-    """The calibration in `path`; raises as `read`."""
-    return cast("Calibration", _read(path, CALIBRATION_SCHEMA))
-
-
-def read_partial(path: str) -> Partial:
-    """The interrupted profile in `path`; raises as `read`."""
-    return cast("Partial", _read(path, PARTIAL_SCHEMA))
-
-
-def _read(path: str, wanted: str | None, text: str | None = None) -> Value:
     document = Document.parse(path, _read_text(path, wanted) if text is None else text)
-    schema = _schema(document, wanted)
-    if schema == RUN_SCHEMA:
+    kind = _kind_of(document, wanted)
+    if kind == "run":
         _read_losses(document.content)
     plain = json.dumps(document.content)
-    value = validated(_TYPES[schema], plain, document)
+    value = validated(_KINDS[kind].of, plain, document)
     problems = list(problems_of(value, every_number=_ODD_NUMBER.search(plain) is not None))
     if problems:
         raise document.refuse(problems)
@@ -116,11 +84,26 @@ _ODD_NUMBER = re.compile(r"[:,\[] -?\d[\d.]*[eE]|[:,\[] ?-|\d{18}|Infinity|NaN")
 """What a number looks like that may be negative or very large. Most files have none, and are spared a look at each."""
 
 
+def _read_as(of: type[_T], path: str, text: str | None = None) -> _T:
+    """The value of class `of` in a file; arguments and errors are those of `read`."""
+    wanted = next(word for word, kind in _KINDS.items() if kind.of is of)
+    return cast("_T", read(path, wanted, text))
+
+
+read_profile = partial(_read_as, Profile)
+read_plan = partial(_read_as, Plan)
+read_balance = partial(_read_as, Balance)
+read_run = partial(_read_as, RunReport)
+read_links = partial(_read_as, Links)
+read_calibration = partial(_read_as, Calibration)
+read_partial = partial(_read_as, Partial)
+
+
 def stage_lines(path: str) -> tuple[int, ...]:
     """The line of every stage in the plan in `path`, from 1; none where it cannot be read again."""
     if not is_replayable(path):
         return ()
-    document = Document.parse(path, _read_text(path, PLAN_SCHEMA))
+    document = Document.parse(path, _read_text(path, "plan"))
     return tuple(document.line_of(("stages", k)) or 1 for k in range(len(document.content["stages"])))
 
 
@@ -129,13 +112,9 @@ def is_replayable(path: str) -> bool:
     return path != "-" and (Path(path).is_file() or not Path(path).exists())
 
 
-def _kind_by_name(path: str) -> str:
-    """What a file that is not there would be: `plan.yaml` a plan, `anything.yaml` a profile, with which all begins."""
-    return Path(path).stem if Path(path).stem in _MADE_BY else "profile"
-
-
 def _read_text(path: str, wanted: str | None) -> str:
-    kind = _kind_by_name(path) if wanted is None else _kind(wanted)
+    # What is not there is told by its name: `plan.yaml` would be a plan, any other a profile, with which all begins.
+    kind = wanted or (Path(path).stem if Path(path).stem in _KINDS else "profile")
     try:
         if path == "-":
             if sys.stdin is None:
@@ -144,7 +123,8 @@ def _read_text(path: str, wanted: str | None) -> str:
         with Path(path).open(encoding="utf-8") as file:
             return _bounded(file, path)
     except FileNotFoundError:
-        raise FileError("no such file", path=path, hint=f"make it with `{_MADE_BY[kind]}`, or name another") from None
+        hint = f"make it with `{_KINDS[kind].made_by}`, or name another"
+        raise FileError("no such file", path=path, hint=hint) from None
     except IsADirectoryError:
         raise FileError("is a directory, not a file", path=path) from None
     except UnicodeDecodeError as error:
@@ -171,48 +151,37 @@ def _read_losses(content: dict[str, Any]) -> None:
         content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
 
 
-def _schema(document: Document, wanted: str | None) -> str:
-    """The file's schema, if we can read it and it is the wanted one."""
+def _kind_of(document: Document, wanted: str | None) -> str:
+    """The file's kind, if we can read it and it is the wanted one."""
+    schemas = [kind.schema for kind in _KINDS.values()]
     if not isinstance(document.content, dict) or "schema" not in document.content:
-        expected = wanted or " or ".join(f"`{name}`" for name in _TYPES)
-        raise FileError(
-            f"has no key `schema` (expected {expected}): not a file of gpipe-plan", path=document.path, line=1
-        )
+        expected = _KINDS[wanted].schema if wanted else " or ".join(f"`{schema}`" for schema in schemas)
+        message = f"has no key `schema` (expected {expected}): not a file of gpipe-plan"
+        raise FileError(message, path=document.path, line=1)
     schema = document.content["schema"]
     if not isinstance(schema, str):
         schema = json.dumps(schema)
-    if wanted is not None and schema in _TYPES and schema != wanted:
-        raise FileError(
-            f"is a {_called(schema)}, a {_called(wanted)} is needed",
-            path=document.path,
-            line=document.line_of(("schema",)),
-        )
-    if schema not in _TYPES:
-        same_kind = [name for name in _TYPES if _kind(name) == _kind(schema)]
-        expected = wanted or (same_kind[0] if same_kind else " or ".join(_TYPES))
-        rewrite = _MADE_BY.get(_kind(expected), "gpipe-plan profile MODEL.py")
+    parts = schema.split("/")
+    kind = parts[1] if len(parts) == 3 else schema
+    if schema not in schemas:
+        meant = wanted or (kind if kind in _KINDS else None)
+        expected = _KINDS[meant].schema if meant else " or ".join(schemas)
         raise FileError(
             f"`schema`: expected {expected}, got {json.dumps(schema)}",
             path=document.path,
             line=document.line_of(("schema",)),
-            hint=f"write the file anew with this version: `{rewrite}`",
+            hint=f"write the file anew with this version: `{_KINDS[meant or 'profile'].made_by}`",
         )
-    return schema
-
-
-def _kind(schema: str) -> str:
-    parts = schema.split("/")
-    return parts[1] if len(parts) == 3 else schema
-
-
-def _called(schema: str) -> str:
-    return {"links": "list of links", "partial": "partial profile"}.get(_kind(schema), _kind(schema))
+    if wanted not in (None, kind):
+        called = {"links": "list of links", "partial": "partial profile"}
+        message = f"is a {called.get(kind, kind)}, a {called.get(wanted, wanted)} is needed"
+        raise FileError(message, path=document.path, line=document.line_of(("schema",)))
+    return kind
 
 
 def json_schema(kind: str) -> dict[str, Any]:
     """The JSON Schema of a kind of file, such as `profile`."""
-    by_kind = {_kind(schema): value for schema, value in _TYPES.items()}
-    schema = schema_of(by_kind[kind])
+    schema = schema_of(_KINDS[kind].of)
     # The dataclass has a default for it, the file must not.
     schema["required"] = ["schema", *schema["required"]]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -12,8 +12,7 @@ import yaml
 
 from planner.core.errors import FileError
 from planner.files.bounds import UnboundedError, check_bounds
-from planner.files.quick_json import json_content
-from planner.files.quick_yaml import NotQuickError, quick_content
+from planner.files.quick_yaml import NotQuickError, json_content, quick_content
 
 __all__ = ["Document", "KeyPath", "Problem", "StrictLoader", "dotted"]
 

@@ -18,7 +18,7 @@ from planner.core.values.run_report import RunReport
 from planner.files.canonical import to_plain
 from planner.files.strict_yaml import StrictLoader
 
-__all__ = ["check_writable", "dump", "sync_folder", "write", "write_text"]
+__all__ = ["check_writable", "dump", "json_text", "sync_folder", "write", "write_text"]
 
 
 class _Line(dict[str, Any]):
@@ -49,6 +49,11 @@ def _string(dumper: _Dumper, text: str) -> yaml.Node:
 
 _Dumper.add_representer(str, _string)
 _Dumper.add_representer(_Line, lambda dumper, line: dumper.represent_mapping("tag:yaml.org,2002:map", line, True))
+
+
+def json_text(value: Any) -> str:
+    """Deterministic text of `value` as JSON."""
+    return dump(value, as_json=True)
 
 
 def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
