@@ -25,7 +25,7 @@ class Console:
         quiet: Leave out notes and the next command; results, warnings and errors remain.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
 
     def result(self, text: str) -> None:

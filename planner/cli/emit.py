@@ -1,13 +1,9 @@
 """`gpipe-plan emit`: the files that run a plan."""
 
-from typing import Annotated
-
-import typer
-
 from planner.api.emitting import fresh_plan
 from planner.api.options import EmitOptions
 from planner.cli.console import Console
-from planner.cli.options import Debug, Quiet
+from planner.cli.options import Debug, PlanFile, Quiet
 from planner.cli.records import with_options
 from planner.emit import check_engine
 
@@ -17,7 +13,7 @@ __all__ = ["emit"]
 @with_options(EmitOptions)
 def emit(
     options: EmitOptions,
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan; `-` is standard input.")] = "plan.yaml",
+    plan: PlanFile = "plan.yaml",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main

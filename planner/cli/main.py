@@ -79,7 +79,7 @@ def app_for(arguments: list[str]) -> typer.Typer:
 
 def run(arguments: list[str]) -> int:
     """Runs one command line and says its exit code; prints errors to stderr, never a traceback without `--debug`."""
-    console = Console(quiet=False)
+    console = Console()
     if sys.stdout is None:
         sys.stdout = cast("TextIO", Closed())
     for stream in (sys.stdout, sys.stderr):

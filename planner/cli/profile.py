@@ -11,10 +11,11 @@ from planner import api
 from planner.api.options import ProfileOptions, values_of
 from planner.api.profiling import partial_path, profile_header
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, Format, Quiet, check_format
+from planner.cli.options import Debug, Format, Output, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.values.profile import Profile
-from planner.files import dump
+from planner.files import dump, json_text
+from planner.show import profile_text
 
 __all__ = ["profile"]
 
@@ -24,7 +25,7 @@ def profile(
     model: Annotated[
         str, typer.Argument(metavar="MODEL.py[:ENTRY]", help="Your model; see `docs/` for what it needs.")
     ],
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = "profile.yaml",
+    output: Output = "profile.yaml",
     *,
     options: ProfileOptions,
     format_: Format = "text",
@@ -38,9 +39,7 @@ def profile(
     if output == "-":
         console.result(dump(measured, as_json=as_json, header=profile_header(model, measured)))
         return
-    from planner.show import profile_text  # noqa: PLC0415 - not for the command's help
-
-    console.result(dump(measured, as_json=True) if as_json else profile_text(measured, style_for_stdout()))
+    console.result(json_text(measured) if as_json else profile_text(measured, style_for_stdout()))
     console.note(f"wrote {output}")
     which = "" if output == "profile.yaml" else f" {output}"
     console.next(f"gpipe-plan solve{which} --devices 2{_cap(options.device, measured)}")

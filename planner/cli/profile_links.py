@@ -7,9 +7,10 @@ import typer
 
 from planner import files
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, Format, Quiet, check_format
+from planner.cli.options import Debug, Format, Output, Quiet, check_format
 from planner.core.errors import ExitCode, UsageError
 from planner.core.values.devices import TORCH_KINDS
+from planner.show import links_text
 
 __all__ = ["profile_links"]
 
@@ -17,7 +18,7 @@ _START = "torchrun --nproc-per-node 4 -m planner profile-links"
 
 
 def profile_links(
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = "links.yaml",
+    output: Output = "links.yaml",
     device: Annotated[
         str, typer.Option(metavar="auto|cpu|cuda", help="Between what; `auto`: CUDA where each process has a device.")
     ] = "auto",
@@ -42,7 +43,6 @@ def profile_links(
         files.check_writable(output)
 
     from planner.executor import measure_links  # noqa: PLC0415 - torch
-    from planner.show import links_text  # noqa: PLC0415
 
     with console.progress("measuring links") as progress:
         links = measure_links(device, progress)
@@ -52,7 +52,7 @@ def profile_links(
         console.result(files.dump(links, as_json=as_json, header=_HEADER))
         return
     files.write(output, links, header=_HEADER)
-    console.result(files.dump(links, as_json=True) if as_json else links_text(links, style_for_stdout()))
+    console.result(files.json_text(links) if as_json else links_text(links, style_for_stdout()))
     console.note(f"wrote {output}")
     console.next(f"gpipe-plan solve --devices {len(links.boundaries) + 1} --mem 8GB --links {output}")
 

@@ -15,11 +15,9 @@ _KINDS = ("profile", "plan", "balance", "run", "links", "calibration", "partial"
 
 
 def schema(
-    kind: Annotated[
-        str, typer.Argument(metavar="profile|plan|balance|run|links|calibration|partial", help="Which file.")
-    ],
+    kind: Annotated[str, typer.Argument(metavar="|".join(_KINDS), help="Which file.")],
 ) -> None:
     """Print the JSON Schema of a file, for editors and other tools."""
     if kind not in _KINDS:
         raise UsageError(f"no schema called `{kind}`", hint=f"one of {', '.join(_KINDS)}")
-    Console(quiet=False).result(json.dumps(files.json_schema(kind), indent=2))
+    Console().result(json.dumps(files.json_schema(kind), indent=2))

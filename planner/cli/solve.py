@@ -2,16 +2,13 @@
 
 import time
 from dataclasses import replace
-from typing import Annotated
-
-import typer
 
 from planner import api, files
 from planner.api.options import SolveOptions, values_of
 from planner.api.reading import profile_of
 from planner.api.solving import PLAN_HEADER, faster_schedule_for
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, Format, Quiet, check_format
+from planner.cli.options import Debug, Format, Output, ProfileFile, Quiet, check_format
 from planner.cli.plans import events_of
 from planner.cli.records import with_options
 from planner.core.schedule import SCHEDULES
@@ -19,7 +16,7 @@ from planner.core.values.cluster import Link
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
-from planner.core.values.units import bytes_option, format_bytes, format_rate, format_us
+from planner.core.values.units import bytes_option, counted, format_bytes, format_rate, format_us
 from planner.show import plan_text
 from planner.show.views.numbers import percent
 
@@ -29,10 +26,8 @@ __all__ = ["solve"]
 @with_options(SolveOptions)
 def solve(
     options: SolveOptions,
-    profile: Annotated[
-        str, typer.Argument(metavar="PROFILE", help="The profile; `-` is standard input.")
-    ] = "profile.yaml",
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = "plan.yaml",
+    profile: ProfileFile = "profile.yaml",
+    output: Output = "plan.yaml",
     format_: Format = "text",
     *,
     quiet: Quiet = False,
@@ -51,8 +46,7 @@ def solve(
         console.result(files.dump(plan, as_json=as_json, header=PLAN_HEADER))
         return
     read = source.profile
-    text = files.dump(plan, as_json=True) if as_json else plan_text(plan, events_of(plan, read), style_for_stdout())
-    console.result(text)
+    console.result(files.json_text(plan) if as_json else plan_text(plan, events_of(plan, read), style_for_stdout()))
     _notes(console, plan.inputs, read, extrapolated=options.extrapolate)
     if not quiet:
         _faster(console, plan, faster_schedule_for(read, plan, options, spent_s=time.monotonic() - began_s))
@@ -66,7 +60,7 @@ def _notes(console: Console, inputs: Inputs, profile: Profile, *, extrapolated: 
     for cap in sorted(set(inputs.memory_bytes)):
         console.note(f"note: cap {cap / 1e9:g} GB = {format_bytes(cap)} per device")
     if inputs.links:
-        console.note(f"note: {len(inputs.links)} measured link{'s' * (len(inputs.links) > 1)}")
+        console.note(f"note: {counted(len(inputs.links), 'measured link')}")
     if inputs.link != Link():
         kind = ", not overlapping with compute" if inputs.link.blocking else ""
         rate = format_rate(inputs.link.bytes_per_s) if inputs.link.bytes_per_s else "unlimited"

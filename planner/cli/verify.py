@@ -8,7 +8,7 @@ import typer
 from planner import api, files
 from planner.api.options import VerifyOptions, values_of
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, Format, Quiet, check_format
+from planner.cli.options import Debug, Format, PlanFile, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.errors import ExitCode
 from planner.show import verification_text
@@ -19,7 +19,7 @@ __all__ = ["verify"]
 @with_options(VerifyOptions)
 def verify(
     options: VerifyOptions,
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan; `-` is standard input.")] = "plan.yaml",
+    plan: PlanFile = "plan.yaml",
     calibration: Annotated[
         str, typer.Option(metavar="FILE", help="Where to write what the run says of this machine.")
     ] = "calibration.yaml",
@@ -37,9 +37,7 @@ def verify(
     as_json = check_format(format_)
     with console.later_progress(f"running {plan}") as progress:
         verification = api.verify(plan, **values_of(replace(options, calibration=calibration, progress=progress)))
-    console.result(
-        files.dump(verification, as_json=True) if as_json else verification_text(verification, style_for_stdout())
-    )
+    console.result(files.json_text(verification) if as_json else verification_text(verification, style_for_stdout()))
     console.note(f"wrote {calibration}")
     if not verification.agrees:
         console.next(f"gpipe-plan solve … --calibration {calibration}")
