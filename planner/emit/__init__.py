@@ -3,14 +3,13 @@
 import sys
 
 from planner import Verb
-from planner.emit.engines import ENGINES, emit_engine
+from planner.emit.engines import ENGINES, Written, check_engine, emit_engine, write_emitted
 from planner.emit.jax_program import emit_jax
 from planner.emit.layout import EngineFile
 from planner.emit.native import decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
 from planner.emit.signature import is_edited
 from planner.emit.standalone import emit_standalone
-from planner.emit.writing import Written, check_engine, write_emitted
 
 __all__ = [
     "ENGINES",

@@ -1,19 +1,28 @@
-"""Every other engine that a plan can be taken to."""
+"""Every engine that a plan can be taken to, and a plan written to a folder in the format of any of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from planner import files
+from planner.core.errors import UsageError
+from planner.core.values.balance import launch_line
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.device_map import emit_device_map
+from planner.emit.jax_program import JAX_SCRIPT, emit_jax
 from planner.emit.layout import EngineFile, Layout
 from planner.emit.megatron import emit_megatron
+from planner.emit.native import emit_native
+from planner.emit.signature import refuse_edited
 from planner.emit.split_spec import emit_split_spec
+from planner.emit.standalone import emit_standalone
 from planner.emit.torchgpipe import emit_torchgpipe
 from planner.emit.torchtitan import emit_torchtitan
 
-__all__ = ["ENGINES", "emit_engine"]
+__all__ = ["ENGINES", "Written", "check_engine", "emit_engine", "write_emitted"]
 
 ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
     "torchgpipe": emit_torchgpipe,
@@ -23,18 +32,108 @@ ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
     "megatron": emit_megatron,
     "device-map": emit_device_map,
 }
-"""By the name of the format."""
+"""Engines of others, by the name of the format."""
+
+
+def check_engine(engine: str, *, standalone: bool) -> None:
+    """Raises `UsageError` where there is no such engine, or it does not go with `standalone`."""
+    if engine not in ("native", "jax", *ENGINES):
+        raise UsageError(f"unknown `--format {engine}`", hint=f"one of native, jax, {', '.join(ENGINES)}")
+    if standalone and engine != "native":
+        raise UsageError(f"`--standalone` goes with the native format, not with `--format {engine}`")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What stands in a folder after a plan was written to it."""
+
+    paths: tuple[Path, ...]
+    """The script or the engine's file comes last."""
+    kept: bool = False
+    """Whether that one was edited, and stays as it is."""
+    notes: tuple[str, ...] = ()
+    """What to know of the files."""
+    use: str
+    """What to do with them: the command that usually follows."""
+
+
+def write_emitted(
+    plan: Plan,
+    profile: Profile,
+    *,
+    engine: str,
+    standalone: bool,
+    folder: str,
+    profile_folder: str,
+    read: Iterable[str | None],
+    force: bool,
+) -> Written:
+    """Writes what runs `plan`.
+
+    Args:
+        plan: The plan.
+        profile: Its profile.
+        engine: `native`, `jax` or one of `ENGINES`.
+        standalone: Whether the script needs torch alone.
+        folder: Where to.
+        profile_folder: Where the profile stands, from which the model's path counts.
+        read: The files that were read, none of which is overwritten.
+        force: Whether to overwrite what was edited.
+
+    Raises:
+        UsageError: There is no such engine, it cannot run the plan, or a file that was read would be overwritten.
+        FileError: A file cannot be written, or was edited.
+    """
+    check_engine(engine, standalone=standalone)
+    if engine in ENGINES:
+        file = emit_engine(engine, plan, profile)
+        _check_apart((file.name,), read, folder)
+        path = _written(Path(folder, file.name), file.text, force=force)
+        return Written(paths=(path,), notes=file.notes, use=file.use)
+    names = [JAX_SCRIPT if engine == "jax" else "train.py"] + ["balance.yaml"] * (not standalone)
+    _check_apart(names, read, folder)
+    if standalone:
+        text = emit_standalone(plan, profile, folder=folder, profile_folder=profile_folder)
+        path = _written(Path(folder, "train.py"), text, force=force)
+        return Written(paths=(path,), use=f"torchrun --nproc-per-node {len(plan.stages)} {path}")
+    emit = emit_native if engine == "native" else emit_jax
+    emitted = emit(plan, profile, folder=folder, profile_folder=profile_folder)
+    kept = not emitted.write(folder, force=force)
+    script = Path(folder, emitted.name)
+    notes = _skipped_devices(plan)
+    use = launch_line(plan.num_devices * plan.replicas, str(script))
+    if engine == "jax":
+        notes, use = (f"{emitted.note} (`--compile v2` asks the compiler)",), f"python {script}"
+    return Written(paths=(Path(folder, "balance.yaml"), script), kept=kept, notes=notes, use=use)
 
 
 def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
-    """`plan` in the format called `name`, one of `ENGINES`.
-
-    Args:
-        name: Of the format.
-        plan: The plan.
-        profile: The profile it was made from: names of all layers.
+    """`plan` in the format called `name`, one of `ENGINES`; `profile` is what it was made from.
 
     Raises:
         UsageError: The format cannot hold the plan at all, or the plan does not cut the profile's chain.
     """
     return ENGINES[name](Layout.of(plan, profile))
+
+
+# Private functions
+
+
+def _check_apart(names: Iterable[str], read: Iterable[str | None], folder: str) -> None:
+    """Refuses a folder in which a file to be written is one that was read."""
+    files.check_outputs({path: path for path in (str(Path(folder, name)) for name in names)}, read)
+
+
+def _written(path: Path, text: str, *, force: bool) -> Path:
+    if not force:
+        refuse_edited(path)
+    files.write_text(str(path), text)
+    return path
+
+
+def _skipped_devices(plan: Plan) -> tuple[str, ...]:
+    used = sorted({plan.device_of(stage) for stage in plan.stages})
+    if used[-1] < len(used):
+        return ()
+    places = ",".join(map(str, used))
+    return (f"the stages are planned for devices {places} (CUDA_VISIBLE_DEVICES={places})",)

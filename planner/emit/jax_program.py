@@ -5,6 +5,7 @@ itself (`planner.core.cost.one_program`); a plan that no longer fits then is ref
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from planner.core.cost.costs import costs_at
@@ -16,6 +17,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
 from planner.emit.layout import Layout
 from planner.emit.native import Emitted, emit_with
+from planner.files import relocated
 
 __all__ = ["JAX_SCRIPT", "emit_jax"]
 
@@ -30,14 +32,20 @@ def emit_jax(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) 
             all stages cannot run the plan.
         InfeasibleError: The program would need more than the cap.
     """
-    _check_program(plan, Layout.of(plan, profile))
+    layout = Layout.of(plan, profile)
+    _check_program(plan, layout)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     memory = program_memory(costs, Partition.of(plan, [layer.name for layer in profile.layers]))
     cap_bytes = min(stage.memory_bytes for stage in plan.stages)
     _check_cap(plan, memory, cap_bytes)
-    values = {"predicted_bytes": memory.total, "cap_bytes": cap_bytes}
     emitted = emit_with(
-        "jax_template.py.txt", JAX_SCRIPT, plan, profile, folder=folder, profile_folder=profile_folder, more=values
+        layout,
+        profile,
+        relocated(profile.model.source, profile_folder, folder),
+        template="jax_template.py.txt",
+        script=Path(folder, JAX_SCRIPT),
+        predicted_bytes=memory.total,
+        cap_bytes=cap_bytes,
     )
     note = f"the program needs about {format_bytes(memory.total)} on every device, the cap is {format_bytes(cap_bytes)}"
     return replace(emitted, note=note)

@@ -15,9 +15,10 @@ from planner.core.schedule import SCHEDULES, Schedule
 from planner.core.values.plan import Plan
 from planner.core.values.printable import spelled_out
 from planner.core.values.profile import LayerProfile, Profile
+from planner.core.values.units import counted
 from planner.emit.signature import signed
 
-__all__ = ["EngineFile", "Layout", "modules_of", "paths_above", "python_values", "shown", "text_of"]
+__all__ = ["EngineFile", "Layout", "modules_of", "paths_above", "python_values", "text_of"]
 
 _PATH = re.compile(r"\w+(\.\w+)*")
 _WIDTH = 110
@@ -185,18 +186,18 @@ def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Seque
         docstring: A second paragraph on how it is used.
     """
     plan = layout.plan
-    stages = f"{len(layout.stages)} stage{'s' * (len(layout.stages) > 1)}"
     lines = [
         f"For {engine}: written by `gpipe-plan emit --format {option}` (gpipe-plan {__version__}).",
-        f"Plan: {stages}, {layout.schedule.torch_name}, M = {plan.micro_batches} micro-batches of "
-        f"{plan.micro_batch_size} sample{'s' * (plan.micro_batch_size > 1)}"
+        f"Plan: {counted(len(layout.stages), 'stage')}, {layout.schedule.torch_name}, M = {plan.micro_batches} "
+        f"micro-batches of {counted(plan.micro_batch_size, 'sample')}"
         + (f", {plan.replicas} replicas." if plan.replicas > 1 else "."),
     ]
     lines += ["", *docstring.splitlines()] if docstring else []
     if notes:
         lines += ["", "Not in here:"]
         lines += [line for note in notes for line in textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")]
-    header = "".join(f"# {shown(line)}".rstrip() + "\n" for line in lines)
+    # Names come from files: whatever they hold, they must not end a comment.
+    header = "".join(f"# {spelled_out(line)}".rstrip() + "\n" for line in lines)
     return signed(f"{header}\n{body}")
 
 
@@ -216,8 +217,3 @@ def _python(value: Any, indent: str) -> str:
         return flat
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return "".join([f"{opening}\n", *(f"{inner}{entry},\n" for entry in entries), indent, closing])
-
-
-def shown(text: str) -> str:
-    """Names come from files: whatever they hold, they must not end a comment."""
-    return spelled_out(text)

@@ -1,28 +1,23 @@
 """`balance.yaml` and `train.py` for the bundled executor."""
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 from planner import __version__
-from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import GENERATOR
 from planner.core.errors import UsageError
-from planner.core.schedule import SCHEDULES
 from planner.core.values.balance import Balance, StageBalance, launch_line
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
-from planner.core.values.units import format_bytes, format_speed, format_us
+from planner.core.values.units import counted, format_bytes, format_speed, format_us
+from planner.emit.layout import Layout
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
-from planner.files import digest_of, dump, write_text
+from planner.files import digest_of, dump, relocated, write_text
 
-__all__ = ["Emitted", "decisions_digest", "emit_native", "emit_with", "in_docstring", "relocated", "stage_table"]
+__all__ = ["Emitted", "decisions_digest", "emit_native", "emit_with", "in_docstring", "stage_table"]
 
 _HEADER = """\
 Which stage runs which layers: written by `gpipe-plan emit`.
@@ -77,40 +72,35 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
     Raises:
         UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
     """
-    return emit_with("train_template.py.txt", "train.py", plan, profile, folder=folder, profile_folder=profile_folder)
+    layout = Layout.of(plan, profile)
+    source = relocated(profile.model.source, profile_folder, folder)
+    return emit_with(layout, profile, source, template="train_template.py.txt", script=Path(folder, "train.py"))
 
 
-def emit_with(
-    template: str,
-    name: str,
-    plan: Plan,
-    profile: Profile,
-    *,
-    folder: str,
-    profile_folder: str,
-    more: Mapping[str, Any] | None = None,
-) -> Emitted:
-    """The configuration, as `emit_native` makes it, and a script called `name` from `template`.
+def emit_with(layout: Layout, profile: Profile, source: str, *, template: str, script: Path, **more: int) -> Emitted:
+    """The configuration, as `emit_native` makes it, and a script from a template.
 
     Args:
-        template: The file in this folder that the script is made from.
-        name: What the script is called.
-        plan: The plan.
+        layout: The plan, with the layers that it cuts.
         profile: The profile it was made from.
-        folder: Where the files will stand.
-        profile_folder: Where the profile stands.
+        source: The model's file and entry, from the folder of the script.
+        template: The file in this folder that the script is made from.
+        script: Where the script will stand.
         more: What the template needs beside what every script does.
 
     Raises:
-        UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
+        UsageError: The profile names no model to train.
     """
-    partition = Partition.of(plan, [layer.name for layer in profile.layers])
-    check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
+    check_source(profile)
+    balance = _balance(layout, profile, source)
+    text = _script(template, script.as_posix(), layout, balance, **more)
+    return Emitted(balance=signed(dump(balance, header=_HEADER)), script=signed(text), name=script.name)
+
+
+def check_source(profile: Profile) -> None:
+    """Raises `UsageError` where the profile is not of a model's file."""
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
-    balance = _balance(plan, profile, relocated(profile.model.source, profile_folder, folder))
-    script = _script(template, Path(folder, name), plan, balance, more=more or {})
-    return Emitted(balance=signed(dump(balance, header=_HEADER)), script=signed(script), name=name)
 
 
 def decisions_digest(plan: Plan) -> str:
@@ -125,9 +115,8 @@ def decisions_digest(plan: Plan) -> str:
     return digest_of(decided)
 
 
-def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
-    names = [layer.name for layer in profile.layers]
-    cuts = pairwise(accumulate(plan.balance, initial=0))
+def _balance(layout: Layout, profile: Profile, source: str) -> Balance:
+    plan = layout.plan
     return Balance(
         generator=GENERATOR,
         plan_digest=decisions_digest(plan),
@@ -147,26 +136,19 @@ def _balance(plan: Plan, profile: Profile, source: str) -> Balance:
                 index=k,
                 device=stage.device,
                 recompute=stage.recompute,
-                layers=tuple(names[first:end]),
-                recomputed=tuple(name for name in names[first:end] if name in stage.recomputed),
+                layers=tuple(layer.name for layer in layers),
+                recomputed=tuple(layer.name for layer in layers if layer.name in stage.recomputed),
                 peak_bytes=stage.memory.total,
             )
-            for (k, stage), (first, end) in zip(enumerate(plan.stages), cuts, strict=True)
+            for k, (stage, layers) in enumerate(zip(plan.stages, layout.stages, strict=True))
         ),
     )
 
 
-def relocated(source: str, profile_folder: str, folder: str) -> str:
-    """`path:entry` relative to `folder`; absolute paths stay as they are."""
-    path, colon, entry = source.rpartition(":")
-    if not Path(path).is_absolute():
-        path = Path(os.path.relpath(Path(profile_folder, path), folder)).as_posix()
-    return f"{path}{colon}{entry}"
-
-
-def _script(template: str, path: Path, plan: Plan, balance: Balance, *, more: Mapping[str, Any]) -> str:
+def _script(template: str, path: str, layout: Layout, balance: Balance, **more: int) -> str:
+    plan, script = layout.plan, in_docstring(path)
     text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
-    script = in_docstring(path.as_posix())
+    launch = launch_line(balance.num_processes, script)
     how = plan.inputs.profile.how
     prediction = (
         f"{format_us(plan.predicted.step_us)} per step, {format_speed(plan.predicted.samples_per_s)}, "
@@ -176,13 +158,13 @@ def _script(template: str, path: Path, plan: Plan, balance: Balance, *, more: Ma
     return text.format(
         model=in_docstring(balance.model.source.rpartition(":")[0]),
         stages=_stages(plan),
-        schedule=SCHEDULES[plan.schedule].title,
+        schedule=layout.schedule.title,
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
         num_stages=len(plan.stages),
         script=script,
-        launch=launch_line(balance.num_processes, script),
-        restarting=launch_line(balance.num_processes, script).replace("torchrun", "torchrun --max-restarts 3", 1),
+        launch=launch,
+        restarting=launch.replace("torchrun", "torchrun --max-restarts 3", 1),
         several=_several_machines(plan, balance, script),
         table=stage_table(plan),
         prediction=in_docstring(prediction),
@@ -194,10 +176,9 @@ def _script(template: str, path: Path, plan: Plan, balance: Balance, *, more: Ma
 
 def _stages(plan: Plan) -> str:
     """`4 stages`, `4 stages on 2 devices`, `4 stages on 2 devices, in 2 replicas`."""
-    count, devices = len(plan.stages), plan.num_devices
-    text = f"{count} stage{'s' * (count > 1)}"
+    text = counted(len(plan.stages), "stage")
     if plan.chunks > 1:
-        text += f" on {devices} device{'s' * (devices > 1)}"
+        text += f" on {counted(plan.num_devices, 'device')}"
     return text + (f", in {plan.replicas} replicas" if plan.replicas > 1 else "")
 
 
@@ -230,7 +211,7 @@ def stage_table(plan: Plan) -> str:
 def _recomputed(stage: Stage) -> str:
     if stage.recompute != "layers":
         return stage.recompute
-    return f"{len(stage.recomputed)} layer{'s' * (len(stage.recomputed) > 1)}"
+    return counted(len(stage.recomputed), "layer")
 
 
 def in_docstring(text: str) -> str:

@@ -23,7 +23,7 @@ from planner.files import read
 __all__ = ["SUFFIXES", "read_balance_list"]
 
 SUFFIXES: Final = (".py", ".json", ".toml", ".yaml", ".yml", ".sh", ".txt")
-"""Of files with cuts in them."""
+"""What the names of files with cuts in them end with."""
 
 _LAYOUT = re.compile(r"""--pipeline-model-parallel-layout[\s=]+["']*([EtmL|(][^\s"']*)""")
 

@@ -10,9 +10,11 @@ from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
+from planner.core.values.units import counted
 from planner.emit.layout import Layout
-from planner.emit.native import in_docstring, relocated, stage_table
+from planner.emit.native import check_source, in_docstring, stage_table
 from planner.emit.signature import signed
+from planner.files import relocated
 
 __all__ = ["OPTIMIZER_CODE", "emit_standalone"]
 
@@ -32,13 +34,7 @@ OPTIMIZER_CODE = {
 
 
 def emit_standalone(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) -> str:
-    """The script.
-
-    Args:
-        plan: The plan.
-        profile: The profile it was made from.
-        folder: Where the script will stand.
-        profile_folder: Where the profile stands, which the model's path in it is relative to.
+    """The script; arguments as for `emit_native`.
 
     Raises:
         UsageError: The plan or the model needs more than such a script does.
@@ -48,11 +44,10 @@ def emit_standalone(plan: Plan, profile: Profile, *, folder: str, profile_folder
     _check(layout, profile)
     path, _, entry = relocated(profile.model.source, profile_folder, folder).rpartition(":")
     template = resources.files(__package__).joinpath("standalone_template.py.txt").read_text(encoding="utf-8")
-    num_stages = len(plan.stages)
     text = Template(template).substitute(
         model=in_docstring(path),
-        stages=f"{num_stages} stage{'s' * (num_stages > 1)}",
-        num_stages=num_stages,
+        stages=counted(len(plan.stages), "stage"),
+        num_stages=len(plan.stages),
         schedule=layout.schedule.title,
         schedule_class=f"Schedule{layout.schedule.torch_name}",
         micro_batches=plan.micro_batches,
@@ -78,8 +73,7 @@ def emit_standalone(plan: Plan, profile: Profile, *, folder: str, profile_folder
 
 def _check(layout: Layout, profile: Profile) -> None:
     plan = layout.plan
-    if not profile.model.source:
-        raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
+    check_source(profile)
     if layout.schedule.is_chunked:
         raise UsageError(
             f"{_NAME} does not do the interleaved schedule",
