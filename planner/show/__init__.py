@@ -1,16 +1,11 @@
-"""Profiles, plans, verdicts and run reports as text; in modules of their own, as HTML, SVG and traces.
-
-Knows `planner.core` only.
-"""
+"""Profiles, plans, verdicts and run reports as text; in modules of their own, as HTML, SVG and traces."""
 
 from planner.show.terminal.links import links_text
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
-from planner.show.terminal.rules import rules_text
-from planner.show.terminal.run import comparison_text, run_text
+from planner.show.terminal.run import comparison_text, run_text, verification_text
 from planner.show.terminal.style import Style, style_for
-from planner.show.terminal.verdict import verdict_text
-from planner.show.terminal.verification import verification_text
+from planner.show.terminal.verdict import rules_text, verdict_text
 
 __all__ = [
     "Style",

@@ -12,7 +12,8 @@ from string import Template
 from planner.core.cost.step import Span, Step
 from planner.show.markup import element, number, safe
 from planner.show.views.numbers import time_ticks
-from planner.show.views.spans import BY_LABEL, ink_rules, kind_rules, legend_looks, look_of, number_of, row_name
+from planner.show.views.spans import BY_LABEL, ink_rules, kind_rules, legend_looks, look_of, number_of
+from planner.show.views.words import place_word
 
 __all__ = ["has_lanes", "legend_kinds", "timeline_svg"]
 
@@ -77,7 +78,7 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
         title: Says what it is, to whom cannot see it as well.
         standalone: With its own style, paper and legend; else those of the page it stands in.
     """
-    name = row_name(step)
+    name = place_word(step.chunks)
     # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.
     frame = _Frame(
         step=step,
@@ -89,7 +90,7 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
     # A page may hold other pictures: only this one's patterns have this name.
     parts = [element("title", safe(title)), _pattern()]
     if standalone:
-        parts += [element("style", _STYLE), _rect("paper", 0, 0, _WIDTH, height)]
+        parts += [element("style", _STYLE), _rect("paper", x=0, y=0, width=_WIDTH, height=height)]
     parts.append(_axis(frame))
     by_device: defaultdict[int, list[Span]] = defaultdict(list)
     for span in step.spans:
@@ -130,7 +131,7 @@ def _pattern() -> str:
     return element("defs", pattern)
 
 
-def _rect(look: str, x: float, y: float, width: float, height: float) -> str:
+def _rect(look: str, *, x: float, y: float, width: float, height: float) -> str:
     return f'<rect class="{look}" x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"/>'
 
 
@@ -230,7 +231,7 @@ def _legend(frame: _Frame) -> str:
     x, y, parts = frame.left, frame.bottom + _AXIS + 2, []
     for look, words in legend_kinds(frame.step):
         paint = "b0" if look == "again" else look
-        parts.append(_rect(paint, x, y, 18, 11))
+        parts.append(_rect(paint, x=x, y=y, width=18, height=11))
         if look == "again":
             parts.append(f'<rect style="fill:url(#again)" x="{number(x)}" y="{number(y)}" width="18" height="11"/>')
         parts.append(element("text", safe(words), x=x + 24, y=y + 9.5))

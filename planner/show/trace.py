@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from planner.core.cost.step import Span, Step
 from planner.files.trace import TRACE_THREADS, TraceLevel, TraceSlice, trace_text
-from planner.show.views.spans import number_of, row_name
+from planner.show.views.spans import number_of
+from planner.show.views.words import place_word
 
 __all__ = ["trace_json"]
 
@@ -17,7 +18,7 @@ def trace_json(step: Step, title: str) -> str:
     """The trace of `step`."""
     kinds = {"compute", *(span.kind for span in step.spans)}
     return trace_text(
-        {device: f"{row_name(step)} {device}" for device in range(step.num_devices)},
+        {device: f"{place_word(step.chunks)} {device}" for device in range(step.num_devices)},
         (entry for span in step.spans for entry in _slices(span, step)),
         (TraceLevel(device, *level) for device, levels in enumerate(step.memory) for level in levels),
         threads=[thread for thread in TRACE_THREADS if thread in kinds],

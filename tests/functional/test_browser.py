@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 REPORTS = {
-    "plan": lambda: plan_html(explained(), profile(), step_of_sample(explained()), report(plan()), "sha256:1"),
-    "interleaved": lambda: plan_html(interleaved(), profile(), step_of_sample(interleaved()), None, "sha256:1"),
+    "plan": lambda: plan_html(explained(), profile(), step_of_sample(explained()), report(plan()), digest="sha256:1"),
+    "interleaved": lambda: plan_html(interleaved(), profile(), step_of_sample(interleaved()), None, digest="sha256:1"),
     "profile": lambda: profile_html(profile()),
 }
 

@@ -20,7 +20,7 @@ def junit_xml(verdict: Verdict, place: Place) -> str:
     cases = [_case("plan", _of_stage(verdict, None), verdict, place)]
     for stage in verdict.plan.stages if verdict.plan is not None else ():
         name = f"stage {stage.index}: {stage.first} to {stage.last}"
-        cases.append(_case(name, _of_stage(verdict, stage.index), verdict, place, stage))
+        cases.append(_case(name, _of_stage(verdict, stage.index), verdict, place, stage=stage))
     failures = sum(case.find("failure") is not None for case in cases)
     counts = {"tests": str(len(cases)), "failures": str(failures), "errors": "0", "skipped": "0", "time": "0"}
     suites = ET.Element("testsuites", {"name": _SUITE, **counts})
@@ -35,7 +35,7 @@ def _of_stage(verdict: Verdict, stage: int | None) -> list[Finding]:
 
 
 def _case(
-    name: str, findings: Iterable[Finding], verdict: Verdict, place: Place, stage: Stage | None = None
+    name: str, findings: Iterable[Finding], verdict: Verdict, place: Place, *, stage: Stage | None = None
 ) -> ET.Element:
     case = ET.Element("testcase", {"classname": _xml(place.path), "name": _xml(name), "time": "0"})
     if place.is_file:

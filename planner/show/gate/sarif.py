@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from planner import __version__
 from planner.core.judge.verdict import Verdict
@@ -64,8 +66,5 @@ def _fingerprint(finding: Finding, place: Place) -> str:
 
 
 def _uri(path: str) -> str:
-    from pathlib import Path  # noqa: PLC0415
-    from urllib.parse import quote  # noqa: PLC0415
-
     place = Path(path)
     return place.as_uri() if place.is_absolute() else quote(place.as_posix())

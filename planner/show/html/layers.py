@@ -48,8 +48,8 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
     )
     cuts = tuple(accumulate(plan.balance)) if plan else ()
     charts = [
-        _chart("time", profile.layers, times, cuts, format_us),
-        _chart("bytes", profile.layers, sums, cuts, format_bytes),
+        _chart("time", profile.layers, times, cuts=cuts, text=format_us),
+        _chart("bytes", profile.layers, sums, cuts=cuts, text=format_bytes),
     ]
     lead = f"One micro-batch of {sizes[n]}, {counted(len(profile.layers), 'layer')} from left to right"
     lead += ", dashed lines where stages begin, with the number of the stage below." if cuts else "."
@@ -66,6 +66,7 @@ def _chart(
     title: str,
     layers: Sequence[LayerProfile],
     parts: Sequence[_Part],
+    *,
     cuts: Sequence[int],
     text: Callable[[float], str],
 ) -> str:

@@ -11,9 +11,8 @@ from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, figure, layer_name, legend, line, note, table
 from planner.show.markup import element, safe
-from planner.show.views.measured import HEADERS, OF_REPLICAS, Beside, beside, ran_other_stages
+from planner.show.views.measured import HEADERS, OF_REPLICAS, Beside, beside, ran_other_stages, run_table
 from planner.show.views.numbers import NOTHING, percent
-from planner.show.views.run import run_table
 
 __all__ = ["measured_section", "run_section"]
 

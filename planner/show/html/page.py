@@ -21,10 +21,10 @@ from planner.show.html.memory import memory_section
 from planner.show.html.parts import Section, definitions, scroll, view
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
+from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest
 from planner.show.views.numbers import percent, rate
 from planner.show.views.plan import claim, headline, stage_table
-from planner.show.views.run import pipeline_words
 from planner.show.views.spans import ink_rules, kind_rules
 from planner.show.views.words import method_name, not_measured
 
@@ -36,7 +36,7 @@ _Figure = tuple[str, str, str]
 """A key figure: what, how much, and a remark."""
 
 
-def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: RunReport | None, digest: str) -> str:
+def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: RunReport | None, *, digest: str) -> str:
     """The report of a plan.
 
     Args:
@@ -70,15 +70,14 @@ def profile_html(profile: Profile) -> str:
     layers, device = profile.layers, profile.device
     n = profile.micro_batch_sizes.index(max(profile.micro_batch_sizes))
     size = profile.micro_batch_sizes[n]
-    counts = [
-        ("layers", str(len(layers)), ""),
-        ("parameters", format_bytes(sum(layer.parameter_bytes for layer in layers)), ""),
-    ]
-    costs = [
-        ("forward", format_us(sum(layer.forward_us[n] for layer in layers)), f"micro-batch of {size}"),
-        ("backward", format_us(sum(layer.backward_us[n] for layer in layers)), f"micro-batch of {size}"),
-        ("saved", format_bytes(sum(layer.saved_bytes[n] for layer in layers)), f"micro-batch of {size}"),
-    ]
+    parameter_bytes = sum(layer.parameter_bytes for layer in layers)
+    counts = [("layers", str(len(layers)), ""), ("parameters", format_bytes(parameter_bytes), "")]
+    sums = (
+        ("forward", format_us(sum(layer.forward_us[n] for layer in layers))),
+        ("backward", format_us(sum(layer.backward_us[n] for layer in layers))),
+        ("saved", format_bytes(sum(layer.saved_bytes[n] for layer in layers))),
+    )
+    costs = [(what, text, f"micro-batch of {size}") for what, text in sums]
     origin = Section(anchor="provenance", title="Provenance", body=definitions(_profile_facts(profile)))
     return _page(
         title=f"Profile of {profile.model.source or 'a chain of layers'}",

@@ -11,7 +11,8 @@ from planner.show.html.parts import Section, legend, note
 from planner.show.markup import element
 from planner.show.svg import has_lanes, legend_kinds, timeline_svg
 from planner.show.views.numbers import layer_range, percent
-from planner.show.views.spans import BY_LABEL, row_name
+from planner.show.views.spans import BY_LABEL
+from planner.show.views.words import place_word
 
 __all__ = ["timeline_data", "timeline_section"]
 
@@ -78,7 +79,7 @@ def timeline_data(plan: Plan, step: Step) -> str:
         "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
         "labels": list(_LABELS.values()),
         "redone": list(_LABELS).index(BACKWARD.label),
-        "row": row_name(step),
+        "row": place_word(step.chunks),
         "chunks": step.chunks,
         "last": last,
         "end": round(step.end_us * 10),

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from planner.core.values.plan import Stage
 from planner.core.values.units import format_bytes
-from planner.show.terminal.rendering import flow, heading, padded
+from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Style
 from planner.show.views.memory import KINDS, DeviceMemory, device_memory, fullest, kind_words, kinds_there
 from planner.show.views.words import place_word
@@ -44,35 +44,28 @@ def memory_parts(stages: Sequence[Stage], style: Style, *, num_devices: int) -> 
     needs = device_memory(stages, num_devices)
     need, cap = max(n.total_bytes for n in needs), max(n.cap_bytes for n in needs)
     to_caps = need >= cap * _ENOUGH_TO_SEE
-    labels = _columns([n.label for n in needs])
+    margin = max(len(n.label) for n in needs)
     numbers = _numbers(needs, style)
-    room = style.columns - len(labels[0]) - max(number.cell_len for number in numbers) - 4
+    room = style.columns - margin - max(number.cell_len for number in numbers) - 4
     scale = room / max(1, need, cap if to_caps else 0)
     title = heading(f"memory per {place_word(len(stages) // num_devices)}")
     if not to_caps:
         title.append(f", bars to the largest need ({format_bytes(need)}): the caps lie far to the right", "not bold")
     rows = [
-        Text.assemble(label, " ", _bar(n, scale, room, style), "  ", number)
-        for n, label, number in zip(needs, labels, numbers, strict=True)
+        Text.assemble(n.label.ljust(margin), " ", _bar(n, scale, room, style), "  ", number)
+        for n, number in zip(needs, numbers, strict=True)
     ]
     return [title, *rows, _legend(needs, style)]
 
 
-def _columns(texts: Sequence[str], *, right: bool = False) -> list[str]:
-    width = max(map(len, texts))
-    return [text.rjust(width) if right else padded(text, width) for text in texts]
-
-
 def _numbers(needs: Sequence[DeviceMemory], style: Style) -> list[Text]:
-    totals = _columns([format_bytes(n.total_bytes) for n in needs], right=True)
-    caps = _columns([format_bytes(n.cap_bytes) for n in needs], right=True)
-    shares = _columns([n.share for n in needs], right=True)
+    texts = [(format_bytes(n.total_bytes), format_bytes(n.cap_bytes), n.share) for n in needs]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
-    for need, total, cap, share in zip(needs, totals, caps, shares, strict=True):
-        line = Text(f"{total} of {cap} {style.glyphs.dot} {share}")
-        if need.is_over:
-            line.append(" ! OVER", "bold red")
-        lines.append(line)
+    for need, row in zip(needs, texts, strict=True):
+        total, cap, share = (text.rjust(width) for text, width in zip(row, widths, strict=True))
+        over = (" ! OVER", "bold red") if need.is_over else ""
+        lines.append(Text.assemble(f"{total} of {cap} {style.glyphs.dot} {share}", over))
     return lines
 
 
@@ -85,13 +78,9 @@ def _bar(need: DeviceMemory, scale: float, room: int, style: Style) -> Text:
         end = min(room, _rounded(edge * scale))
         bar.append(_fill(name, style) * (end - len(bar)), _look(name))
     bar.append(" " * (room + 1 - len(bar)))
-    mark = need.cap_bytes * scale
-    if mark < room + 0.5:
-        return _with_mark(bar, _rounded(mark), need, style)
-    return bar
-
-
-def _with_mark(bar: Text, column: int, need: DeviceMemory, style: Style) -> Text:
+    if need.cap_bytes * scale >= room + 0.5:
+        return bar
+    column = _rounded(need.cap_bytes * scale)
     mark = Text(style.glyphs.cap, style="bold red" if need.is_over else "bold")
     return Text.assemble(bar[:column], mark, bar[column + 1 :])
 

@@ -36,7 +36,7 @@ def plan_text(plan: Plan, events: Sequence[Event], style: Style) -> str:
 def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[RenderableType]]:
     notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _unused(plan)]
     return [
-        [_headline(plan, style), _figures(plan, style), Text(_status(plan, style))],
+        [heading(plain(headline(plan), style)), _figures(plan, style), Text(_status(plan, style))],
         [flow([note], style) for note in notes if note],
         [stages_drawn(plan, style)],
         list(recomputed_layers(plan, style)),
@@ -45,10 +45,6 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[Re
         frontier_parts(plan, style),
         insight_parts(plan, style),
     ]
-
-
-def _headline(plan: Plan, style: Style) -> Text:
-    return heading(plain(headline(plan), style))
 
 
 def _figures(plan: Plan, style: Style) -> Text:

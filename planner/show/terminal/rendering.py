@@ -19,7 +19,7 @@ from rich.text import Text
 from planner.core.values.printable import printable
 from planner.show.terminal.style import Style
 
-__all__ = ["BLANK", "Column", "cell", "facts", "flow", "heading", "padded", "plain", "render", "table"]
+__all__ = ["BLANK", "Column", "facts", "flow", "heading", "plain", "render", "table"]
 
 BLANK = Text("")
 
@@ -47,19 +47,9 @@ def plain(text: str, style: Style) -> str:
     return shown.translate(_ASCII_SPELLING).encode("ascii", "backslashreplace").decode("ascii")
 
 
-def cell(text: str, look: str = "") -> Text:
-    """A piece of text that is taken literally."""
-    return Text(text, style=look)
-
-
 def heading(text: str) -> Text:
     """The title of a section."""
     return Text(text, style="bold")
-
-
-def padded(text: str, width: int) -> str:
-    """`text` with blanks up to `width` columns."""
-    return text + " " * (width - cell_len(text))
 
 
 def flow(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: str = "") -> Text:

@@ -1,29 +1,41 @@
-"""A run report: what training under a plan really took, beside what the plan predicted.
+"""What training under a plan really took, beside what the plan predicted: a run report, and the answer of `verify`.
 
 Times are compared per stage, peak memory per device: chunks that share one share its allocator.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from planner.core.judge.verification import timed_steps_us
+from planner.core.judge.verification import Compared, Quantity, Verification, timed_steps_us
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
-from planner.core.values.units import format_bytes
+from planner.core.values.units import format_bytes, format_rate, format_us
 from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import drawn
-from planner.show.views.measured import HEADERS, OF_REPLICAS, Beside, beside, ran_other_stages
-from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
-from planner.show.views.run import WAITING, pipeline_words, run_table
+from planner.show.views.measured import (
+    HEADERS,
+    OF_REPLICAS,
+    WAITING,
+    Beside,
+    beside,
+    label_of,
+    pipeline_words,
+    ran_other_stages,
+    run_table,
+)
+from planner.show.views.numbers import NOTHING, TimeScale, difference, percent, rate
 
-__all__ = ["comparison_text", "run_text"]
+__all__ = ["comparison_text", "run_text", "verification_text"]
 
 _Row = list[str | Text]
+_TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
+"""How figures are written that are no times."""
 
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
@@ -86,14 +98,17 @@ def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableT
         # The bubble goes with the step.
         rows += [None] if what not in ("step_us", "bubble") else []
         rows += _compared(tuple(group))
-    columns = [Column(header="", number=False), *(Column(header=name) for name in HEADERS)]
-    return [table(columns, rows, style), *_notes(plan, report, style)]
+    return [_table(rows, style), *_notes(plan, report, style)]
+
+
+def _table(rows: Sequence[_Row | None], style: Style, *more: Column) -> Table:
+    columns = [Column(header="", number=False), *(Column(header=name) for name in HEADERS), *more]
+    return table(columns, rows, style)
 
 
 def _compared(rows: Sequence[Beside]) -> list[_Row]:
     """The rows of one quantity; times in one unit."""
-    texts: dict[str, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
-    text = texts.get(rows[0].what) or _times_text(rows)
+    text = _TEXTS.get(rows[0].what) or _times_text(rows)
     return [
         [
             row.label,
@@ -123,3 +138,46 @@ def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
         words = f"the run had other stages than the plan ({count}, planned {len(plan.stages)})"
         notes.append(flow([f"! {words}:", "the rows do not describe the same layers"], style, gap=" "))
     return notes
+
+
+def verification_text(verification: Verification, style: Style) -> str:
+    """The table with a verdict on every figure that is judged, the notes, what was calibrated, and the answer."""
+    rows: list[_Row | None] = []
+    for _, group in groupby(verification.compared, key=lambda row: row.what):
+        # What comes after the one row of the step goes with it.
+        rows += [None] if len(rows) > 1 else []
+        rows += map(_judged, group)
+    said = [*verification.notes, *([] if verification.proof is None else [str(verification.proof)])]
+    notes = [flow(note.split(), style, gap=" ") for note in said]
+    shown = _table(rows, style, Column(header=""))
+    return render(style, shown, *notes, BLANK, _calibrated(verification, style), _answer(verification, style))
+
+
+def _judged(row: Compared) -> _Row:
+    text = _TEXTS.get(row.what, format_us)
+    # As in `_compared`.
+    off = NOTHING if row.what == "bubble" or not row.measured else difference(row.predicted, row.measured)
+    said = {None: Text(""), True: Text("ok", style="green"), False: Text("! OFF", style="bold red")}[row.agrees]
+    return [label_of(row, "device"), text(row.predicted), text(row.measured) if row.measured else NOTHING, off, said]
+
+
+def _calibrated(verification: Verification, style: Style) -> Text:
+    calibration = verification.calibration
+    facts = [f"compute x {calibration.compute:.3g}", f"executor {format_us(calibration.overhead_us)}"]
+    if calibration.link is not None:
+        speed = f"{format_rate(calibration.link.bytes_per_s)}, " if calibration.link.bytes_per_s else ""
+        facts.append(f"link {speed}{format_us(calibration.link.latency_us)}")
+    facts.append(f"reserve {format_bytes(calibration.reserve_bytes)}")
+    return flow(["calibrated:", *(f"{fact};" for fact in facts[:-1]), facts[-1]], style, gap=" ")
+
+
+def _answer(verification: Verification, style: Style) -> Text:
+    allowed = verification.tolerance
+    said = [
+        f"(step within {percent(allowed.step, decimals=0)},",
+        f"memory predicted at most {percent(allowed.memory_below, decimals=0)} too low,",
+        f"{percent(allowed.memory_above, decimals=0)} too high,",
+        f"or {format_bytes(allowed.memory_slack_bytes)} off)",
+    ]
+    words = ("as predicted", "bold green") if verification.agrees else ("not as predicted", "bold red")
+    return flow([Text(words[0], style=words[1]), *said], style, gap=" ")

@@ -17,8 +17,6 @@ _PIPE_WIDTH: Final = 120
 class Glyphs:
     """The characters beyond letters and digits that pictures are drawn with."""
 
-    ellipsis: str
-    times: str
     dot: str
     arrow: str
     plus_minus: str
@@ -38,8 +36,6 @@ class Glyphs:
 
 
 UNICODE: Final = Glyphs(
-    ellipsis="…",
-    times="\u00d7",
     dot="·",
     arrow="→",
     plus_minus="±",
@@ -54,8 +50,6 @@ UNICODE: Final = Glyphs(
     memory="█▓▒▀▚░▄▌·",
 )
 ASCII: Final = Glyphs(
-    ellipsis="...",
-    times="x",
     dot="|",
     arrow="->",
     plus_minus="+/-",
@@ -141,7 +135,7 @@ def _encodes_blocks(stream: TextIO) -> bool:
     # All of them, not `█` alone: code page 437 has the blocks and lacks the ellipsis. A StringIO has no encoding.
     every = "".join("".join(getattr(UNICODE, name)) for name in Glyphs.__slots__)
     try:
-        every.encode(stream.encoding or "utf-8")
+        f"{every}…\u00d7".encode(stream.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -37,12 +37,12 @@ def _heat_map(sweep: Sweep, style: Style) -> list[Text]:
         line = Text(f"{count:>{label}} device{'s' if count > 1 else ' '} ")
         for cap in sweep.memory_bytes:
             value = values.get((count, cap))
-            line.append_text(_square(value, least, most, width, style))
+            line.append_text(_square(value, style, least=least, most=most, width=width))
         lines.append(line)
     return lines
 
 
-def _square(value: float | None, least: float, most: float, width: int, style: Style) -> Text:
+def _square(value: float | None, style: Style, *, least: float, most: float, width: int) -> Text:
     if value is None:
         return Text(f"{NOTHING:>{width}}")
     share = (value - least) / (most - least) if most > least else 1.0

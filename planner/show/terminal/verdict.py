@@ -1,18 +1,20 @@
-"""The verdict on a plan: its findings, the memory of its devices, and whether it fits."""
+"""The verdict on a plan: its findings, the memory of its devices, and whether it fits; and what findings mean."""
+
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from planner.core.judge.verdict import Verdict
-from planner.core.values.findings import Finding
+from planner.core.values.findings import Finding, Rule
 from planner.core.values.units import counted
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.plans import difference_parts
-from planner.show.terminal.rendering import BLANK, plain, render
+from planner.show.terminal.rendering import BLANK, heading, plain, render
 from planner.show.terminal.style import Style
 
-__all__ = ["answer", "verdict_text"]
+__all__ = ["answer", "rules_text", "verdict_text"]
 
 _COLORS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
@@ -33,12 +35,11 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
     return render(style, *parts, _answer(verdict))
 
 
-def _finding(finding: Finding, style: Style) -> list[RenderableType]:
+def _finding(finding: Finding, style: Style) -> Iterator[RenderableType]:
     code = Text(f"{finding.code} {finding.severity}:", style=_COLORS[finding.severity])
-    parts: list[RenderableType] = [Text.assemble(code, f" {plain(finding.message, style)}")]
+    yield Text.assemble(code, f" {plain(finding.message, style)}")
     if finding.hint:
-        parts.append(Padding(Text(f"hint: {plain(finding.hint, style)}"), (0, 0, 0, 6), expand=False))
-    return parts
+        yield _indented(f"hint: {finding.hint}", 6, style)
 
 
 def answer(verdict: Verdict) -> str:
@@ -57,3 +58,18 @@ def answer(verdict: Verdict) -> str:
 def _answer(verdict: Verdict) -> Text:
     words, _, counts = answer(verdict).partition(" (")
     return Text.assemble((words, "bold green" if verdict.fits else "bold red"), f" ({counts}" if counts else "")
+
+
+def rules_text(rules: Sequence[Rule], style: Style) -> str:
+    """What each finding means, why it matters, and what to do, under its code."""
+    parts: list[RenderableType] = []
+    for rule in rules:
+        parts.append(heading(plain(f"{rule.code} ({rule.severity}): {rule.title}", style)))
+        for title, text in (("meaning", rule.meaning), ("why", rule.why), ("what to do", rule.remedy)):
+            parts.append(_indented(f"{title}: {text}", 2, style))
+        parts.append(BLANK)
+    return render(style, *parts[:-1])
+
+
+def _indented(text: str, columns: int, style: Style) -> Padding:
+    return Padding(Text(plain(text, style)), (0, 0, 0, columns), expand=False)

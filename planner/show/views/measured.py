@@ -1,20 +1,36 @@
-"""What a run took, and beside it what its plan predicted: the rows that terminal and report both draw."""
+"""What a run took, stage by stage, and beside it what its plan predicted: rows that terminal and report both draw."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from planner.core.cost.calibration import stage_runs
 from planner.core.judge.verification import Compared, Quantity, compared_of
 from planner.core.values.plan import Plan
-from planner.core.values.run_report import RunReport
-from planner.show.views.numbers import NOTHING, difference
+from planner.core.values.run_report import RunReport, StageRun
+from planner.core.values.units import counted
+from planner.show.views.numbers import NOTHING, difference, layer_range
+from planner.show.views.table import Table, column, table
 from planner.show.views.words import place_word
 
-__all__ = ["HEADERS", "OF_REPLICAS", "Beside", "beside", "label_of", "ran_other_stages"]
+__all__ = [
+    "HEADERS",
+    "OF_REPLICAS",
+    "WAITING",
+    "Beside",
+    "beside",
+    "label_of",
+    "pipeline_words",
+    "ran_other_stages",
+    "run_table",
+]
 
 HEADERS = ("predicted", "measured", "difference")
 OF_REPLICAS = "the slowest and the largest of the replicas"
 """Which of the measured figures stand beside those that are predicted of one pipeline."""
+
+WAITING = ("recompute", "transfer", "idle")
+"""Columns that some runs have nothing in."""
 
 _LABELS: Mapping[Quantity, str] = {
     "step_us": "step",
@@ -72,7 +88,34 @@ def ran_other_stages(plan: Plan, report: RunReport) -> bool:
     return cuts[0] != cuts[1]
 
 
+def pipeline_words(report: RunReport) -> str:
+    """What the run ran on: its stages, and in how many pipelines side by side."""
+    replicas = len({stage.replica for stage in report.stages})
+    stages = counted(len(report.stages) // max(1, replicas), "stage")
+    return f"{stages} in {replicas} replicas" if replicas > 1 else stages
+
+
+def run_table(report: RunReport) -> Table:
+    """A row per stage of every replica; times of one micro-batch, transfer and idle time of a whole step."""
+    return table(
+        report.stages,
+        column("stage", "stage", _stage),
+        column("layers", "layers", lambda run: layer_range(run.first, run.last)),
+        column("forward", "forward", attrgetter("forward_us"), "us", per="micro-batch"),
+        column("backward", "backward", attrgetter("backward_us"), "us", per="micro-batch"),
+        column("recompute", "recomp.", attrgetter("recompute_us"), "us", per="micro-batch"),
+        column("transfer", "transfer", attrgetter("transfer_us"), "us", per="step"),
+        column("idle", "idle", attrgetter("idle_us"), "us", per="step"),
+        column("parameters", "parameters", attrgetter("parameter_bytes"), "bytes"),
+        column("peak", "peak\nmemory", attrgetter("peak_bytes"), "bytes"),
+    )
+
+
 def _room_bytes(plan: Plan, device: int) -> int:
     # The reserve is for what the device's allocator does not see, so the report does not hold it either.
     chunks = plan.stages[device :: plan.num_devices]
     return chunks[0].memory_bytes - sum(stage.memory.reserve for stage in chunks)
+
+
+def _stage(run: StageRun) -> str:
+    return f"{run.index}, replica {run.replica}" if run.replica else str(run.index)

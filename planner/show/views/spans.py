@@ -9,9 +9,8 @@ from typing import Final
 
 from planner.core.cost.step import Span, Step
 from planner.core.schedule.kinds import KINDS, Kind
-from planner.show.views.words import place_word
 
-__all__ = ["BY_LABEL", "HUES", "ink_rules", "kind_rules", "legend_looks", "look_of", "number_of", "row_name"]
+__all__ = ["BY_LABEL", "HUES", "ink_rules", "kind_rules", "legend_looks", "look_of", "number_of"]
 
 BY_LABEL: Final[Mapping[str, Kind]] = {kind.label: kind for kind in KINDS.values()}
 """The kinds that devices compute, by what spans call them."""
@@ -29,11 +28,6 @@ def look_of(span: Span, num_devices: int) -> str:
 def number_of(span: Span, step: Step) -> str:
     """The span's micro-batch as `3`, on chunk 1 of several as `3.1`."""
     return f"{span.micro_batch}.{span.stage // step.num_devices}" if step.chunks > 1 else str(span.micro_batch)
-
-
-def row_name(step: Step) -> str:
-    """What the row of a device is called: as tables call it."""
-    return place_word(step.chunks)
 
 
 def legend_looks(step: Step, *, has_lanes: bool) -> list[tuple[str, str]]:

@@ -56,7 +56,7 @@ class Page(HTMLParser):
 
 def page_of(planned, *, measured=None, profiled=True, stepped=True):
     step = step_of_sample(planned) if stepped else None
-    return plan_html(planned, profile() if profiled else None, step, measured, "sha256:1234")
+    return plan_html(planned, profile() if profiled else None, step, measured, digest="sha256:1234")
 
 
 PAGES = {
@@ -107,7 +107,7 @@ def test_it_stays_small():
     planned = plan((3,) * 8, micro_batches=32, recompute="always", of=big)
     costs = costs_at(big, 1)
     step = step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
-    assert len(plan_html(planned, big, step, report(planned), "sha256:1").encode()) < 300_000
+    assert len(plan_html(planned, big, step, report(planned), digest="sha256:1").encode()) < 300_000
 
 
 def test_names_cannot_become_markup():
@@ -120,7 +120,7 @@ def test_names_cannot_become_markup():
     planned = replace(planned, solver=SolverReport(method=EVIL, status="optimal"))
     measured = replace(report(planned), device=replace(report(planned).device, name=EVIL))
     step = step_of_sample(plan())
-    for text in (plan_html(planned, evil, step, measured, EVIL), profile_html(evil), run_html(measured)):
+    for text in (plan_html(planned, evil, step, measured, digest=EVIL), profile_html(evil), run_html(measured)):
         page = Page(text)
         assert [attrs for tag, attrs in page.tags if tag == "img"] == []
         assert sum(tag == "script" for tag, _ in page.tags) == 2

@@ -7,8 +7,8 @@ import pytest
 from planner.show.html import run_html
 from planner.show.notebook import plan_html
 from planner.show.terminal.tables import fitted, width_of
+from planner.show.views.measured import pipeline_words, run_table
 from planner.show.views.plan import headline, stage_table
-from planner.show.views.run import pipeline_words, run_table
 from planner.show.views.table import column, table
 from tests.unit.show.samples import interleaved, plan, report, style
 
