@@ -1,6 +1,6 @@
 """Options, as text from a command line or as values from Python, made into values of the core.
 
-Each function takes either form and refuses what it cannot mean, naming the option.
+Each function takes either form, and raises a `UsageError` that names the option for anything else.
 """
 
 import re
@@ -44,11 +44,7 @@ Sizes = str | int | Sequence[str | int]
 
 
 def choice(option: str, text: str, choices: object) -> str:
-    """`text`, if it is one of `choices`: a tuple of texts, or a literal type.
-
-    Raises:
-        UsageError: It is not.
-    """
+    """`text`, if it is one of `choices`: a tuple of texts, or a literal type."""
     allowed = choices if isinstance(choices, tuple) else get_args(choices)
     if text not in allowed:
         raise UsageError(f"unknown `{option} {text}`", hint=f"one of {', '.join(allowed)}")
@@ -141,11 +137,7 @@ def micro_batch_sizes(asked: Numbers, batch: int | None) -> tuple[int, ...]:
 
 
 def precision(asked: str | None) -> Precision:
-    """`bf16-mixed` and so on; empty where nothing is asked.
-
-    Raises:
-        UsageError: No such precision.
-    """
+    """`bf16-mixed` and so on; empty where nothing is asked."""
     if asked is None:
         return ""
     if not precision_of(asked):
@@ -188,11 +180,7 @@ def names(option: str, asked: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def link(asked: str | Link, option: str = "--link") -> Link:
-    """`25GB/s`, `25GB/s,5us` or `1GB/s,100us,blocking`.
-
-    Raises:
-        UsageError: Something else.
-    """
+    """`25GB/s`, `25GB/s,5us` or `1GB/s,100us,blocking`."""
     if isinstance(asked, Link):
         return asked
     rate, _, rest = asked.partition(",")
@@ -220,11 +208,7 @@ def share(asked: str | float) -> float:
 
 
 def two_shares(option: str, asked: str | Sequence[str | float]) -> tuple[float, float]:
-    """`1%,5%`, or the two shares.
-
-    Raises:
-        UsageError: Something else.
-    """
+    """`1%,5%`, or the two shares."""
     parts = asked.split(",") if isinstance(asked, str) else list(asked)
     if len(parts) != 2:
         raise UsageError(f"`{option} {_shown(asked)}`: two shares are needed", hint=f"`{option} 1%,5%`")
@@ -232,11 +216,7 @@ def two_shares(option: str, asked: str | Sequence[str | float]) -> tuple[float, 
 
 
 def nodes(asked: str) -> tuple[int, int]:
-    """`4x8`: how many nodes, and how many devices in each.
-
-    Raises:
-        UsageError: Something else.
-    """
+    """`4x8`: how many nodes, and how many devices in each."""
     parts = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", asked, re.ASCII)
     if parts is None:
         raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {short(asked)}`")
@@ -245,11 +225,7 @@ def nodes(asked: str) -> tuple[int, int]:
 
 
 def settings(asked: Mapping[str, object] | Sequence[str]) -> dict[str, str]:
-    """`width=16` and so on, or the values by name, as texts by name.
-
-    Raises:
-        UsageError: Something else.
-    """
+    """`width=16` and so on, or the values by name, as texts by name."""
     if isinstance(asked, Mapping):
         return {name: str(value) for name, value in asked.items()}
     pairs = [text.partition("=") for text in asked]
