@@ -112,10 +112,13 @@ class ForwardOnly:
                 message = Message("F", self.place.stages[chunk], micro_batch)
                 output = self._forward(chunk, message, inputs[micro_batch], transfers)
                 transfers.finish()  # one output is under way at a time
-                if message.stage == self.place.num_stages - 1:
+                behind = message.stage + 1
+                if behind == self.place.num_stages:
                     losses.append(output)
+                elif behind in self.place.stages:
+                    transfers.hand_over(Message("F", behind, micro_batch), output)
                 else:
-                    transfers.send_output(message, output, self.place.rank_of(message.stage + 1))
+                    transfers.send_output(message, output, self.place.rank_of(behind))
                 del output  # the next forward would find it still there
             transfers.finish()
         return losses
@@ -134,7 +137,9 @@ class ForwardOnly:
         module = self.modules[chunk]
         module.micro_batch = message.micro_batch
         if message.stage > 0:
-            transfers.post(message, module.received.tensors, self.place.rank_of(message.stage - 1))
+            before = message.stage - 1
+            if before not in self.place.stages:
+                transfers.post(message, module.received.tensors, self.place.rank_of(before))
             inputs = transfers.take(message)
         with layers_in(self.precision, self.device):
             return module(*inputs)

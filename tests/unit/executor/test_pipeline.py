@@ -265,6 +265,20 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
     pipeline.close()
 
 
+def test_several_stages_of_one_device_are_evaluated(tmp_path: Path) -> None:
+    """Neighbours in one process hand over what crosses; no process group takes a message to oneself."""
+    path = balance_of(tmp_path, num_stages=2)
+    edit(path, schedule="interleaved", chunks=2)
+    pipeline = Pipeline(path, seed=1)
+    torch.manual_seed(1)
+    model = pipeline.model.build().eval()
+    inputs, targets = torch.randn(11, 8), torch.randn(11, 4)
+    result = pipeline.evaluate(inputs, targets, outputs=True)
+    assert torch.allclose(result.outputs, model(inputs).detach())
+    assert result.loss == pytest.approx(float(pipeline.model.loss_fn(model(inputs), targets).detach()), rel=1e-6)
+    pipeline.close()
+
+
 def test_evaluation_gives_outputs_and_metrics(tmp_path: Path) -> None:
     """Means over samples, also of a smaller last micro-batch, and where nothing of a target counts for the loss."""
     text = MODEL + OPTIMIZER + "\ndef loss_count(target):\n    return (target > 0).sum()\n"
