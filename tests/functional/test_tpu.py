@@ -194,6 +194,13 @@ def _torch_losses(folder: Path, *, steps: int, seed: int) -> tuple[list[float], 
     return losses, model
 
 
+def test_scripts_of_earlier_versions_find_what_they_import() -> None:
+    """A `train_jax.py` belongs to its user, who may have changed it: what it imports stays where it was."""
+    from planner.executor import jax_training as earlier
+
+    assert (earlier.jax_arguments, earlier.jax_training) == (training.jax_arguments, training.jax_training)
+
+
 def test_without_the_extra_profile_says_what_to_install(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
