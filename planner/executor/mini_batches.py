@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from planner.core.errors import ModelError, UsageError
+from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES
 from planner.executor.job import Job
-from planner.executor.run.loader import Loader, checked_state, drawn_alike
+from planner.executor.run.loader import Loader, checked_state, drawn_alike, epochs, example_of
 from planner.executor.run.losses import UNCOUNTED, loss_counts, weights_of
 from planner.executor.run.parts import Part, micro_batches_of, parts_of, size_of, tensors_of
 from planner.model.load import Batch, LoadedModel, to_device
@@ -45,14 +45,12 @@ class MiniBatches:
         elif self._model.train_batches is None:
             drawn = map(self.example, range(begin, end))
         else:
-            drawn = islice(drawn_alike(self._epochs(), self._job.seed), begin, end)
+            drawn = islice(drawn_alike(epochs(self._model, self._job.balance.batch), self._job.seed), begin, end)
         yield from starmap(self.own_part, drawn)  # no variable may hold a whole mini-batch through its step
 
     def example(self, step: int) -> Batch:
         """The example mini-batch of a step: a function of seed and step alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._job.seed * 1_000_003 + step)
-            return self._model.example_batch(self._job.balance.batch)
+        return example_of(self._model, self._job.balance.batch, seed=self._job.seed, step=step)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
         """What this process needs of a mini-batch that every process has: see `Pipeline.own_part`."""
@@ -149,14 +147,3 @@ class MiniBatches:
                 next(islice(self._loader, begin - 1, None), None)
             self._loader_state = None
         return iter(self._loader)
-
-    def _epochs(self) -> Iterator[Any]:
-        """All that `train_batches` gives, again and again."""
-        assert self._model.train_batches is not None
-        while True:
-            is_empty = True
-            for pair in self._model.train_batches(self._job.balance.batch):
-                is_empty = False
-                yield pair
-            if is_empty:
-                raise ModelError("`train_batches` is empty")

@@ -41,7 +41,6 @@ MANY_ARGUMENTS = {
     "planner/core/cost/layer_memory.py:_peaks",
     "planner/core/cost/passing.py:_spanning",
     "planner/core/values/units.py:_refuse",
-    "planner/executor/jax/pipeline.py:_function",
 }
 
 SCHEDULES_BY_NAME: set[str] = set()

@@ -16,8 +16,10 @@ from planner.bridge.torchax_adapter import shape_of, torch_like
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE, SCHEDULES
 from planner.core.values.balance import Balance
+from planner.executor.run.parts import tensors_of
 from planner.model.chain import Chain, Layer
 from planner.model.load import LoadedModel
+from planner.model.stage import ModelStage
 
 __all__ = ["JaxPipeline"]
 
@@ -39,7 +41,7 @@ class JaxPipeline:
         _check(loaded, balance)
         self._chain, self._cuts = chain, list(pairwise(accumulate(balance.balance, initial=0)))
         batch = loaded.example_batch(balance.batch // balance.micro_batches)
-        self._inputs, self._targets = _tensor_shapes(batch.inputs), _tensor_shapes(batch.targets)
+        self._inputs, self._targets = ([shape_of(tensor) for tensor in tensors_of(nest)] for nest in batch)
         self.program = MeshProgram(_stages(loaded, chain, balance, batch), devices, balance.micro_batches)
         self.gradients = self.program.gradients
 
@@ -61,12 +63,9 @@ class JaxPipeline:
 
     def by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
         """Trained parameters, or their gradients, by the names that they have in the model, as numpy arrays."""
-        arrays: dict[str, Any] = {}
-        for stage, of_stage in zip(
-            self.program.stages, self.program.unpacked(self.program.trained, packed), strict=True
-        ):
-            arrays.update(zip(stage.trained, of_stage, strict=True))
-        return arrays
+        arrays = self.program.unpacked(self.program.trained, packed)
+        stages = zip(self.program.stages, arrays, strict=True)
+        return {name: array for stage, held in stages for name, array in zip(stage.trained, held, strict=True)}
 
     # Private methods
 
@@ -76,8 +75,7 @@ class JaxPipeline:
         return [_as_numpy(tensors[name]) for name in names]
 
     def _split(self, value: Any) -> list[Any]:
-        tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-        pieces = (tensor.reshape(self.program.micro_batches, -1, *tensor.shape[1:]) for tensor in tensors)
+        pieces = (tensor.reshape(self.program.micro_batches, -1, *tensor.shape[1:]) for tensor in tensors_of(value))
         return self.program.everywhere(map(_as_numpy, pieces))
 
 
@@ -107,7 +105,7 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
         num_inputs = sum(isinstance(value, Tensor) for value in values)
         for layer in chain.layers[number : number + len(cut.layers)]:
             last = number == len(chain.layers) - 1
-            function, after = _function(loaded, layer, values, nest, batch.targets if last else None, last=last)
+            function, after = _function(loaded, layer, values, nest, targets=batch.targets if last else None, last=last)
             halves = halves_of(function)
             names = _stage_names(layer, k, owners)
             layers.append(LayerHalves(number, names, function, halves, layer.name in cut.recomputed))
@@ -121,7 +119,7 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
 
 
 def _function(
-    loaded: LoadedModel, layer: Layer, values: Sequence[Any], nest: TreeSpec, targets: Any, *, last: bool
+    loaded: LoadedModel, layer: Layer, values: Sequence[Any], nest: TreeSpec, *, targets: Any, last: bool
 ) -> tuple[LayerFunction, Callable[[], tuple[TreeSpec, list[Any]]]]:
     """A layer's function, and what tells, once it was traced, the nest of its outputs and where its tensors are."""
     of_loss, loss_nest = tree_flatten(targets)
@@ -143,8 +141,7 @@ def _function(
 def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -> dict[str, str]:
     """Own names to names in the model; what is tied within a stage has one name there."""
     names = {}
-    full = _named(layer)
-    for (name, tensor), in_layer in zip(full.items(), _own_names(layer), strict=True):
+    for in_layer, (name, tensor) in zip(_tensors(layer), _named(layer).items(), strict=True):
         if isinstance(tensor, torch.nn.Parameter):
             first_stage, first = owners.setdefault(id(tensor), (stage, name))
             if first_stage != stage:
@@ -160,19 +157,13 @@ def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -
 
 def _named(layer: Layer) -> dict[str, Tensor]:
     """Parameters and buffers by their names in the model."""
-    buffers = dict(layer.module.named_buffers())
-    prefix = "" if set(layer.parameter_names()) == set(dict(layer.module.named_parameters())) else f"{layer.name}."
-    if not dict(layer.module.named_parameters()):
-        prefix = f"{layer.name}."
-    return {**layer.parameter_names(), **{f"{prefix}{name}": buffer for name, buffer in buffers.items()}}
+    prefix = "" if isinstance(layer.module, ModelStage) else f"{layer.name}."
+    return {f"{prefix}{name}": tensor for name, tensor in _tensors(layer).items()}
 
 
-def _own_names(layer: Layer) -> list[str]:
-    return [*dict(layer.module.named_parameters()), *dict(layer.module.named_buffers())]
-
-
-def _tensor_shapes(value: Any) -> list[Any]:
-    return [shape_of(leaf) for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+def _tensors(layer: Layer) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in the layer."""
+    return {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
 
 
 def _as_numpy(tensor: Tensor) -> Any:

@@ -6,8 +6,7 @@ arXiv:2105.07576, section 3), by what collects them in the bundled executor.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,19 @@ from planner.bridge.chips import devices_of, named_chips
 from planner.bridge.compiling import OutOfMemoryError
 from planner.bridge.programs import compiled
 from planner.bridge.training_step import UPDATES, State, TrainingStep, Update
-from planner.core.errors import ExitCode, ModelError, UsageError
-from planner.core.values.balance import Balance
+from planner.core.errors import ExitCode, UsageError
 from planner.core.values.devices import accelerator
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
 from planner.executor.jax.pipeline import JaxPipeline
 from planner.executor.jax.training import CompiledMemory, JaxArguments, fitting
+from planner.executor.job import load_planned
 from planner.executor.keep.weights import first_names, load_weights, whole_state, write_weights
 from planner.executor.run.batch_norm import BatchStatistics
+from planner.executor.run.loader import epochs, example_of
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
-from planner.model import Batch, LoadedModel, load_again
+from planner.model import Batch, LoadedModel
 from planner.model.calling import arguments_of
 from planner.model.precision import converted
 from planner.model.statistics import collecting_layers
@@ -57,7 +57,7 @@ class JaxTraining:
             check_writable(how.save)
         self._seed, self._chip = how.seed, how.compile
         torch.manual_seed(how.seed)  # a model that is made while its file is imported starts from it, too
-        self.model = _load(self.balance, Path(balance_path).parent)
+        self.model = load_planned(self.balance, Path(balance_path).parent)
         torch.manual_seed(how.seed)
         self._built = built = converted(self.model.build(), self.model.precision)
         layers = self.model.chain(built)
@@ -79,17 +79,11 @@ class JaxTraining:
 
     def batches(self, steps: int) -> Iterator[Batch]:
         """`steps` mini-batches: the model's `train_batches`, else its `example_batch`."""
-        train_batches = self.model.train_batches
-        num_made = 0
-        while num_made < steps:
-            before = num_made
-            for pair in train_batches(self.balance.batch) if train_batches is not None else [self._example(num_made)]:
-                if num_made == steps:
-                    return
-                yield Batch(*pair)
-                num_made += 1
-            if num_made == before:
-                raise ModelError("`train_batches` is empty")
+        if self.model.train_batches is not None:
+            yield from starmap(Batch, islice(epochs(self.model, self.balance.batch), steps))
+        else:
+            for step in range(steps):
+                yield example_of(self.model, self.balance.batch, seed=self._seed, step=step)
 
     def step(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[float, State]:
         """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
@@ -169,20 +163,8 @@ class JaxTraining:
             layer.momentum = momentum
         return len(layers)
 
-    def _example(self, step: int) -> Batch:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed * 1_000_003 + step)
-            return self.model.example_batch(self.balance.batch)
-
 
 # Private functions
-
-
-def _load(balance: Balance, folder: Path) -> LoadedModel:
-    path, colon, entry = balance.model.source.rpartition(":")
-    source = f"{path if Path(path).is_absolute() else folder / path}{colon}{entry}"
-    loaded = load_again(source, balance.model, balance.dtype, optimizer=balance.optimizer)
-    return replace(loaded, source=balance.model.source)
 
 
 def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from planner.executor.jax.trainer import JaxTraining
 
-__all__ = ["CompiledMemory", "JaxArguments", "begin_training", "fitting", "jax_arguments", "jax_training"]
+__all__ = ["CompiledMemory", "JaxArguments", "fitting", "jax_arguments", "jax_training"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,28 +81,19 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
 
 @contextmanager
 def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[JaxTraining]":
-    """The training for the block; errors of ours end the process with one message and exit code 2."""
+    """A plan's program with the model file's optimizer, for the block.
+
+    Errors of ours end the process with one message and exit code 2: the model or the plan cannot be run so, or the
+    extra `tpu` is not installed.
+    """
     try:
-        yield begin_training(balance_path, given)
+        check_installed()
+        if given.compile:
+            expect_no_tpu()
+        from planner.executor.jax.trainer import JaxTraining  # noqa: PLC0415 - jax
+
+        yield JaxTraining(balance_path, given)
     except PlannerError as error:
         hint = f"\n\n{printable_lines(f'hint: {error.hint}')}" if error.hint else ""
         print(f"{printable_lines(f'error: {error}')}{hint}", file=sys.stderr, flush=True)
         sys.exit(ExitCode.ERROR)
-
-
-def begin_training(balance_path: str | Path, given: JaxArguments) -> "JaxTraining":
-    """A plan's program with the model file's optimizer.
-
-    Args:
-        balance_path: The balance configuration.
-        given: How to run it.
-
-    Raises:
-        PlannerError: The model or the plan cannot be run so, or the extra `tpu` is not installed.
-    """
-    check_installed()
-    if given.compile:
-        expect_no_tpu()
-    from planner.executor.jax.trainer import JaxTraining  # noqa: PLC0415 - jax
-
-    return JaxTraining(balance_path, given)

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from planner.core.errors import UsageError
+from planner.core.errors import ModelError, UsageError
 from planner.executor.run.random_state import HostStates
+from planner.model.load import Batch, LoadedModel
 
-__all__ = ["Loader", "checked_state", "drawn_alike"]
+__all__ = ["Loader", "checked_state", "drawn_alike", "epochs", "example_of"]
 
 _HOLD_GENERATORS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 _END = object()
@@ -35,6 +36,29 @@ def drawn_alike(batches: Iterable[Any], seed: int) -> Iterator[Any]:
 
     # No variable may hold a batch while it is used.
     yield from iter(drawn, None)
+
+
+def epochs(model: LoadedModel, batch: int) -> Iterator[Any]:
+    """All mini-batches `(inputs, targets)` of `batch` samples that the model's `train_batches` gives, again and again.
+
+    Raises:
+        ModelError: There are none.
+    """
+    assert model.train_batches is not None
+    while True:
+        is_empty = True
+        for pair in model.train_batches(batch):
+            is_empty = False
+            yield pair
+        if is_empty:
+            raise ModelError("`train_batches` is empty")
+
+
+def example_of(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
+    """The example mini-batch of a step: a function of seed and step alone, drawn beside the process's generators."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * 1_000_003 + step)
+        return model.example_batch(batch)
 
 
 class Loader:
