@@ -1,7 +1,7 @@
 """The bundled executor: one loop over `torch.distributed` that runs a plan under torchrun."""
 
 from planner.executor.build.proof import Proven, prove
-from planner.executor.keep.checkpoint import Checkpoints
+from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep.saved import check_whole, latest_checkpoint
 from planner.executor.keep.weights import export_weights
 from planner.executor.measure.calibrate import executor_cost

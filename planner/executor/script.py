@@ -13,7 +13,7 @@ import torch.distributed as dist
 from planner.core.errors import UsageError
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
-from planner.executor.keep.checkpoint import Checkpoints
+from planner.executor.checkpoints import Checkpoints
 from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
 from planner.executor.watch.failure import Stopped, Watch

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from planner.core.errors import FileError, UsageError
 from planner.executor import Pipeline, latest_checkpoint
-from planner.executor.keep.checkpoint import Checkpoints
+from planner.executor.checkpoints import Checkpoints
 from planner.executor.run.loader import drawn_alike
 from tests.support.cli import MODEL
 from tests.unit.executor.test_pipeline import balance_of, edit

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from planner.core.errors import UsageError
 from planner.executor import Pipeline
-from planner.executor.keep.checkpoint import Checkpoints
+from planner.executor.checkpoints import Checkpoints
 from planner.executor.run.loader import Loader, drawn_alike
 from tests.support.cli import MODEL
 from tests.unit.executor.test_checkpoint import GROUPS

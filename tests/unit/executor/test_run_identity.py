@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from planner.core.errors import FileError, UsageError
 from planner.executor import Pipeline, latest_checkpoint
+from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep import folder_lock, saved
-from planner.executor.keep.checkpoint import Checkpoints
 from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.saved import Lineage
 from tests.support.cli import MODEL, call

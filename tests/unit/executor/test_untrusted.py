@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from planner.core.errors import FileError, UsageError
 from planner.executor import Pipeline
-from planner.executor.keep.checkpoint import Checkpoints
+from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep.inert import InertError, read_inert
 from planner.executor.keep.rank_state import as_data, packed
 from planner.executor.keep.stored import index_digest, read_folder

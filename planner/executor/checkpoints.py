@@ -38,8 +38,8 @@ from planner.executor.keep.rank_state import as_data, packed, restored, unpacked
 from planner.executor.keep.run_folder import RunFolder
 from planner.executor.keep.saved import check_whole, commit, latest_checkpoint, partial_of, prune, saved_in
 from planner.executor.keep.stored import first_line, read_folder
-from planner.executor.keep.trained_run import TrainedRun
 from planner.executor.keep.weights import TIED, load_weights
+from planner.executor.pipeline import Pipeline
 from planner.executor.run.random_state import HostStates
 from planner.executor.watch.failure import Stopped
 from planner.executor.watch.position import ANY
@@ -73,7 +73,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        pipeline: TrainedRun,
+        pipeline: Pipeline,
         optimizer: torch.optim.Optimizer,
         *,
         folder: str | None = None,
@@ -292,7 +292,7 @@ class Checkpoints:
             bad = next(filter(None, everybody), None)
             if bad is None:
                 assert held is not None
-                self._go_on_from(source, held)
+                self._restore(source, held)
                 return
             problems.append(bad)
             if source is not candidates[-1]:
@@ -322,14 +322,6 @@ class Checkpoints:
             raise FileError("holds the state after another number of steps than it says", path=str(source))
         return _Held(description, optimizer_state, ranks, ranks[rank], same_plan)
 
-    def _go_on_from(self, source: Path, held: "_Held") -> None:
-        self._restore(source, held)
-        description = held.description
-        self._place.begin_behind(source, description)
-        self._saved_step = description["step"]
-        how = "" if held.same_plan else f" (written by {description['ranks']} ranks, balance {description['balance']})"
-        self._tell(f"resumed {source} after {description['step']} steps{how}")
-
     def _restore(self, source: Path, held: "_Held") -> None:
         pipeline, state = self._pipeline, held.state
         groups = [group for of_rank in held.ranks.values() for group in of_rank["groups"]]
@@ -341,6 +333,11 @@ class Checkpoints:
         of_device = kind_of(pipeline.device).generator
         if state.get("cuda_random") is not None and of_device is not None:
             restored("the device's random numbers", of_device.set_state, state["cuda_random"], str(source))
+        description = held.description
+        self._place.begin_behind(source, description)
+        self._saved_step = description["step"]
+        how = "" if held.same_plan else f" (written by {description['ranks']} ranks, balance {description['balance']})"
+        self._tell(f"resumed {source} after {description['step']} steps{how}")
 
     def _restore_others(self, saved: Mapping[str, Any], path: str) -> None:
         if set(saved) != set(self._others):
