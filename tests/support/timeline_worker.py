@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from planner.executor import Arguments, pipeline_script, progress
-from planner.executor.measure.timeline import clock_offset_ns
+from planner.executor.measure.reporting import clock_offset_ns
 
 given = Arguments(steps=5, seed=0, report="run.json", device=None, trace="trace.json")
 with pipeline_script(sys.argv[1], given) as pipeline:

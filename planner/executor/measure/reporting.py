@@ -1,7 +1,14 @@
-"""What a run took, put together on the first rank from what every process recorded."""
+"""What a run took, put together on the first rank, and on its clock, from what every process recorded.
+
+On one machine all processes read the same clock (`time.perf_counter_ns` counts from the machine's start). A process on
+another machine answers a few calls of the first with its time; half of the fastest round trip ago it was that time
+there, give or take the other half.
+"""
 
 import platform
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +20,14 @@ from planner.core.values.profile import Device, Environment, Generator
 from planner.core.values.run_report import RunReport, StageRun
 from planner.device.kinds import kind_of
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
-from planner.executor.measure.run_times import ProcessRun, Waits
-from planner.executor.measure.timeline import gather_runs
+from planner.executor.measure.run_times import ProcessRun, RunStep, Waits
 from planner.executor.run.placement import Place
 from planner.executor.run.stage_module import StageModule
 from planner.model.precision import dtype_of
 
-__all__ = ["run_report"]
+__all__ = ["clock_offset_ns", "run_report"]
+
+_ROUND_TRIPS = 16
 
 
 def run_report(
@@ -35,23 +43,16 @@ def run_report(
 ) -> tuple[list[ProcessRun], RunReport | None]:
     """What every process did and what the run took, on rank 0; nothing elsewhere. Every rank must call it.
 
-    Args:
-        balance: The balance configuration.
-        place: Where this process is.
-        recorder: Of this process.
-        modules: Its stages.
-        device: Where they run.
-        seed: The run's.
-        losses: Of every step.
-        samples: Of every step, over all replicas.
+    `losses` and `samples` are those of every step, the samples of all replicas.
     """
+    steps = _on_first_clock(recorder.steps, place.rank, device)
+    recorded = ProcessRun(place.rank, place.replica, steps), _stage_runs(balance, place, recorder, modules)
     gathered: list[Any] = [None] * dist.get_world_size()
-    own = _stage_runs(balance, place, recorder, modules)
-    dist.gather_object(own, gathered if place.rank == 0 else None)
-    runs = gather_runs(ProcessRun(place.rank, place.replica, recorder.steps), device)
-    if runs is None:
+    dist.gather_object(recorded, gathered if place.rank == 0 else None)
+    if place.rank > 0:
         return [], None
-    stages = sorted((run for runs in gathered for run in runs), key=lambda run: (run.replica, run.index))
+    runs = [run for run, _ in gathered]
+    stages = sorted((stage for _, its in gathered for stage in its), key=lambda stage: (stage.replica, stage.index))
     kind = kind_of(device)
     waits = Waits.of(runs, stages, warm_up=WARM_UP_STEPS, overlaps=kind.transfers_overlap)
     report = RunReport(
@@ -80,7 +81,51 @@ def run_report(
     return runs, report
 
 
+def clock_offset_ns(
+    rank: int, peer: int, device: torch.device, clock_ns: Callable[[], int] = time.perf_counter_ns
+) -> int:
+    """What must be added to the clock of `peer` to have that of rank 0; both of them must call it.
+
+    This process is `rank`, 0 or `peer`; messages lie on `device`.
+
+    Returns:
+        In `peer` the offset; in rank 0 nothing of use.
+    """
+    message = torch.zeros(2, dtype=torch.int64, device=device)
+    best = (float("inf"), 0)
+    for _ in range(_ROUND_TRIPS):
+        if rank == peer:
+            sent_ns = clock_ns()
+            dist.send(message, 0)
+            dist.recv(message, 0)
+            there_ns = int(message[0])  # waits for the device
+            here_ns = clock_ns()
+            best = min(best, (here_ns - sent_ns, there_ns - (sent_ns + here_ns) // 2))
+        else:
+            dist.recv(message, peer)
+            int(message[0])
+            message[0] = clock_ns()
+            dist.send(message, peer)
+    return best[1]
+
+
 # Private functions
+
+
+def _on_first_clock(steps: Sequence[RunStep], rank: int, device: torch.device) -> tuple[RunStep, ...]:
+    """The steps of this process on the clock of rank 0; every rank must call it."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    offset_ns = 0
+    for peer, host in enumerate(hosts):
+        if host != hosts[0] and rank in (0, peer):
+            offset_ns = clock_offset_ns(rank, peer, device)
+    return tuple(steps) if rank == 0 else tuple(_moved(step, offset_ns) for step in steps)
+
+
+def _moved(step: RunStep, offset_ns: int) -> RunStep:
+    spans = (s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in step.spans)
+    return step._replace(spans=tuple(spans))
 
 
 def _stage_runs(balance: Balance, place: Place, recorder: Recorder, modules: Sequence[StageModule]) -> list[StageRun]:
