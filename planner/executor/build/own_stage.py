@@ -73,7 +73,9 @@ def build_only(
     # A construction that ended early, or took another way, has not made what was asked for.
     if replay.number != len(notes.names) or any(_is_empty(tensor) for tensor in wanted(model)):
         raise BuildError("some tensors are made in a way that cannot be followed")
-    _empty_all_but(model, {_key(tensor) for tensor in wanted(model)})
+    kept = {_key(tensor) for tensor in wanted(model)}
+    # By storage, so that ties stay.
+    replace_tensors(model, lambda tensor: emptied(tensor) if _is_empty(tensor) or _key(tensor) not in kept else tensor)
     return model
 
 
@@ -186,8 +188,3 @@ def _scratch(tensor: Tensor) -> Tensor:
         return tensor.clone()
     # Zeros: what lies in memory by chance could be no valid argument (a probability, say).
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
-
-
-def _empty_all_but(model: nn.Module, kept: set[int]) -> None:
-    """Puts every parameter and buffer whose storage is not in `kept` on the meta device; ties stay."""
-    replace_tensors(model, lambda tensor: emptied(tensor) if _is_empty(tensor) or _key(tensor) not in kept else tensor)

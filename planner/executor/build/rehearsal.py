@@ -74,7 +74,7 @@ class Rehearsal:
         edges = [0, *ends]
         statistics = [BatchStatistics() for _ in ends]
         modules = [
-            self._stage(StageRange(first, end), recompute, collected, as_trained=as_trained)
+            self.stage(StageRange(first, end), recompute, collected, as_trained=as_trained)
             for (first, end), collected in zip(pairwise(edges), statistics, strict=True)
         ]
         total = 0.0
@@ -102,15 +102,15 @@ class Rehearsal:
         """The same without cuts and recomputation."""
         return self.run([self.num_layers], "never", sign=sign)
 
-    def stage(self, layers: StageRange, recompute: Recompute = "never") -> StageModule:
-        """A stage in a copy of its own."""
-        return self._stage(layers, recompute, BatchStatistics())
-
-    # Private methods
-
-    def _stage(
-        self, layers: StageRange, recompute: Recompute, statistics: BatchStatistics, *, as_trained: bool = False
+    def stage(
+        self,
+        layers: StageRange,
+        recompute: Recompute = "never",
+        statistics: BatchStatistics | None = None,
+        *,
+        as_trained: bool = False,
     ) -> StageModule:
+        """A stage in a copy of its own; see `run`."""
         # All else is absent in the copy, and says its name when it is read: so a cut that is wrong is found out.
         names = held_names(self.chain, layers.first, layers.end)
         built = layers.of(like(self.chain, self.loaded, self.copies.copy(names)))
@@ -125,7 +125,7 @@ class Rehearsal:
             recompute=recompute,
             micro_batches=len(self.micro_batches),
             loss_fn=self.loaded.loss_fn if layers.end == len(self.chain.layers) else None,
-            statistics=statistics,
+            statistics=statistics or BatchStatistics(),
         )
         # In one piece and in stages every layer draws the same, however often it runs.
         module.seeds = StepSeeds(0, 0)

@@ -48,7 +48,7 @@ def measure_links(device: str = "auto", progress: Callable[[str, int, int], None
         MeasurementError: The processes did not reach each other.
     """
     on = _device(device)
-    if _on_one_machine():
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):  # all on one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
@@ -131,7 +131,3 @@ def _device(name: str) -> torch.device:
             hint="start as many processes as there are devices, or use `--device cpu`",
         )
     return kind.of_rank(int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _on_one_machine() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")

@@ -10,7 +10,7 @@ passed over: exact, at the price of loading them again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ from planner.model.load import Batch, LoadedModel
 __all__ = ["Loader", "checked_state", "drawn_alike", "epochs", "example_of"]
 
 _HOLD_GENERATORS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
-_END = object()
 
 
 def drawn_alike(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     """`batches`, of which nothing may have been drawn yet, made with random states that start at `seed`."""
     states = _OwnStates(HostStates.seeded(seed))
-    source = _lazily(batches)
+    source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
 
     def drawn() -> Any:
         with states:
@@ -71,7 +70,7 @@ class Loader:
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
         self.loader: Any = loader
         self._states = _OwnStates(HostStates.seeded(seed))
-        self._epoch = self._batch = 0
+        self._number = self._batch = 0
         self._begun: dict[str, Any] = {}
         """Random states at the start of the epoch."""
         self._resumed: Mapping[str, Any] | None = None
@@ -84,7 +83,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Where it is, between two batches."""
         return {
-            "epoch": self._epoch,
+            "epoch": self._number,
             "batch": self._batch,
             "length": _length(self.loader),
             "begun": self._begun,
@@ -113,8 +112,8 @@ class Loader:
 
     def _run(self) -> Iterator[Any]:
         while True:
-            iterator = self._epoch_begun() if self._resumed is None else self._epoch_resumed(self._resumed)
-            is_resumed, self._resumed = self._resumed is not None, None
+            is_resumed = self._resumed is not None
+            iterator = self._epoch()
             while following := self._next(iterator):
                 # No variable may hold a whole mini-batch through its step.
                 yield following.pop()
@@ -125,7 +124,7 @@ class Loader:
                     f"{_title(self.loader, _length(self.loader))} gave no batch",
                     hint="with `drop_last=True` there must be at least one whole mini-batch",
                 )
-            self._epoch, self._batch = self._epoch + 1, 0
+            self._number, self._batch = self._number + 1, 0
 
     def _next(self, iterator: Iterator[Any]) -> list[Any]:
         """The next batch, or nothing at the end. It may be anything, and compare as it likes."""
@@ -133,10 +132,6 @@ class Loader:
             following = list(islice(iterator, 1))
         self._batch += len(following)
         return following
-
-    def _epoch_begun(self) -> Iterator[Any]:
-        self._begun = self._drawing()
-        return self._iterator()
 
     def _drawing(self) -> dict[str, Any]:
         """All that the loader draws from."""
@@ -149,8 +144,13 @@ class Loader:
             if name in states["generators"]:
                 generator.set_state(states["generators"][name])
 
-    def _epoch_resumed(self, state: Mapping[str, Any]) -> Iterator[Any]:
-        self._epoch, self._begun = state["epoch"], dict(state["begun"])
+    def _epoch(self) -> Iterator[Any]:
+        """The rest of an epoch that was resumed, once; else an epoch from its beginning."""
+        state, self._resumed = self._resumed, None
+        if state is None:
+            self._begun = self._drawing()
+            return self._iterator()
+        self._number, self._begun = state["epoch"], dict(state["begun"])
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
             iterator = self._iterator()
@@ -160,16 +160,15 @@ class Loader:
             return iterator
         self._draw_from(state["begun"])
         iterator = self._iterator()
-        for self._batch in range(1, state["batch"] + 1):
-            with self._states:
-                if next(iterator, _END) is _END:
-                    break
+        for _ in range(state["batch"]):
+            if not self._next(iterator):
+                break
         return iterator
 
     def _iterator(self) -> Iterator[Any]:
         sampler: Any = getattr(self.loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self._epoch)
+            sampler.set_epoch(self._number)
         with self._states:
             return iter(self.loader)
 
@@ -204,11 +203,6 @@ class _OwnStates:
 
 
 # Private functions
-
-
-def _lazily(batches: Iterable[Any]) -> Iterator[Any]:
-    # `iter` of a loader draws, too.
-    yield from batches
 
 
 def _is_stateful(loader: Any) -> bool:

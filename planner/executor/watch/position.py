@@ -1,7 +1,6 @@
 """Where this rank is in its training, told to the others so that they can say who kept them waiting."""
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["ANY", "Position"]
@@ -16,12 +15,12 @@ _OUTSIDE = ("at the start", "joining the others", "building the model", "between
 class Position:
     """What this rank is doing. The main thread writes it, the watch reads it (see `planner.executor.watch.failure`)."""
 
-    def __init__(self, names: Mapping[int, str] | None = None, stages: tuple[int, ...] = (), replica: int = 0) -> None:
-        self.names = dict(names or {})
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
         """What to call the stages in messages, by index."""
-        self.stages = stages
+        self.stages: tuple[int, ...] = ()
         """The stages of this rank."""
-        self.replica = replica
+        self.replica = 0
         self.rank_names: dict[int, str] = {}
         """What to call the other ranks, as far as that is known."""
         self.predicted_bytes: dict[int, int] = {}

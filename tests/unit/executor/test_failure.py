@@ -17,7 +17,8 @@ from tests.support.ranks import run_ranks
 
 def position(doing: str = "forward of micro-batch 1") -> Position:
     """Stage 1 of 2, in step 7."""
-    here = Position({0: "stage 0 (layer a)", 1: "stage 1 (layers b to c)"}, stages=(1,))
+    here = Position()
+    here.names, here.stages = {0: "stage 0 (layer a)", 1: "stage 1 (layers b to c)"}, (1,)
     here.step = 7
     here.at(doing, stage=1)
     return here
