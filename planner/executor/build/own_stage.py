@@ -47,11 +47,6 @@ def build_only(
 ) -> nn.Module:
     """`torch.manual_seed(seed); build()` with only the `wanted` tensors in memory, the others on the meta device.
 
-    Args:
-        build: Makes the model; must do the same each time.
-        wanted: The tensors of a built model that are needed.
-        seed: Of torch's generator.
-
     Raises:
         BuildError: The model's construction depends on values, differs from time to time, or draws random numbers in
             a way that cannot be followed without them.

@@ -25,13 +25,9 @@ __all__ = ["JaxPipeline"]
 
 
 class JaxPipeline:
-    """A model's stages as one program over the devices of a mesh.
+    """A model's stages as one program over the devices of a mesh, one for each stage in order.
 
-    Args:
-        loaded: The model.
-        chain: Its layers; parameters are read when they are asked for (`parameters`).
-        balance: How it is cut.
-        devices: One per stage, in order.
+    The parameters in `chain` are read when they are asked for (`parameters`).
 
     Raises:
         UsageError: The plan is not one for such a program.

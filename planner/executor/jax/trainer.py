@@ -43,10 +43,6 @@ _ESTIMATED = 32
 class JaxTraining:
     """A plan's program with the model file's optimizer.
 
-    Args:
-        balance_path: The balance configuration.
-        how: How to run it.
-
     Raises:
         PlannerError: The model or the plan cannot be run so.
     """
@@ -90,11 +86,7 @@ class JaxTraining:
         return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
 
     def save(self, state: State, path: str) -> None:
-        """Writes trained parameters and buffers as one state dict, which the model in one piece takes.
-
-        Args:
-            state: After the last step.
-            path: Safetensors by its suffix, else `torch.save`.
+        """Writes trained parameters and buffers as one state dict: safetensors by its suffix, else `torch.save`.
 
         Raises:
             FileError: It cannot be written.
@@ -123,10 +115,6 @@ class JaxTraining:
 
     def print_memory(self, predicted_bytes: int, cap_bytes: int) -> ExitCode:
         """Compiles the step for the chips asked for, and prints what it needs, what was predicted, and whether it fits.
-
-        Args:
-            predicted_bytes: Of every device.
-            cap_bytes: The plan's.
 
         Returns:
             `NO` where the program needs more than the plan's cap, or than a chip of this kind has for programs.

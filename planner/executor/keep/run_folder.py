@@ -24,13 +24,9 @@ __all__ = ["RunFolder"]
 
 
 class RunFolder:
-    """Every rank makes one; the first one looks and moves things, and tells the others.
+    """Every rank makes one; the first one looks and moves things, and tells the others in `group`, for the CPU.
 
-    Args:
-        path: The folder; None where nothing is saved.
-        rank: Of this process.
-        group: Of all ranks, for the CPU; None where there is but one.
-        tell: Prints a line on the first rank; `True` beside it for a warning.
+    Without a `path` nothing is saved. `tell` prints a line on the first rank; `True` beside it for a warning.
 
     Raises:
         UsageError: Another job writes there, or a rank does not see it.

@@ -106,11 +106,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:
-    """Writes a state dict to a file that appears only when it is whole.
-
-    Args:
-        state: By name; of tensors that share memory, safetensors takes the first alone.
-        path: Safetensors by its suffix, else `torch.save`.
+    """Writes a state dict to a file that appears only when it is whole: safetensors by its suffix, else `torch.save`.
 
     Raises:
         FileError: It cannot be written.

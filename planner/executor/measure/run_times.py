@@ -147,12 +147,10 @@ class Waiting:
 
 
 def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> Waiting | None:
-    """What the processes of one pipeline waited for; None where no step was recorded.
+    """What the processes of one pipeline, by number and all on one clock, waited for; None where no step was recorded.
 
-    Args:
-        processes: What each did, by its number; all on one clock.
-        overlaps: Whether transfers go on while the receiver computes. What it felt of one is all of it only where it
-            was waiting; elsewhere such count only if there are no others.
+    Where a transfer `overlaps` what the receiver computes, what that felt of it is all of it only where it was waiting;
+    others count only if there are none of these.
     """
     by_step: dict[int, dict[int, Iterable[RunSpan]]] = {}
     for rank, steps in processes.items():
@@ -184,14 +182,7 @@ class Waits:
 
     @classmethod
     def of(cls, runs: Sequence[ProcessRun], stages: Sequence[StageRun], *, warm_up: int, overlaps: bool) -> "Waits":
-        """The waiting in a run, pipelines side by side.
-
-        Args:
-            runs: What every process did.
-            stages: What is known of every stage; its waiting is added.
-            warm_up: Steps that do not count.
-            overlaps: Whether transfers go on while the receiver computes.
-        """
+        """The waiting in the steps after `warm_up` of them, pipelines side by side; see `waiting_of`."""
         waiting: dict[int, Waiting] = {}
         for replica in {run.replica for run in runs}:
             pipeline = [run for run in runs if run.replica == replica]

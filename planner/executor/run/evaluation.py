@@ -93,13 +93,9 @@ class ForwardOnly:
     precision: Precision
 
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Forward of every micro-batch, in evaluation mode.
+        """Forward of every micro-batch, in evaluation mode; with the last stage, their losses, else none.
 
-        Args:
-            inputs: With the first stage: the model's input tensors, of every micro-batch. Else an empty one for each.
-
-        Returns:
-            With the last stage: every micro-batch's loss. Else empty.
+        `inputs` are the model's input tensors of every micro-batch with the first stage, else an empty one for each.
         """
         losses: list[Tensor] = []
         transfers = Transfers(self.device, None)

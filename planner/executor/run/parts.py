@@ -67,11 +67,7 @@ def size_of(batch: Batch) -> int | None:
 def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[Part]:
     """The parts of a mini-batch of `size` samples, of which this rank may have only inputs or targets.
 
-    Args:
-        batch: The mini-batch.
-        size: Its samples.
-        micro_batch_size: Of the plan.
-        rounds_of: K where the schedule runs the micro-batches of a part in M // K equal rounds (interleaved 1F1B).
+    `rounds_of` is K where the schedule runs the micro-batches of a part in M // K equal rounds (interleaved 1F1B).
     """
     whole, rest = divmod(size, micro_batch_size)
     odd = whole % rounds_of if whole % max(1, whole // rounds_of) else 0

@@ -94,11 +94,7 @@ class Watch:
         """The signal that ends the run now that `steps` steps are done, or 0; every rank must ask after every step.
 
         The first rank decides, one step ahead: no rank can end a step that the first one has not begun, so all find
-        the decision at the end of the same step.
-
-        Args:
-            steps: Steps done.
-            ahead: How many steps another rank may be ahead of the first, and one more.
+        the decision at the end of the same step. Where another rank may be further, it is `ahead` by as many, and one.
         """
         if self._store is None:
             return self._signal
