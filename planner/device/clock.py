@@ -14,7 +14,7 @@ __all__ = ["Clock", "CpuClock"]
 class Clock(Protocol):
     """Times a piece of work, and sums repeats up."""
 
-    def time_us(self, work: Callable[[], None]) -> float:
+    def time_us(self, work: Callable[[], object]) -> float:
         """Microseconds that `work` takes on the device."""
         ...
 
@@ -29,7 +29,7 @@ class CpuClock:
     def __init__(self, threads: int) -> None:
         self._now_ns = time.process_time_ns if threads == 1 else time.perf_counter_ns
 
-    def time_us(self, work: Callable[[], None]) -> float:
+    def time_us(self, work: Callable[[], object]) -> float:
         """Microseconds that `work` takes."""
         start = self._now_ns()
         work()

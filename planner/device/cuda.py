@@ -30,7 +30,7 @@ _SIDE = 256
 class CudaClock:
     """CUDA events around work on the current stream."""
 
-    def time_us(self, work: Callable[[], None]) -> float:
+    def time_us(self, work: Callable[[], object]) -> float:
         """Microseconds between the events, all earlier work done."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -51,7 +51,7 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def measure(self, work: Callable[[], None]) -> Usage:
+    def measure(self, work: Callable[[], object]) -> Usage:
         """Runs `work` once."""
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)

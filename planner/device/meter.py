@@ -28,15 +28,15 @@ class Usage(NamedTuple):
 class Meter(Protocol):
     """Measures the memory of a piece of work."""
 
-    def measure(self, work: Callable[[], None]) -> Usage:
-        """Runs `work` once."""
+    def measure(self, work: Callable[[], object]) -> Usage:
+        """Runs `work` once, and lets go of what it returns."""
         ...
 
 
 class CpuMeter:
     """Counts the CPU allocator's events."""
 
-    def measure(self, work: Callable[[], None]) -> Usage:
+    def measure(self, work: Callable[[], object]) -> Usage:
         """Runs `work` once."""
         # What a garbage collection in the middle released would be taken for released by the work.
         collects = gc.isenabled()

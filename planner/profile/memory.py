@@ -32,11 +32,11 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
     """The record of `unit` for one micro-batch; leaves its parameters without gradients."""
     # Lazily made things (cached tables, library workspaces) belong to no micro-batch: let them be made first.
     _Pass(unit, received, meter)
-    _drop_gradients(unit)
+    unit.module.zero_grad()
     casts_bytes = measure_casts(unit, received, meter)
     with unit.keeping_casts():
         end_first = _end_backward_peak(unit, received, meter)
-        _drop_gradients(unit)
+        unit.module.zero_grad()
     with unit.keeping_casts():
         # Autocast's copies are made in the first micro-batch's forward, and in its backward their gradients turn into
         # those of the parameters at once; later ones find copies there, and their gradients wait for the end.
@@ -47,7 +47,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
         for parameter, gradient in one.items():
             parameter.grad = gradient
         end_later = _end_backward_peak(unit, received, meter)
-        _drop_gradients(unit)
+        unit.module.zero_grad()
         inputs, outputs = _boundaries(unit, received)
         return MemoryDetail(
             internal_bytes=max(0, later.internal_bytes),
@@ -71,7 +71,7 @@ def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
     values = _non_leaves(received.fresh())
     with unit.keeping_casts():
         # In place, and dropped within the measurement, so that nothing else is left at its end.
-        return max(0, meter.measure(lambda: _discard(unit.run(values, received))).end_bytes)
+        return max(0, meter.measure(lambda: unit.run(values, received)).end_bytes)
 
 
 def start_backward(outputs: Sequence[Any]) -> Tensor | None:
@@ -143,7 +143,7 @@ def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
     values = received.fresh()
     with torch.no_grad():
         values = _non_leaves(values)
-        return meter.measure(lambda: _discard(unit.run(values, received))).peak_bytes
+        return meter.measure(lambda: unit.run(values, received)).peak_bytes
 
 
 def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
@@ -236,12 +236,3 @@ def _storages(values: Sequence[Any]) -> dict[int, int]:
 
 def _bytes_of(value: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
-
-
-def _drop_gradients(unit: Unit) -> None:
-    for parameter in unit.module.parameters():
-        parameter.grad = None
-
-
-def _discard(_value: Any) -> None:
-    """Drops what it is given."""

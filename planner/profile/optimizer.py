@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +68,8 @@ def measure_optimizer(
     optimizer = check_step(build, copies)
     states = _states(optimizer, list(copies.values()), [parameters[name] for name in sparse])
     size = sum(map(sparse_bytes, sparse.values()))
-    peak_bytes = meter.measure(lambda: _discard(optimizer.step())).peak_bytes
-    times = [clock.time_us(lambda: _discard(optimizer.step())) for _ in range(repeats)]
+    peak_bytes = meter.measure(optimizer.step).peak_bytes
+    times = [clock.time_us(optimizer.step) for _ in range(repeats)]
     return replace(
         cost,
         state_bytes=cost.state_bytes + states,
@@ -115,17 +114,14 @@ def _over_dense(
     optimizer = build(iter(copies))
     evicting = torch.empty(min(between_bytes, CACHE_BYTES) // 4, device=copies[0].device)
 
-    def step() -> None:
-        optimizer.step()
-
     def timed_us() -> float:
         evicting.fill_(1.0)
-        return clock.time_us(step)
+        return clock.time_us(optimizer.step)
 
-    step()
+    optimizer.step()
     state_bytes = _states(optimizer, copies, trained)
-    step()
-    peak_bytes = meter.measure(step).peak_bytes
+    optimizer.step()
+    peak_bytes = meter.measure(optimizer.step).peak_bytes
     return OptimizerCost(
         state_bytes=state_bytes,
         peak_bytes=round(peak_bytes * share),
@@ -155,7 +151,7 @@ def _step_peak_bytes(
         return 0
     optimizer = build(iter(copies))
     optimizer.step()
-    return meter.measure(lambda: _discard(optimizer.step())).peak_bytes
+    return meter.measure(optimizer.step).peak_bytes
 
 
 def _part(parameter: Tensor) -> Tensor:
@@ -173,7 +169,3 @@ def _whole_bytes(state: Tensor, part: Tensor, parameter: Tensor) -> int:
     size = storage_of(state).nbytes()
     by_row = state.dim() > 0 and len(state) == len(part)
     return size * len(parameter) // len(part) if by_row else size
-
-
-def _discard(_value: Any) -> None:
-    """Drops what it is given."""

@@ -21,13 +21,11 @@ def sparse_bytes(gradient: Tensor) -> int:
 
 def sparse_gradients(unit: Unit, received: UnitInput) -> dict[str, Tensor]:
     """The gradients of parameters that are sparse after one micro-batch, by name; the unit keeps none."""
-    parameters = dict(unit.module.named_parameters())
-    for parameter in parameters.values():
-        parameter.grad = None  # a sparse gradient that is added to a dense one is dense
+    unit.module.zero_grad()  # a sparse gradient that is added to a dense one is dense
     _run(unit, received)
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None and p.grad.is_sparse}
-    for parameter in parameters.values():
-        parameter.grad = None
+    parameters = unit.module.named_parameters()
+    gradients = {name: p.grad for name, p in parameters if p.grad is not None and p.grad.is_sparse}
+    unit.module.zero_grad()
     return gradients
 
 

@@ -129,7 +129,7 @@ class GhostMeter:
     def __init__(self) -> None:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def measure(self, work: Callable[[], None]) -> Usage:
+    def measure(self, work: Callable[[], object]) -> Usage:
         """Runs `work` once."""
         before = peak = self._live_bytes()
 
@@ -170,7 +170,7 @@ class RooflineClock:
         self.flops = 0
         """Floating-point operations of the last piece of work."""
 
-    def time_us(self, work: Callable[[], None]) -> float:
+    def time_us(self, work: Callable[[], object]) -> float:
         """Microseconds that `work` would take on the device."""
         total_us = 0.0
         self.flops = 0
@@ -190,7 +190,7 @@ class RooflineClock:
             work()
         return total_us
 
-    def flops_of(self, work: Callable[[], None]) -> int:
+    def flops_of(self, work: Callable[[], object]) -> int:
         """Floating-point operations of `work`."""
         self.time_us(work)
         return self.flops
