@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Setting
-from planner.model.ghosts import storage_of
+from planner.model.ghosts import storage_key
 from planner.model.outline import Outline, outline_of
 from planner.model.stage import ModelStage
 
@@ -157,7 +157,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
     by_storage: dict[int, list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.parameter_names().items():
-            by_storage.setdefault(_storage_key(parameter), []).append((index, name))
+            by_storage.setdefault(storage_key(parameter), []).append((index, name))
     return [owners for owners in by_storage.values() if len({index for index, _ in owners}) > 1]
 
 
@@ -218,8 +218,3 @@ def _flatten(container: nn.Module, prefix: str) -> Iterator[Layer]:
             yield from _flatten(child, f"{prefix}{name}.")
         else:
             yield Layer(f"{prefix}{name}", child)
-
-
-def _storage_key(parameter: nn.Parameter) -> int:
-    key: int = storage_of(parameter)._cdata
-    return key

@@ -28,7 +28,17 @@ from torch.utils._mode_utils import no_dispatch
 
 from planner.core.errors import ModelError
 
-__all__ = ["SHAPE_ONLY", "Absent", "Ghost", "NeedsValuesError", "absent", "expect_present", "ghost_like", "storage_of"]
+__all__ = [
+    "SHAPE_ONLY",
+    "Absent",
+    "Ghost",
+    "NeedsValuesError",
+    "absent",
+    "expect_present",
+    "ghost_like",
+    "storage_key",
+    "storage_of",
+]
 
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
@@ -172,6 +182,12 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
             hint="profile on the device itself, or build the layer with `sparse=False`",
         )
     return tensor.bare.untyped_storage()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells a tensor's storage from all others that there are at the same time."""
+    key: int = storage_of(tensor)._cdata
+    return key
 
 
 def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> Tensor:

@@ -1,14 +1,41 @@
-"""What torch's own description of an operator says of it: where it writes, and whether values decide what it makes."""
+"""Torch's operators as they run, and what torch's own description of one says: where it writes, what values decide."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.model.nests import tensors_in
 
-__all__ = ["decides", "written_tensors"]
+__all__ = ["OperatorWatch", "decides", "written_tensors"]
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Tells listeners of every operator that runs while it is open.
+
+    Args:
+        before: Called with operator, arguments and keywords in front of each: it sees arguments as they were.
+        after: Called with these and the result behind each: by then it shows which storages are new.
+    """
+
+    def __init__(
+        self,
+        *,
+        before: Callable[[Any, Any, Any], object] = lambda *_: None,
+        after: Callable[[Any, Any, Any, Any], object] = lambda *_: None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before, self._after = before, after
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator."""
+        kwargs = kwargs or {}
+        self._before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._after(func, args, kwargs, result)
+        return result
 
 
 def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:

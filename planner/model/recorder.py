@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.model.attributes import Attributes
 from planner.model.calling import arguments_of, wrapped
@@ -26,7 +25,7 @@ from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
 from planner.model.loss_reads import addresses_read
 from planner.model.nests import take_apart, tensors_in
-from planner.model.operators import decides, written_tensors
+from planner.model.operators import OperatorWatch, decides, written_tensors
 from planner.model.recording import END, Call, Join, Operator, Recording
 from planner.model.refusals import in_place_told
 from planner.model.regions import RegionFinder, without_reentrance
@@ -59,7 +58,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         stack.enter_context(saved_tensors_hooks(_forget, _forget))  # there will be no backward
         stack.enter_context(without_reentrance())
         args, kwargs = arguments_of(inputs)
-        with wrapped(model.modules(), recorder.run), recorder:
+        with wrapped(model.modules(), recorder.run), OperatorWatch(after=recorder.note_operator):
             output = recorder.output_of(model, *args, **kwargs)
         recorder.note_outputs(output, None if loss_of is None else addresses_read(loss_of, output))
     return recorder.recording
@@ -68,7 +67,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
 # Private functions
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder:
     """Writes a `Recording` while a model runs under it.
 
     A version is tainted if a parameter, a floating-point input or a random number went into it. What is not tainted,
@@ -76,7 +75,6 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         # Of several paths of one module the first counts, as it does in `named_modules`.
         self._paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
@@ -172,53 +170,7 @@ class _Recorder(TorchDispatchMode):
             self._watch.begin_gap(self._function)
         return result
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # It is noted when it has run, for then it shows which storages are new.
-        result = func(*args, **kwargs)
-        self._note(func, args, kwargs, result)
-        return result
-
-    # Private methods
-
-    def _begun(self, module: nn.Module) -> Call:
-        """A new call, of which the innermost one at work is the parent."""
-        calls = self.recording.calls
-        parent = self._stack[-1] if self._stack else -1
-        call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
-        calls.append(call)
-        if parent >= 0:
-            calls[parent].children.append(call.number)
-        return call
-
-    def _function(self, called: Called, run: Callable[[], Any]) -> Any:
-        """Runs one call of a torch function by a module's own code; what it makes may be a join."""
-        recording = self.recording
-        call = recording.calls[self._stack[-1]]
-        gap, enter = len(call.children), self._tick()
-        result = run()
-        end = self._tick()
-        # A function that calls submodules ends in another gap than it began in: a stage could not find it again.
-        if not (isinstance(result, Tensor) and result.is_floating_point() and len(call.children) == gap):
-            return result
-        # What is no new tensor crosses already, or not at all; what is not tainted every stage makes for itself; and
-        # within an autograd function it has no graph.
-        version = self._version_of(result)
-        is_new = recording.flow.nodes[version]["created"] > enter
-        if is_new and version in self._tainted and call.function < 0:
-            value = self._value(result, call.number, exposed=False).number
-            recording.candidates.append(
-                Join(call=call.number, gap=gap, called=called, enter=enter, exit=end, value=value, version=version)
-            )
-        return result
-
-    def _modules_in(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        # Blocks call the same modules over and over, and a walk through a large one takes time.
-        if module not in self._below:
-            self._below[module] = list(module.named_modules(prefix=self._paths[module]))
-        return self._below[module]
-
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Notes an operator that has run, and the versions that it made."""
         recording, time = self.recording, self._tick()
         name = func._schema.name
@@ -259,6 +211,45 @@ class _Recorder(TorchDispatchMode):
             # Whoever wants to run one of these calls again needs what the operator read.
             for above in self._stack:
                 recording.calls[above].constant = False
+
+    # Private methods
+
+    def _begun(self, module: nn.Module) -> Call:
+        """A new call, of which the innermost one at work is the parent."""
+        calls = self.recording.calls
+        parent = self._stack[-1] if self._stack else -1
+        call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
+        calls.append(call)
+        if parent >= 0:
+            calls[parent].children.append(call.number)
+        return call
+
+    def _function(self, called: Called, run: Callable[[], Any]) -> Any:
+        """Runs one call of a torch function by a module's own code; what it makes may be a join."""
+        recording = self.recording
+        call = recording.calls[self._stack[-1]]
+        gap, enter = len(call.children), self._tick()
+        result = run()
+        end = self._tick()
+        # A function that calls submodules ends in another gap than it began in: a stage could not find it again.
+        if not (isinstance(result, Tensor) and result.is_floating_point() and len(call.children) == gap):
+            return result
+        # What is no new tensor crosses already, or not at all; what is not tainted every stage makes for itself; and
+        # within an autograd function it has no graph.
+        version = self._version_of(result)
+        is_new = recording.flow.nodes[version]["created"] > enter
+        if is_new and version in self._tainted and call.function < 0:
+            value = self._value(result, call.number, exposed=False).number
+            recording.candidates.append(
+                Join(call=call.number, gap=gap, called=called, enter=enter, exit=end, value=value, version=version)
+            )
+        return result
+
+    def _modules_in(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        # Blocks call the same modules over and over, and a walk through a large one takes time.
+        if module not in self._below:
+            self._below[module] = list(module.named_modules(prefix=self._paths[module]))
+        return self._below[module]
 
     def _derive(self, version: int, reads: tuple[int, ...], *, tainted: bool) -> None:
         self.recording.flow.add_edges_from((read, version) for read in reads if read != version)

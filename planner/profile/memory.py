@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from planner.core.values.profile import BoundaryTensor, MemoryDetail
 from planner.device.meter import Meter
-from planner.model.ghosts import storage_of
+from planner.model.ghosts import storage_key, storage_of
 from planner.profile.sparse import sparse_bytes
 from planner.profile.units import Unit, UnitInput
 
@@ -68,7 +68,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
 
 def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
     """Bytes of what autocast keeps from one micro-batch to the next: copies of weights, gone when it is left."""
-    values = _non_leaves(received.fresh())
+    values = received.non_leaves()
     with unit.keeping_casts():
         # In place, and dropped within the measurement, so that nothing else is left at its end.
         return max(0, meter.measure(lambda: unit.run(values, received)).end_bytes)
@@ -102,7 +102,7 @@ class _Pass:
     """One forward and backward with its memory, relative to what was alive before (inputs included)."""
 
     def __init__(self, unit: Unit, received: UnitInput, meter: Meter) -> None:
-        values = _non_leaves(received.fresh())
+        values = received.non_leaves()
         outputs: list[Any] = []
         started: list[Tensor | None] = []
         versions = _versions(values)
@@ -127,7 +127,7 @@ class _Pass:
 
 def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
     """Peak of a backward as the last layer of a stage has it: somebody else holds its outputs and their gradients."""
-    values = _non_leaves(received.fresh())
+    values = received.non_leaves()
     outputs: list[Any] = []
     gradients: list[Tensor] = []
     forward = meter.measure(lambda: outputs.extend(unit.run(values, received)))
@@ -140,24 +140,23 @@ def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
-    values = received.fresh()
     with torch.no_grad():
-        values = _non_leaves(values)
+        values = received.non_leaves()
         return meter.measure(lambda: unit.run(values, received)).peak_bytes
 
 
 def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
     """Which storages of inputs and outputs outlive them, and which outputs lie in an input's storage."""
-    values = _non_leaves(received.fresh())
+    values = received.non_leaves()
     outputs = unit.run(values, received)
     started = start_backward(outputs)
-    input_keys = [_key(value) for value in values if isinstance(value, Tensor)]
-    output_keys = [_key(output) for output in outputs if isinstance(output, Tensor)]
+    input_keys = [storage_key(value) for value in values if isinstance(value, Tensor)]
+    output_keys = [storage_key(output) for output in outputs if isinstance(output, Tensor)]
     input_sizes = [value.nbytes for value in values if isinstance(value, Tensor)]
     # A parameter or buffer that is passed along is counted as such, not once more per micro-batch.
     fixed = _storages([*unit.module.parameters(), *unit.module.buffers()])
     tensors = (output for output in outputs if isinstance(output, Tensor))
-    output_sizes = [0 if _key(output) in fixed else _own_bytes(output) for output in tensors]
+    output_sizes = [0 if storage_key(output) in fixed else _own_bytes(output) for output in tensors]
     watched = [StorageWeakRef(storage_of(t)) for t in (*values, *outputs) if isinstance(t, Tensor)]
     values.clear()
     outputs.clear()
@@ -191,7 +190,9 @@ def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bo
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(source in range(len(inputs)) for source in sources):
         return [False] * len(sources)
-    outputs = [output for output in unit.run(_non_leaves(leaves), received) if isinstance(output, Tensor)]
+    # The leaves take the gradients; the layer may write into what it runs on.
+    values = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    outputs = [output for output in unit.run(values, received) if isinstance(output, Tensor)]
     carrying = [output for output in outputs if output.requires_grad]
     wanted = [leaf for leaf in inputs if leaf.requires_grad]
     created = {id(output): torch.ones_like(output) for output in carrying}
@@ -206,14 +207,9 @@ def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bo
         if source not in range(len(inputs)) or not output.requires_grad:
             return source in range(len(inputs))
         gradient = handed.get(id(inputs[source]))
-        return gradient is not None and _key(gradient) == _key(created[id(output)])
+        return gradient is not None and storage_key(gradient) == storage_key(created[id(output)])
 
     return [passes(output, source) for output, source in zip(outputs, sources, strict=True)]
-
-
-def _non_leaves(values: list[Any]) -> list[Any]:
-    # In a stage the input of a layer is another layer's output, never a leaf; in-place layers rely on it.
-    return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def _versions(values: Sequence[Any]) -> list[int]:
@@ -221,17 +217,12 @@ def _versions(values: Sequence[Any]) -> list[int]:
     return [value._version for value in values if isinstance(value, Tensor)]
 
 
-def _key(tensor: Tensor) -> int:
-    key: int = storage_of(tensor)._cdata
-    return key
-
-
 def _own_bytes(tensor: Tensor) -> int:
     return storage_of(tensor).nbytes()
 
 
 def _storages(values: Sequence[Any]) -> dict[int, int]:
-    return {_key(value): _own_bytes(value) for value in values if isinstance(value, Tensor)}
+    return {storage_key(value): _own_bytes(value) for value in values if isinstance(value, Tensor)}
 
 
 def _bytes_of(value: Any) -> int:

@@ -30,7 +30,7 @@ def sparse_gradients(unit: Unit, received: UnitInput) -> dict[str, Tensor]:
 
 
 def _run(unit: Unit, received: UnitInput) -> None:
-    outputs = unit.run([v.clone() if isinstance(v, Tensor) else v for v in received.fresh()], received)
+    outputs = unit.run(received.non_leaves(), received)
     carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     torch.autograd.backward(carrying, [torch.ones_like(output) for output in carrying])
 

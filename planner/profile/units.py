@@ -9,21 +9,22 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
 from planner.model.autocast import keeping_casts, layers_in
-from planner.model.chain import Chain
+from planner.model.chain import Chain, Layer
 from planner.model.ghosts import Ghost
 from planner.model.held import as_ghosts
 from planner.model.load import Batch, LoadedModel, to_device
+from planner.model.operators import OperatorWatch
 from planner.model.refusals import raised_by
 from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
@@ -50,6 +51,10 @@ class UnitInput:
             for value in self.values
         ]
 
+    def non_leaves(self) -> list[Any]:
+        """Copies of new leaves: in a stage a layer gets another one's output, which it may write into."""
+        return [value.clone() if isinstance(value, Tensor) else value for value in self.fresh()]
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -66,7 +71,7 @@ class Unit:
         """The unit's outputs, flat; leaves are passed on as non-leaf views so that in-place layers work.
 
         Args:
-            values: Flat inputs, as from `received.fresh()`.
+            values: Flat inputs, as from `received.non_leaves()`.
             received: Their structure, and the targets.
         """
         with layers_in(self.precision, self.device), without_reentrance():
@@ -82,7 +87,7 @@ class Unit:
 
 def trace_units(
     chain: Chain, loaded: LoadedModel, sizes: Sequence[int], device: torch.device, *, ghosts: bool = False
-) -> tuple[tuple[Unit, ...], dict[tuple[str, int], UnitInput]]:
+) -> tuple[tuple[Unit, ...], dict[Key, UnitInput]]:
     """The unit of every layer, and for every distinct unit its input at every micro-batch size.
 
     Args:
@@ -96,41 +101,26 @@ def trace_units(
     Raises:
         ModelError: A layer does not run on what the layer before it returned.
     """
-    inputs: dict[tuple[str, int], UnitInput] = {}
-    digests: list[str] = []
+    inputs: dict[Key, UnitInput] = {}
+    digests: dict[Layer, str] = {}
     with as_ghosts(chain.model) if ghosts else nullcontext(), without_reentrance():
-        for n, size in enumerate(sizes):
+        for size in sizes:
             batch = loaded.example_batch(size) if ghosts else _on(loaded.example_batch(size), device)
             value = _detached(batch.inputs)
-            for index, layer in enumerate(chain.layers):
-                last = index == len(chain.layers) - 1
-                received = _received(value, batch.targets if last else None)
-                tracer = _Tracer()
-                held: list[str] = []
-                if isinstance(layer.module, ModelStage):
-                    # How many modules a stage passes over on the way to its own says nothing about its own. But the
-                    # parameters that it needs for that are its own, with gradients and optimizer state.
-                    layer.module.call_when_begun(tracer.trace.clear)
-                    held = [_shape(tensor) for tensor in layer.module.needed_to_pass_over]
-                with tracer, saved_tensors_hooks(tracer.saved, _as_it_was), layers_in(loaded.precision, device):
-                    value = _call(layer.name, layer.module, value, size)
-                    if last:
-                        _check_loss(loaded, chain, value, batch.targets)
-                if n == 0:
-                    digests.append(_digest([loaded.precision, *held, *tracer.trace], received, last=last))
-                inputs.setdefault((digests[index], size), received)
-                if not last:
-                    value = _detached(value)
+            for layer in chain.layers:
+                is_last = layer is chain.layers[-1]
+                received = _received(value, batch.targets if is_last else None)
+                check = partial(_check_loss, loaded, chain, batch.targets) if is_last else None
+                with layers_in(loaded.precision, device):
+                    value, trace = _traced(layer, value, size, check)
+                # A unit is known by its trace at the first size.
+                digest = digests.setdefault(layer, _digest([loaded.precision, *trace], received, last=is_last))
+                inputs.setdefault((digest, size), received)
+                value = None if is_last else _detached(value)
+    losses = (*[None] * (len(chain.layers) - 1), loaded.loss_fn)
     units = tuple(
-        Unit(
-            layer.name,
-            layer.module,
-            loaded.loss_fn if layer is chain.layers[-1] else None,
-            digest,
-            loaded.precision,
-            device,
-        )
-        for layer, digest in zip(chain.layers, digests, strict=True)
+        Unit(layer.name, layer.module, loss_fn, digest, loaded.precision, device)
+        for (layer, digest), loss_fn in zip(digests.items(), losses, strict=True)
     )
     return units, inputs
 
@@ -152,19 +142,49 @@ def _on(batch: Batch, device: torch.device) -> Batch:
     return Batch(to_device(batch.inputs, device), to_device(batch.targets, device))
 
 
-def _call(name: str, module: nn.Module, value: Any, size: int) -> Any:
+def _traced(
+    layer: Layer, value: Any, size: int, check: Callable[[Any], object] | None
+) -> tuple[Any, list[list[Any] | str]]:
+    """What a layer returns, and all that it runs: operators, with the shapes and numbers that they are called with.
+
+    `check` is called with what it returns, and runs operators that count, too.
+    """
+    trace: list[list[Any] | str] = []
+    held: list[str] = []
+
+    def ran(func: Any, args: Any, kwargs: Any) -> None:
+        trace.append([str(func), [_shape(leaf) for leaf in tree_flatten((args, kwargs))[0]]])
+
+    def saved(tensor: Tensor) -> Tensor:
+        # What backward keeps counts as well: a layer that recomputes by itself keeps less.
+        trace.append(["saved", _shape(tensor)])
+        return tensor
+
+    if isinstance(layer.module, ModelStage):
+        # How many modules a stage passes over on the way to its own says nothing about its own. But the parameters
+        # that it needs for that are its own, with gradients and optimizer state.
+        layer.module.call_when_begun(trace.clear)
+        held = [_shape(tensor) for tensor in layer.module.needed_to_pass_over]
+    with OperatorWatch(before=ran), saved_tensors_hooks(saved, lambda tensor: tensor):
+        output = _call(layer, value, size)
+        if check is not None:
+            check(output)
+    return output, [*held, *trace]
+
+
+def _call(layer: Layer, value: Any, size: int) -> Any:
     try:
-        return module(value)
+        return layer.module(value)
     except (Exception, SystemExit) as error:
         shapes = ", ".join(_shape(leaf) for leaf in tree_flatten(value)[0])
-        where = f'layer "{name}" ({type(module).__name__})'
+        where = f'layer "{layer.name}" ({type(layer.module).__name__})'
         raised = raised_by(where, error, f"{shapes}, micro-batch size {size}")
         if raised is error:
             raise
         raise raised from error
 
 
-def _check_loss(loaded: LoadedModel, chain: Chain, output: Any, targets: Any) -> None:
+def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) -> None:
     with user_code(loaded.source.rpartition(":")[0], "`loss_fn(output, target)`"):
         loss: Any = loaded.loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -202,25 +222,3 @@ def _shape(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{'g' if value.requires_grad else ''}"
     return repr(value)
-
-
-def _as_it_was(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _Tracer(TorchDispatchMode):
-    """Records every operator with the shapes and numbers it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.trace: list[Any] = []
-
-    def saved(self, tensor: Tensor) -> Tensor:
-        """Called for every tensor that backward keeps: a layer that recomputes by itself keeps less."""
-        self.trace.append(["saved", _shape(tensor)])
-        return tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_flatten((args, kwargs or {}))[0]
-        self.trace.append([str(func), [_shape(leaf) for leaf in leaves]])
-        return func(*args, **(kwargs or {}))

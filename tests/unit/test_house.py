@@ -30,9 +30,7 @@ LONG_FILES: set[str] = set()
 
 LONG_FUNCTIONS: set[str] = set()
 
-DEEP_FUNCTIONS = {
-    "planner/profile/units.py:trace_units",
-}
+DEEP_FUNCTIONS: set[str] = set()
 
 MANY_ARGUMENTS = {
     "planner/bridge/mesh_program.py:MeshProgram._on_one_device",

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from planner.core.errors import ModelError
@@ -27,10 +26,11 @@ from planner.core.values.profile import Device
 from planner.device.cuda import ASSUMED_RESERVE_BYTES, Cuda
 from planner.device.meter import Usage
 from planner.model.chain import Chain, tied_parameters
-from planner.model.ghosts import storage_of
+from planner.model.ghosts import storage_key, storage_of
 from planner.model.held import as_ghosts
 from planner.model.load import LoadedModel
 from planner.model.nests import tensors_in
+from planner.model.operators import OperatorWatch
 from planner.model.stage import ModelStage
 from planner.profile.backends.rates import Rates, rates_of
 from planner.profile.layers import Costs, Measured, layer_profiles
@@ -133,15 +133,15 @@ class GhostMeter:
         """Runs `work` once."""
         before = peak = self._live_bytes()
 
-        def count(received: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        def count(_func: Any, args: Any, kwargs: Any, result: Any) -> None:
             nonlocal peak
-            for tensor in received:
+            for tensor in tensors_in((args, kwargs)):
                 self._know(tensor, counts=False)
-            for tensor in results:
+            for tensor in tensors_in(result):
                 self._know(tensor, counts=True)
             peak = max(peak, self._live_bytes())
 
-        with _Watching(lambda _func, received, results, _result: count(received, results)):
+        with OperatorWatch(after=count):
             work()
         return Usage(peak - before, self._live_bytes() - before)
 
@@ -175,18 +175,19 @@ class RooflineClock:
         total_us = 0.0
         self.flops = 0
 
-        def ran(func: Any, received: Sequence[Tensor], results: Sequence[Tensor], result: tuple[Any, Any, Any]) -> None:
+        def add(func: Any, args: Any, kwargs: Any, result: Any) -> None:
             nonlocal total_us
+            received, results = tensors_in((args, kwargs)), tensors_in(result)
             if _moves_nothing(func, received, results):
                 return
-            flops = _flops(func, *result)
+            flops = _flops(func, args, kwargs, result)
             self.flops += flops
             half = bool(results) and all(t.element_size() < 4 for t in results if t.is_floating_point())
             rate = self._rates.half_flops_per_s if half else self._rates.float32_flops_per_s
             moved = _moved_bytes(func, received, results)
             total_us += max(_LAUNCH_US, 1e6 * flops / rate, 1e6 * moved / self._rates.bytes_per_s)
 
-        with _Watching(ran):
+        with OperatorWatch(after=add):
             work()
         return total_us
 
@@ -241,26 +242,12 @@ def _run(unit: Unit, received: UnitInput) -> None:
     unit.run(received.fresh(), received)
 
 
-class _Watching(TorchDispatchMode):
-    """Tells of every operator: (operator, tensors it is given, tensors it returns, (arguments, keywords, result))."""
-
-    def __init__(self, listener: Callable[[Any, list[Tensor], list[Tensor], tuple[Any, Any, Any]], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._listener = listener
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self._listener(func, tensors_in((args, kwargs)), tensors_in(result), (args, kwargs, result))
-        return result
-
-
 def _moves_nothing(func: Any, received: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
     """Whether an operator makes views only."""
     if func._schema.is_mutable or not results:
         return not results
-    storages = {storage_of(tensor)._cdata for tensor in received}
-    return all(storage_of(tensor)._cdata in storages for tensor in results)
+    storages = set(map(storage_key, received))
+    return all(storage_key(tensor) in storages for tensor in results)
 
 
 def _moved_bytes(func: Any, received: Sequence[Tensor], results: Sequence[Tensor]) -> int:
