@@ -23,8 +23,9 @@ from planner.bridge.compiling import OutOfMemoryError
 from planner.bridge.halves import Halves, LayerFunction, halves_of, random_key
 from planner.bridge.outcomes import CompiledLayer, CompiledStep
 from planner.bridge.programs import Program, compile_program, filled_between
-from planner.bridge.torchax_optimizer import Builder, step_function
+from planner.bridge.torchax_optimizer import step_function
 from planner.bridge.tpu_layouts import padded_bytes
+from planner.model.optimizers import Builder
 
 __all__ = ["Timer", "compile_layer", "compile_step"]
 

@@ -4,7 +4,7 @@ What the step finds in its state that is no array of the parameter's shape (how 
 it is after the first one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,9 @@ from jax import Array
 from torch import Tensor, nn
 
 from planner.bridge.torchax_adapter import environment, in_32_bits, shape_of
+from planner.model.optimizers import Builder
 
-__all__ = ["Builder", "StepFunction", "step_function"]
-
-Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+__all__ = ["StepFunction", "step_function"]
 
 _SMALL = 2
 """Rows and columns of parameters that an optimizer is asked about its state with."""

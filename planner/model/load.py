@@ -28,7 +28,7 @@ from planner.model.growth import SIZES
 from planner.model.held import as_ghosts
 from planner.model.inputs import BATCH_FIRST, input_tensor
 from planner.model.nests import tensors_in
-from planner.model.optimizers import optimizer_builder
+from planner.model.optimizers import Builder, optimizer_builder
 from planner.model.settings import public_names, typed_settings
 from planner.model.user_errors import user_code
 
@@ -58,7 +58,7 @@ class LoadedModel:
     build: Callable[[], nn.Module]
     example_batch: Callable[[int], Batch]
     loss_fn: Callable[[Any, Any], Tensor]
-    build_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+    build_optimizer: Builder
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
     loss_count: Callable[[Any], Any] | None = None
@@ -326,9 +326,7 @@ def _example_batch(
     return example
 
 
-def _checked_optimizer(
-    path: str, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+def _checked_optimizer(path: str, build: Builder) -> Builder:
     def checked(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         with user_code(path, "`build_optimizer(parameters)`"):
             optimizer: Any = build(parameters)

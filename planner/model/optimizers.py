@@ -8,7 +8,7 @@ from torch import Tensor
 
 from planner.core.errors import UsageError
 
-__all__ = ["OPTIMIZERS", "optimizer_builder"]
+__all__ = ["OPTIMIZERS", "Builder", "optimizer_builder"]
 
 Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 

@@ -150,8 +150,7 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
     values = received.non_leaves()
     outputs = unit.run(values, received)
     started = start_backward(outputs)
-    input_keys = [storage_key(value) for value in values if isinstance(value, Tensor)]
-    output_keys = [storage_key(output) for output in outputs if isinstance(output, Tensor)]
+    keys = [storage_key(tensor) for tensor in (*values, *outputs) if isinstance(tensor, Tensor)]
     input_sizes = [value.nbytes for value in values if isinstance(value, Tensor)]
     # A parameter or buffer that is passed along is counted as such, not once more per micro-batch.
     fixed = _storages([*unit.module.parameters(), *unit.module.buffers()])
@@ -162,13 +161,10 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
     outputs.clear()
     kept = [not watch.expired() for watch in watched]
     del started
-    num = len(input_keys)
+    num = len(input_sizes)
     inputs = [BoundaryTensor(bytes=size, kept=keep) for size, keep in zip(input_sizes, kept[:num], strict=True)]
-    earlier = [(*input_keys, *output_keys[:n]) for n in range(len(output_keys))]
-    sources = [
-        earlier_keys.index(key) if key in earlier_keys else -1
-        for key, earlier_keys in zip(output_keys, earlier, strict=True)
-    ]
+    # An output lies where the first tensor with the same storage does, if that is one in front of it.
+    sources = [first if (first := keys.index(keys[place])) < place else -1 for place in range(num, len(keys))]
     results = [
         BoundaryTensor(bytes=size, kept=keep, alias=source, relayed=passes)
         for size, keep, source, passes in zip(

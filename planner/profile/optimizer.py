@@ -1,6 +1,6 @@
 """What the optimizer's step costs for the parameters of one layer: state, transient bytes, time."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from planner.device.clock import Clock
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_of
+from planner.model.optimizers import Builder
 from planner.profile.sparse import check_step, sparse_bytes, sparse_copy
 from planner.profile.timing import CACHE_BYTES
 
@@ -33,7 +34,7 @@ class OptimizerCost:
 
 def measure_optimizer(
     module: nn.Module,
-    build: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    build: Builder,
     *,
     meter: Meter,
     clock: Clock,
@@ -80,7 +81,7 @@ def measure_optimizer(
 
 def peaks_add(
     module: nn.Module,
-    build: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    build: Builder,
     *,
     meter: Meter,
     sparse: Collection[str] = (),
@@ -99,7 +100,7 @@ def _dense(module: nn.Module, sparse: Collection[str]) -> list[nn.Parameter]:
 
 def _over_dense(
     trained: Sequence[nn.Parameter],
-    build: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    build: Builder,
     *,
     meter: Meter,
     clock: Clock,
@@ -140,7 +141,7 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
 
 def _step_peak_bytes(
     trained: Sequence[nn.Parameter],
-    build: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    build: Builder,
     meter: Meter,
     times: int,
 ) -> int:

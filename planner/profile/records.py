@@ -74,15 +74,15 @@ class Records:
         """What to call the unit of every digest."""
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
-    def first_input(self, digest: str) -> UnitInput:
-        """The unit's input at the smallest size."""
-        return self.inputs[digest, self.sizes[0]]
+    def of_each(self, figure: Callable[[Unit, UnitInput], int]) -> dict[str, int]:
+        """A figure of every distinct unit, by its digest: `figure` of the unit and its input at the smallest size."""
+        return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def sparse(self, digest: str) -> dict[str, Tensor]:
         """The unit's gradients that are sparse, by name of the parameter."""
         if not self.memory[digest, self.sizes[0]].sparse_gradient_bytes:
             return {}
-        return sparse_gradients(self.distinct[digest], self.first_input(digest))
+        return sparse_gradients(self.distinct[digest], self.inputs[digest, self.sizes[0]])
 
 
 def record_sizes(task: Task, ways: Ways) -> Records:

@@ -1,17 +1,16 @@
 """Sparse gradients of a layer, and what an optimizer's step over them costs."""
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.chain import Layer
+from planner.model.chain import Layer, tied_parameters
+from planner.model.optimizers import Builder
 from planner.profile.units import Unit, UnitInput
 
 __all__ = ["check_step", "check_ties", "sparse_bytes", "sparse_copy", "sparse_gradients"]
-
-Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 def sparse_bytes(gradient: Tensor) -> int:
@@ -35,17 +34,17 @@ def _run(unit: Unit, received: UnitInput) -> None:
     torch.autograd.backward(carrying, [torch.ones_like(output) for output in carrying])
 
 
-def check_ties(layers: Sequence[Layer], tied: Container[str], sparse: Callable[[int], Collection[str]]) -> None:
+def check_ties(layers: Sequence[Layer], sparse: Callable[[int], Collection[str]]) -> None:
     """Refuses sparse gradients of parameters that several layers share: the sum is dense, or not, as stages are cut.
 
     Args:
         layers: Of the chain.
-        tied: Names of parameters that layers share.
         sparse: By layer, the parameters whose gradients are sparse, by their names within it.
 
     Raises:
         ModelError: Naming the parameter.
     """
+    tied = tied_parameters(layers)
     for n, layer in enumerate(layers):
         if not any(name in tied for name in layer.parameter_names()):
             continue
@@ -74,7 +73,7 @@ def sparse_copy(parameter: Tensor, gradient: Tensor, rows: int) -> nn.Parameter:
     return copy
 
 
-def check_step(build: Build, copies: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def check_step(build: Builder, copies: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """An optimizer that has stepped over sparse gradients.
 
     Raises:

@@ -7,7 +7,7 @@ import torch
 
 from planner.core.values.profile import Profile
 from planner.core.values.units import format_bytes
-from planner.model.chain import Chain, Layer, chain_digest
+from planner.model.chain import Chain, chain_digest
 from planner.model.lean import build_lean, move_buffers
 from planner.model.load import LoadedModel
 from planner.model.precision import converted
@@ -64,8 +64,7 @@ def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, .
         profiled = before.get(layer.name)
         if profiled is None:
             continue
-        now_bytes = _parameter_bytes(layer)
-        if now_bytes != profiled.parameter_bytes:
+        if (now_bytes := unit.parameter_bytes) != profiled.parameter_bytes:
             message = (
                 f"has {format_bytes(now_bytes)} of parameters, {format_bytes(profiled.parameter_bytes)} when profiled"
             )
@@ -73,7 +72,3 @@ def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, .
         elif profiled.digest and unit.digest != profiled.digest:
             changes.append(ModelChange(layer.name, "computes something else than when it was profiled"))
     return tuple(changes) or (ModelChange("", "the same layers with the same parameters, but another structure"),)
-
-
-def _parameter_bytes(layer: Layer) -> int:
-    return sum(parameter.nbytes for parameter in layer.module.parameters())

@@ -15,13 +15,24 @@ from itertools import chain, cycle
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
 
 from planner.device.clock import Clock
+from planner.model.stage import ModelStage
 from planner.profile.memory import start_backward
 from planner.profile.units import Key, Unit, UnitInput
 
-__all__ = ["CACHE_BYTES", "Samples", "Times", "enough_to_leave_the_cache", "measure_times", "time_once", "times_of"]
+__all__ = [
+    "CACHE_BYTES",
+    "Samples",
+    "Times",
+    "enough_to_leave_the_cache",
+    "measure_times",
+    "passing_us",
+    "time_once",
+    "times_of",
+]
 
 CACHE_BYTES = 64 * 2**20
 """More than a core's share of a CPU's last cache, or a GPU's L2 cache, can hold."""
@@ -97,7 +108,7 @@ def times_of(samples: Sequence[tuple[float, float]], clock: Clock) -> Times:
 def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
     """The first of the equal layers, as many as it takes until one's parameters are no longer in the cache."""
     equal = [unit for unit in units if unit.digest == digest]
-    size = sum(parameter.nbytes for parameter in equal[0].module.parameters())
+    size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
 
 
@@ -126,6 +137,24 @@ def time_once(unit: Unit, received: UnitInput, clock: Clock) -> tuple[float, flo
     return forward_us, backward_us
 
 
+def passing_us(
+    units: Mapping[str, Unit], inputs: Mapping[Key, UnitInput], *, clock: Clock, repeats: int
+) -> dict[Key, float]:
+    """What it takes a stage to get past the modules in front of it; 0 for layers of a Sequential, which pass nothing.
+
+    Every layer that is measured alone pays for that, a stage of several layers once. So it is taken off the time of
+    each layer, and layers add up to stages and to the model.
+    """
+    return {key: _passing_us(units[key[0]].module, received, clock, repeats) for key, received in inputs.items()}
+
+
+def _passing_us(stage: nn.Module, received: UnitInput, clock: Clock, repeats: int) -> float:
+    if not isinstance(stage, ModelStage):
+        return 0.0
+    value = tree_unflatten(received.fresh(), received.spec)
+    return clock.typical_us([clock.time_us(lambda: stage.pass_over(value)) for _ in range(repeats + 1)][1:])
+
+
 def _adding_us(gradient: Tensor, clock: Clock) -> float:
     """Time to add a gradient to one that is there, of which as much exists at once as no cache holds."""
     if gradient.is_sparse:
@@ -141,7 +170,7 @@ def _adding_us(gradient: Tensor, clock: Clock) -> float:
 
 def _is_large(unit: Unit) -> bool:
     """Whether its gradients are there only while it runs."""
-    return sum(parameter.nbytes for parameter in unit.module.parameters()) > CACHE_BYTES
+    return unit.parameter_bytes > CACHE_BYTES
 
 
 def _give_gradients(unit: Unit) -> None:

@@ -67,6 +67,11 @@ class Unit:
     precision: Precision = ""
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
 
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all its parameters."""
+        return sum(parameter.nbytes for parameter in self.module.parameters())
+
     def run(self, values: Sequence[Any], received: UnitInput) -> list[Any]:
         """The unit's outputs, flat; leaves are passed on as non-leaf views so that in-place layers work.
 

@@ -110,13 +110,12 @@ class CompiledBackend:
             device=self.device,
             record=partial(_compile, task=task, compiler=compiler, layers=layers),
         )
-        meter = GhostMeter()
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
             distinct = records.distinct
             costs = Costs(
                 records=records,
-                casts_bytes={d: measure_casts(unit, records.first_input(d), meter) for d, unit in distinct.items()},
+                casts_bytes=records.of_each(partial(measure_casts, meter=GhostMeter())),
                 # A program writes into no buffer.
                 rewritten_bytes=dict.fromkeys(distinct, 0),
                 optimizer=_optimizer_costs(task, records, compiler, self._rates),

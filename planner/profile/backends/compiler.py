@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from planner.bridge.compiling import Problem, found_by, raise_problems
 from planner.bridge.extra import versions
 from planner.bridge.outcomes import CompiledLayer, CompiledStep
+from planner.model.optimizers import Builder
 from planner.profile.backends.rates import Rates
 from planner.profile.units import Unit, UnitInput
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from planner.bridge.programs import Program
 
 __all__ = ["Compiler", "optimizer_description", "unit_function"]
-
-Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 _REVISION = 2
 """The revision of what is remembered of a layer or a step, and of how it is compiled."""

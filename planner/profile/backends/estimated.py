@@ -25,7 +25,7 @@ from planner.core.values.devices import Accelerator
 from planner.core.values.profile import Device
 from planner.device.cuda import ASSUMED_RESERVE_BYTES, Cuda
 from planner.device.meter import Usage
-from planner.model.chain import Chain, tied_parameters
+from planner.model.chain import Chain
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.held import as_ghosts
 from planner.model.load import LoadedModel
@@ -36,12 +36,11 @@ from planner.profile.backends.rates import Rates, rates_of
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import OptimizerCost, measure_optimizer
-from planner.profile.passing import passing_us
 from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.sparse import check_ties
 from planner.profile.task import Task
-from planner.profile.timing import Times, time_once
+from planner.profile.timing import Times, passing_us, time_once
 from planner.profile.units import Key, Unit, UnitInput
 
 __all__ = ["EstimatedBackend", "GhostMeter", "RooflineClock", "as_ghosts_if_lean"]
@@ -95,19 +94,18 @@ class EstimatedBackend:
         )
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
-            tied = tied_parameters(task.chain.layers)
-            check_ties(task.chain.layers, tied, lambda n: records.sparse(records.units[n].digest))
+            check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))
             distinct = records.distinct
             peaks_add = _peaks_add(task)
             costs = Costs(
                 records=records,
-                casts_bytes={d: measure_casts(unit, records.first_input(d), meter) for d, unit in distinct.items()},
-                rewritten_bytes={d: rewritten_bytes(unit, records.first_input(d)) for d, unit in distinct.items()},
+                casts_bytes=records.of_each(partial(measure_casts, meter=meter)),
+                rewritten_bytes=records.of_each(rewritten_bytes),
                 optimizer={
                     d: _optimizer_cost(unit.module, task, meter, clock, peaks_add=peaks_add)
                     for d, unit in distinct.items()
                 },
-                flops={d: clock.flops_of(partial(_run, unit, records.first_input(d))) for d, unit in distinct.items()},
+                flops=records.of_each(clock.flops_of),
                 times=_times(task, records, clock),
                 passing_us=passing_us(distinct, records.inputs, clock=clock, repeats=task.options.repeats),
             )
@@ -191,9 +189,9 @@ class RooflineClock:
             work()
         return total_us
 
-    def flops_of(self, work: Callable[[], object]) -> int:
-        """Floating-point operations of `work`."""
-        self.time_us(work)
+    def flops_of(self, unit: Unit, received: UnitInput) -> int:
+        """Floating-point operations of a unit's forward."""
+        self.time_us(lambda: unit.run(received.fresh(), received))
         return self.flops
 
     def typical_us(self, times_us: list[float]) -> float:
@@ -236,10 +234,6 @@ def _times(task: Task, records: Records, clock: RooflineClock) -> dict[Key, Time
         forward_us, backward_us = time_once(records.distinct[key[0]], records.inputs[key], clock)
         times[key] = Times(forward_us=forward_us, backward_us=backward_us, spread=0.0)
     return times
-
-
-def _run(unit: Unit, received: UnitInput) -> None:
-    unit.run(received.fresh(), received)
 
 
 def _moves_nothing(func: Any, received: Sequence[Tensor], results: Sequence[Tensor]) -> bool:

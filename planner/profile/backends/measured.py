@@ -12,20 +12,18 @@ from planner.device.clock import Clock
 from planner.device.kinds import kind_of
 from planner.device.machine import give_freed_memory_back, keep_freed_memory
 from planner.device.meter import Meter
-from planner.model.chain import tied_parameters
 from planner.model.lean import fill
 from planner.model.load import LoadedModel
 from planner.profile.flops import forward_flops
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
-from planner.profile.passing import passing_us
 from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.regret import regret
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.sparse import check_ties
 from planner.profile.task import Task
-from planner.profile.timing import Times, enough_to_leave_the_cache, measure_times, times_of
+from planner.profile.timing import Times, enough_to_leave_the_cache, measure_times, passing_us, times_of
 from planner.profile.units import Key, Unit, with_values
 
 __all__ = ["MeasuredBackend"]
@@ -68,15 +66,13 @@ class MeasuredBackend:
         give_freed_memory_back()
         if not self._kind.has_own_memory:
             keep_freed_memory()
-        tied = tied_parameters(task.chain.layers)
-        check_ties(task.chain.layers, tied, lambda n: records.sparse(records.units[n].digest))
-        distinct = records.distinct
-        casts_bytes = {d: measure_casts(unit, records.first_input(d), meter) for d, unit in distinct.items()}
-        rewritten = {d: rewritten_bytes(unit, records.first_input(d)) for d, unit in distinct.items()}
+        check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))
+        casts_bytes = records.of_each(partial(measure_casts, meter=meter))
+        rewritten = records.of_each(rewritten_bytes)
         before = _optimizer_costs(task, records, meter, clock)
         give_freed_memory_back()
         times = _times(task, records, clock)
-        passing = passing_us(distinct, records.inputs, clock=clock, repeats=task.options.repeats)
+        passing = passing_us(records.distinct, records.inputs, clock=clock, repeats=task.options.repeats)
         give_freed_memory_back()
         # Once more, at another time: its few steps in a row may all have met a busy machine.
         after = _optimizer_costs(task, records, meter, clock)
@@ -86,7 +82,7 @@ class MeasuredBackend:
             casts_bytes=casts_bytes,
             rewritten_bytes=rewritten,
             optimizer=optimizer,
-            flops={d: forward_flops(unit, records.first_input(d)) for d, unit in distinct.items()},
+            flops=records.of_each(forward_flops),
             times=times,
             passing_us=passing,
         )
@@ -126,7 +122,7 @@ def _optimizer_costs(task: Task, records: Records, meter: Meter, clock: Clock) -
 
 
 def _peaks_add(task: Task, records: Records, meter: Meter) -> bool:
-    largest = max(records.distinct.values(), key=lambda unit: sum(p.nbytes for p in unit.module.parameters()))
+    largest = max(records.distinct.values(), key=lambda unit: unit.parameter_bytes)
     return peaks_add(largest.module, task.loaded.build_optimizer, meter=meter, sparse=records.sparse(largest.digest))
 
 
