@@ -20,9 +20,19 @@ from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Setting
 from planner.model.ghosts import storage_key
 from planner.model.outline import Outline, outline_of
-from planner.model.stage import ModelStage
+from planner.model.stage import ModelStage, holder_at
 
-__all__ = ["Chain", "Layer", "chain_digest", "chain_of", "run_layers", "shared_parameters", "tied_parameters"]
+__all__ = [
+    "Chain",
+    "Layer",
+    "chain_digest",
+    "chain_of",
+    "digest_of",
+    "run_layers",
+    "shared_parameters",
+    "tied_parameters",
+    "without_addresses",
+]
 
 
 @dataclass(frozen=True)
@@ -137,12 +147,7 @@ def outlined(outline: Outline, model: nn.Module) -> Chain:
 def register(root: nn.Module, name: str, module: nn.Module) -> None:
     """Makes `module` a descendant of `root` under its dotted path, so that parameters keep their original names."""
     *path, last = name.split(".")
-    for part in path:
-        below = root._modules.get(part)
-        if below is None:
-            root._modules[part] = below = nn.Module()
-        root = below
-    root._modules[last] = module
+    holder_at(root, path)._modules[last] = module
 
 
 def run_layers(layers: Sequence[nn.Module], value: Any) -> Any:
@@ -186,15 +191,24 @@ def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precisio
         content |= {"model": _described(Layer("", chain.model)), "crossings": chain.outline.described}
     if precision:
         content["dtype"] = precision
-    return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest_of(content)
+
+
+def digest_of(content: Any) -> str:
+    """`sha256:…` over values that JSON can hold, and over the text of any others."""
+    return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def without_addresses(text: str) -> str:
+    """What a module prints; functions and objects show where they lie in memory, which differs between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _described(layer: Layer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "class": type(layer.module).__qualname__,
-        # Functions and objects show where they lie in memory, which is another place in the next process.
-        "repr": re.sub(r" at 0x[0-9a-f]+", "", repr(layer.module)),
+        "repr": without_addresses(repr(layer.module)),
         "parameters": [_tensor(name, p) for name, p in layer.module.named_parameters()],
         "buffers": [_tensor(name, b) for name, b in layer.module.named_buffers()],
     }

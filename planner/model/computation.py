@@ -8,10 +8,7 @@ installed (torch, transformers) the names count and not the text: another releas
 
 import ast
 import functools
-import hashlib
 import inspect
-import json
-import re
 import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator
@@ -21,6 +18,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from planner.model.chain import digest_of, without_addresses
 from planner.model.load import LoadedModel
 
 __all__ = ["computation_of"]
@@ -42,7 +40,7 @@ def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
     reader = _Reader(constants=False)
     layers = [[name, *reader.of_module(part)] for name, part in model.named_modules()]
     classes = {type(part).__qualname__: reader.described(type(part)) for part in model.modules()}
-    return {"loss": _digest(loss), "layers": _digest([layers, classes])}
+    return {"loss": digest_of(loss), "layers": digest_of([layers, classes])}
 
 
 # Private functions
@@ -59,8 +57,7 @@ class _Reader:
         """Its class, what it prints of itself, and the functions that it holds (an activation, say)."""
         held = {name: value for name, value in vars(module).items() if not name.startswith("_")}
         functions = {name: self.described(value) for name, value in held.items() if _is_function(value)}
-        # Functions and objects show where they lie in memory.
-        return [type(module).__qualname__, re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr()), functions]
+        return [type(module).__qualname__, without_addresses(module.extra_repr()), functions]
 
     def described(self, value: Any) -> Any:
         """What `value` says of what is computed, as JSON can hold it."""
@@ -164,7 +161,3 @@ def _text(thing: Callable[..., Any]) -> str:
         if isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
             body[0].value.value = ""
     return ast.unparse(tree)
-
-
-def _digest(content: Any) -> str:
-    return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -43,7 +43,8 @@ class DefaultLoss:
         if self._taken is _OWN:
             return self._present(_own_loss(output), "`.loss`")
         if self._taken is _MEAN:
-            return torch.stack([tensor.float().mean() for tensor in _floats(output)]).mean()
+            floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+            return torch.stack([tensor.float().mean() for tensor in floats]).mean()
         leaves, nest = take_apart(output)
         return self._present(dict(zip(leaf_names(nest), leaves, strict=True)).get(str(self._taken)), self._described)
 
@@ -72,12 +73,13 @@ class DefaultLoss:
             if loss.numel() != 1:
                 raise self._unclear(f"the output's own `.loss` has shape {list(loss.shape)}, no scalar")
             return _OWN
-        if not _floats(output):
+        leaves, nest = take_apart(output)
+        named = zip(leaf_names(nest), leaves, strict=True)
+        floats = {name: leaf for name, leaf in named if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+        if not floats:
             raise ModelError(
                 "the model's output holds no floating-point tensor", hint="define `loss_fn(output, target)`"
             )
-        leaves, nest = take_apart(output)
-        floats = {name: leaf for name, leaf in zip(leaf_names(nest), leaves, strict=True) if _is_floating_point(leaf)}
         scalars = [name for name, leaf in floats.items() if _is_scalar(leaf, list(floats.values()))]
         carrying = [name for name in scalars if floats[name].requires_grad]
         if not any(leaf.requires_grad for leaf in floats.values()):  # where no graph is made
@@ -105,14 +107,6 @@ class DefaultLoss:
 def _own_loss(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
-
-
-def _floats(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
-
-
-def _is_floating_point(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _is_scalar(tensor: Tensor, beside: Sequence[Tensor]) -> bool:

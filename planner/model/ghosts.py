@@ -12,7 +12,7 @@ Inside lies a fake tensor of torch's. It is wrapped because libraries look for f
 compilation, and do something else then.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ __all__ = [
     "ghost_like",
     "storage_key",
     "storage_of",
+    "zeros_without_memory",
 ]
 
 SHAPE_ONLY = frozenset(
@@ -78,7 +79,7 @@ class Ghost(Tensor):
         """Runs an operator on what is inside."""
         if func._schema.name in SHAPE_ONLY and isinstance(args[0], Absent):
             # What is made has values, though what it is made like has none.
-            like = torch.zeros((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            like = zeros_without_memory(args[0].shape, args[0].dtype, args[0].device)
             return func(like, *args[1:], **(kwargs or {}))
         ghosts: dict[int, Ghost] = {}
         origin = ""
@@ -182,6 +183,11 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
             hint="profile on the device itself, or build the layer with `sparse=False`",
         )
     return tensor.bare.untyped_storage()
+
+
+def zeros_without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros of any shape that take no more memory than one; nothing can be written into them."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def storage_key(tensor: Tensor) -> int:

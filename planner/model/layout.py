@@ -10,23 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["dense_strides", "in_memory_order", "laid_out", "shape_like"]
+__all__ = ["in_memory_order", "laid_out", "shape_like"]
 
 
-def dense_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
-    """Strides of a dense tensor of `shape` whose dimensions lie in the order of those of `like`."""
-    strides, step = [0] * len(shape), 1
-    for dimension in reversed(_order(like)):
-        strides[dimension] = step
-        step *= max(1, shape[dimension])
-    return tuple(strides)
-
-
-def shape_like(tensor: Tensor) -> Tensor:
-    """A tensor on the meta device that lies as `tensor` crosses a boundary."""
-    strides = dense_strides(tensor.shape, tensor)
-    return torch.empty_strided(
-        tensor.shape, strides, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+def shape_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """A dense tensor on the meta device that lies as `tensor`, or one like it of another shape, crosses a boundary."""
+    return torch.empty_permuted(
+        tensor.shape if shape is None else tuple(shape),
+        _order(tensor),
+        dtype=tensor.dtype,
+        device="meta",
+        requires_grad=tensor.requires_grad,
     )
 
 
@@ -35,7 +29,7 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     order = _order(like)
     if tensor.permute(order).is_contiguous():
         return tensor
-    return tensor.permute(order).contiguous().permute(_inverse(order))
+    return tensor.permute(order).contiguous().permute(sorted(order, key=order.__getitem__))
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -60,7 +54,3 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     strides = tensor.stride()
     order = tuple(sorted(counted, key=lambda n: -strides[n]))
     return order if tensor.permute(order).is_contiguous() else counted
-
-
-def _inverse(order: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(order)), key=order.__getitem__))

@@ -21,7 +21,7 @@ from planner.core.errors import ModelError
 from planner.core.values.profile import Granularity
 from planner.model.cuts import Cuts
 from planner.model.growth import SIZES, Shapes, candidates_in_both, refusals_of_cuts, shape_at, shapes_in_both
-from planner.model.layout import dense_strides
+from planner.model.layout import shape_like
 from planner.model.nests import put_together, take_apart
 from planner.model.recorder import record
 from planner.model.recording import END, Join, Recording
@@ -30,8 +30,7 @@ from planner.model.spans import (
     add_unread,
     layer_names,
     modules_in,
-    repeated_holds,
-    repeated_writes,
+    repeated_effects,
     storages_at,
     writes_into,
 )
@@ -129,11 +128,11 @@ class Outline:
 
     def _meta(self, value: int, size: int) -> Tensor:
         meta = self.recording.values[value][1]
+        recorded = torch.empty_strided(
+            meta.shape, meta.stride, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad
+        )
         # What crosses is sent without gaps, its dimensions in the order in which they lay when it was recorded.
-        recorded = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-        shape = self.shape(value, size)
-        strides = dense_strides(shape, recorded)
-        return torch.empty_strided(shape, strides, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad)
+        return shape_like(recorded, self.shape(value, size))
 
 
 def outline_of(
@@ -196,6 +195,7 @@ def _outline(
     # In front of the first layer and behind the last there is no cut that anything could cross.
     storages = [storages_at(recording, time, values) for time, values in zip(edges, ((), *crossings, ()), strict=True)]
     modules = tuple(modules_in(recording, span) for span in spans)
+    repeated = [repeated_effects(cuts, cut) for cut in chosen]
     holds = add_unread([cuts.holds(*span) for span in spans], recording, model, spans)
     return Outline(
         recording=recording,
@@ -206,8 +206,8 @@ def _outline(
         modules=modules,
         holds=holds,
         crossings=crossings,
-        repeated_holds=tuple(repeated_holds(cuts, cut) for cut in chosen),
-        overwritten=tuple(repeated_writes(cuts, cut) for cut in chosen),
+        repeated_holds=tuple(read for read, _ in repeated),
+        overwritten=tuple(written for _, written in repeated),
         writes=tuple(
             writes_into(recording, span, received) for span, received in zip(spans, storages[:-1], strict=True)
         ),

@@ -16,8 +16,7 @@ __all__ = [
     "add_unread",
     "layer_names",
     "modules_in",
-    "repeated_holds",
-    "repeated_writes",
+    "repeated_effects",
     "storages_at",
     "writes_into",
 ]
@@ -75,24 +74,18 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
     return any(recording.flow.nodes[version]["storage"] in storages for o in inside for version in o.writes)
 
 
-def repeated_holds(cuts: Cuts, cut: int) -> frozenset[str]:
-    """Parameters and buffers that code in front of a cut, which is run again behind it, touches."""
-    return frozenset(
-        name
-        for number, operator in enumerate(cuts.recording.operators)
-        if operator.holds and cuts.repeated(number, cut)
-        for name in operator.holds
-    )
+def repeated_effects(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
+    """What code in front of a cut touches, which is run again behind it.
 
-
-def repeated_writes(cuts: Cuts, cut: int) -> frozenset[int]:
-    """Storages that code in front of a cut, which is run again behind it, writes into."""
+    Returns:
+        The parameters and buffers that it reads, and the storages that it writes into.
+    """
     flow = cuts.recording.flow.nodes
-    return frozenset(
-        flow[version]["storage"]
-        for number, operator in enumerate(cuts.recording.operators)
-        if operator.writes and cuts.repeated(number, cut)
-        for version in operator.writes
+    numbered = enumerate(cuts.recording.operators)
+    repeated = [o for number, o in numbered if (o.holds or o.writes) and cuts.repeated(number, cut)]
+    return (
+        frozenset(name for operator in repeated for name in operator.holds),
+        frozenset(flow[version]["storage"] for operator in repeated for version in operator.writes),
     )
 
 

@@ -15,7 +15,7 @@ from planner.model.outline import Outline
 from planner.model.stage_forward import StageForward, held_tensor
 from planner.model.stage_part import Part
 
-__all__ = ["ModelStage"]
+__all__ = ["ModelStage", "holder_at"]
 
 
 class ModelStage(nn.Module):
@@ -45,7 +45,7 @@ class ModelStage(nn.Module):
         """Makes this stage's parameters and buffers those of `root` too, under the names they have in the model."""
         for name in self._part.held:
             *path, last = name.split(".")
-            owner, holder = self._part.model.get_submodule(".".join(path)), _holder(root, path)
+            owner, holder = self._part.model.get_submodule(".".join(path)), holder_at(root, path)
             if last in owner._parameters:
                 holder._parameters[last] = owner._parameters[last]
             else:
@@ -76,10 +76,7 @@ class ModelStage(nn.Module):
         return self._part.model
 
 
-# Private functions
-
-
-def _holder(root: nn.Module, path: Sequence[str]) -> nn.Module:
+def holder_at(root: nn.Module, path: Sequence[str]) -> nn.Module:
     """The module at `path` below `root`, made where it is missing."""
     for part in path:
         below = root._modules.get(part)

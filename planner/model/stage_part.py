@@ -39,8 +39,8 @@ class Part:
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         self.leftovers = [c for call in outline.recording.calls for c in call.changes if c.holds_tensors]
         self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
-        self.when_begun: Callable[[], None] = _nothing
-        self.when_layer_begins: Callable[[int], None] = _no_layer
+        self.when_begun: Callable[[], None] = lambda: None
+        self.when_layer_begins: Callable[[int], None] = lambda _layer: None
         self.layer_at: dict[int, int] = {}
         """By time: which layer of the stage begins; empty while nobody listens."""
         self._cuts = [outline.times(layer, layer + 1)[0] for layer in range(first, end)]
@@ -71,14 +71,3 @@ class Part:
             for number in sorted(self.open)
             for child in calls[number].children
         ]
-
-
-# Private functions
-
-
-def _nothing() -> None:
-    """Stands for a listener where there is none."""
-
-
-def _no_layer(_layer: int) -> None:
-    """Stands for a listener where there is none."""

@@ -1,4 +1,9 @@
-"""What stands, while a stage runs, where other stages have the tensor: ghosts, zeros, outputs that nobody reads."""
+"""What stands, while a stage runs, where other stages have the tensor: ghosts, zeros, outputs that nobody reads.
+
+Outputs of the model that the loss did not read when the layers were found (hidden states, attentions, encoder states)
+are not handed from stage to stage for the last one to return. In their place it returns tensors that have a shape and
+no numbers; whatever reads one after all is told so.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,13 +13,44 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from planner.model.ghosts import absent
+from planner.core.errors import ModelError
+from planner.model.ghosts import SHAPE_ONLY, absent, zeros_without_memory
 from planner.model.leaves import Constant, Value
-from planner.model.nests import ABSENT
+from planner.model.nests import ABSENT, tensors_in
 from planner.model.stage_part import Part
-from planner.model.unread import stand_in
 
-__all__ = ["StandIns"]
+__all__ = ["StandIns", "Unread"]
+
+
+class Unread(Tensor):
+    """A tensor that cannot be read."""
+
+    _name: str
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Serves those who ask for the shape alone."""
+        if func._schema.name in SHAPE_ONLY:
+            return func(zeros_without_memory(args[0].shape, args[0].dtype, args[0].device), *args[1:], **(kwargs or {}))
+        name = next(tensor._name for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Unread))
+        raise ModelError(
+            f'the loss reads the model\'s output "{name}" ({func._schema.name}), which it did not read when the '
+            "model's layers were found: the stages in front do not send it",
+            hint="let `loss_fn` read the same outputs whenever it is called",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """There are no numbers to show."""
+        return f"Unread({list(self.shape)}, {self.dtype}, {self.device})"
+
+
+def _unread(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Unread:
+    """Stands in for the model's output called `name`."""
+    unread: Unread = Tensor._make_wrapper_subclass(Unread, shape, dtype=dtype, device=device)
+    unread._name = name
+    return unread
 
 
 class StandIns:
@@ -47,14 +83,14 @@ class StandIns:
                 return absent(like, self._device, "an input of the model" if call < 0 else recording.calls[call].path)
             if storage in self._part.overwritten:  # what is written into must have memory of its own
                 return torch.zeros(shape, dtype=meta.dtype, device=self._device)
-            return torch.zeros((), dtype=meta.dtype, device=self._device).expand(shape)
+            return zeros_without_memory(shape, meta.dtype, self._device)
 
     def parameter(self, name: str, tensor: Tensor) -> Tensor:
         """Stands for a parameter or buffer that code in front of the stage touches on its way."""
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
                 return absent(tensor, self._device, name)
-            return torch.zeros((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
+            return zeros_without_memory(tensor.shape, tensor.dtype, self._device)
 
     def output(self, number: int, name: str, leaf: Any) -> Any:
         """Stands for a leaf of the model's output that is not to be had in this stage, and that the loss does not read.
@@ -68,7 +104,7 @@ class StandIns:
             LookupError: It is absent, and the recording does not say what it would be.
         """
         if isinstance(leaf, Tensor):
-            return stand_in(name, leaf.shape, leaf.dtype, leaf.device)
+            return _unread(name, leaf.shape, leaf.dtype, leaf.device)
         if leaf is not ABSENT:
             return leaf
         outline = self._part.outline
@@ -79,7 +115,7 @@ class StandIns:
             return recorded.value
         is_unread = recording.outputs[number] in recording.unread
         if isinstance(recorded, Value) and is_unread and recorded.number in outline.shapes:
-            return stand_in(name, outline.shape(recorded.number, self._size), recorded.meta.dtype, self._device)
+            return _unread(name, outline.shape(recorded.number, self._size), recorded.meta.dtype, self._device)
         raise LookupError
 
     @contextmanager

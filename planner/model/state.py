@@ -1,14 +1,27 @@
-"""The state that layers have of their own, and that a forward may change: where it lies in their modules."""
+"""The state that layers have of their own, and that a forward may change: where it lies in their modules.
+
+Running statistics of batch normalisations are collected over the micro-batches instead, by the executor
+(`planner.executor.run.batch_norm`): they are those of whole mini-batches. The profile counts what that takes.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.model.stage import ModelStage
 
-__all__ = ["ABSENT", "Numbers", "Place", "StateOwner", "state_owners"]
+__all__ = [
+    "ABSENT",
+    "Numbers",
+    "Place",
+    "StateOwner",
+    "collecting_bytes",
+    "collecting_layers",
+    "state_owners",
+]
 
 ABSENT = object()
 """Stands for what is not there."""
@@ -16,6 +29,9 @@ ABSENT = object()
 Numbers = dict[str, bool | int | float]
 
 _NUMBERS = (bool, int, float)
+
+_SUM_BYTES = 16
+"""Per channel, in float64: sums of values and of their squares."""
 
 
 class Place(NamedTuple):
@@ -83,6 +99,23 @@ def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
             # What belongs to one of the layers belongs to all of them.
             by_module[owner.module] = replace(first, elsewhere=first.elsewhere & owner.elsewhere)
     return list(by_module.values())
+
+
+def collecting_layers(module: nn.Module) -> list[_BatchNorm]:
+    """The batch normalisations in `module` whose running statistics training changes."""
+    parts = module.holders if isinstance(module, ModelStage) else module.modules()
+    norms = (part for part in parts if isinstance(part, _BatchNorm))
+    return [norm for norm in norms if norm.training and norm.running_mean is not None]
+
+
+def collecting_bytes(module: nn.Module) -> int:
+    """Bytes held all through training to collect the running statistics of the batch normalisations in `module`.
+
+    For every channel a mean and a variance of the micro-batch that runs, in the precision of the running statistics,
+    and the sums. A layer that is called several times in a forward takes them as often; once is counted.
+    """
+    means = [layer.running_mean for layer in collecting_layers(module) if layer.running_mean is not None]
+    return sum(2 * mean.nbytes + _SUM_BYTES * mean.numel() for mean in means)
 
 
 def _owners(name: str, layer: nn.Module) -> Iterator[StateOwner]:

@@ -8,7 +8,7 @@ from torch import nn
 from planner.core.cost.costs import saved_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail
 from planner.model.chain import Chain, Layer, tied_parameters
-from planner.model.statistics import collecting_bytes
+from planner.model.state import collecting_bytes
 from planner.profile.optimizer import OptimizerCost
 from planner.profile.records import Records
 from planner.profile.timing import Times

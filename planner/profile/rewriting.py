@@ -7,8 +7,7 @@ from torch import Tensor
 
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.operators import OperatorWatch, written_tensors
-from planner.model.state import Place, state_owners
-from planner.model.statistics import collecting_layers
+from planner.model.state import Place, collecting_layers, state_owners
 from planner.profile.units import Unit, UnitInput
 
 __all__ = ["rewritten_bytes"]
@@ -18,7 +17,7 @@ def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
     """Bytes of buffers, frozen parameters and the like that a forward of the unit writes, or puts others in place of.
 
     The unit has run before: what is made once, such as a table, is there. Running statistics of batch normalisations
-    are not written by the forward of a stage (`planner.model.statistics`).
+    are not written by the forward of a stage (`planner.model.state`).
 
     Args:
         unit: The layer.

@@ -116,8 +116,8 @@ def trace_units(
                 is_last = layer is chain.layers[-1]
                 received = _received(value, batch.targets if is_last else None)
                 check = partial(_check_loss, loaded, chain, batch.targets) if is_last else None
-                with layers_in(loaded.precision, device):
-                    value, trace = _traced(layer, value, size, check)
+                context = layers_in(loaded.precision, device)
+                value, trace = _traced(layer, value, size, context=context, check=check)
                 # A unit is known by its trace at the first size.
                 digest = digests.setdefault(layer, _digest([loaded.precision, *trace], received, last=is_last))
                 inputs.setdefault((digest, size), received)
@@ -148,11 +148,16 @@ def _on(batch: Batch, device: torch.device) -> Batch:
 
 
 def _traced(
-    layer: Layer, value: Any, size: int, check: Callable[[Any], object] | None
+    layer: Layer,
+    value: Any,
+    size: int,
+    *,
+    context: AbstractContextManager[Any],
+    check: Callable[[Any], object] | None,
 ) -> tuple[Any, list[list[Any] | str]]:
     """What a layer returns, and all that it runs: operators, with the shapes and numbers that they are called with.
 
-    `check` is called with what it returns, and runs operators that count, too.
+    `check` is called with what it returns, and runs operators that count, too; both run in `context`.
     """
     trace: list[list[Any] | str] = []
     held: list[str] = []
@@ -170,7 +175,7 @@ def _traced(
         # that it needs for that are its own, with gradients and optimizer state.
         layer.module.call_when_begun(trace.clear)
         held = [_shape(tensor) for tensor in layer.module.needed_to_pass_over]
-    with OperatorWatch(before=ran), saved_tensors_hooks(saved, lambda tensor: tensor):
+    with OperatorWatch(before=ran), saved_tensors_hooks(saved, lambda tensor: tensor), context:
         output = _call(layer, value, size)
         if check is not None:
             check(output)

@@ -32,7 +32,7 @@ from planner.files import check_writable, read_balance
 from planner.model import Batch, LoadedModel
 from planner.model.calling import arguments_of
 from planner.model.precision import converted
-from planner.model.statistics import collecting_layers
+from planner.model.state import collecting_layers
 
 __all__ = ["JaxTraining"]
 

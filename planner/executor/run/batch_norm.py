@@ -7,7 +7,7 @@ mini-batch: what the model in one piece would have done with the same inputs of 
 which takes the biased variance.)
 
 A layer finds its statistics in passing: while it runs, a scratch pair stands in the place of its running statistics,
-with a momentum of one. Nothing is read twice. What it takes is counted by `planner.model.statistics`.
+with a momentum of one. Nothing is read twice. What it takes is counted by `planner.model.state`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from planner.core.errors import ModelError
 from planner.model.nests import tensors_in
-from planner.model.unread import Unread
+from planner.model.stand_ins import Unread
 from planner.model.user_errors import user_code
 
 __all__ = ["UNCOUNTED", "loss_counts", "nothing_of", "sum_of", "weights_of"]

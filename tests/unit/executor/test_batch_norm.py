@@ -11,7 +11,7 @@ from planner.core.errors import ModelError
 from planner.device.meter import CpuMeter
 from planner.executor.run.batch_norm import BatchStatistics
 from planner.model.chain import chain_of
-from planner.model.statistics import collecting_bytes
+from planner.model.state import collecting_bytes
 
 
 def unsplit(module: nn.Module, steps: list[Tensor]) -> dict[str, Tensor]:

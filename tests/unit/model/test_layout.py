@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.model.layout import dense_strides, in_memory_order, laid_out, shape_like
+from planner.model.layout import in_memory_order, laid_out, shape_like
 
 VALUE = torch.arange(24.0).reshape(2, 3, 4)
 DENSE = [
@@ -55,7 +55,7 @@ def test_what_lies_otherwise_than_agreed_is_copied() -> None:
 
 def test_the_order_goes_for_other_sizes_too() -> None:
     """The batch grows, and its dimension stays where it lies."""
-    assert dense_strides((5, 3, 4), VALUE.transpose(0, 1).contiguous().transpose(0, 1)) == (4, 20, 1)
+    assert shape_like(VALUE.transpose(0, 1).contiguous().transpose(0, 1), (5, 3, 4)).stride() == (4, 20, 1)
 
 
 def test_what_is_sent_holds_no_history() -> None:
