@@ -4,16 +4,22 @@ Under autocast every layer is given low-precision copies of its weights, which t
 and keeps until the outermost context is left. So one context (`keeping_casts`) is open around all micro-batches of a
 step, and each copy exists once. Layers and loss run with autocast switched on inside it (`layers_in`), backward does
 not: its operators run in the dtypes that forward chose.
+
+Until 2.11 torch kept a copy as it was first made: without a graph, if that was under `no_grad`, and who used it later
+passed the weight no gradient (pytorch/pytorch#165068). What is recomputed first runs so. There, with such a torch, it
+neither takes copies nor leaves any (`caching_only_with_graph`): each micro-batch makes its own and drops them at once.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 
 from planner.core.values.precision import Precision
 
-__all__ = ["autocast_dtype", "keeping_casts", "layers_in"]
+__all__ = ["autocast_dtype", "caching_only_with_graph", "keeping_casts", "layers_in"]
 
 _AUTOCAST: dict[Precision, torch.dtype] = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
@@ -33,3 +39,32 @@ def keeping_casts(precision: Precision, device: torch.device) -> AbstractContext
     """A context that keeps autocast's copies of weights while it is open; it does not switch autocast on."""
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)
+
+
+def caching_only_with_graph() -> AbstractContextManager[None]:
+    """A context that lets autocast keep no copy that would pass its weight no gradient; it is for recomputed layers."""
+    return nullcontext() if torch.is_grad_enabled() or _copies_have_graphs() else _without_cache()
+
+
+# Private functions
+
+
+@cache
+def _copies_have_graphs() -> bool:
+    """Whether a copy that autocast makes under `no_grad` passes gradients on where it is used again."""
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            torch.mm(weight.detach(), weight)
+        with torch.enable_grad():
+            return torch.mm(weight.detach(), weight).requires_grad
+
+
+@contextmanager
+def _without_cache() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

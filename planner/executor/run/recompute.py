@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from planner.executor.run.parts import taken_apart
+from planner.model.autocast import caching_only_with_graph
 
 __all__ = ["Recomputed", "recomputing"]
 
@@ -74,7 +75,8 @@ class _Recomputing(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # What is returned becomes differentiable: it must be neither a view, which nobody behind could write into,
         # nor a parameter or a buffer that the layer passes along.
-        results = tuple(tensor.detach() for tensor in run(*tensors))
+        with caching_only_with_graph():
+            results = tuple(tensor.detach() for tensor in run(*tensors))
         ctx.mark_non_differentiable(*(tensor for tensor, carry in zip(results, carries, strict=True) if not carry))
         return results
 

@@ -30,6 +30,7 @@ from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import Recomputed, recomputing
 from planner.executor.run.replay import LayerState
 from planner.executor.run.shapes import Boundary
+from planner.model.autocast import caching_only_with_graph
 from planner.model.chain import Layer, register
 from planner.model.layout import laid_out
 from planner.model.regions import without_reentrance
@@ -147,7 +148,12 @@ class StageModule(nn.Module):
         # wants an input that requires a gradient, which the first stage does not have.
         anchor = torch.zeros((), requires_grad=True)
         arguments = (anchor, self.micro_batch, targets, *tensors)
-        run = self._timed(self._state.replaying(self._run))
+        timed = self._timed(self._state.replaying(self._run))
+
+        def run(*given: Any) -> Any:
+            with caching_only_with_graph():
+                return timed(*given)
+
         result: Tensor | tuple[Tensor, ...] = checkpoint(run, *arguments, use_reentrant=True, preserve_rng_state=False)
         if isinstance(result, Tensor) or not self._carries:
             return result

@@ -1,11 +1,14 @@
 """A model converted, or under autocast."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from planner.core.values.precision import PRECISIONS, Precision, precision_of
-from planner.model.autocast import keeping_casts, layers_in
+from planner.model import autocast
+from planner.model.autocast import caching_only_with_graph, keeping_casts, layers_in
 from planner.model.load import Batch
 from planner.model.precision import convert, converted, in_precision
 from tests.support.measure import loaded_model, profile_of_model
@@ -70,6 +73,23 @@ def test_copies_of_weights_are_kept() -> None:
         with torch.no_grad(), layers_in("bf16-mixed", CPU):
             layer(value)
         sum(result.float().sum() for result in results).backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("what_torch_does", [autocast._copies_have_graphs, lambda: False], ids=["tried out", "none"])
+def test_a_run_without_a_graph_leaves_no_copy_without_one(
+    monkeypatch: pytest.MonkeyPatch, what_torch_does: Callable[[], bool]
+) -> None:
+    """A weight that a layer reads before it is recomputed gets its gradient from the recomputation."""
+    monkeypatch.setattr(autocast, "_copies_have_graphs", what_torch_does)
+    layer, value = nn.Linear(8, 8), torch.randn(2, 8)
+    with keeping_casts("bf16-mixed", CPU):
+        with torch.no_grad(), layers_in("bf16-mixed", CPU), caching_only_with_graph():
+            assert torch.is_autocast_cache_enabled() is what_torch_does()
+            layer(value)
+        with layers_in("bf16-mixed", CPU), caching_only_with_graph():
+            assert torch.is_autocast_cache_enabled()
+            layer(value).float().sum().backward()
     assert layer.weight.grad is not None
 
 
