@@ -270,11 +270,10 @@ def test_replicas(tmp_path: Path) -> None:
         assert result["split_buffer"] < 1e-6, case
         assert result["split_norm"] < 1e-5, case
         assert result.get("split_evaluated", 0.0) < 1e-5, case
-        precise = not case.dtype
-        assert result["split_loss_relative"] < (1e-6 if precise else 1e-3), case
-        # A bias in front of a batch normalisation has no gradient but rounding.
-        relative = result["split_all_relative" if case.model == EVERYDAY else "split_relative"]
-        assert relative < (1e-5 if precise else 0.02), case
+        assert result["split_loss_relative"] < (1e-3 if case.dtype else 1e-6), case
+        # Two numbers have one sum. Those of four replicas, or of a tied weight's stages, may be added in another order.
+        is_in_order = case.replicas == 2 and case.model not in {AWKWARD, GPT2}
+        assert result["split_relative"] <= (0.0 if is_in_order else 1e-5), case
 
 
 @pytest.mark.parametrize("balance", [(5, 4), (1, 3, 3, 2)], ids=["two", "four"])

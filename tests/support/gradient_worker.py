@@ -5,7 +5,8 @@
 A case is a `tests.support.training.Case`. The result holds the largest differences after the last step: of the loss,
 of gradients (absolute and relative), of parameters, of buffers (batch normalisation), of the norm of all gradients and
 of the loss of an evaluation. "whole" is against each mini-batch at once, "split" against accumulating the same
-micro-batches, where not even the order of a sum differs (but over replicas), and dropout draws from the same seeds.
+micro-batches, replica by replica, where not even the order of a sum differs (but over more than two replicas, and over
+the stages of a tied weight), and dropout draws from the same seeds.
 Stages add the norm of their gradients up in another order than one model does. It is compared by itself, and "split"
 clips by the pipeline's: a last bit of it would otherwise be in all gradients, and grow twenty-fold within a step where
 few values are normalised.
@@ -15,8 +16,9 @@ rank skipped for an overflow, and "overflowed" by step whose gradients overflow 
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +137,9 @@ def _compare(  # noqa: PLR0917 - one row of the report
     gradients: dict[str, Tensor] = {}
     for calls in _calls(case, pipeline):
         for pieces in calls:
-            cut = [_whole(pieces)] if name == "whole" else list(_micro_batches(pieces, pipeline))
-            with Once(norms, len(cut)):
-                expected = _backward(loaded, model, cut, partial(drawing.at, step) if drawing else _anywhere, scaler)
+            shares = [[_whole(pieces)]] if name == "whole" else _micro_batches(pieces, pipeline)
+            with Once(norms, sum(map(len, shares))):
+                expected = _backward(loaded, model, shares, partial(drawing.at, step) if drawing else _anywhere, scaler)
             step += 1
         scaler.unscale_(optimizer)
         bad = {n for n, p in _named(model) if p.grad is not None and not bool(p.grad.isfinite().all())}
@@ -177,18 +179,36 @@ def _compare(  # noqa: PLR0917 - one row of the report
 
 
 def _backward(
-    loaded: LoadedModel, model: nn.Module, pieces: Sequence[Batch], prepare: Callable[[int], None], scaler: GradScaler
+    loaded: LoadedModel,
+    model: nn.Module,
+    shares: Sequence[Sequence[Batch]],
+    prepare: Callable[[int], None],
+    scaler: GradScaler,
 ) -> float:
+    """Adds the gradients of each share up by themselves, then those of one share to those before: rounding counts."""
     count = loaded.loss_count or len
+    pieces = [piece for share in shares for piece in share]
     counts = [float(count(piece.targets)) if piece.targets is not None else piece.num_samples for piece in pieces]
     losses = []
-    for number, (piece, part) in enumerate(zip(pieces, counts, strict=True)):
-        prepare(number)
-        loss = _loss(loaded, model, piece) * (part / sum(counts))
-        if part:  # else all is masked, and the mean is 0 / 0
-            scaler.scale(loss).backward()
-            losses.append(loss.detach())
+    numbered = iter(enumerate(zip(pieces, counts, strict=True)))
+    for share in shares:
+        earlier = _taken_gradients(model) if share is not shares[0] else {}
+        for number, (piece, part) in islice(numbered, len(share)):
+            prepare(number)
+            loss = _loss(loaded, model, piece) * (part / sum(counts))
+            if part:  # else all is masked, and the mean is 0 / 0
+                scaler.scale(loss).backward()
+                losses.append(loss.detach())
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
     return float(torch.stack(losses).sum())
+
+
+def _taken_gradients(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """The gradients that there are, which the parameters have no longer."""
+    gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
 
 
 def _evaluate(loaded: LoadedModel, model: nn.Module, batch: Batch) -> float:
@@ -203,16 +223,18 @@ def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Tensor:
         return loaded.loss_fn(model(*args, **kwargs), batch.targets)
 
 
-def _micro_batches(pieces: Sequence[Batch], pipeline: Pipeline) -> Iterator[Batch]:
-    """Those of the first replica, then those of the next."""
+def _micro_batches(pieces: Sequence[Batch], pipeline: Pipeline) -> list[list[Batch]]:
+    """Those of every replica."""
     replicas = pipeline.balance.replicas
     size = pipeline.balance.replica_batch // pipeline.balance.micro_batches
-    for replica in range(replicas):
+    shares: list[list[Batch]] = [[] for _ in range(replicas)]
+    for replica, share in enumerate(shares):
         for batch in pieces:
             first, end = (batch.num_samples * r // replicas for r in (replica, replica + 1))
             for begin in range(first, end, size):
                 behind = min(begin + size, end)
-                yield Batch(*tree_map_only(Tensor, lambda t, b=begin, e=behind: t[b:e], tuple(batch)))
+                share.append(Batch(*tree_map_only(Tensor, lambda t, b=begin, e=behind: t[b:e], tuple(batch))))
+    return shares
 
 
 def _first(batch: Batch, size: int) -> Batch:
