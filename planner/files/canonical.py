@@ -9,24 +9,31 @@ from typing import Any
 
 from planner.core.values.balance import Balance
 from planner.core.values.plan import FrontierPoint, Inputs, Plan, ProfileReference, StageMemory
-from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, ProgramMemory
+from planner.core.values.profile import (
+    BoundaryTensor,
+    Device,
+    LayerProfile,
+    MemoryDetail,
+    ProgramMemory,
+    SplitMemory,
+)
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 __all__ = ["digest_of", "to_plain"]
 
-_SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof})
+_SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMemory})
 """Classes of which every field that holds its default is left out: a profile has thousands of them."""
 
 # What came to the files later than the rest stays out of those that do not use it: they keep their bytes and digests.
 _SPARE_FIELDS: dict[type, frozenset[str]] = {
-    Balance: frozenset({"chunks", "replicas"}),
+    Balance: frozenset({"chunks", "placement", "replicas"}),
     BoundaryRun: frozenset({"replica"}),
     Device: frozenset({"reserve_bytes"}),
     FrontierPoint: frozenset({"replicas"}),
     Inputs: frozenset({"any_order", "chunks", "compute", "node_devices", "replicas"}),
     LayerProfile: frozenset({"cast_bytes", "optimizer_sparse_peak", "rewritten_bytes"}),
-    Plan: frozenset({"chunks", "replicas"}),
+    Plan: frozenset({"chunks", "placement", "replicas"}),
     ProfileReference: frozenset({"how"}),
     RunReport: frozenset({"batch"}),
     StageMemory: frozenset({"casts"}),

@@ -3,6 +3,7 @@
 Solver, `check` and emitter all come here, so a plan means the same to each of them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,14 +21,21 @@ from planner.core.cost.device_memory import (
 )
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.moments import moments_of, stage_moments
-from planner.core.cost.simulate import Event, StageTimes, last_end_us, simulate
-from planner.core.cost.stage_time import CHOICES, busy_times, hidden_us, optimizer_tail_us, shared_gradient_bytes
+from planner.core.cost.simulate import Event, StageTimes, last_end_us, period_us, simulate
+from planner.core.cost.stage_time import (
+    CHOICES,
+    busy_times,
+    half_times,
+    hidden_us,
+    optimizer_tail_us,
+    shared_gradient_bytes,
+)
 from planner.core.cost.step_time import gpipe_step
 from planner.core.errors import UsageError
-from planner.core.schedule import SCHEDULES, Action
+from planner.core.schedule import Action, Schedule, schedule_of
 from planner.core.values.cluster import Cluster
 from planner.core.values.limits import short
-from planner.core.values.placement import device_of
+from planner.core.values.placement import Placement, device_of, stages_on
 from planner.core.values.plan import Plan, Predicted, Recompute, ScheduleName, Stage, StageMemory
 from planner.core.values.units import counted
 
@@ -60,7 +68,9 @@ class Partition:
     recomputed: tuple[tuple[int, ...], ...] = ()
     """Per stage, the layers (counted along the chain) that are recomputed where its choice is `layers`."""
     chunks: int = 1
-    """V: stage s is chunk s // K of device s % K."""
+    """V: stages per device."""
+    order: tuple[str, ...] = ()
+    """Per device what it does, where the schedule was made for this partition; see `Plan.order`."""
     replicas: int = 1
     devices: tuple[int, ...] = ()
     """Per stage, which device of the cluster runs it; empty for the usual order."""
@@ -85,6 +95,7 @@ class Partition:
             recompute=tuple(stage.recompute for stage in plan.stages),
             recomputed=tuple(_positions(stage, names) for stage in plan.stages) if some else (),
             chunks=plan.chunks,
+            order=plan.order,
             replicas=plan.replicas,
             devices=() if usual else tuple(plan.device_of(stage) for stage in plan.stages),
         )
@@ -100,7 +111,21 @@ class Partition:
 
     def device_of(self, stage: int) -> int:
         """The device of the cluster that runs `stage`."""
-        return self.devices[stage] if self.devices else device_of(stage, self.num_devices)
+        return self.devices[stage] if self.devices else device_of(stage, self.num_devices, self.placement)
+
+    @property
+    def rule(self) -> Schedule:
+        """The schedule itself."""
+        return schedule_of(self.schedule, self.order)
+
+    @property
+    def placement(self) -> Placement:
+        """Which stages a device runs."""
+        return self.rule.placement
+
+    def chunks_of(self, device: int) -> tuple[int, ...]:
+        """The stages that `device` of a pipeline runs, in the order of the chain."""
+        return stages_on(device, self.num_devices, self.chunks, self.placement)
 
     def recomputed_in(self, stage: int) -> tuple[int, ...]:
         """The layers that are recomputed one by one in `stage`."""
@@ -108,7 +133,7 @@ class Partition:
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """What every device does, in order; raises `UsageError` where the schedule cannot run so."""
-        return SCHEDULES[self.schedule].actions(self.num_devices, self.micro_batches, self.chunks)
+        return self.rule.actions(self.num_devices, self.micro_batches, self.chunks)
 
 
 def _positions(stage: Stage, names: Sequence[str]) -> tuple[int, ...]:
@@ -134,7 +159,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
             f"the profile has {num_layers}",
             hint="every layer belongs to exactly one stage: make the sum right",
         )
-    if chunks < 1 or len(balance) % chunks or (chunks > 1 and not SCHEDULES[partition.schedule].is_chunked):
+    if chunks < 1 or len(balance) % chunks or (chunks > 1 and not partition.rule.is_chunked):
         raise UsageError(
             f"{len(balance)} stages cannot be {chunks} chunks on each device of a {partition.schedule} pipeline",
             hint="make the number of stages a multiple of `chunks`; chunks above 1 need the interleaved schedule",
@@ -157,7 +182,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
 
 def stage_times(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple[StageTimes, ...]:
     """What each stage needs for one micro-batch (design section 6: F_k, B_k = W_k + R_k, C_k)."""
-    num_devices, has_backward = partition.num_devices, costs.has_backward
+    num_devices, placement, has_backward = partition.num_devices, partition.placement, costs.has_backward
     times = []
     for k, (first, end) in enumerate(partition.intervals()):
         again = [n for n in partition.recomputed_in(k) if has_backward[n]]
@@ -171,10 +196,16 @@ def stage_times(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tu
             overhead_us=cluster.overhead_us,
         )
         crosses = end < costs.num_layers
-        link = cluster.link_behind(k % num_devices, num_devices=num_devices, replicas=partition.replicas)
+        ends = (device_of(stage, num_devices, placement) for stage in (k, k + 1))
+        link = cluster.link_between(*ends, num_devices=num_devices, replicas=partition.replicas)
+        durations = busy._asdict()
+        if partition.rule.splits_backward:
+            speed, halves = cluster.speed(partition.device_of(k)), costs.halves
+            input_us, weight_us = halves.input_us[first:end].sum(), halves.weight_us[first:end].sum()
+            durations |= half_times(busy, input_us, weight_us, speed=speed, overhead_us=cluster.overhead_us)._asdict()
         times.append(
             StageTimes(
-                **{name: float(value) for name, value in busy._asdict().items()},
+                **{name: float(value) for name, value in durations.items()},
                 send_us=link.transfer_us(float(costs.boundaries.output[end - 1])) if crosses else 0.0,
                 blocking=crosses and link.blocking,
             )
@@ -201,7 +232,7 @@ def updates_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Flo
     for k, (first, end) in enumerate(partition.intervals()):
         device = partition.device_of(k)
         own = own_step_us(costs, first, end, cluster, device=device, replicas=partition.replicas)
-        own_us[k % partition.num_devices] += own
+        own_us[device_of(k, partition.num_devices, partition.placement)] += own
     return own_us
 
 
@@ -217,11 +248,27 @@ def own_step_us(
 def step_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
     """Step time: closed form for GPipe, simulated for other schedules; and the optimizers' steps."""
     times = stage_times(costs, partition, cluster)
-    if SCHEDULES[partition.schedule].has_closed_form:
+    if partition.rule.has_closed_form:
         pipeline_us = gpipe_step(times, micro_batches=partition.micro_batches).step_us
+    elif partition.rule.splits_backward:
+        # Gradients of weights fill the drain, so that what a device hides follows from its clocks alone.
+        return period_us(partition.actions(), times, updates_us(costs, partition, cluster).tolist())
     else:
         pipeline_us = last_end_us(partition.actions(), times)
     return pipeline_us + optimizer_us(costs, partition, cluster)
+
+
+def _busy_us(times: StageTimes, partition: Partition, stage: int) -> tuple[float, float]:
+    """How long a stage computes in a step, and how much of that is computing activations again."""
+    num = partition.micro_batches
+    again = (num - 1) * times.recompute_us + times.last_recompute_us
+    if not partition.rule.splits_backward:
+        return num * (times.forward_us + times.backward_us) - times.backward_us + times.last_backward_us, again
+    counts = Counter(action.kind for row in partition.actions() for action in row if action.stage == stage)
+    halves = times.input_backward_us + times.weight_backward_us
+    # Either way a micro-batch that is not recomputed spares as much.
+    spared = times.recompute_us - times.last_recompute_us
+    return num * times.forward_us + counts["I"] * halves + counts["B"] * times.backward_us - spared, again
 
 
 def predict(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Predicted:
@@ -230,10 +277,11 @@ def predict(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Predic
     num_devices, micro_batches = partition.num_devices, partition.micro_batches
     total_us = step_us(costs, partition, cluster)
     pipeline_us = total_us - optimizer_us(costs, partition, cluster)
-    busy = sum(micro_batches * (t.forward_us + t.backward_us) - t.backward_us + t.last_backward_us for t in times)
-    again = sum((micro_batches - 1) * t.recompute_us + t.last_recompute_us for t in times)
+    if partition.rule.splits_backward:
+        pipeline_us = period_us(partition.actions(), times, [0.0] * num_devices)
+    busy, again = (sum(parts) for parts in zip(*(_busy_us(t, partition, k) for k, t in enumerate(times)), strict=True))
     pair_us = [t.forward_us + t.backward_us for t in times]
-    device_us = [sum(pair_us[d::num_devices]) for d in range(num_devices)]
+    device_us = [sum(pair_us[s] for s in partition.chunks_of(d)) for d in range(num_devices)]
     samples = micro_batches * costs.micro_batch_size * partition.replicas
     return Predicted(
         step_us=total_us,
@@ -277,7 +325,7 @@ def chunks_on(device: int, costs: ChainCosts, partition: Partition) -> dict[int,
     """What every stage needs that a device of an interleaved pipeline runs; parameters that they share count once."""
     intervals = partition.intervals()
     cuts = np.array([[0, *(end for _, end in intervals)]])
-    shared = shared_bytes(costs, cuts, partition.num_devices)
+    shared = shared_bytes(costs, cuts, partition.num_devices, partition.placement)
     return {
         k: chunk_memory(
             costs.of_replicas(partition.replicas),
@@ -285,13 +333,14 @@ def chunks_on(device: int, costs: ChainCosts, partition: Partition) -> dict[int,
             micro_batches=partition.micro_batches,
             recompute=partition.recompute[k],
             recomputed=partition.recomputed_in(k),
+            in_halves=partition.rule.splits_backward,
         ).without(SharedBytes(*(item[:, k : k + 1] for item in shared)), exact=costs.exact)
-        for k in range(device, len(intervals), partition.num_devices)
+        for k in partition.chunks_of(device)
     }
 
 
 def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
-    schedule, num_stages = SCHEDULES[partition.schedule], len(partition.balance)
+    schedule, num_stages = partition.rule, len(partition.balance)
     if not schedule.has_known_moments:
         return _chunk_memories(costs, partition, cluster)
     return [

@@ -42,10 +42,12 @@ def build_plan(costs: ChainCosts, partition: Partition, *, inputs: Inputs, solve
         solver=solver,
         schedule=partition.schedule,
         chunks=partition.chunks,
+        placement=partition.placement,
         replicas=partition.replicas,
         micro_batches=partition.micro_batches,
         micro_batch_size=costs.micro_batch_size,
         balance=partition.balance,
+        order=partition.order,
         stages=stages_of(costs, partition, cluster),
         predicted=predicted,
     )

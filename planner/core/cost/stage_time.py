@@ -27,7 +27,9 @@ __all__ = [
     "LAYERS",
     "BusyTimes",
     "ChainSums",
+    "HalfTimes",
     "busy_times",
+    "half_times",
     "hidden_us",
     "optimizer_tail_us",
     "shared_gradient_bytes",
@@ -84,6 +86,39 @@ def busy_times(
     last_again = np.where(choice == _EXCEPT_LAST, 0.0, again)
     return BusyTimes(
         forward + overhead_us, backward + again + overhead_us, backward + last_again + overhead_us, again, last_again
+    )
+
+
+class HalfTimes(NamedTuple):
+    """What stages are busy for the halves of a backward, in microseconds; the fields are those of `StageTimes`."""
+
+    input_backward_us: FloatArray
+    last_input_backward_us: FloatArray
+    weight_backward_us: FloatArray
+
+
+def half_times(
+    busy: BusyTimes,
+    input_us: FloatArray,
+    weight_us: FloatArray,
+    *,
+    speed: Numbers = 1.0,
+    overhead_us: Numbers = 0.0,
+) -> HalfTimes:
+    """What stages are busy for the halves of a backward; activations are computed again in the first one.
+
+    Args:
+        busy: The stages otherwise.
+        input_us: I of all layers of the stage.
+        weight_us: W of all layers of the stage.
+        speed: How many times faster than the profiled device the stage's device is.
+        overhead_us: The executor's own time for each of them.
+    """
+    input_backward = input_us / speed + overhead_us
+    return HalfTimes(
+        input_backward + busy.recompute_us,
+        input_backward + busy.last_recompute_us,
+        weight_us / speed + overhead_us,
     )
 
 

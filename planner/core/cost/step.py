@@ -18,7 +18,7 @@ from planner.core.cost.memory import one_stage
 from planner.core.cost.moments import Counts, counts_of, optimizer_steps
 from planner.core.cost.parts import parts_of
 from planner.core.cost.simulate import Event, StageTimes
-from planner.core.schedule import KINDS, SCHEDULES, Letter, message_from
+from planner.core.schedule import KINDS, Letter, message_from
 from planner.core.values.cluster import Cluster
 
 __all__ = ["Level", "Span", "SpanKind", "Step", "step_of"]
@@ -72,7 +72,7 @@ class Step:
     num_devices: int
     """K."""
     chunks: int
-    """V: stage s is chunk s // K of device s % K."""
+    """V: stage s is chunk s // K of its device."""
     micro_batches: int
     spans: tuple[Span, ...]
     """By start."""
@@ -156,7 +156,7 @@ def _memory(
     levels = []
     for device in range(num_devices):
         held = _Held.of(_stage_bytes(device, costs, partition), counts[device], cluster.reserve_bytes)
-        peak = sum(stage.memory.total for stage in stages[device::num_devices])
+        peak = sum(stages[k].memory.total for k in partition.chunks_of(device))
         levels.append(tuple(_levels(computing[device], held, peak)))
     return tuple(levels)
 
@@ -176,7 +176,7 @@ class _StageBytes(NamedTuple):
 
 
 def _stage_bytes(device: int, costs: ChainCosts, partition: Partition) -> list[_StageBytes]:
-    schedule = SCHEDULES[partition.schedule]
+    schedule = partition.rule
     if not schedule.has_known_moments:
         chunks = chunks_on(device, costs, partition).values()
         return [_StageBytes(np.array([float(chunk.always.total)]), chunk.parts[:, None]) for chunk in chunks]

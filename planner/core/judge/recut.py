@@ -9,6 +9,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, check_partition, stages_of
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import UsageError
+from planner.core.values.placement import device_of
 from planner.core.values.plan import Inputs, Plan, Recompute, SolverReport, StageMemory
 from planner.core.values.profile import Profile
 
@@ -78,7 +79,9 @@ def _recompute(costs: ChainCosts, partition: Partition, inputs: Inputs) -> tuple
     chosen: list[Recompute] = []
     for device in range(num_devices):
         cap = cluster.memory_bytes[partition.device_of(device)]
-        need = {choice: sum(m.total for m in memories[device::num_devices]) for choice, memories in needs.items()}
+        need = {
+            choice: sum(memories[k].total for k in partition.chunks_of(device)) for choice, memories in needs.items()
+        }
         fits = [choice for choice in allowed if need[choice] <= cap]
         chosen.append(fits[0] if fits else min(need, key=lambda choice: need[choice]))
-    return tuple(chosen[stage % num_devices] for stage in range(num_stages))
+    return tuple(chosen[device_of(stage, num_devices, partition.placement)] for stage in range(num_stages))

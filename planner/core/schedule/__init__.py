@@ -5,12 +5,14 @@ to know either reads it from here: names and titles, what runs with how many mic
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final
 
 from planner.core.schedule.base import Action, Loads, Schedule
 from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
 from planner.core.schedule.kinds import KINDS, Flow, Kind, Letter
+from planner.core.schedule.listed import Listed, lists_of, texts_of
 from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
 from planner.core.schedule.program import (
     Instruction,
@@ -31,26 +33,32 @@ __all__ = [
     "ONE_FORWARD_ONE_BACKWARD",
     "SCHEDULES",
     "SCHEDULE_CHOICES",
+    "SEARCHED",
     "Action",
     "Flow",
     "Instruction",
     "Kind",
     "Letter",
+    "Listed",
     "Loads",
     "Need",
     "Schedule",
     "devices_of",
     "execution_order",
+    "lists_of",
     "message_from",
     "message_to",
     "needed_for",
     "programs",
+    "schedule_of",
     "schedules_for",
+    "texts_of",
 ]
 
 GPIPE: Final = GPipe()
 ONE_FORWARD_ONE_BACKWARD: Final = OneForwardOneBackward()
 INTERLEAVED: Final = Interleaved()
+SEARCHED: Final = Listed()
 
 SCHEDULES: Final[Mapping[ScheduleName, Schedule]] = {
     schedule.name: schedule for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
@@ -59,6 +67,20 @@ SCHEDULES: Final[Mapping[ScheduleName, Schedule]] = {
 
 SCHEDULE_CHOICES: Final = (*SCHEDULES, "auto")
 """What an option may say of the schedule."""
+
+
+@lru_cache(maxsize=64)
+def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
+    """The schedule that a plan names, or has as lists.
+
+    Args:
+        name: Of the schedule.
+        order: Per device its actions as text, where the schedule was made for the plan.
+
+    Raises:
+        UsageError: A word of the lists is no action.
+    """
+    return Listed(lists_of(order)) if order else SCHEDULES[name]
 
 
 def schedules_for(policy: ScheduleName) -> tuple[Schedule, ...]:

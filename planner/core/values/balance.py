@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from planner.core.values.placement import Placement
 from planner.core.values.plan import Recompute, ScheduleName
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Generator, Model
@@ -43,7 +44,9 @@ class Balance:
     threads: int = 1
     schedule: ScheduleName
     chunks: int = 1
-    """V: stages per device, which are K apart in the chain."""
+    """V: stages per device."""
+    placement: Placement = "loop"
+    """Which stages these are."""
     replicas: int = 1
     """R: pipelines side by side, each with batch/R samples."""
     batch: int
@@ -52,6 +55,8 @@ class Balance:
     """M, of each pipeline."""
     balance: tuple[int, ...]
     stages: tuple[StageBalance, ...] = field(default=())
+    order: tuple[str, ...] = ()
+    """Per device of a pipeline what it does, one thing after the other, where the schedule was made for the plan."""
 
     @property
     def num_stages(self) -> int:

@@ -103,6 +103,14 @@ class Cluster:
         leaves = any(a // self.node_devices != b // self.node_devices for a, b in places)
         return self.inter_link if leaves else self.link
 
+    def link_between(self, device: int, neighbour: int, *, num_devices: int, replicas: int = 1) -> Link:
+        """The link between two devices of a pipeline, one of which follows the other; within a device nothing costs."""
+        if device == neighbour:
+            return Link()
+        # Second chunks of a V go the other way over the links of the first ones.
+        back = device == neighbour + 1
+        return self.link_behind(neighbour if back else device, num_devices=num_devices, replicas=replicas)
+
     def allreduce_us(self, gradient_bytes: Size, replicas: int) -> Size:
         """Time to sum gradients over the replicas, as a ring does it, in microseconds.
 

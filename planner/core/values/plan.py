@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from planner.core.values.cluster import Link
+from planner.core.values.placement import Placement, device_of, stages_on
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Generator
 
@@ -252,12 +253,16 @@ class Plan:
     solver: SolverReport
     schedule: ScheduleName
     chunks: int = 1
-    """V: stages per device, which are `num_devices` apart in the chain."""
+    """V: stages per device."""
+    placement: Placement = "loop"
+    """Which stages these are."""
     replicas: int = 1
     """R: pipelines side by side, each with batch/R samples."""
     micro_batches: int
     """M, of each pipeline."""
     micro_batch_size: int
+    order: tuple[str, ...] = ()
+    """Per device of a pipeline what it does, one thing after the other, where the schedule was made for this plan."""
     balance: tuple[int, ...]
     stages: tuple[Stage, ...]
     predicted: Predicted
@@ -273,9 +278,12 @@ class Plan:
 
     def device_of(self, stage: Stage) -> int:
         """Index into `Inputs.memory_bytes` of the device that runs `stage`."""
-        return stage.index % self.num_devices if stage.device is None else stage.device
+        return device_of(stage.index, self.num_devices, self.placement) if stage.device is None else stage.device
+
+    def chunks_of(self, device: int) -> tuple[Stage, ...]:
+        """The stages that `device` of a pipeline, counted in pipeline order, runs."""
+        return tuple(self.stages[s] for s in stages_on(device, self.num_devices, self.chunks, self.placement))
 
     def device_bytes(self) -> tuple[int, ...]:
         """Peak memory of every device of one pipeline, in pipeline order."""
-        count = self.num_devices
-        return tuple(sum(s.memory.total for s in self.stages[d::count]) for d in range(count))
+        return tuple(sum(s.memory.total for s in self.chunks_of(d)) for d in range(self.num_devices))

@@ -1,0 +1,107 @@
+"""A schedule that was made for one pipeline: it is the lists themselves, and runs nothing else.
+
+A plan keeps them as text, a line per device, in the words of torch's schedule files: `0F0 0F1 0I0 0W0`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+from planner.core.errors import UsageError
+from planner.core.schedule.base import Action, Schedule
+from planner.core.schedule.program import devices_of
+from planner.core.values.placement import Placement, device_of
+
+if TYPE_CHECKING:
+    from planner.core.schedule.kinds import Letter
+
+__all__ = ["Listed", "lists_of", "texts_of"]
+
+_ACTION: Final = re.compile(r"(0|[1-9][0-9]{0,8})([FBIW])(0|[1-9][0-9]{0,8})")
+
+
+class Listed(Schedule):
+    """What every device does, as it was found for one pipeline.
+
+    Args:
+        rows: Per device, its actions in order; without any it is a name that says nothing yet.
+    """
+
+    name = "search"
+    title = "searched schedule"
+    torch_name = "PipelineScheduleRuntime"
+    is_chunked = True
+
+    def __init__(self, rows: tuple[tuple[Action, ...], ...] = ()) -> None:
+        self.rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        """Schedules with the same lists are equal."""
+        return isinstance(other, Listed) and self.rows == other.rows
+
+    def __hash__(self) -> int:
+        """Equal for equal lists."""
+        return hash(self.rows)
+
+    @property
+    def splits_backward(self) -> bool:  # type: ignore[override]
+        """Whether any backward runs in halves."""
+        return any(action.kind == "W" for row in self.rows for action in row)
+
+    @property
+    def placement(self) -> Placement:  # type: ignore[override]
+        """Where the lists have the stages.
+
+        Raises:
+            UsageError: Neither a loop nor a V has them so.
+        """
+        devices, num_devices = devices_of(self.rows), len(self.rows)
+        for placement in ("loop", "v"):
+            if all(device_of(s, num_devices, placement) == device for s, device in enumerate(devices)):
+                return placement
+        raise UsageError(
+            f"the lists have the stages on the devices {list(devices)}, which is neither a loop nor a V",
+            hint="stage v K + d belongs on device d, or, of every second chunk v, on device K - 1 - d",
+        )
+
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
+        """The list of the device."""
+        return self.rows[device]
+
+    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
+        """Raises where the lists are of another pipeline."""
+        super().refuse(num_devices, micro_batches, chunks)
+        stages = {action.stage for row in self.rows for action in row}
+        found = len(self.rows), len({action.micro_batch for row in self.rows for action in row}), len(stages)
+        if found != (num_devices, micro_batches, num_devices * chunks):
+            raise UsageError(
+                f"the lists are for {found[0]} devices, {found[1]} micro-batches and {found[2]} stages, "
+                f"the pipeline has {num_devices}, {micro_batches} and {num_devices * chunks}",
+                hint="solve again",
+            )
+
+
+def lists_of(texts: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
+    """The lists that a plan has as text.
+
+    Raises:
+        UsageError: A word is no action.
+    """
+    rows = []
+    for device, text in enumerate(texts):
+        row = []
+        for word in text.split():
+            found = _ACTION.fullmatch(word)
+            if found is None:
+                raise UsageError(
+                    f"device {device} has `{word[:40]}` in its list, which is no action",
+                    hint="an action is the stage, one of F, B, I and W, and the micro-batch: `2F0`",
+                )
+            row.append(Action(int(found[1]), cast("Letter", found[2]), int(found[3])))
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def texts_of(rows: Sequence[Sequence[Action]]) -> tuple[str, ...]:
+    """The lists as a plan has them; `lists_of` reads them back."""
+    return tuple(" ".join(map(str, row)) for row in rows)
