@@ -16,7 +16,7 @@ from planner.core.cost.calibration import Calibration
 from planner.core.errors import StaleError, UsageError
 from planner.core.judge.figures import claimed_of
 from planner.core.judge.verdict import judge
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.core.values.balance import Balance
 from planner.core.values.links import Links
 from planner.core.values.partial import Partial
@@ -178,7 +178,7 @@ def _drawn(
         drawn["--html"] = plan_html(plan, measured, step, seen.report, digest=decisions_digest(plan))
     if step is not None:
         title = (
-            f"{SCHEDULES[plan.schedule].title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
+            f"{schedule_of(plan.schedule).title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
         )
         makers = {"--svg": timeline_svg, "--trace": trace_json}
         drawn |= {option: makers[option](step, title) for option in pictures}

@@ -11,7 +11,7 @@ from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Output, ProfileFile, Quiet, check_format
 from planner.cli.plans import events_of
 from planner.cli.records import with_options
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.core.values.cluster import Link
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan
@@ -78,7 +78,7 @@ def _faster(console: Console, plan: Plan, other: Plan | None) -> None:
     if other is not None:
         option = "--schedule auto" + (" --recompute auto" if plan.inputs.recompute == "layers" else "")
         less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
-        name, step = SCHEDULES[other.schedule].title, format_us(other.predicted.step_us)
+        name, step = schedule_of(other.schedule).title, format_us(other.predicted.step_us)
         console.note(f"note: {name} would take {step}, {less} less: `{option}`")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from planner import __version__
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.errors import UsageError
-from planner.core.schedule import SCHEDULES, Schedule
+from planner.core.schedule import Schedule, schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.printable import spelled_out
 from planner.core.values.profile import LayerProfile, Profile
@@ -57,7 +57,7 @@ class Layout:
     @property
     def schedule(self) -> Schedule:
         """The plan's schedule."""
-        return SCHEDULES[self.plan.schedule]
+        return schedule_of(self.plan.schedule, self.plan.order)
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:

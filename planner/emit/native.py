@@ -111,6 +111,7 @@ def decisions_digest(plan: Plan) -> str:
         "schedule": [plan.schedule, plan.chunks, plan.replicas, plan.micro_batches],
         "balance": plan.balance,
         "stages": [[stage.device, stage.recompute, stage.recomputed] for stage in plan.stages],
+        **({"order": plan.order} if plan.order else {}),
     }
     return digest_of(decided)
 
@@ -127,6 +128,8 @@ def _balance(layout: Layout, profile: Profile, source: str) -> Balance:
         threads=profile.environment.threads,
         schedule=plan.schedule,
         chunks=plan.chunks,
+        placement=plan.placement,
+        order=plan.order,
         replicas=plan.replicas,
         batch=plan.inputs.batch,
         micro_batches=plan.micro_batches,

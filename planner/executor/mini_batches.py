@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from planner.core.errors import UsageError
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.executor.job import Job
 from planner.executor.run.loader import Loader, checked_state, drawn_alike, epochs, example_of
 from planner.executor.run.losses import UNCOUNTED, loss_counts, weights_of
@@ -90,7 +90,7 @@ class MiniBatches:
                 f"got a mini-batch of {size} samples, the plan is for {planned}",
                 hint="plan for this batch, or give it in pieces to `accumulate`",
             )
-        rounds_of = SCHEDULES[balance.schedule].round_size(self._job.place.num_devices)
+        rounds_of = schedule_of(balance.schedule).round_size(self._job.place.num_devices)
         yield from parts_of(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
 
     def parts_of_any_size(self, batch: Batch) -> list[Part]:

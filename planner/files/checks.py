@@ -5,6 +5,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from planner.core.cost.calibration import Calibration
+from planner.core.errors import UsageError
+from planner.core.schedule import schedule_of
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, RATES, SPEEDS
 from planner.core.values.links import Links
@@ -88,6 +90,7 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     if plan.chunks < 1 or len(plan.balance) % plan.chunks:
         text = f"{len(plan.balance)} stages cannot be {plan.chunks} chunks on each device"
         yield ("chunks",), text, "solve again"
+    yield from _order_problems(plan)
     if plan.replicas < 1:
         yield ("replicas",), "must be at least 1", ""
     for n, stage in enumerate(plan.stages):
@@ -107,6 +110,19 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
         yield ("micro_batches",), text, "make micro_batches · micro_batch_size (· replicas) = inputs.batch"
 
     yield from _recompute_problems(plan.stages)
+
+
+def _order_problems(plan: Plan | Balance) -> Iterator[Problem]:
+    try:
+        schedule = schedule_of(plan.schedule, plan.order)
+        if plan.order and plan.schedule != schedule.name:
+            text = f"are of the schedule `{schedule.name}`, and `schedule` is `{plan.schedule}`"
+            yield ("order",), text, "leave them out, or solve again"
+        elif plan.num_devices > 1 and plan.placement != schedule.placement:
+            text = f"is `{plan.placement}`, and the schedule's is `{schedule.placement}`"
+            yield ("placement",), text, "leave it out, or solve again"
+    except UsageError as error:
+        yield ("order",), error.message, error.hint
 
 
 def _is_speed(value: float) -> bool:
@@ -158,6 +174,7 @@ def _balance_problems(balance: Balance) -> Iterator[Problem]:
     if balance.micro_batches < 1 or balance.batch < 1 or balance.batch % balance.micro_batches:
         text = f"a batch of {balance.batch} cannot be split into {balance.micro_batches} equal micro-batches"
         yield ("micro_batches",), text, "emit again from the plan"
+    yield from _order_problems(balance)
     yield from _recompute_problems(balance.stages)
     for k, stage in enumerate(balance.stages):
         elsewhere = [name for name in stage.recomputed if name not in stage.layers]

@@ -14,7 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, SchemaValidator
 from pydantic_core.core_schema import DataclassSchema, literal_schema
 
-from planner.core.schedule import SCHEDULE_CHOICES, SCHEDULES
+from planner.core.schedule import SCHEDULE_CHOICES, SCHEDULES, SEARCHED
 from planner.core.values.balance import Balance
 from planner.core.values.plan import FrontierPoint, Inputs, Plan
 from planner.files.strict_yaml import Document, KeyPath, Problem
@@ -24,10 +24,10 @@ __all__ = ["schema_of", "validated"]
 _T = TypeVar("_T")
 
 _CHOICES: dict[tuple[type, str], Sequence[str]] = {
-    (Balance, "schedule"): tuple(SCHEDULES),
-    (FrontierPoint, "schedule"): tuple(SCHEDULES),
+    (Balance, "schedule"): (*SCHEDULES, SEARCHED.name),
+    (FrontierPoint, "schedule"): (*SCHEDULES, SEARCHED.name),
     (Inputs, "schedule"): SCHEDULE_CHOICES,
-    (Plan, "schedule"): tuple(SCHEDULES),
+    (Plan, "schedule"): (*SCHEDULES, SEARCHED.name),
 }
 """By class and field; `planner.core.values` lies below the schedules, and cannot name them."""
 

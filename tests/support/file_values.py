@@ -8,7 +8,16 @@ from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import Links, MeasuredLink
 from planner.core.values.partial import Measurement, Partial
 from planner.core.values.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
-from planner.core.values.profile import Device, Environment, Generator, LayerProfile, Model, Profile, ProgramMemory
+from planner.core.values.profile import (
+    Device,
+    Environment,
+    Generator,
+    LayerProfile,
+    Model,
+    Profile,
+    ProgramMemory,
+    SplitMemory,
+)
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 from planner.solve import Request, solve
@@ -52,13 +61,27 @@ def full_layer(n: int) -> LayerProfile:
         optimizer_sparse_peak=2.5,
         forward_us=(10.1 + n, 40.2),
         backward_us=(20.3, 80.4),
+        backward_input_us=(11.5, 45.5),
+        backward_weight_us=(9.5, 36.5),
         spread=(0.01, 0.025),
         output_bytes=(24, 96),
         saved_bytes=(30, 120),
+        weight_held_bytes=(25, 100),
         forward_peak_bytes=(50, 200),
         backward_peak_bytes=(90, 360),
         forward_flops=(10**12, 4 * 10**12),
         detail=details,
+        split=tuple(
+            SplitMemory(
+                held_bytes=25 * s,
+                weight_gradient_bytes=400,
+                first_input_peak_bytes=85 * s,
+                input_peak_bytes=75 * s,
+                first_weight_peak_bytes=400 + 30 * s,
+                weight_peak_bytes=30 * s,
+            )
+            for s in (1, 4)
+        ),
         program=tuple(
             ProgramMemory(
                 carried_bytes=8 * s,
@@ -147,6 +170,9 @@ def fullest_plan() -> Plan:
     return replace(
         plan,
         inputs=asked,
+        schedule="search",
+        placement="v",
+        order=("0F0 1F0 1I0 0B0 1W0",),
         chunks=2,
         replicas=2,
         stages=stages,
@@ -254,8 +280,10 @@ def full_balance() -> Balance:
         dtype="bf16-mixed",
         device="cuda",
         threads=4,
-        schedule="interleaved",
+        schedule="search",
         chunks=2,
+        placement="v",
+        order=("0F0 1F0 1I0 0B0 1W0",),
         replicas=2,
         batch=8,
         micro_batches=2,

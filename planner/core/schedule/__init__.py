@@ -75,12 +75,15 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
 
     Args:
         name: Of the schedule.
-        order: Per device its actions as text, where the schedule was made for the plan.
+        order: Per device its actions as text, where the schedule was made for the plan; without them a searched one
+            has its name alone.
 
     Raises:
         UsageError: A word of the lists is no action.
     """
-    return Listed(lists_of(order)) if order else SCHEDULES[name]
+    if order:
+        return Listed(lists_of(order))
+    return SEARCHED if name == SEARCHED.name else SCHEDULES[name]
 
 
 def schedules_for(policy: ScheduleName) -> tuple[Schedule, ...]:

@@ -55,6 +55,8 @@ class Listed(Schedule):
         Raises:
             UsageError: Neither a loop nor a V has them so.
         """
+        if not self.rows:
+            return "loop"
         devices, num_devices = devices_of(self.rows), len(self.rows)
         for placement in ("loop", "v"):
             if all(device_of(s, num_devices, placement) == device for s, device in enumerate(devices)):
@@ -66,7 +68,7 @@ class Listed(Schedule):
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """The list of the device."""
-        return self.rows[device]
+        return self.rows[device]  # `refuse` has seen that there are as many
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raises where the lists are of another pipeline."""

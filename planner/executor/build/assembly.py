@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.core.values.plan import Recompute
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
 from planner.executor.job import Job
@@ -151,7 +151,7 @@ class Assembly:
             num_stages=place.num_stages,
             ranks=[place.rank_of(position) for position in range(place.num_devices)],
             device=job.device,
-            schedule=SCHEDULES[job.balance.schedule],
+            schedule=schedule_of(job.balance.schedule, job.balance.order),
             micro_batches=micro_batches,
             group=self._groups.pipeline,
             precision=job.balance.dtype,

@@ -14,7 +14,7 @@ from planner.bridge.mesh_program import MeshProgram
 from planner.bridge.stage import LayerHalves, Stage
 from planner.bridge.torchax_adapter import shape_of, torch_like
 from planner.core.errors import UsageError
-from planner.core.schedule import GPIPE, SCHEDULES
+from planner.core.schedule import GPIPE, schedule_of
 from planner.core.values.balance import Balance
 from planner.executor.run.parts import tensors_of
 from planner.model.chain import Chain, Layer
@@ -84,7 +84,7 @@ def _check(loaded: LoadedModel, balance: Balance) -> None:
             "the JAX program takes the mean of the micro-batches' losses, and the model's `loss_count` says otherwise",
             hint="emit for the bundled executor: `--format native`",
         )
-    if SCHEDULES[balance.schedule] is not GPIPE:
+    if schedule_of(balance.schedule) is not GPIPE:
         raise UsageError(
             f"the JAX program runs GPipe's schedule, the plan is for {balance.schedule}",
             hint="solve with `--schedule gpipe`",

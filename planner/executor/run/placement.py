@@ -5,7 +5,7 @@
 `torchrun` numbers the processes of a machine in a row, so the neighbours of a pipeline, which talk with each other in
 every micro-batch, lie as close together as they can; replicas, which sum their gradients once per step, may lie on
 other machines. That is also what the planner assumes of nodes and links (`planner.core.values.cluster`).
-Device d runs stages d, K + d, 2 K + d, …; only a plan made with `--any-order` has them in another order.
+Which stages a device runs: `planner.core.values.placement`; a plan of `--any-order` has devices in another order.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, launch_line
+from planner.core.values.placement import Placement, device_of, stages_on
 
 __all__ = ["Groups", "Place", "place_of"]
 
@@ -27,13 +28,14 @@ class Place:
     num_replicas: int
     """R."""
     position: int
-    """In the pipeline: this process runs every K-th stage from this one on."""
+    """In the pipeline: the number of the first stage that it runs."""
     num_devices: int
     """K."""
     stages: tuple[int, ...]
     """The stages that it runs, first to last."""
     order: tuple[int, ...]
     """Device of each position, first to last."""
+    placement: Placement = "loop"
     num_stages: int
     """K V: of the whole pipeline."""
 
@@ -50,7 +52,7 @@ class Place:
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """The process that runs `stage`, in this replica unless another one is given."""
         replica = self.replica if replica is None else replica
-        return replica * self.num_devices + self.order[stage % self.num_devices]
+        return replica * self.num_devices + self.order[device_of(stage, self.num_devices, self.placement)]
 
 
 def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
@@ -74,7 +76,8 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
         num_replicas=balance.replicas,
         position=position,
         num_devices=devices,
-        stages=tuple(range(position, balance.num_stages, devices)),
+        stages=stages_on(position, devices, balance.chunks, balance.placement),
+        placement=balance.placement,
         order=order,
         num_stages=balance.num_stages,
     )

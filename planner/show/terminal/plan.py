@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.cost.simulate import Event
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.units import counted
 from planner.show.terminal.frontier import frontier_parts
@@ -82,7 +82,7 @@ def _not_a_pipeline(plan: Plan) -> str:
     if plan.solver.status == "given" or not had_a_choice:
         return f"not a pipeline: {here}"
     asked = inputs.schedule
-    under = "" if asked == "auto" else f"under {SCHEDULES[asked].title} "
+    under = "" if asked == "auto" else f"under {schedule_of(asked).title} "
     if plan.solver.status == "optimal":
         return f"not a pipeline: {under}no cut is faster than {here}"
     return f"not a pipeline: {under}no cut was found that is faster than {here}"

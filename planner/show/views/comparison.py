@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from planner.core.judge.comparison import ComparedPlan, Comparison
 from planner.core.judge.difference import Difference
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.core.values.units import format_bytes
 from planner.show.views.numbers import NOTHING, difference
 from planner.show.views.table import Table, column, table
@@ -19,7 +19,7 @@ def comparison_table(comparison: Comparison) -> Table:
     return table(
         comparison.plans,
         column("plan", "plan", attrgetter("path")),
-        column("schedule", "schedule", lambda row: SCHEDULES[row.plan.schedule].title, goes=2),
+        column("schedule", "schedule", lambda row: schedule_of(row.plan.schedule).title, goes=2),
         column("devices", "devices", _devices, "count"),
         column("size", "M x b", lambda row: f"{row.plan.micro_batches} x {row.plan.micro_batch_size}", "count", goes=3),
         column("step", "step", attrgetter("plan.predicted.step_us"), "us", goes=1),

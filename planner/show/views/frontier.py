@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from operator import attrgetter
 
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.show.views.table import Table, Value, column, table
 
@@ -23,13 +23,13 @@ def frontier_table(plan: Plan) -> Table:
     chosen = (plan.micro_batches, plan.replicas)
     marked = frozenset(n for n, point in enumerate(points) if (point.micro_batches, point.replicas) == chosen)
 
-    chunked = any(SCHEDULES[point.schedule].is_chunked for point in points if point.fits)
+    chunked = any(schedule_of(point.schedule).is_chunked for point in points if point.fits)
     return table(
         points,
         column("micro_batches", "M", attrgetter("micro_batches"), "count", marked=marked),
         column("replicas", "replicas", attrgetter("replicas"), "count"),
         column("micro_batch_size", "b", attrgetter("micro_batch_size"), "count"),
-        column("schedule", "schedule", lambda p: SCHEDULES[p.schedule].title if p.fits else None, goes=1),
+        column("schedule", "schedule", lambda p: schedule_of(p.schedule).title if p.fits else None, goes=1),
         column("devices", "devices" if chunked else "stages", _fitting("devices"), "count", goes=2),
         column("step", "step", _fitting("step_us", NO_PLAN), "us", per="step"),
         column("samples", "samples/s", _fitting("samples_per_s"), "rate", goes=4),

@@ -2,7 +2,7 @@
 
 from operator import attrgetter
 
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import counted, format_us
 from planner.show.views.memory import share_of_cap
@@ -27,7 +27,7 @@ def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
     if plan.replicas > 1:
         shape = f"{plan.replicas} replicas of {shape}"
     micro_batches = f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch_size, 'sample')}"
-    return f"{SCHEDULES[plan.schedule].title}, {shape}{by}{micro_batches}"
+    return f"{schedule_of(plan.schedule).title}, {shape}{by}{micro_batches}"
 
 
 def figures(plan: Plan) -> tuple[str, str, str]:

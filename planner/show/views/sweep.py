@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from operator import attrgetter
 
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.sweep import Sweep, SweepCell
 from planner.core.values.units import counted, exact_bytes_option
@@ -21,7 +21,7 @@ def sweep_table(sweep: Sweep) -> Table:
         sweep.cells,
         column("devices", "devices", attrgetter("devices"), "count"),
         column("memory", "memory", lambda cell: exact_bytes_option(cell.memory_bytes), "count"),
-        column("schedule", "schedule", _planned(lambda plan: SCHEDULES[plan.schedule].title), goes=1),
+        column("schedule", "schedule", _planned(lambda plan: schedule_of(plan.schedule).title), goes=1),
         column("plan", "plan", _planned(_shape), goes=2),
         column("step", "step", _planned(attrgetter("predicted.step_us")), "us"),
         column("samples", "samples/s", _planned(attrgetter("predicted.samples_per_s")), "rate"),

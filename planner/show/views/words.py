@@ -1,6 +1,6 @@
 """What schedules and solvers are called when people are told of them."""
 
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 
 __all__ = ["method_name", "not_measured", "place_word", "plans_searched"]
@@ -15,7 +15,7 @@ _METHODS = {
 def plans_searched(plan: Plan) -> str:
     """What a plan was the best of, to say "no … is faster": `plan`, or `GPipe plan` where that was asked for."""
     asked = plan.inputs.schedule
-    return "plan" if asked == "auto" else f"{SCHEDULES[asked].title} plan"
+    return "plan" if asked == "auto" else f"{schedule_of(asked).title} plan"
 
 
 def method_name(method: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import SCHEDULE_CHOICES, SCHEDULES, SEARCHED
 from planner.files import json_schema, to_plain
 from tests.support.file_values import (
     full_balance,
@@ -141,7 +141,7 @@ def test_an_unknown_kind_is_no_schema() -> None:
 def test_schedules_are_those_that_there_are() -> None:
     """A new one needs no change of values or files."""
     plan, balance = json_schema("plan"), json_schema("balance")
-    names = list(SCHEDULES)
+    names = [*SCHEDULES, SEARCHED.name]
     assert plan["properties"]["schedule"]["enum"] == balance["properties"]["schedule"]["enum"] == names
     assert plan["$defs"]["FrontierPoint"]["properties"]["schedule"]["enum"] == names
-    assert plan["$defs"]["Inputs"]["properties"]["schedule"]["enum"] == [*names, "auto"]
+    assert plan["$defs"]["Inputs"]["properties"]["schedule"]["enum"] == [*SCHEDULE_CHOICES]
