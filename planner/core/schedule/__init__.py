@@ -9,8 +9,10 @@ from functools import lru_cache
 from typing import Final
 
 from planner.core.schedule.base import Action, Loads, Schedule
+from planner.core.schedule.dualpipev import DualPipeV
 from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
+from planner.core.schedule.interleaved_zb import InterleavedZB
 from planner.core.schedule.kinds import KINDS, Flow, Kind, Letter
 from planner.core.schedule.listed import Listed, lists_of, texts_of
 from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
@@ -24,6 +26,11 @@ from planner.core.schedule.program import (
     needed_for,
     programs,
 )
+from planner.core.schedule.v_half import VHalf
+from planner.core.schedule.v_min import VMin
+from planner.core.schedule.zb_h1 import ZBH1
+from planner.core.schedule.zb_h2 import ZBH2
+from planner.core.schedule.zbv import ZBV
 from planner.core.values.plan import ScheduleName
 
 __all__ = [
@@ -34,6 +41,7 @@ __all__ = [
     "SCHEDULES",
     "SCHEDULE_CHOICES",
     "SEARCHED",
+    "SPLITTING",
     "Action",
     "Flow",
     "Instruction",
@@ -64,6 +72,9 @@ SCHEDULES: Final[Mapping[ScheduleName, Schedule]] = {
     schedule.name: schedule for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
 }
 """All schedules by name, in the order in which the solver tries them."""
+
+SPLITTING: Final[tuple[Schedule, ...]] = (ZBH1(), ZBH2(), InterleavedZB(), ZBV(), VHalf(), VMin(), DualPipeV())
+"""The schedules whose backwards come in halves."""
 
 SCHEDULE_CHOICES: Final = (*SCHEDULES, "auto")
 """What an option may say of the schedule."""

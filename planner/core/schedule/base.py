@@ -56,15 +56,19 @@ class Schedule(ABC):
     title: ClassVar[str]
     """What the literature calls it."""
     torch_name: ClassVar[str]
-    """What torch calls it: `torch.distributed.pipelining.schedules.get_schedule_class` takes that."""
+    """What torch calls it: `torch.distributed.pipelining.schedules.get_schedule_class` takes that; empty if none."""
     is_chunked: ClassVar[bool] = False
     """Whether a device may run several stages."""
+    exact_chunks: ClassVar[int | None] = None
+    """How many stages a device runs where no other number works: two arms of a V."""
     placement: ClassVar[Placement] = "loop"
     """Which these are."""
     splits_backward: ClassVar[bool] = False
     """Whether backwards run in halves, I and W."""
     is_forwards_first: ClassVar[bool] = False
     """Whether all forwards of a step come before its first backward on every device."""
+    splits_backward: ClassVar[bool] = False
+    """Whether backwards come in halves, I and W, all or some of them."""
     has_closed_form: ClassVar[bool] = False
     """Whether `planner.core.cost.step_time` tells its step without walking through it."""
     has_known_moments: ClassVar[bool] = False
@@ -91,6 +95,11 @@ class Schedule(ABC):
         Raises:
             UsageError: It cannot.
         """
+        if self.exact_chunks is not None and chunks != self.exact_chunks:
+            raise UsageError(
+                f"{self.name} runs {self.exact_chunks} stages on each device, got {chunks}",
+                hint=f"use `--chunks {self.exact_chunks}`",
+            )
         if chunks < 1 or (chunks > 1 and not self.is_chunked):
             raise UsageError(
                 f"{self.name} runs one stage on each device, got {chunks} chunks",
@@ -117,8 +126,11 @@ class Schedule(ABC):
         """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here.
 
         The busiest device works without a pause; and where every device runs one stage, all micro-batches but one wait
-        for the slowest backward while the other passes through all stages and back.
+        for the slowest backward while the other passes through all stages and back. Nobody waits for the second half of
+        a backward: schedules with halves are only held to the first.
         """
+        if self.splits_backward:
+            return micro_batches * loads.pair_us
         one_after_the_other = (micro_batches - 1) * loads.backward_us if chunks == 1 else 0.0
         return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
 

@@ -10,12 +10,14 @@ forwards in place of K-k.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.kinds import Letter
+from planner.core.values.plan import ScheduleName
 
-__all__ = ["Interleaved"]
+__all__ = ["Interleaved", "in_rounds"]
 
 
 class Interleaved(Schedule):
@@ -25,13 +27,15 @@ class Interleaved(Schedule):
     title = "interleaved 1F1B"
     torch_name = "Interleaved1F1B"
     is_chunked = True
+    one_stage_name: ClassVar[ScheduleName] = "1f1b"
+    """What it would be with one stage per device, which a refusal points to."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """The order of torch's schedule without its idle slots, which are drawn and never executed."""
-        per_round = micro_batches // _num_rounds(num_devices, micro_batches)
+        per_round = self.per_round(num_devices, micro_batches)
         stages = self.stages_on(device, num_devices, chunks)
-        forwards = _in_rounds("F", stages, micro_batches, per_round)
-        backwards = _in_rounds("B", stages[::-1], micro_batches, per_round)
+        forwards = in_rounds("F", stages, micro_batches, per_round)
+        backwards = in_rounds("B", stages[::-1], micro_batches, per_round)
         warm_up = min(chunks * micro_batches, (chunks - 1) * per_round + 2 * (num_devices - 1 - device))
         steady = chunks * micro_batches - warm_up
         actions = forwards[:warm_up]
@@ -46,10 +50,15 @@ class Interleaved(Schedule):
         if micro_batches % rounds:
             fewer = micro_batches - micro_batches % rounds
             raise UsageError(
-                f"interleaved 1F1B runs the micro-batches in M // K rounds of equal size, got M = {micro_batches}, "
+                f"{self.title} runs the micro-batches in M // K rounds of equal size, got M = {micro_batches}, "
                 f"K = {num_devices}: {rounds} rounds",
-                hint=f"use `--micro-batches {fewer}` or a multiple of {num_devices}, or `--schedule 1f1b`",
+                hint=f"use `--micro-batches {fewer}` or a multiple of {num_devices}, "
+                f"or `--schedule {self.one_stage_name}`",
             )
+
+    def per_round(self, num_devices: int, micro_batches: int) -> int:
+        """Micro-batches with which a chunk runs before it is another's turn."""
+        return micro_batches // _num_rounds(num_devices, micro_batches)
 
     def round_size(self, num_devices: int) -> int:
         """A round is as long as there are devices."""
@@ -60,7 +69,7 @@ def _num_rounds(num_devices: int, micro_batches: int) -> int:
     return max(1, micro_batches // num_devices)
 
 
-def _in_rounds(kind: Letter, stages: Sequence[int], micro_batches: int, per_round: int) -> list[Action]:
+def in_rounds(kind: Letter, stages: Sequence[int], micro_batches: int, per_round: int) -> list[Action]:
     """Round by round, every stage in turn with that round's micro-batches."""
     return [
         Action(stage, kind, i)

@@ -1,0 +1,89 @@
+"""DualPipeV: DeepSeek's DualPipe (arXiv:2412.19437) cut in half onto a V; torch's `ScheduleDualPipeV`.
+
+    K = 2, M = 4, stages 0 and 3, 1 and 2
+    device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+    device 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+
+Where DualPipeV computes a forward and a backward of two micro-batches at once, to hide one's communication behind the
+other's work, a device here computes them one after the other, the forward first. Most backwards are whole; halves are
+used where the pipeline fills and drains.
+"""
+
+from planner.core.errors import UsageError
+from planner.core.schedule.base import Action, Schedule
+from planner.core.schedule.halves import Row
+
+__all__ = ["DualPipeV"]
+
+_DOWN, _UP = 0, 1
+"""The chunks of a device: the arm of the V by which micro-batches come, and the one by which they leave."""
+
+
+class DualPipeV(Schedule):
+    """Forwards of one arm of a V in turn with backwards of the other."""
+
+    name = "dualpipev"
+    title = "DualPipeV"
+    torch_name = "DualPipeV"
+    is_chunked = True
+    exact_chunks = 2
+    placement = "v"
+    splits_backward = True
+
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
+        """The order of torch's schedule, its eight steps, pairs that overlap told apart."""
+        behind = num_devices - 1 - device
+        row = Row(self.stages_on(device, num_devices, chunks), micro_batches)
+        for _ in range(2 * behind):
+            row.forward(_DOWN)
+        for _ in range(device + 1):
+            row.forward(_DOWN)
+            row.forward(_UP)
+        for _ in range(behind):
+            row.input_backward(_UP)
+            row.weight_backward()
+            row.forward(_UP)
+        for _ in range(micro_batches - 2 * num_devices + device + 1):
+            _pair(row, _DOWN, _UP)
+            _pair(row, _UP, _DOWN)
+        for _ in range(behind):
+            row.backward(_UP)
+            _pair(row, _UP, _DOWN)
+        self._drain(row, device, behind)
+        return tuple(row.actions)
+
+    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
+        """Raises where there are fewer micro-batches than stages, as torch's schedule does."""
+        super().refuse(num_devices, micro_batches, chunks)
+        if micro_batches < 2 * num_devices:
+            raise UsageError(
+                f"{self.title} needs at least as many micro-batches as stages, got M = {micro_batches}, "
+                f"{2 * num_devices} stages",
+                hint="use `--schedule zbv`, a larger `--batch`, or fewer devices",
+            )
+
+    def most_devices(self, micro_batches: int) -> int:
+        """There are two stages on each device, and as many micro-batches as stages."""
+        return micro_batches // 2
+
+    @staticmethod
+    def _drain(row: Row, device: int, behind: int) -> None:
+        """What is left when all forwards are over, from the middle on in halves: Ws fill the gaps at the end."""
+        whole = device + 1
+        for place in range(2 * (device + 1)):
+            chunk = _DOWN if place % 2 else _UP
+            if place < whole:
+                row.backward(chunk)
+            else:
+                row.input_backward(chunk)
+        for _ in range(behind):
+            row.weight_backward()
+            row.input_backward(_DOWN)
+        for _ in range(device + 1):
+            row.weight_backward()
+
+
+def _pair(row: Row, forward: int, backward: int) -> None:
+    """A forward of one arm and the whole backward of the other."""
+    row.forward(forward)
+    row.backward(backward)

@@ -1,0 +1,35 @@
+"""V-Half: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362): half of 1F1B's memory.
+
+    K = 2, M = 3, stages 0 and 3, 1 and 2
+    device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
+    device 1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+
+Down the V a micro-batch takes two units from device to device, up the V one; its gradient likewise. The longer it stays
+with the first stage of a device, the shorter with the second: all devices hold the same.
+"""
+
+from planner.core.schedule.building_block import Block, FromBlock
+
+__all__ = ["VHalf"]
+
+
+class VHalf(FromBlock):
+    """Zero bubble on a V, with half of the memory and half of the bubble of 1F1B."""
+
+    name = "v-half"
+    title = "V-Half"
+
+    def block(self, device: int, num_devices: int) -> Block:
+        """The offsets of the paper."""
+        # Where K is even, gradients come three units later: at once they would meet forwards on the same device.
+        late = 0 if num_devices % 2 else 3
+        return Block(
+            forward_down=2 * device,
+            forward_up=3 * num_devices - device - 2,
+            backward_up=3 * num_devices + late + 2 * device - 1,
+            backward_down=6 * num_devices + late - device - 2,
+        )
+
+    def most_held(self, num_devices: int) -> int:
+        """(K+2) // 2 micro-batches in both stages: the paper's figure."""
+        return 2 * ((num_devices + 2) // 2)

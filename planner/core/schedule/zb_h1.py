@@ -1,0 +1,33 @@
+"""ZB-H1: Qi et al. 2023 (Zero Bubble Pipeline Parallelism, arXiv:2401.10241), section 2.
+
+    K = 2, M = 3
+    device 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    device 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+
+1F1B whose stages, the later the more, put off gradients of weights: gradients of inputs reach the first stage sooner,
+and what was put off fills the end of the step. Stage i, counted from 0, holds K-i micro-batches before their I and i
+more before their W, no more than the first one holds under 1F1B.
+"""
+
+from planner.core.schedule.base import Action, Schedule
+from planner.core.schedule.halves import in_turn
+
+__all__ = ["ZBH1"]
+
+
+class ZBH1(Schedule):
+    """1F1B in halves, at 1F1B's memory."""
+
+    name = "zb-h1"
+    title = "ZB-H1"
+    torch_name = ""
+    splits_backward = True
+
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
+        """As 1F1B, but that the Ws of `device` micro-batches wait."""
+        return in_turn(
+            [Action(device, "F", i) for i in range(micro_batches)],
+            [Action(device, "I", i) for i in range(micro_batches)],
+            warm_up=num_devices - 1 - device,
+            lag=device,
+        )

@@ -1,0 +1,65 @@
+"""ZB-V: Qi et al. 2023 (Zero Bubble Pipeline Parallelism, arXiv:2401.10241), section 6.
+
+    K = 2, M = 3, stages 0 and 3, 1 and 2
+    device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+    device 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+The chain lies on the devices as a V: the device that begins it also ends it, and all devices hold the same, what the
+first device of 1F1B does. Without transfers and with F = I = W on all stages no device is idle between its first action
+and its last, if there are at least 2K-1 micro-batches. The lists are those of torch's `ScheduleZBVZeroBubble`.
+"""
+
+from planner.core.schedule.base import Action, Schedule
+from planner.core.schedule.halves import Row
+
+__all__ = ["ZBV"]
+
+_DOWN, _UP = 0, 1
+"""The chunks of a device: the arm of the V by which micro-batches come, and the one by which they leave."""
+
+
+class ZBV(Schedule):
+    """Zero bubble on a V of two stages per device."""
+
+    name = "zbv"
+    title = "ZB-V"
+    torch_name = "ZBVZeroBubble"
+    is_chunked = True
+    exact_chunks = 2
+    placement = "v"
+    splits_backward = True
+
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
+        """Warm-up along both arms, then F, I, W of either arm in turn, then gradients with the last Ws among them.
+
+        Fewer than 2K-1 micro-batches are the first of so many: the rest is left out.
+        """
+        behind = num_devices - device
+        row = Row(self.stages_on(device, num_devices, chunks), micro_batches)
+        for _ in range(2 * behind - 1):
+            row.forward(_DOWN)
+        for _ in range(device):
+            row.forward(_UP)
+            row.forward(_DOWN)
+        for _ in range(behind):
+            _pass(row, _UP)
+        for _ in range(max(num_devices - 1, micro_batches - num_devices)):
+            _pass(row, _DOWN)
+            _pass(row, _UP)
+        for _ in range(device):
+            row.input_backward(_DOWN)
+            row.input_backward(_UP)
+        for _ in range(behind):
+            row.input_backward(_DOWN)
+            row.weight_backward(_DOWN)
+        for chunk in (_UP, _DOWN):
+            for _ in range(device):
+                row.weight_backward(chunk)
+        return tuple(row.actions)
+
+
+def _pass(row: Row, chunk: int) -> None:
+    """F, I and W of a chunk."""
+    row.forward(chunk)
+    row.input_backward(chunk)
+    row.weight_backward(chunk)

@@ -1,0 +1,98 @@
+"""Schedules with backwards in halves against torch's: what the engine announces, device by device, without idle slots.
+
+Torch's classes plan when they are made. They are made here without processes, around stages that are never run.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    _Action,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from planner.core.errors import UsageError
+from planner.core.schedule import SPLITTING, Schedule
+
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in SPLITTING}
+ENGINE: dict[str, type[_PipelineScheduleRuntime]] = {
+    "interleaved-zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+DEVICES = range(1, 9)
+MICRO_BATCHES = (*range(1, 27), 32, 40, 64)
+
+
+def stage_of(index: int, num_stages: int, num_devices: int) -> Any:
+    """What the schedules read of a `PipelineStage` of the first device."""
+    return SimpleNamespace(
+        stage_index=index,
+        num_stages=num_stages,
+        group_size=num_devices,
+        group_rank=0,
+        is_first=index == 0,
+        is_last=index == num_stages - 1,
+        submod=None,
+    )
+
+
+def as_text(action: _Action) -> list[str]:
+    """`2F0`; two things that are done at once one after the other."""
+    return [str(part) for part in action.sub_actions or (action,)]
+
+
+def announced(name: str, num_devices: int, micro_batches: int, chunks: int) -> list[list[str]]:
+    """Per device the engine's order, idle slots left out."""
+    num_stages = num_devices * chunks
+    mapping = generate_rank_to_stage_mapping(num_devices, num_stages, style=SCHEDULES[name].placement)
+    stages = [stage_of(index, num_stages, num_devices) for index in mapping[0]]
+    with mock.patch.object(_PipelineScheduleRuntime, "_prepare_schedule_with_comms"):
+        order = ENGINE[name](stages, micro_batches).pipeline_order
+    return [[text for action in order[rank] if action is not None for text in as_text(action)] for rank in order]
+
+
+def ours(name: str, num_devices: int, micro_batches: int, chunks: int) -> list[list[str]]:
+    """Our lists as text."""
+    return [[str(action) for action in row] for row in SCHEDULES[name].actions(num_devices, micro_batches, chunks)]
+
+
+def sizes(name: str) -> Iterator[tuple[int, int, int]]:
+    """K, M, V; also those that cannot be."""
+    yield from product(DEVICES, MICRO_BATCHES, range(1, 5) if name == "interleaved-zb" else (2,))
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_lists_are_those_of_the_engine(name: str) -> None:
+    """The same actions in the same order on every device; what one of the two refuses, the other refuses."""
+    for num_devices, micro_batches, chunks in sizes(name):
+        try:
+            engine = announced(name, num_devices, micro_batches, chunks)
+        except ValueError:
+            with pytest.raises(UsageError):
+                ours(name, num_devices, micro_batches, chunks)
+            continue
+        assert ours(name, num_devices, micro_batches, chunks) == engine, (num_devices, micro_batches, chunks)
+
+
+def test_zb_h1_is_the_engines_interleaved_zero_bubble_with_one_stage_on_each_device() -> None:
+    """Wherever the engine runs it; ours needs no rounds of equal length."""
+    for num_devices, micro_batches in product(DEVICES, MICRO_BATCHES):
+        if micro_batches % max(1, micro_batches // num_devices) == 0:
+            engine = announced("interleaved-zb", num_devices, micro_batches, 1)
+            assert ours("zb-h1", num_devices, micro_batches, 1) == engine
+
+
+def test_the_engine_knows_them_by_these_names() -> None:
+    """`get_schedule_class` takes `torch_name`."""
+    named = {schedule.name: schedule.torch_name for schedule in SPLITTING if schedule.torch_name}
+    assert {name: get_schedule_class(torch_name) for name, torch_name in named.items()} == ENGINE
