@@ -63,8 +63,6 @@ class Schedule(ABC):
     """How many stages a device runs where no other number works: two arms of a V."""
     placement: ClassVar[Placement] = "loop"
     """Which these are."""
-    splits_backward: ClassVar[bool] = False
-    """Whether backwards run in halves, I and W."""
     is_forwards_first: ClassVar[bool] = False
     """Whether all forwards of a step come before its first backward on every device."""
     splits_backward: ClassVar[bool] = False
