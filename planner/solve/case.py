@@ -95,19 +95,26 @@ class Case:
     @property
     def work_us(self) -> float:
         """Forward and backward of one micro-batch through all layers on the fastest device."""
-        return float(self.costs.forward_us.sum() + self.costs.backward_us.sum()) / self.fastest
+        return float(self.costs.forward_us.sum() + self.least_backward_us.sum()) / self.fastest
+
+    @cached_property
+    def least_backward_us(self) -> FloatArray:
+        """Per layer, no schedule of this kind takes less for a backward, in one piece or in halves; shape (L,)."""
+        if not self.schedule.splits_backward:
+            return self.costs.backward_us
+        return np.minimum(self.costs.backward_us, self.costs.halves.input_us + self.costs.halves.weight_us)
 
     @cached_property
     def bound_us(self) -> float:
         """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here."""
-        forward_us, backward_us = self.costs.forward_us, self.costs.backward_us
+        forward_us, backward_us = self.costs.forward_us, self.least_backward_us
         bottlenecks = (self._bottleneck_us(times) for times in (forward_us, backward_us, forward_us + backward_us))
         return self.schedule.bound_us(Loads(self.work_us, *bottlenecks), self.micro_batches, self.chunks)
 
     @cached_property
     def ideal_us(self) -> float:
         """The step time of 1F1B, plain or interleaved, in stages of equal work that fit as they are, without links."""
-        pair = self._bottleneck_us(self.costs.forward_us + self.costs.backward_us)
+        pair = self._bottleneck_us(self.costs.forward_us + self.least_backward_us)
         return self.micro_batches * pair + self.work_us * (1 - 1 / self.num_devices) / self.chunks
 
     def _bottleneck_us(self, times: FloatArray) -> float:

@@ -1,6 +1,7 @@
 """Many partitions of one case judged at once: simulated step time, and bytes over the caps."""
 
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from planner.core.cost.moments import PARTS, moments_of
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import CHOICES, hidden_us, optimizer_tail_us
 from planner.core.schedule import Action
+from planner.core.values.placement import device_of, stages_on
 from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.problem import LinkTimes
@@ -33,15 +35,16 @@ class Many:
         self.num_devices = num_devices
         self.num_stages = num_devices * case.chunks
         cluster = case.cluster
-        # Stage s is chunk s // K of device s % K.
-        devices = np.arange(self.num_stages) % num_devices
-        self._speeds = np.array([cluster.speed(int(d)) for d in devices])
+        placement = case.schedule.placement
+        devices = [device_of(s, num_devices, placement) for s in range(self.num_stages + 1)]
+        self._chunks = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
+        self._speeds = np.array([cluster.speed(d) for d in devices[:-1]])
         links = [
-            cluster.link_behind(int(d), num_devices=num_devices, replicas=case.replicas) for d in range(num_devices)
+            cluster.link_between(*ends, num_devices=num_devices, replicas=case.replicas) for ends in pairwise(devices)
         ]
-        times = [LinkTimes.of(link, case.sums).crossing_us for link in links]
-        self._crossing = np.stack([times[d] for d in devices])
-        self._blocking = np.array([links[d].blocking for d in devices])
+        times = {link: LinkTimes.of(link, case.sums).crossing_us for link in set(links)}
+        self._crossing = np.stack([times[link] for link in links])
+        self._blocking = np.array([link.blocking for link in links])
         self._allowed = allowed_choices(case.policy, case.micro_batches)
         share = -(-case.costs.num_layers // self.num_stages)
         self.width = min(case.costs.num_layers, _WIDEST * share)
@@ -49,8 +52,8 @@ class Many:
 
     @property
     def num_actions(self) -> int:
-        """Forwards and backwards of a step, the measure of what simulating costs."""
-        return 2 * self.case.micro_batches * self.num_stages
+        """Actions of a step, the measure of what simulating costs."""
+        return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -63,7 +66,10 @@ class Many:
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
         busy = sums.busy_times(first, end, choices, speed=self._speeds)
         crossing = self._crossing[np.arange(self.num_stages), end]
-        pipeline = makespans(
+        own = sums.own_us(first, end, self._speeds)
+        per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self._chunks], axis=1)
+        simulated = partial(
+            makespans,
             self.actions,
             forward_us=busy.forward_us,
             backward_us=busy.backward_us,
@@ -71,7 +77,10 @@ class Many:
             send_us=crossing,
             blocking=self._blocking,
         )
-        per_device = sums.own_us(first, end, self._speeds).reshape(-1, self.case.chunks, self.num_devices).sum(axis=1)
+        if self.case.schedule.splits_backward:
+            halves = sums.half_times(busy, first, end, speed=self._speeds)
+            return simulated(**halves._asdict(), own_us=per_device)
+        pipeline = simulated()
         # Drain and fill behind the first chunks hide a device's optimizer step.
         hidden = hidden_us(busy, crossing)
         return pipeline + optimizer_tail_us(per_device, hidden[:, : self.num_devices])
@@ -84,12 +93,12 @@ class Many:
         inside = (column >= 0) & (choices >= 0)
         place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
         always, *parts = (np.where(inside, part[place], np.inf) for part in self._parts)
-        shared = shared_bytes(self.case.costs, cuts, self.num_devices)
+        shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
         # Layers tied across chunks of one device are held once.
         always, every = held_once(always, np.stack(parts, axis=2), shared, exact=self.case.costs.exact)
         over = np.zeros(len(cuts))
         for device, moments in enumerate(moments_of(self.actions)):
-            chunks = slice(device, None, self.num_devices)
+            chunks = list(self._chunks[device])
             # Beyond the window parts are infinite, and 0 times that is no number: left out, and set afterwards.
             is_known = np.asarray(inside[:, chunks].all(axis=1))
             fixed = np.where(is_known[:, None], always[:, chunks], 0.0)
@@ -108,10 +117,15 @@ class Many:
         for choice in self._allowed:
 
             def block(firsts: IntArray, stop: int, choice: int = choice) -> list[FloatArray]:
-                recompute, micro_batches = CHOICES[choice], self.case.micro_batches
-                return list(
-                    chunk_totals(self.case.costs, firsts, stop, micro_batches=micro_batches, recompute=recompute)
+                totals = chunk_totals(
+                    self.case.costs,
+                    firsts,
+                    stop,
+                    micro_batches=self.case.micro_batches,
+                    recompute=CHOICES[choice],
+                    in_halves=self.case.schedule.splits_backward,
                 )
+                return list(totals)
 
             for part, table in zip(parts, windowed(num, self.width, count, block), strict=True):
                 part[choice] = table

@@ -80,7 +80,7 @@ class Progress:
     def least_us(self, num_stages: int) -> float:
         """Below every partition into so many stages, and not larger for more of them."""
         costs, cluster = self.case.costs, self.case.cluster
-        pair_us = costs.forward_us + costs.backward_us
+        pair_us = costs.forward_us + self.case.least_backward_us
         speeds = sorted((cluster.speed(d) for d in range(self.case.num_devices)), reverse=True)
         share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
         return self.case.micro_batches * share_us

@@ -205,6 +205,9 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
             if key not in costs:
                 costs[key] = table.at(size, extrapolate=inputs.extrapolate).of_replicas(replicas)
             for schedule, chunks, num_devices in _schedules(request, m, len(names), replicas):
+                # Nothing is recommended that nobody has measured.
+                if schedule.splits_backward and inputs.schedule == "auto" and costs[key].halves_assumed:
+                    continue
                 cases.append(
                     Case(
                         costs=costs[key],
@@ -247,6 +250,12 @@ def _schedules(
     for schedule in schedules:
         if not schedule.is_chunked:
             yield schedule, 1, int(min(devices, schedule.most_devices(micro_batches)))
+            continue
+        if schedule.exact_chunks is not None:
+            chunks = schedule.exact_chunks
+            most = min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
+            if inputs.chunks in (0, chunks) and most >= 1:
+                yield schedule, chunks, int(min(most, schedule.most_devices(micro_batches)))
             continue
         # One chunk on each device is 1F1B that warms up longer, and runs with fewer micro-batches: no plan is the best
         # before that was tried; but nobody who gives the cuts means it.

@@ -142,8 +142,9 @@ def makespans(
     input_backward_us: FloatArray | None = None,
     last_input_backward_us: FloatArray | None = None,
     weight_backward_us: FloatArray | None = None,
+    own_us: FloatArray | None = None,
 ) -> FloatArray:
-    """When the last action ends, for N partitions of a chain into the same number of stages.
+    """When the last action ends, for N partitions of a chain into the same number of stages; or their `period_us`.
 
     Arrays have shape (N, S), S = K V stages in the order of the chain, and mean what the fields of `StageTimes` mean.
 
@@ -157,9 +158,10 @@ def makespans(
         input_backward_us: I; needed where actions are of that kind, as the next two.
         last_input_backward_us: I of the last micro-batch.
         weight_backward_us: W.
+        own_us: What each device does between two steps, shape (N, K): then periods are returned.
 
     Returns:
-        Shape (N,), microseconds: the latest end of `simulate`, by the same operations.
+        Shape (N,), microseconds: the latest end of `simulate`, or what `period_us` returns, by the same operations.
 
     Raises:
         ValueError: As `simulate`, or arrays whose shapes differ.
@@ -186,7 +188,10 @@ def makespans(
         last_durations = {kind: rows(times) for kind, times in last.items() if times is not None}
         times = _Times(durations, last_durations, rows(send_us), blocks)
         clocks = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later=np.maximum)
-        ends[block] = np.max(clocks.ends, axis=0)
+        if own_us is None:
+            ends[block] = np.max(clocks.ends, axis=0)
+        else:
+            ends[block] = np.max(np.subtract(clocks.ends, clocks.begins) + own_us[block].T, axis=0)
     return ends
 
 

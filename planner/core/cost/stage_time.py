@@ -168,6 +168,10 @@ class ChainSums:
 
     forward_us: FloatArray
     backward_us: FloatArray
+    input_us: FloatArray
+    """I."""
+    weight_us: FloatArray
+    """W."""
     optimizer_us: FloatArray
     gradient_bytes: FloatArray
     has_backward: NDArray[np.bool_]
@@ -184,6 +188,8 @@ class ChainSums:
         return cls(
             forward_us=sums_before(costs.forward_us),
             backward_us=sums_before(costs.backward_us),
+            input_us=sums_before(costs.halves.input_us),
+            weight_us=sums_before(costs.halves.weight_us),
             optimizer_us=sums_before(costs.optimizer_us),
             gradient_bytes=sums_before(costs.gradients),
             has_backward=np.append(False, costs.has_backward),
@@ -203,6 +209,16 @@ class ChainSums:
             recompute,
             has_backward=self.has_backward[end],
             layers_us=layers_us,
+            speed=speed,
+            overhead_us=self.cluster.overhead_us,
+        )
+
+    def half_times(self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers) -> HalfTimes:
+        """Of the stages of layers first..end-1, see `half_times`."""
+        return half_times(
+            busy,
+            self.input_us[end] - self.input_us[first],
+            self.weight_us[end] - self.weight_us[first],
             speed=speed,
             overhead_us=self.cluster.overhead_us,
         )

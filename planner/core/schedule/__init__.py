@@ -68,13 +68,13 @@ ONE_FORWARD_ONE_BACKWARD: Final = OneForwardOneBackward()
 INTERLEAVED: Final = Interleaved()
 SEARCHED: Final = Listed()
 
-SCHEDULES: Final[Mapping[ScheduleName, Schedule]] = {
-    schedule.name: schedule for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
-}
-"""All schedules by name, in the order in which the solver tries them."""
-
 SPLITTING: Final[tuple[Schedule, ...]] = (ZBH1(), ZBH2(), InterleavedZB(), ZBV(), VHalf(), VMin(), DualPipeV())
 """The schedules whose backwards come in halves."""
+
+SCHEDULES: Final[Mapping[ScheduleName, Schedule]] = {
+    schedule.name: schedule for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED, *SPLITTING)
+}
+"""All schedules by name, in the order in which the solver tries them."""
 
 SCHEDULE_CHOICES: Final = (*SCHEDULES, "auto")
 """What an option may say of the schedule."""
