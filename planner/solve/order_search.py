@@ -1,0 +1,175 @@
+"""The best lists for given stages: many rules are tried, and the best of them changed bit by bit.
+
+Effort is counted in actions that are put into a list or simulated, so that the same question gets the same answer on
+any machine. A list counts only if it keeps the caps by the law of memory itself.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from typing import NamedTuple
+
+from planner.core.cost.simulate import StageTimes, period_us
+from planner.core.schedule import Action
+from planner.solve.list_scheduling import OrderProblem, Rules, listed
+
+__all__ = ["FoundOrder", "Orders", "least_period_us"]
+
+Rows = tuple[tuple[Action, ...], ...]
+
+_AHEAD = (1.0, 1.5, 0.8, 1.25, 1.7, 1.9, 2.0, 1.1, 1.35, 1.6, 1.8, 2.3, 3.0, 0.65, 0.5)
+
+_EXTRA = (0, 1, -1)
+_PATIENCE = (0.5, 0.0, 1.0, 0.25, 0.75)
+
+_EITHER = (True, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundOrder:
+    """Lists, and the time from step to step with them."""
+
+    rows: Rows
+    period_us: float
+
+
+class Orders:
+    """A search for the lists of given stages.
+
+    Args:
+        problem: The stages.
+        fits: Whether lists keep the caps, by the law.
+    """
+
+    def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool]) -> None:
+        self._problem, self._fits = problem, fits
+        num_stages = len(problem.times)
+        self._shapes = _on_the_way(problem), tuple(float(num_stages - s) for s in range(num_stages))
+        self._least_us = least_period_us(problem) * (1 + 1e-9)
+        self.best: FoundOrder | None = None
+        self.spent = 0
+        """Actions listed."""
+
+    def search(self, most_actions: int) -> FoundOrder | None:
+        """The best lists that so much effort finds; None where none keep the caps."""
+        knobs = _Knobs()
+        best: Rules | None = None
+
+        def tried(changes: Iterable[_Knobs]) -> None:
+            nonlocal knobs, best
+            for changed in changes:
+                if self.spent < most_actions and self._tries(rules := self._rules(changed)):
+                    knobs, best = changed, rules
+
+        # One knob after the other, twice: what the later ones are good for depends on the earlier.
+        for _ in range(2):
+            tried(knobs._replace(ahead=ahead, shape=shape) for shape in (0, 1) for ahead in _AHEAD)
+            tried(knobs._replace(extra=extra) for extra in _EXTRA)
+            tried(knobs._replace(patience=patience) for patience in _PATIENCE)
+            tried(knobs._replace(forward_first=first, later_first=later) for first in _EITHER for later in _EITHER)
+        rng = random.Random(0)  # noqa: S311 - the same answer every time
+        while best is not None and self.spent < most_actions and not self._is_proven():
+            changed = _changed(best, rng)
+            best = changed if self._tries(changed) else best
+        return self.best
+
+    def _is_proven(self) -> bool:
+        return self.best is not None and self.best.period_us <= self._least_us
+
+    def _rules(self, knobs: "_Knobs") -> Rules:
+        most = tuple(max(1, ceil(knobs.ahead * number) + knobs.extra) for number in self._shapes[knobs.shape])
+        return Rules(
+            most_waiting=most,
+            patience=knobs.patience,
+            forward_first=knobs.forward_first,
+            later_chunk_first=knobs.later_first,
+        )
+
+    def _tries(self, rules: Rules) -> bool:
+        """Whether lists by these rules are better than the best so far."""
+        self.spent += 3 * len(self._problem.times) * self._problem.micro_batches
+        lists = listed(self._problem, rules)
+        if lists is None or (self.best is not None and lists.period_us >= self.best.period_us * (1 - 1e-12)):
+            return False
+        rows = lists.actions()
+        found_us = period_us(rows, self._problem.times, self._problem.own_us)
+        if (self.best is not None and found_us >= self.best.period_us) or not self._fits(rows):
+            return False
+        self.best = FoundOrder(rows=rows, period_us=found_us)
+        return True
+
+
+class _Knobs(NamedTuple):
+    """What rules are made of to begin with."""
+
+    ahead: float = 1.0
+    """How many micro-batches wait on a stage, in times of its shape."""
+    shape: int = 0
+    """Those that are on their way behind it, or the stages behind it."""
+    extra: int = 0
+    patience: float = 0.5
+    forward_first: bool = False
+    later_first: bool = True
+
+
+def least_period_us(problem: OrderProblem) -> float:
+    """Below the time from step to step with any lists of F, I and W.
+
+    A device computes all of its own; and before its first I, which comes after a micro-batch went to the last stage and
+    back, it can only run as many forwards as its memory holds.
+    """
+    bounds = [0.0]
+    for device, chunks in enumerate(problem.chunks):
+        times = [problem.times[s] for s in chunks]
+        work_us = sum(_work_us(t, problem.micro_batches) for t in times) + problem.own_us[device]
+        bounds.append(work_us)
+        if len(chunks) == 1:
+            (stage,), (own,) = chunks, times
+            room = problem.rooms[stage]
+            held = max(room.held, 1e-9)
+            at_once = min(problem.micro_batches, int((problem.caps_bytes[device] - room.always) / held + 1e-9))
+            idle_us = own.forward_us + _way_us(problem.times, stage) - at_once * own.forward_us
+            bounds.append(work_us + max(0.0, idle_us))
+    return max(bounds)
+
+
+# Private functions
+
+
+def _work_us(times: StageTimes, micro_batches: int) -> float:
+    every = times.forward_us + times.input_backward_us + times.weight_backward_us
+    return micro_batches * every - times.input_backward_us + times.last_input_backward_us
+
+
+def _way_us(times: Sequence[StageTimes], stage: int) -> float:
+    """From the end of a forward to the gradient that comes back for it."""
+    behind = times[stage + 1 :]
+    least_us = sum(t.forward_us + min(t.input_backward_us, t.last_input_backward_us) for t in behind)
+    return least_us + 2 * sum(t.send_us for t in times[stage:-1])
+
+
+def _on_the_way(problem: OrderProblem) -> tuple[float, ...]:
+    """Per stage, micro-batches that set out from it before the first gradient is back, at the pace of the slowest."""
+    pace_us = max(
+        sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
+        for chunks in problem.chunks
+    )
+    if pace_us <= 0:
+        return (1.0,) * len(problem.times)
+    return tuple(
+        (times.forward_us + _way_us(problem.times, stage) + times.input_backward_us) / pace_us
+        for stage, times in enumerate(problem.times)
+    )
+
+
+def _changed(rules: Rules, rng: random.Random) -> Rules:
+    """The rules with one thing changed."""
+    if rng.random() < 0.15:
+        return replace(rules, patience=rng.choice((0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.5, inf)))
+    stages = range(len(rules.most_waiting))
+    first = rng.choice(stages)
+    behind = rng.choice((first + 1, first + 1, min(len(stages), first + 2), len(stages)))
+    step = rng.choice((-1, 1))
+    most = tuple(max(1, n + step) if first <= s < behind else n for s, n in enumerate(rules.most_waiting))
+    return replace(rules, most_waiting=most)
