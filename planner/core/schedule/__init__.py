@@ -17,6 +17,7 @@ from planner.core.schedule.kinds import KINDS, Flow, Kind, Letter
 from planner.core.schedule.listed import Listed, lists_of, texts_of
 from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
 from planner.core.schedule.program import (
+    DeadlockError,
     Instruction,
     Need,
     devices_of,
@@ -26,8 +27,10 @@ from planner.core.schedule.program import (
     needed_for,
     programs,
 )
+from planner.core.schedule.table import actions_in, table_of
 from planner.core.schedule.v_half import VHalf
 from planner.core.schedule.v_min import VMin
+from planner.core.schedule.validity import check_lists
 from planner.core.schedule.zb_h1 import ZBH1
 from planner.core.schedule.zb_h2 import ZBH2
 from planner.core.schedule.zbv import ZBV
@@ -43,6 +46,7 @@ __all__ = [
     "SEARCHED",
     "SPLITTING",
     "Action",
+    "DeadlockError",
     "Flow",
     "Instruction",
     "Kind",
@@ -51,6 +55,8 @@ __all__ = [
     "Loads",
     "Need",
     "Schedule",
+    "actions_in",
+    "check_lists",
     "devices_of",
     "execution_order",
     "lists_of",
@@ -60,6 +66,7 @@ __all__ = [
     "programs",
     "schedule_of",
     "schedules_for",
+    "table_of",
     "texts_of",
 ]
 

@@ -7,10 +7,12 @@
 A new schedule is a module with a class like those beside this one, and its name in `planner.core.schedule.SCHEDULES`.
 """
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from planner.core.errors import UsageError
 from planner.core.schedule.kinds import KINDS, Letter
@@ -19,6 +21,10 @@ from planner.core.values.placement import Placement, stages_on
 from planner.core.values.plan import ScheduleName
 
 __all__ = ["Action", "Loads", "Schedule"]
+
+_LETTERS: Final[Mapping[str, Letter]] = {letter: letter for letter in KINDS}
+_NUMBER: Final = "(0|[1-9][0-9]{0,8})"
+_ACTION: Final = re.compile(f"{_NUMBER}([{''.join(KINDS)}]){_NUMBER}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,12 @@ class Action:
     def __str__(self) -> str:
         """`2F3` is the forward of micro-batch 3 on stage 2, as in torch's schedule files."""
         return f"{self.stage}{self.kind}{self.micro_batch}"
+
+    @classmethod
+    def from_text(cls, text: str) -> "Action | None":
+        """The action that a text like `2F3` names; None if it names none. Numbers have nine digits at most."""
+        match = _ACTION.fullmatch(text)
+        return None if match is None else cls(int(match[1]), _LETTERS[match[2]], int(match[3]))
 
 
 class Loads(NamedTuple):

@@ -3,21 +3,14 @@
 A plan keeps them as text, a line per device, in the words of torch's schedule files: `0F0 0F1 0I0 0W0`.
 """
 
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, cast
 
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.program import devices_of
 from planner.core.values.placement import Placement, device_of
 
-if TYPE_CHECKING:
-    from planner.core.schedule.kinds import Letter
-
 __all__ = ["Listed", "lists_of", "texts_of"]
-
-_ACTION: Final = re.compile(r"(0|[1-9][0-9]{0,8})([FBIW])(0|[1-9][0-9]{0,8})")
 
 
 class Listed(Schedule):
@@ -93,13 +86,13 @@ def lists_of(texts: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
     for device, text in enumerate(texts):
         row = []
         for word in text.split():
-            found = _ACTION.fullmatch(word)
-            if found is None:
+            action = Action.from_text(word)
+            if action is None:
                 raise UsageError(
                     f"device {device} has `{word[:40]}` in its list, which is no action",
                     hint="an action is the stage, one of F, B, I and W, and the micro-batch: `2F0`",
                 )
-            row.append(Action(int(found[1]), cast("Letter", found[2]), int(found[3])))
+            row.append(action)
         rows.append(tuple(row))
     return tuple(rows)
 

@@ -5,7 +5,7 @@ a backward, or the half of it that makes the input's gradient, for that of stage
 forward; the other half for the first one: `Kind.direction` and `Kind.follows` say so.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,6 +13,7 @@ from planner.core.schedule.base import Action
 from planner.core.schedule.kinds import KINDS, Flow, Letter
 
 __all__ = [
+    "DeadlockError",
     "Instruction",
     "Need",
     "devices_of",
@@ -29,6 +30,19 @@ class Need(NamedTuple):
 
     flow: Flow
     stage: int
+
+
+class DeadlockError(ValueError):
+    """The lists of devices wait for each other in a circle, or for what is in no list.
+
+    Args:
+        waiting: Per device that is not done, the action at which it waits.
+    """
+
+    def __init__(self, waiting: Mapping[int, Action]) -> None:
+        where = {device: str(action) for device, action in waiting.items()}
+        super().__init__(f"deadlock: devices wait for what never comes, at {where}")
+        self.waiting = waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +105,8 @@ def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ..
         Per device, its instructions in order.
 
     Raises:
-        ValueError: The lists wait for each other in a circle, or for what is in no list.
+        DeadlockError: The lists wait for each other in a circle, or for what is in no list.
+        ValueError: A stage is in several lists, or one between others in none.
     """
     devices = devices_of(actions)
     rows: list[list[Instruction]] = [[] for _ in actions]
@@ -113,7 +128,8 @@ def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
         actions: Per device (K of them), its actions in order.
 
     Raises:
-        ValueError: The lists wait for each other in a circle, or for what is in no list.
+        DeadlockError: The lists wait for each other in a circle, or for what is in no list.
+        ValueError: A stage is in several lists, or one between others in none.
     """
     return tuple(_in_turns(actions, devices_of(actions)))
 
@@ -136,7 +152,6 @@ def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> It
                 position[device] += 1
         if not turn:
             progress = enumerate(zip(actions, position, strict=True))
-            waiting = {device: str(row[at]) for device, (row, at) in progress if at < len(row)}
-            raise ValueError(f"deadlock: devices wait for what never comes, at {waiting}")
+            raise DeadlockError({device: row[at] for device, (row, at) in progress if at < len(row)})
         over.update((KINDS[action.kind].flow, action.stage, action.micro_batch) for action in turn)
         yield from turn

@@ -51,13 +51,18 @@ def as_text(action: _Action) -> list[str]:
     return [str(part) for part in action.sub_actions or (action,)]
 
 
-def announced(name: str, num_devices: int, micro_batches: int, chunks: int) -> list[list[str]]:
-    """Per device the engine's order, idle slots left out."""
+def planned(name: str, num_devices: int, micro_batches: int, chunks: int) -> _PipelineScheduleRuntime:
+    """The engine's schedule, which is never run."""
     num_stages = num_devices * chunks
     mapping = generate_rank_to_stage_mapping(num_devices, num_stages, style=SCHEDULES[name].placement)
     stages = [stage_of(index, num_stages, num_devices) for index in mapping[0]]
     with mock.patch.object(_PipelineScheduleRuntime, "_prepare_schedule_with_comms"):
-        order = ENGINE[name](stages, micro_batches).pipeline_order
+        return ENGINE[name](stages, micro_batches)
+
+
+def announced(name: str, num_devices: int, micro_batches: int, chunks: int) -> list[list[str]]:
+    """Per device the engine's order, idle slots left out."""
+    order = planned(name, num_devices, micro_batches, chunks).pipeline_order
     return [[text for action in order[rank] if action is not None for text in as_text(action)] for rank in order]
 
 

@@ -1,0 +1,80 @@
+"""Lists of actions as a table, which torch, torchtitan and NeMo Automodel read: their compute-only schedule file.
+
+    0F0,0F1,,0B0,0B1
+    1F0,1B0,1F1,1B1
+
+A row for each device, in each cell an action, as its stage, kind and micro-batch: `2F0`, `2B0`, `2I0`, `2W0`. An empty
+cell is an idle slot: it draws the table and means nothing, since devices wait for what they need and for nothing else.
+`(0F1;1B0)OVERLAP_F_B` is a forward and a backward that torch may run at once; they are read as one after the other.
+"""
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+
+from planner.core.errors import UsageError
+from planner.core.schedule.base import Action
+
+__all__ = ["actions_in", "table_of"]
+
+_HINT = "write a row for each device, with cells as `2F0`, `2B0`, `2I0`, `2W0`; an empty cell is an idle slot"
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_TRANSFER = re.compile(r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+
+
+def table_of(actions: Sequence[Sequence[Action]]) -> str:
+    """The table's text: a line for each device, without idle slots.
+
+    Args:
+        actions: Per device (K of them), its actions in order.
+    """
+    return "".join(",".join(map(str, row)) + "\n" for row in actions)
+
+
+def actions_in(text: str) -> tuple[tuple[Action, ...], ...]:
+    """The lists that a table holds, idle slots left out. Whether they can run is not looked at: `check_lists` does.
+
+    Args:
+        text: The table.
+
+    Returns:
+        Per device (K of them), its actions in order.
+
+    Raises:
+        UsageError: A cell is no action, or a row has none: it names the row and the column, from 1.
+    """
+    lines = text.removeprefix("\ufeff").rstrip().splitlines()
+    if not lines:
+        raise UsageError("the schedule file is empty", hint=_HINT)
+    return tuple(_row(number, line) for number, line in enumerate(lines, start=1))
+
+
+def _row(number: int, line: str) -> tuple[Action, ...]:
+    try:
+        cells = next(csv.reader([line]), [])
+    except csv.Error as error:
+        raise UsageError(f"row {number}: {error}", hint=_HINT) from None
+    actions = tuple(action for column, cell in enumerate(cells, start=1) for action in _cell(number, column, cell))
+    if not actions:
+        raise UsageError(f"row {number}: the device has nothing to do", hint=_HINT)
+    return actions
+
+
+def _cell(row: int, column: int, cell: str) -> Iterator[Action]:
+    text = cell.strip()
+    overlap = _OVERLAP.fullmatch(text)
+    parts = overlap[1].split(";") if overlap else [text] if text else []
+    for part in parts:
+        action = Action.from_text(part.strip())
+        if action is None:
+            raise UsageError(f"row {row}, column {column}: {_problem(part.strip())}", hint=_HINT)
+        yield action
+
+
+def _problem(text: str) -> str:
+    short = text if len(text) <= 40 else f"{text[:37]}..."
+    if _TRANSFER.fullmatch(text):
+        return f"`{short}` is no work of a stage: only tables without transfers are read"
+    if Action.from_text(text.upper()):
+        return f"`{short}` must be in upper case"
+    return f"`{short}` is no action"

@@ -1,0 +1,118 @@
+"""Torch's compute-only schedule files: written so that torch reads them, read with what is wrong said by its place."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from planner.core.errors import UsageError
+from planner.core.schedule import SCHEDULES, SPLITTING, Action, Schedule, actions_in, table_of
+from tests.unit.core.test_halves_match_torch import planned, stage_of
+
+ALL = [*SCHEDULES.values(), *SPLITTING]
+
+actions = st.builds(Action, st.integers(0, 10**9 - 1), st.sampled_from("FBIW"), st.integers(0, 10**9 - 1))
+"""Whether they can run makes no difference to a table."""
+
+
+def test_by_hand() -> None:
+    """A row for each device, a cell for each action, nothing for idle slots."""
+    assert table_of(SCHEDULES["1f1b"].actions(2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert SPLITTING[0].name == "zb-h1"
+    assert table_of(SPLITTING[0].actions(2, 2)) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(actions, min_size=1).map(tuple), min_size=1).map(tuple))
+def test_what_was_written_is_read_back(rows: tuple[tuple[Action, ...], ...]) -> None:
+    """Any lists."""
+    assert actions_in(table_of(rows)) == rows
+
+
+def test_idle_slots_spaces_and_quotes_mean_nothing() -> None:
+    """As spreadsheets and torch write them: empty cells, quotes, carriage returns, a byte order mark, blank lines."""
+    text = '\ufeff,0F0, ,0F1,,"0B0",0B1\r\n,,1F0,1B0,1F1,1B1,\r\n\r\n'
+    assert actions_in(text) == SCHEDULES["1f1b"].actions(2, 2)
+
+
+def test_what_torch_may_run_at_once_is_read_as_one_after_the_other() -> None:
+    """A forward and a backward of two micro-batches."""
+    (row,) = actions_in("0F0,(0F1;1B0)OVERLAP_F_B, ( 1F1 ; 0B0 )OVERLAP_F_B")
+    assert " ".join(map(str, row)) == "0F0 0F1 1B0 1F1 0B0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the schedule file is empty"),
+        ("\n \n", "the schedule file is empty"),
+        ("0F0,0B0\n\n1F0,1B0", "row 2: the device has nothing to do"),
+        ("0F0\n,,\n1F0", "row 2: the device has nothing to do"),
+        ("0F0,0B0\n1F0,,1X0", "row 2, column 3: `1X0` is no action"),
+        ("0F0,F0", "row 1, column 2: `F0` is no action"),
+        ("0F0,0F", "row 1, column 2: `0F` is no action"),
+        ("0F0,0F0F0", "row 1, column 2: `0F0F0` is no action"),
+        ("0F0,-1F0", "row 1, column 2: `-1F0` is no action"),
+        ("0F0,0F٣", "row 1, column 2: `0F٣` is no action"),
+        ("0F0,0F1000000000", "row 1, column 2: `0F1000000000` is no action"),
+        ("0f0", "row 1, column 1: `0f0` must be in upper case"),
+        ("0F0,0SEND_F0", "row 1, column 2: `0SEND_F0` is no work of a stage: only tables without transfers are read"),
+        ("0F0,0UNSHARD", "row 1, column 2: `0UNSHARD` is no work of a stage: only tables without transfers are read"),
+        ("0F0,(0F1;1B)OVERLAP_F_B", "row 1, column 2: `1B` is no action"),
+        ("0F0,()OVERLAP_F_B", "row 1, column 2: `` is no action"),
+        ("0F0,(0F1;1B0)", "row 1, column 2: `(0F1;1B0)` is no action"),
+        ("0F0;0B0", "row 1, column 1: `0F0;0B0` is no action"),
+        ("x" * 100, f"row 1, column 1: `{'x' * 37}...` is no action"),
+        ("x" * 200_000, "row 1: field larger than field limit (131072)"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
+    """Row and column are counted from 1, as spreadsheets and editors do."""
+    with pytest.raises(UsageError) as refused:
+        actions_in(text)
+    assert refused.value.message == message
+    assert refused.value.hint.startswith("write a row for each device")
+
+
+def runtime(num_devices: int, chunks: int, micro_batches: int) -> Any:
+    """Torch's runtime for any schedule on the first device, without processes and without a stage that could run."""
+    stages = [stage_of(index, num_devices * chunks, num_devices) for index in range(chunks)]
+    for stage in stages:
+        stage.has_backward, stage.stage_index_to_group_rank = True, {}
+    with mock.patch("torch.distributed.pipelining.schedules.logger"):
+        return _PipelineScheduleRuntime(stages, micro_batches, loss_fn=mock.Mock())
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.name)
+def test_torch_loads_our_tables(schedule: Schedule, tmp_path: Path) -> None:
+    """It takes them as valid, puts every stage where we have it, and finds transfers that do not block each other."""
+    chunks = schedule.exact_chunks or (2 if schedule.is_chunked else 1)
+    rows = schedule.actions(4, 8, chunks)
+    path = tmp_path / "schedule.csv"
+    path.write_text(table_of(rows), encoding="utf-8")
+    engine = runtime(4, chunks, 8)
+    engine._load_csv(str(path), format="compute_only")
+    assert [[str(action) for action in engine.pipeline_order[rank]] for rank in range(4)] == [
+        [str(action) for action in row] for row in rows
+    ]
+    devices = {stage: device for device in range(4) for stage in schedule.stages_on(device, 4, chunks)}
+    assert engine.stage_index_to_group_rank == devices
+    computes = [
+        [str(action) for action in engine.pipeline_order_with_comms[rank] if action.is_compute_op] for rank in range(4)
+    ]
+    assert computes == [[str(action) for action in row] for row in rows]
+
+
+@pytest.mark.parametrize(("name", "holds"), [("zbv", ",,"), ("dualpipev", ")OVERLAP_F_B")])
+def test_we_read_torchs_tables(name: str, holds: str, tmp_path: Path) -> None:
+    """Files that torch writes, with idle slots and with overlaps."""
+    path = tmp_path / "schedule.csv"
+    planned(name, 4, 8, 2)._dump_csv(str(path), format="compute_only")
+    text = path.read_text(encoding="utf-8")
+    assert holds in text
+    schedule = next(schedule for schedule in SPLITTING if schedule.name == name)
+    assert actions_in(text) == schedule.actions(4, 8, 2)

@@ -1,0 +1,297 @@
+"""Schedules with backwards in halves: complete, without deadlock, with the bubbles and the memory of their papers."""
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+
+import pytest
+
+from planner.core.cost.simulate import StageTimes, simulate
+from planner.core.errors import UsageError
+from planner.core.schedule import (
+    ONE_FORWARD_ONE_BACKWARD,
+    SPLITTING,
+    Action,
+    Loads,
+    Schedule,
+    execution_order,
+    programs,
+)
+
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (ONE_FORWARD_ONE_BACKWARD, *SPLITTING)}
+NAMES = [schedule.name for schedule in SPLITTING]
+EVEN = (1.0, 1.0, 1.0)
+"""F = I = W."""
+
+
+def sizes(name: str) -> Iterator[tuple[int, int, int]]:
+    """K, M, V that a schedule runs with."""
+    schedule = SCHEDULES[name]
+    for num_devices, micro_batches, chunks in product(
+        (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 6, 8, 13, 16, 24), (1, 2, 3)
+    ):
+        try:
+            schedule.refuse(num_devices, micro_batches, chunks)
+        except UsageError:
+            continue
+        yield num_devices, micro_batches, chunks
+
+
+def chunks_of(name: str) -> int:
+    """Two stages on each device where there may be several."""
+    return 2 if SCHEDULES[name].is_chunked else 1
+
+
+def as_text(row: Sequence[Action]) -> str:
+    """`0F0 0F1 0I0 0W0`."""
+    return " ".join(map(str, row))
+
+
+def holds(row: Sequence[Action], *, until: str) -> list[int]:
+    """How many forwards a device holds after each of its actions, until their W or until their I; B is both."""
+    ends = ("B", until)
+    return list(accumulate((action.kind == "F") - (action.kind in ends) for action in row))
+
+
+def idle(
+    name: str, num_devices: int, micro_batches: int, times: tuple[float, float, float], send: float = 0.0
+) -> float:
+    """What a step is longer than its work, in the paper's way: the longest span of a device from first F to last W."""
+    chunks = chunks_of(name)
+    forward, input_backward, weight_backward = (time / chunks for time in times)
+    stage = StageTimes(
+        forward_us=forward,
+        backward_us=input_backward + weight_backward,
+        last_backward_us=input_backward + weight_backward,
+        input_backward_us=input_backward,
+        last_input_backward_us=input_backward,
+        weight_backward_us=weight_backward,
+        send_us=send,
+    )
+    rows = SCHEDULES[name].actions(num_devices, micro_batches, chunks)
+    spans = {device: (float("inf"), 0.0) for device in range(num_devices)}
+    for event in simulate(rows, [stage] * (num_devices * chunks)):
+        if not event.kind.startswith("send"):
+            first, last = spans[event.device]
+            spans[event.device] = min(first, event.start_us), max(last, event.end_us)
+    return max(last - first for first, last in spans.values()) - micro_batches * sum(times)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_lists_in_the_documentation_are_true(name: str) -> None:
+    """The example at the top of every module."""
+    text = inspect.getdoc(inspect.getmodule(SCHEDULES[name])) or ""
+    drawn = [line.split(": ")[1] for line in text.splitlines() if line.startswith("    device ")]
+    micro_batches = int(text.split("M = ")[1].split(",")[0].split()[0])
+    rows = SCHEDULES[name].actions(len(drawn), micro_batches, chunks_of(name))
+    assert [as_text(row) for row in rows] == drawn
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_micro_batch_passes_every_stage_once(name: str) -> None:
+    """By F and B or by F, I and W, each stage on its device; and no device waits for what never comes."""
+    for num_devices, micro_batches, chunks in sizes(name):
+        rows = SCHEDULES[name].actions(num_devices, micro_batches, chunks)
+        passes: dict[tuple[int, int], list[str]] = {}
+        for device, row in enumerate(rows):
+            assert {action.stage for action in row} == set(SCHEDULES[name].stages_on(device, num_devices, chunks))
+            for action in row:
+                passes.setdefault((action.stage, action.micro_batch), []).append(action.kind)
+        assert set(passes) == set(product(range(num_devices * chunks), range(micro_batches)))
+        assert {"".join(kinds) for kinds in passes.values()} <= {"FB", "FIW"}
+        assert len(execution_order(rows)) == sum(map(len, rows))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_dualpipev_has_whole_backwards(name: str) -> None:
+    """The others could put every gradient of weights off."""
+    kinds = Counter(action.kind for row in SCHEDULES[name].actions(4, 8, chunks_of(name)) for action in row)
+    assert set(kinds) == (set("FBIW") if name == "dualpipev" else set("FIW"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pair_of_devices_has_its_transfers_in_one_order(name: str) -> None:
+    """What one sends the other receives, in both rows in the same order, ahead of the action that begins with it."""
+    for num_devices, micro_batches, chunks in sizes(name):
+        schedule = SCHEDULES[name]
+        rows = programs(schedule.actions(num_devices, micro_batches, chunks))
+        device_of = {s: d for d in range(num_devices) for s in schedule.stages_on(d, num_devices, chunks)}
+        pairs: dict[tuple[frozenset[int], int], list[tuple[str, int, int]]] = {}
+        for device, row in enumerate(rows):
+            received = set()
+            for what in row:
+                back = 1 if what.kind == "F" else -1
+                begins = what.stage - back
+                if what.do == "run":
+                    is_sent = what.kind != "W" and device_of.get(begins, device) != device
+                    assert not is_sent or (back, what.stage, what.micro_batch) in received
+                    continue
+                sender = begins if what.do == "receive" else what.stage
+                if what.do == "receive":
+                    received.add((back, what.stage, what.micro_batch))
+                both = frozenset((device_of[sender], device_of[sender + back]))
+                pairs.setdefault((both, device), []).append((what.kind, sender, what.micro_batch))
+        for (both, device), transfers in pairs.items():
+            (other,) = both - {device}
+            assert transfers == pairs[both, other]
+
+
+PUBLISHED = [
+    (8, 24, (18.522, 18.086, 9.337), 0.601, (0.2431, 0.1585, 0.1083)),
+    (8, 32, (18.513, 18.086, 9.331), 0.626, (0.1985, 0.1242, 0.0837)),
+    (8, 64, (18.546, 18.097, 9.321), 0.762, (0.1240, 0.0674, 0.0444)),
+    (8, 24, (29.718, 29.444, 19.927), 0.527, (0.2347, 0.1323, 0.0698)),
+    (8, 32, (29.802, 29.428, 19.530), 0.577, (0.1898, 0.1045, 0.0559)),
+    (8, 64, (29.935, 29.621, 19.388), 0.535, (0.1091, 0.0554, 0.0294)),
+    (16, 48, (11.347, 11.248, 8.132), 0.377, (0.2552, 0.1397, 0.0672)),
+    (16, 64, (11.307, 11.254, 8.101), 0.379, (0.2082, 0.1088, 0.0516)),
+    (16, 128, (11.325, 11.308, 8.109), 0.378, (0.1251, 0.0576, 0.0266)),
+]
+"""arXiv:2401.10241, tables 6 and 5: K, M; F, I, W and a transfer in ms; bubbles of 1F1B, ZB-H1, ZB-H2."""
+
+
+@pytest.mark.parametrize(("num_devices", "micro_batches", "times", "send", "bubbles"), PUBLISHED)
+def test_bubbles_are_those_published(
+    num_devices: int, micro_batches: int, times: tuple[float, float, float], send: float, bubbles: tuple[float, ...]
+) -> None:
+    """To all four digits, by this repository's simulator."""
+    ideal = micro_batches * sum(times)
+    wastes = [idle(name, num_devices, micro_batches, times, send) for name in ("1f1b", "zb-h1", "zb-h2")]
+    assert tuple(round(waste / (ideal + waste), 4) for waste in wastes) == bubbles
+
+
+@pytest.mark.parametrize(
+    "times", [EVEN, (18.5, 18.0, 9.25), (29.75, 29.5, 19.75), (2.0, 3.0, 1.0), (3.0, 2.0, 2.0), (3.0, 2.0, 0.0)]
+)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 7, 8])
+def test_bubbles_of_zero_bubble_by_formula(num_devices: int, times: tuple[float, float, float]) -> None:
+    """Where W takes no longer than F and than I, with 2K micro-batches and more, without transfers."""
+    forward, input_backward, weight_backward = times
+    both, gaps = forward + input_backward, num_devices - 1
+    for micro_batches in (2 * num_devices, 3 * num_devices):
+        measured = {name: idle(name, num_devices, micro_batches, times) for name in ("1f1b", "zb-h1", "zb-h2")}
+        assert measured["1f1b"] == pytest.approx(gaps * (both + weight_backward))
+        assert measured["zb-h1"] == pytest.approx(gaps * (both - weight_backward))
+        assert measured["zb-h2"] == pytest.approx(gaps * (both - 2 * weight_backward))
+        interleaved = idle("interleaved-zb", num_devices, micro_batches, times)
+        assert interleaved == pytest.approx(gaps * (both - weight_backward) / 2)
+        assert gaps * (both - 2 * weight_backward) / 2 <= idle("zbv", num_devices, micro_batches, times) + 1e-9
+        if input_backward <= forward <= input_backward + weight_backward:
+            assert idle("dualpipev", num_devices, micro_batches, times) == pytest.approx(interleaved)
+
+
+@pytest.mark.parametrize("num_devices", range(1, 17))
+def test_bubbles_on_a_v_of_even_stages(num_devices: int) -> None:
+    """F = I = W: ZB-V wastes nothing with 2K-1 micro-batches; V-Half half and V-Min two thirds of what 1F1B wastes."""
+    for micro_batches in (num_devices, 2 * num_devices, 3 * num_devices):
+        of_1f1b = idle("1f1b", num_devices, micro_batches, EVEN)
+        assert of_1f1b == pytest.approx(3 * (num_devices - 1))
+        assert idle("v-half", num_devices, micro_batches, EVEN) <= of_1f1b / 2 + 1e-9
+        assert idle("v-min", num_devices, micro_batches, EVEN) <= of_1f1b * 2 / 3 + 1e-9
+    assert idle("zbv", num_devices, 2 * num_devices, EVEN) == pytest.approx(0.0, abs=1e-9)
+    assert idle("zbv", num_devices, max(1, 2 * num_devices - 1), EVEN) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_uneven_halves_cost_v_min_with_every_micro_batch_and_v_half_once() -> None:
+    """V-Half repeats without a gap where W + 2I >= 2F and W + 2F >= 2I, as its paper says; V-Min where F = I = W."""
+    for times in [(18.5, 18.0, 9.25), (2.0, 2.5, 1.0), (2.5, 2.0, 1.0), (1.0, 1.0, 2.0)]:
+        half, half_later = (idle("v-half", 8, micro_batches, times) for micro_batches in (32, 64))
+        assert half_later == pytest.approx(half)
+    v_min, v_min_later = (idle("v-min", 8, micro_batches, (18.5, 18.0, 9.25)) for micro_batches in (32, 64))
+    assert v_min_later > v_min + 32 * 3
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("share", [0.0, 0.366, 0.432, 1.0])
+def test_memory_of_zero_bubble_is_that_of_its_paper(num_devices: int, share: float) -> None:
+    """Stage i, from 1, of ZB-H1: (K-i+1) M_B + (i-1) M_W; of ZB-H2: (2K-2i+1) M_B + (2i-2) M_W. M_W = share M_B."""
+    for name, kept, late in [("zb-h1", num_devices, 1), ("zb-h2", 2 * num_devices - 1, 2)]:
+        for micro_batches in (2 * num_devices, 4 * num_devices):
+            for stage, row in enumerate(SCHEDULES[name].actions(num_devices, micro_batches)):
+                both = zip(holds(row, until="I"), holds(row, until="W"), strict=True)
+                peak = max(before + share * (all_held - before) for before, all_held in both)
+                assert peak == pytest.approx(kept - late * stage + share * late * stage)
+
+
+@pytest.mark.parametrize("num_devices", range(1, 17))
+def test_memory_on_a_v_is_that_of_its_paper(num_devices: int) -> None:
+    """In forwards of a stage, two to a micro-batch, until their W: a half and a third of 1F1B's, which is 2K."""
+    most = {
+        "zbv": 2 * num_devices,
+        "v-half": 2 * ((num_devices + 2) // 2),
+        "v-min": 2 * ((num_devices + 4) // 3),
+        "dualpipev": 2 * num_devices + 1,
+    }
+    for name, held in most.items():
+        for micro_batches in (2 * num_devices, 3 * num_devices, 4 * num_devices):
+            peaks = [max(holds(row, until="W")) for row in SCHEDULES[name].actions(num_devices, micro_batches, 2)]
+            assert max(peaks) == held, (name, micro_batches)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_more_is_held_with_fewer_micro_batches(name: str) -> None:
+    """Neither than with 4K, nor than there are; but that rounds of interleaved may be longer than K."""
+    for num_devices, micro_batches, chunks in sizes(name):
+        rows = SCHEDULES[name].actions(num_devices, micro_batches, chunks)
+        enough = SCHEDULES[name].actions(num_devices, 4 * num_devices, chunks)
+        longer = micro_batches // max(1, micro_batches // num_devices) - num_devices if name == "interleaved-zb" else 0
+        most = max(max(holds(row, until="W")) for row in enough) + max(0, (chunks - 1) * longer)
+        assert max(max(holds(row, until="W")) for row in rows) <= min(most, chunks * micro_batches)
+
+
+def test_interleaved_zero_bubble_holds_a_micro_batch_for_each_device() -> None:
+    """In forwards of a stage V K, until their W: what 1F1B's first device holds."""
+    for num_devices, chunks in product((1, 2, 3, 4, 8), (1, 2, 3, 4)):
+        rows = SCHEDULES["interleaved-zb"].actions(num_devices, 4 * num_devices, chunks)
+        assert {max(holds(row, until="W")) for row in rows} == {num_devices * chunks}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bound_is_below_the_step(name: str) -> None:
+    """Nobody waits for a W: not all of a micro-batch's work is on the longest path."""
+    schedule, chunks = SCHEDULES[name], chunks_of(name)
+    stage = StageTimes(
+        forward_us=1.0,
+        backward_us=2.0,
+        last_backward_us=2.0,
+        input_backward_us=1.0,
+        last_input_backward_us=1.0,
+        weight_backward_us=1.0,
+    )
+    for num_devices, micro_batches, _ in (size for size in sizes(name) if size[2] == chunks):
+        num_stages = num_devices * chunks
+        step = max(
+            e.end_us for e in simulate(schedule.actions(num_devices, micro_batches, chunks), [stage] * num_stages)
+        )
+        loads = Loads(work_us=3.0 * num_stages, forward_us=1.0, backward_us=2.0, pair_us=3.0 * chunks)
+        bound = schedule.bound_us(loads, micro_batches, chunks)
+        assert 3.0 * chunks * micro_batches <= bound <= step
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("zb-h1", (4, 8, 2), "zb-h1 runs one stage on each device, got 2 chunks"),
+        ("zb-h2", (4, 8, 2), "zb-h2 runs one stage on each device, got 2 chunks"),
+        ("zbv", (4, 8, 1), "zbv runs 2 stages on each device, got 1"),
+        ("v-half", (4, 8, 3), "v-half runs 2 stages on each device, got 3"),
+        ("dualpipev", (4, 7, 2), "DualPipeV needs at least as many micro-batches as stages, got M = 7, 8 stages"),
+        ("interleaved-zb", (4, 9, 2), "interleaved zero bubble runs the micro-batches in M // K rounds of equal size"),
+    ],
+)
+def test_what_cannot_run_is_refused(name: str, size: tuple[int, int, int], message: str) -> None:
+    """With the numbers, and what to do."""
+    with pytest.raises(UsageError) as refused:
+        SCHEDULES[name].actions(*size)
+    assert refused.value.message.startswith(message)
+    assert refused.value.hint.startswith("use ")
+
+
+def test_dualpipev_says_how_many_devices_there_may_be() -> None:
+    """Two stages on each, and a micro-batch for every stage."""
+    for micro_batches in range(2, 30):
+        most = int(SCHEDULES["dualpipev"].most_devices(micro_batches))
+        SCHEDULES["dualpipev"].refuse(most, micro_batches, 2)
+        with pytest.raises(UsageError):
+            SCHEDULES["dualpipev"].refuse(most + 1, micro_batches, 2)

@@ -1,0 +1,205 @@
+"""Lists of actions from anywhere: what is a step of a pipeline, and what is said of what is none."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.core.errors import UsageError
+from planner.core.schedule import (
+    SCHEDULES,
+    SPLITTING,
+    Action,
+    Schedule,
+    check_lists,
+    execution_order,
+    needed_for,
+    programs,
+)
+from planner.core.schedule.table import actions_in
+
+Lists = list[list[Action]]
+
+
+def lists_in(text: str) -> Lists:
+    """A row for each device, separated by slashes: `0F0,0B0 / 1F0,1B0`."""
+    return [list(row) for row in actions_in(text.replace(" / ", "\n"))]
+
+
+def at_random(draw: random.Random, num_devices: int, chunks: int, micro_batches: int) -> Lists:
+    """Valid lists by list scheduling: what can run is drawn, one thing after the other, in no good order at all."""
+    stages = list(range(num_devices * chunks))
+    draw.shuffle(stages)
+    device_of = {stage: place % num_devices for place, stage in enumerate(stages)}
+    left = []
+    for stage in stages:
+        for i in range(micro_batches):
+            left += [Action(stage, kind, i) for kind in draw.choice(["FB", "FIW"])]  # type: ignore[arg-type]
+    rows: Lists = [[] for _ in range(num_devices)]
+    over: set[object] = set()
+    while left:
+        can = [action for action in left if is_ready(action, len(stages), over)]
+        action = draw.choice(can)
+        left.remove(action)
+        rows[device_of[action.stage]].append(action)
+        over.add((action.kind if action.kind != "I" else "B", action.stage, action.micro_batch))
+    return rows
+
+
+def is_ready(action: Action, num_stages: int, over: set[object]) -> bool:
+    """Whether all it needs is over; a backward needs its own forward anyway."""
+    need = needed_for(action.kind, action.stage, num_stages)
+    waits = [] if need is None else [(need.flow, need.stage, action.micro_batch)]
+    return set(waits) <= over
+
+
+sizes = st.tuples(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+"""Seed, K, V, M."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes)
+def test_lists_in_any_order_that_holds_are_valid(size: tuple[int, int, int, int]) -> None:
+    """Wherever the stages lie, whole and halved backwards side by side; and they run, transfers included."""
+    seed, num_devices, chunks, micro_batches = size
+    rows = at_random(random.Random(seed), num_devices, chunks, micro_batches)
+    check_lists(rows, micro_batches)
+    assert sorted(map(str, execution_order(rows))) == sorted(str(action) for row in rows for action in row)
+    runs = [[x for x in row if x.do == "run"] for row in programs(rows)]
+    assert [[f"{x.stage}{x.kind}{x.micro_batch}" for x in row] for row in runs] == [list(map(str, r)) for r in rows]
+
+
+def mutated(draw: random.Random, rows: Lists) -> Lists:
+    """The lists with one thing wrong."""
+    device = draw.choice([device for device, row in enumerate(rows) if row])
+    row = rows[device]
+    place = draw.randrange(len(row))
+    action = row[place]
+    match draw.choice(["drop", "twice", "kind", "stage", "micro-batch", "device", "order"]):
+        case "drop":
+            del row[place]
+        case "twice":
+            row.insert(draw.randrange(len(row) + 1), action)
+        case "kind":
+            kind = draw.choice([kind for kind in "FBIW" if kind != action.kind])
+            row[place] = Action(action.stage, kind, action.micro_batch)  # type: ignore[arg-type]
+        case "stage":
+            row[place] = Action(action.stage + draw.choice([-1, 1]), action.kind, action.micro_batch)
+        case "micro-batch":
+            row[place] = Action(action.stage, action.kind, action.micro_batch + draw.choice([-1, 1]))
+        case "device" if len(rows) > 1:
+            row.remove(action)
+            other = draw.choice([other for other in range(len(rows)) if other != device])
+            rows[other].insert(draw.randrange(len(rows[other]) + 1), action)
+        case _:
+            forward = next(a for a in row if a.kind == "F")
+            row.remove(forward)
+            later = next(
+                n for n, a in enumerate(row) if (a.stage, a.micro_batch) == (forward.stage, forward.micro_batch)
+            )
+            row.insert(later + 1, forward)
+    return rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes)
+def test_one_thing_wrong_is_refused(size: tuple[int, int, int, int]) -> None:
+    """Dropped, doubled, renamed, moved to another device, put behind what needs it."""
+    seed, num_devices, chunks, micro_batches = size
+    draw = random.Random(seed)
+    rows = mutated(draw, at_random(draw, num_devices, chunks, micro_batches))
+    with pytest.raises(UsageError) as refused:
+        check_lists(rows, micro_batches)
+    assert refused.value.hint
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes)
+def test_neighbours_in_the_other_order_are_refused_if_and_only_if_they_cannot_run(size: tuple[int, ...]) -> None:
+    """Against a run of the lists, device by device, that knows nothing but what each action needs."""
+    seed, num_devices, chunks, micro_batches = size
+    draw = random.Random(seed)
+    rows = at_random(draw, num_devices, chunks, micro_batches)
+    for _ in range(3):
+        row = draw.choice(rows)
+        place = draw.randrange(len(row))
+        row[place : place + 2] = row[place : place + 2][::-1]
+    if runs_to_its_end(rows):
+        check_lists(rows, micro_batches)
+    else:
+        with pytest.raises(UsageError):
+            check_lists(rows, micro_batches)
+
+
+def runs_to_its_end(rows: Sequence[Sequence[Action]]) -> bool:
+    """Whether devices that take their lists as far as they can all come to the end."""
+    num_stages = len({action.stage for row in rows for action in row})
+    at, over = [0] * len(rows), set[object]()
+    went_on = True
+    while went_on:
+        went_on = False
+        for device, row in enumerate(rows):
+            while at[device] < len(row) and is_ready(row[at[device]], num_stages, over):
+                action = row[at[device]]
+                over.add((action.kind if action.kind != "I" else "B", action.stage, action.micro_batch))
+                at[device], went_on = at[device] + 1, True
+    return all(n == len(row) for n, row in zip(at, rows, strict=True))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), *SPLITTING], ids=lambda schedule: schedule.name)
+def test_named_schedules_are_valid(schedule: Schedule) -> None:
+    """Every schedule at a few sizes."""
+    for num_devices, micro_batches in [(1, 4), (2, 4), (3, 6), (4, 16), (8, 16)]:
+        chunks = schedule.exact_chunks or (3 if schedule.is_chunked else 1)
+        check_lists(schedule.actions(num_devices, micro_batches, chunks), micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("text", "micro_batches", "message"),
+    [
+        ("0F0", 1, "device 0: 0F0 has no backward, 0B0 is missing"),
+        ("0B0", 1, "device 0: 0F0 is missing"),
+        ("0F0,0I0", 1, "device 0: 0I0 is half of a backward, 0W0 is missing"),
+        ("0F0,0W0", 1, "device 0: 0W0 is half of a backward, 0I0 is missing"),
+        ("0F0,0B0,0W0", 1, "device 0: 0B0 is the whole backward, 0W0 a half of the same"),
+        ("0F0,0I0,0W0,0B0", 1, "device 0: 0B0 is the whole backward, 0I0 a half of the same"),
+        ("0F0,0B0", 2, "device 0: 0F1 is missing"),
+        ("0F0,0B0,0F1,0B1", 1, "device 0: 0F1 is of micro-batch 1, there are 1"),
+        ("0F0,0B0,0F0", 1, "device 0: 0F0 comes twice"),
+        ("0B0,0F0", 1, "device 0: 0B0 comes before 0F0, which it needs"),
+        ("0F0,0W0,0I0", 1, "device 0: 0W0 comes before 0I0, which it needs"),
+        ("0F0,0B0,1F0,1I0,1W0", 1, "device 0: 0B0 comes before 1I0, which it needs"),
+        ("0F0,0B0 / 0F1,1F0", 2, "device 1: 0F1 is of stage 0, which is on device 0"),
+        ("0F0,0B0 / 2F0,2B0", 1, "no device has stage 1, device 1 has stage 2"),
+        ("0F0,0B0,1F0,1B0 / 2F0,2B0", 1, "device 1 has 1 stages, device 0 has 2"),
+        (
+            "0F0,0B0,0F1,0B1 / 1F0,1F1,1I0,1W0,1B1",
+            2,
+            "the devices wait for each other: device 0 at 0B0 for 1I0 on device 1, device 1 at 1F1 for 0F1 on device 0",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, micro_batches: int, message: str) -> None:
+    """By the device, the action, and what is the matter with it."""
+    with pytest.raises(UsageError) as refused:
+        check_lists(lists_in(text), micro_batches)
+    assert refused.value.message == message
+
+
+@pytest.mark.parametrize(("rows", "message"), [([], "no lists"), ([[]], "device 0 has nothing to do")])
+def test_no_work_is_no_step(rows: Lists, message: str) -> None:
+    """Neither without devices nor with an idle one."""
+    with pytest.raises(UsageError, match=message):
+        check_lists(rows, 1)
+
+
+def test_a_long_circle_is_cut_short() -> None:
+    """Four devices are named."""
+    rows = [[Action(k, "B", 0), Action(k, "F", 0)][::-1] for k in range(7)]
+    rows[6] = [Action(6, "F", 1), Action(6, "F", 0), Action(6, "B", 0), Action(6, "B", 1)]
+    for k in range(6):
+        rows[k] += [Action(k, "F", 1), Action(k, "B", 1)]
+    with pytest.raises(UsageError, match=r"device 3 at 3B0 for 4B0 on device 4, and 3 more$"):
+        check_lists(rows, 2)
