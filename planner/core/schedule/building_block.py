@@ -7,10 +7,10 @@ room for exactly it. What a device holds follows from how long a micro-batch sta
     1. The block is repeated M times, F and I only; Ws go into the free units behind their Is.
     2. Squeeze: everything moves to the front as far as what it waits for and the memory allow. The repeated blocks
        leave the beginning and the end half empty.
-    3. The order of Fs and Is stays, and devices go through it as soon as they can; Ws only fill what is left, or make
-       room where the memory is full. At the end that sends gradients on their way sooner.
+    3. Behind its last F, when no memory is needed any more, a device goes on with Is as soon as it can, and does Ws
+       when it would wait: gradients are on their way sooner.
 
-The paper squeezes and reorders, too; this reaches its bubbles within two units, with memory as in its table.
+The authors' code squeezes and reorders by other rules, and wastes about as much.
 """
 
 from abc import abstractmethod
@@ -91,7 +91,7 @@ def _lists_of(blocks: tuple[Block, ...], micro_batches: int, most_held: int) -> 
     stages = [stages_on(device, len(blocks), 2, "v") for device in range(len(blocks))]
     rows = [_repeated(block, down, up, micro_batches) for block, (down, up) in zip(blocks, stages, strict=True)]
     squeezed = _squeezed(rows, most_held)
-    return _run([[row[unit] for unit in sorted(row)] for row in squeezed], most_held)
+    return _run([[row[unit] for unit in sorted(row)] for row in squeezed])
 
 
 def _repeated(block: Block, down: int, up: int, micro_batches: int) -> _Slots:
@@ -134,13 +134,12 @@ def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
     return squeezed
 
 
-def _run(rows: Sequence[Sequence[Action]], most_held: int) -> tuple[tuple[Action, ...], ...]:
+def _run(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
     """Unit by unit, what each device does next.
 
-    It goes on to the end: the rows are in an order that once held. What is earliest in it has what it waits for, and
-    the memory is full only while a W that came before it has still to make room.
+    It goes on to the end: the rows are in an order that once held, so what is earliest in it has what it waits for.
     """
-    devices = [_Device(row, 2 * len(rows), most_held) for row in rows]
+    devices = [_Device(row, 2 * len(rows)) for row in rows]
     over: set[_Message | None] = {None}
     while any(device.wanted or device.waiting for device in devices):
         unit = [device.next_action(over) for device in devices]
@@ -149,31 +148,26 @@ def _run(rows: Sequence[Sequence[Action]], most_held: int) -> tuple[tuple[Action
 
 
 class _Device:
-    """A device that takes its Fs and Is in the order of its row, as soon as it can, and Ws between."""
+    """A device that keeps to the order of its row until its last F, and from there on puts off Ws where it can."""
 
-    def __init__(self, row: Sequence[Action], num_stages: int, most_held: int) -> None:
-        self.wanted = deque(action for action in row if action.kind != "W")
-        self.waiting: deque[Action] = deque()
+    def __init__(self, row: Sequence[Action], num_stages: int) -> None:
+        last_forward = max(place for place, action in enumerate(row) if action.kind == "F")
+        behind = row[last_forward:]
+        self.wanted = deque((*row[:last_forward], *(action for action in behind if action.kind != "W")))
+        self.waiting = deque(action for action in behind if action.kind == "W")
         self.actions: list[Action] = []
         self._num_stages = num_stages
-        self._num_held = 0
-        self._most_held = most_held
 
     def next_action(self, over: Container[_Message | None]) -> Action | None:
-        """F or I; if that cannot be, the W that has waited longest; None if none waits."""
-        action = self.wanted[0] if self.wanted else None
-        has_room = action is None or action.kind == "I" or self._num_held < self._most_held
-        if action is not None and has_room and _message_for(action, self._num_stages) in over:
-            self.wanted.popleft()
+        """What is next in its order; if that cannot be, the W that has waited longest; None if none waits."""
+        wanted, waiting = self.wanted, self.waiting
+        if wanted and _message_for(wanted[0], self._num_stages) in over:
+            self.actions.append(wanted.popleft())
+        elif waiting and _message_for(waiting[0], self._num_stages) in over:
+            self.actions.append(waiting.popleft())
         else:
-            action = self.waiting.popleft() if self.waiting else None
-        if action is None:
             return None
-        if action.kind == "I":
-            self.waiting.append(Action(action.stage, "W", action.micro_batch))
-        self._num_held += _HOLDS[action.kind]
-        self.actions.append(action)
-        return action
+        return self.actions[-1]
 
 
 def _message_of(action: Action) -> _Message:

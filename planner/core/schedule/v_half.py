@@ -1,8 +1,8 @@
 """V-Half: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362): half of 1F1B's memory.
 
     K = 2, M = 3, stages 0 and 3, 1 and 2
-    device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
-    device 1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+    device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 0W0 3W1 3F2 3I2 0I1 0W1 0I2 3W2 0W2
+    device 1: 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
 Down the V a micro-batch takes two units from device to device, up the V one; its gradient likewise. The longer it stays
 with the first stage of a device, the shorter with the second: all devices hold the same.
