@@ -43,7 +43,7 @@ MANY_ARGUMENTS = {
 
 SCHEDULES_BY_NAME: set[str] = set()
 
-VAGUE_NAMES = {"core": 2}
+VAGUE_NAMES: dict[str, int] = {}
 """Rooms and the share of their names in percent, rounded up; elsewhere it is less than one."""
 
 DOCSTRINGS_WITHOUT_SUBJECT: dict[str, int] = {}

@@ -67,10 +67,10 @@ class Listed(Schedule):
         """Raises where the lists are of another pipeline."""
         super().refuse(num_devices, micro_batches, chunks)
         stages = {action.stage for row in self.rows for action in row}
-        found = len(self.rows), len({action.micro_batch for row in self.rows for action in row}), len(stages)
-        if found != (num_devices, micro_batches, num_devices * chunks):
+        numbers = len(self.rows), len({action.micro_batch for row in self.rows for action in row}), len(stages)
+        if numbers != (num_devices, micro_batches, num_devices * chunks):
             raise UsageError(
-                f"the lists are for {found[0]} devices, {found[1]} micro-batches and {found[2]} stages, "
+                f"the lists are for {numbers[0]} devices, {numbers[1]} micro-batches and {numbers[2]} stages, "
                 f"the pipeline has {num_devices}, {micro_batches} and {num_devices * chunks}",
                 hint="solve again",
             )

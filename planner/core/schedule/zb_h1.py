@@ -24,7 +24,7 @@ class ZBH1(Schedule):
     splits_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """As 1F1B, but that the Ws of `device` micro-batches wait."""
+        """The order of 1F1B, but that the Ws of `device` micro-batches wait."""
         return in_turn(
             [Action(device, "F", i) for i in range(micro_batches)],
             [Action(device, "I", i) for i in range(micro_batches)],

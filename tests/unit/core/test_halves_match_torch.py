@@ -21,9 +21,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from planner.core.errors import UsageError
-from planner.core.schedule import SPLITTING, Schedule
+from planner.core.schedule import SCHEDULES, SPLITTING
 
-SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in SPLITTING}
 ENGINE: dict[str, type[_PipelineScheduleRuntime]] = {
     "interleaved-zb": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from planner.core.errors import UsageError
-from planner.core.schedule import SCHEDULES, SPLITTING, Action, Schedule, actions_in, table_of
+from planner.core.schedule import SCHEDULES, Action, Schedule, actions_in, table_of
 from tests.unit.core.test_halves_match_torch import planned, stage_of
-
-ALL = [*SCHEDULES.values(), *SPLITTING]
 
 actions = st.builds(Action, st.integers(0, 10**9 - 1), st.sampled_from("FBIW"), st.integers(0, 10**9 - 1))
 """Whether they can run makes no difference to a table."""
@@ -22,8 +20,7 @@ actions = st.builds(Action, st.integers(0, 10**9 - 1), st.sampled_from("FBIW"), 
 def test_by_hand() -> None:
     """A row for each device, a cell for each action, nothing for idle slots."""
     assert table_of(SCHEDULES["1f1b"].actions(2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    assert SPLITTING[0].name == "zb-h1"
-    assert table_of(SPLITTING[0].actions(2, 2)) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+    assert table_of(SCHEDULES["zb-h1"].actions(2, 2)) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
 @settings(deadline=None)
@@ -87,7 +84,7 @@ def runtime(num_devices: int, chunks: int, micro_batches: int) -> Any:
         return _PipelineScheduleRuntime(stages, micro_batches, loss_fn=mock.Mock())
 
 
-@pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=lambda schedule: schedule.name)
 def test_torch_loads_our_tables(schedule: Schedule, tmp_path: Path) -> None:
     """It takes them as valid, puts every stage where we have it, and finds transfers that do not block each other."""
     chunks = schedule.exact_chunks or (2 if schedule.is_chunked else 1)
@@ -114,5 +111,4 @@ def test_we_read_torchs_tables(name: str, holds: str, tmp_path: Path) -> None:
     planned(name, 4, 8, 2)._dump_csv(str(path), format="compute_only")
     text = path.read_text(encoding="utf-8")
     assert holds in text
-    schedule = next(schedule for schedule in SPLITTING if schedule.name == name)
-    assert actions_in(text) == schedule.actions(4, 8, 2)
+    assert actions_in(text) == SCHEDULES[name].actions(4, 8, 2)

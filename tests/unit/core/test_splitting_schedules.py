@@ -3,23 +3,22 @@
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, product
+from itertools import accumulate, product, takewhile
 
 import pytest
 
 from planner.core.cost.simulate import StageTimes, simulate
 from planner.core.errors import UsageError
 from planner.core.schedule import (
-    ONE_FORWARD_ONE_BACKWARD,
+    SCHEDULES,
     SPLITTING,
     Action,
     Loads,
-    Schedule,
     execution_order,
     programs,
 )
+from tests.support.house import ROOT
 
-SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (ONE_FORWARD_ONE_BACKWARD, *SPLITTING)}
 NAMES = [schedule.name for schedule in SPLITTING]
 EVEN = (1.0, 1.0, 1.0)
 """F = I = W."""
@@ -55,10 +54,16 @@ def holds(row: Sequence[Action], *, until: str) -> list[int]:
 
 
 def idle(
-    name: str, num_devices: int, micro_batches: int, times: tuple[float, float, float], send: float = 0.0
+    name: str,
+    num_devices: int,
+    micro_batches: int,
+    times: tuple[float, float, float],
+    *,
+    send: float = 0.0,
+    chunks: int | None = None,
 ) -> float:
     """What a step is longer than its work, in the paper's way: the longest span of a device from first F to last W."""
-    chunks = chunks_of(name)
+    chunks = chunks or chunks_of(name)
     forward, input_backward, weight_backward = (time / chunks for time in times)
     stage = StageTimes(
         forward_us=forward,
@@ -157,7 +162,7 @@ def test_bubbles_are_those_published(
 ) -> None:
     """To all four digits, by this repository's simulator."""
     ideal = micro_batches * sum(times)
-    wastes = [idle(name, num_devices, micro_batches, times, send) for name in ("1f1b", "zb-h1", "zb-h2")]
+    wastes = [idle(name, num_devices, micro_batches, times, send=send) for name in ("1f1b", "zb-h1", "zb-h2")]
     assert tuple(round(waste / (ideal + waste), 4) for waste in wastes) == bubbles
 
 
@@ -170,12 +175,16 @@ def test_bubbles_of_zero_bubble_by_formula(num_devices: int, times: tuple[float,
     forward, input_backward, weight_backward = times
     both, gaps = forward + input_backward, num_devices - 1
     for micro_batches in (2 * num_devices, 3 * num_devices):
-        measured = {name: idle(name, num_devices, micro_batches, times) for name in ("1f1b", "zb-h1", "zb-h2")}
+        names = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+        measured = {name: idle(name, num_devices, micro_batches, times) for name in names}
+        assert measured["gpipe"] == pytest.approx(gaps * (both + weight_backward))
         assert measured["1f1b"] == pytest.approx(gaps * (both + weight_backward))
         assert measured["zb-h1"] == pytest.approx(gaps * (both - weight_backward))
         assert measured["zb-h2"] == pytest.approx(gaps * (both - 2 * weight_backward))
         interleaved = idle("interleaved-zb", num_devices, micro_batches, times)
         assert interleaved == pytest.approx(gaps * (both - weight_backward) / 2)
+        thrice = idle("interleaved-zb", num_devices, micro_batches, times, chunks=3)
+        assert thrice == pytest.approx(gaps * (both - weight_backward) / 3)
         assert gaps * (both - 2 * weight_backward) / 2 <= idle("zbv", num_devices, micro_batches, times) + 1e-9
         if input_backward <= forward <= input_backward + weight_backward:
             assert idle("dualpipev", num_devices, micro_batches, times) == pytest.approx(interleaved)
@@ -196,8 +205,9 @@ def test_bubbles_on_a_v_of_even_stages(num_devices: int) -> None:
 def test_uneven_halves_cost_v_min_with_every_micro_batch_and_v_half_once() -> None:
     """V-Half repeats without a gap where W + 2I >= 2F and W + 2F >= 2I, as its paper says; V-Min where F = I = W."""
     for times in [(18.5, 18.0, 9.25), (2.0, 2.5, 1.0), (2.5, 2.0, 1.0), (1.0, 1.0, 2.0)]:
-        half, half_later = (idle("v-half", 8, micro_batches, times) for micro_batches in (32, 64))
-        assert half_later == pytest.approx(half)
+        for num_devices in (2, 3, 4, 5, 7, 8):
+            half, later = (idle("v-half", num_devices, micro_batches, times) for micro_batches in (32, 64))
+            assert later == pytest.approx(half)
     v_min, v_min_later = (idle("v-min", 8, micro_batches, (18.5, 18.0, 9.25)) for micro_batches in (32, 64))
     assert v_min_later > v_min + 32 * 3
 
@@ -245,6 +255,52 @@ def test_interleaved_zero_bubble_holds_a_micro_batch_for_each_device() -> None:
     for num_devices, chunks in product((1, 2, 3, 4, 8), (1, 2, 3, 4)):
         rows = SCHEDULES["interleaved-zb"].actions(num_devices, 4 * num_devices, chunks)
         assert {max(holds(row, until="W")) for row in rows} == {num_devices * chunks}
+
+
+def documented() -> list[list[str]]:
+    """The rows of the table of figures in docs/schedules.md."""
+    lines = (ROOT / "docs/schedules.md").read_text(encoding="utf-8").splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("| schedule | bubble, even"))
+    rows = takewhile(lambda line: line.startswith("| `"), lines[begin + 2 :])
+    return [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in rows]
+
+
+@pytest.mark.parametrize("row", documented(), ids=lambda row: row[0])
+def test_figures_in_the_documentation_are_true(row: list[str]) -> None:
+    """Bubbles of three cases with K = 8, M = 32, and what is held."""
+    name, *bubbles, held = row
+    measured = []
+    for times, send in [(EVEN, 0.0), *((times, send) for k, m, times, send, _ in PUBLISHED if (k, m) == (8, 32))]:
+        waste = idle(name, 8, 32, times, send=send)
+        measured.append(f"{waste / (32 * sum(times) + waste):.4f}")
+    assert measured == bubbles
+    rows = SCHEDULES[name].actions(8, 32, chunks_of(name))
+    assert max(max(holds(row, until="W")) for row in rows) / chunks_of(name) == float(held)
+
+
+def test_the_documentation_has_all_schedules() -> None:
+    """Each in the table of figures."""
+    assert [row[0] for row in documented()] == list(SCHEDULES)
+
+
+@pytest.mark.parametrize(("num_devices", "chunks"), [(2, 2), (4, 2), (4, 3), (8, 2)])
+def test_interleaved_wastes_and_holds_as_documented(num_devices: int, chunks: int) -> None:
+    """(K-1)(F+B)/V idle, and K + (K-1)/V micro-batches on the first device."""
+    rows = SCHEDULES["interleaved"].actions(num_devices, 4 * num_devices, chunks)
+    assert max(max(holds(row, until="W")) for row in rows) == chunks * num_devices + num_devices - 1
+    waste = idle("interleaved", num_devices, 4 * num_devices, (2.0, 3.0, 1.0), chunks=chunks)
+    assert waste == pytest.approx((num_devices - 1) * 6.0 / chunks)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_boundaries_between_devices_are_crossed_as_often_as_documented(name: str, num_devices: int) -> None:
+    """Forth and back: K-1 with one stage each, VK-1 in a loop, 2(K-1) on a V."""
+    chunks = chunks_of(name)
+    crossed = num_devices * chunks - 1 if SCHEDULES[name].placement == "loop" else 2 * (num_devices - 1)
+    rows = programs(SCHEDULES[name].actions(num_devices, 8, chunks))
+    sent = sum(what.do == "send" for row in rows for what in row)
+    assert sent == (2 * 8 * crossed if num_devices > 1 else 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from planner.core.errors import UsageError
 from planner.core.schedule import (
     SCHEDULES,
-    SPLITTING,
     Action,
     Schedule,
     check_lists,
@@ -148,7 +147,7 @@ def runs_to_its_end(rows: Sequence[Sequence[Action]]) -> bool:
     return all(n == len(row) for n, row in zip(at, rows, strict=True))
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), *SPLITTING], ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=lambda schedule: schedule.name)
 def test_named_schedules_are_valid(schedule: Schedule) -> None:
     """Every schedule at a few sizes."""
     for num_devices, micro_batches in [(1, 4), (2, 4), (3, 6), (4, 16), (8, 16)]:
