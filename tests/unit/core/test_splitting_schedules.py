@@ -236,7 +236,7 @@ def test_memory_on_a_v_is_that_of_its_paper(num_devices: int) -> None:
     for name, held in most.items():
         for micro_batches in (2 * num_devices, 3 * num_devices, 4 * num_devices):
             peaks = [max(holds(row, until="W")) for row in SCHEDULES[name].actions(num_devices, micro_batches, 2)]
-            assert max(peaks) == held, (name, micro_batches)
+            assert set(peaks) == {held}, (name, micro_batches)
 
 
 @pytest.mark.parametrize("name", NAMES)
