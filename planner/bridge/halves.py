@@ -203,13 +203,9 @@ class _Plan:
 
 
 def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str], num_inputs: int) -> _Plan:
-    """The plan of a traced forward.
+    """The plan of a traced forward, from (state, inputs, key) to (outputs, values for backward).
 
-    Args:
-        jaxpr: From (state, inputs, key) to (outputs, values for backward).
-        num_outputs: How many of its results are outputs.
-        state: Names of the arrays that come first among its arguments.
-        num_inputs: How many arguments follow these.
+    `state` has the names of the arrays that come first among its arguments; `num_inputs` follow these.
     """
     outputs, values = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     sources: dict[Any, tuple[str, int]] = {var: ("argument", n) for n, var in enumerate(jaxpr.invars)}

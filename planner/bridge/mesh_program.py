@@ -29,13 +29,7 @@ _Forward = tuple[Arrays, Arrays, Arrays, Array]
 
 
 class MeshProgram:
-    """A mini-batch's loss and gradients.
-
-    Args:
-        stages: The stages.
-        devices: One per stage, in order.
-        micro_batches: M.
-    """
+    """A mini-batch's loss and gradients, of `micro_batches` through stages on a device each."""
 
     def __init__(self, stages: Sequence[Stage], devices: Sequence[jax.Device], micro_batches: int) -> None:
         self.stages, self.micro_batches, self.num_stages = stages, micro_batches, len(stages)
@@ -65,12 +59,7 @@ class MeshProgram:
         return [packing.unpack(k, [array[k] for array in arrays]) for k in range(self.num_stages)]
 
     def shapes(self, inputs: Shapes, targets: Shapes) -> tuple[Any, ...]:
-        """Shapes of the arguments of `gradients`, with where they lie.
-
-        Args:
-            inputs: Shapes of a micro-batch's inputs.
-            targets: Shapes of its targets.
-        """
+        """Shapes of the arguments of `gradients`, with where they lie; `inputs` and `targets` are a micro-batch's."""
         apart, everywhere = self._sharding("stage"), self._sharding()
 
         def packed(packing: Packing) -> list[jax.ShapeDtypeStruct]:
@@ -110,14 +99,7 @@ class MeshProgram:
 
 
 class _OneDevice:
-    """The program as one device sees it, while it is traced.
-
-    Args:
-        program: Its stages and packings.
-        trained: This device's parameters, packed.
-        fixed: Likewise.
-        batch: Inputs and targets of the mini-batch, micro-batch by micro-batch, and its key.
-    """
+    """The program as one device sees it, while it is traced: its own parameters, packed, and the mini-batch."""
 
     def __init__(self, program: MeshProgram, trained: Arrays, fixed: Arrays, batch: StageInput) -> None:
         self._all, self._batch = program, batch

@@ -58,11 +58,7 @@ class CompiledLayer:
         )
 
     def program(self, kept_bytes: int) -> ProgramMemory:
-        """The record of a layer within one program.
-
-        Args:
-            kept_bytes: What is kept of its outputs for some backward.
-        """
+        """The record of a layer within one program, which keeps so many bytes of its outputs for some backward."""
         return ProgramMemory(
             carried_bytes=self.carried_bytes + kept_bytes,
             peak_bytes=self.peak_bytes,

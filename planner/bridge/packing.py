@@ -22,9 +22,6 @@ class Packing:
 
     Arrays of the same shape take turns in one place as long as that wastes little; else all of a dtype lie behind each
     other in one vector, which the device has to take apart into other layouts.
-
-    Args:
-        stages: Shapes of each stage's arrays.
     """
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> None:

@@ -21,12 +21,7 @@ def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
 
 
 def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
-    """Bytes of arrays that lie as the compiler wants them.
-
-    Args:
-        shapes: A nest of JAX shapes; random keys may be among them.
-        formats: Their formats, from the compiled program.
-    """
+    """Bytes of a nest of arrays, random keys among them, that lie in the formats of a compiled program."""
     sizes = []
     for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
         tiling = place.layout.tiling if place.layout is not None else None

@@ -24,13 +24,9 @@ class State(NamedTuple):
 
 
 class TrainingStep:
-    """The step of a program over a mesh.
+    """The step of a program over a mesh: gradients, then `update`, which has so many states for each number.
 
-    Args:
-        program: The stages.
-        update: The optimizer, number by number.
-        num_states: How many states it has for each number.
-        seed: What a step draws comes from it and from the step's number.
+    What a step draws comes from the seed and from the step's number.
     """
 
     def __init__(self, program: MeshProgram, update: Update, num_states: int, seed: int) -> None:

@@ -45,11 +45,7 @@ class PeakWatch(Protocol):
 
 
 class DeviceKind(ABC):
-    """One device, with all that differs from one kind of device to another.
-
-    Args:
-        device: The device, of the type `name`.
-    """
+    """One device, of the type `name`, with all that differs from one kind of device to another."""
 
     name: ClassVar[str]
     """`torch.device.type`, which is also `device.kind` in files."""

@@ -59,11 +59,7 @@ class _Container:
 
 
 class Attributes:
-    """The attributes of modules as they are when this is made.
-
-    Args:
-        modules: The modules, by path.
-    """
+    """The attributes of modules, which come by path, as they are when this is made."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._containers: dict[int, _Container] = {}

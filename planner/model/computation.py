@@ -28,12 +28,7 @@ _INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
-    """Digests of what `loss` and `layers` compute.
-
-    Args:
-        model: The whole model, on any device.
-        loaded: What its file offers.
-    """
+    """Digests of what `loss` and `layers` of a model compute; it may be whole on any device."""
     # Constants that a loss reads count, too; a layer's are mostly sizes, which its tensors show.
     reader = _Reader(constants=True)
     loss = [reader.described(loaded.loss_fn), reader.described(loaded.loss_count)]

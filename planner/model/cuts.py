@@ -53,12 +53,7 @@ class Crossing:
 
 
 class Cuts:
-    """The cuts of a recording.
-
-    Args:
-        recording: The recording.
-        model: The model it is of; only its structure counts.
-    """
+    """The cuts of a recording of a model, of which only the structure counts."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
@@ -152,9 +147,7 @@ class Cuts:
     def missing_outputs(self, cut: int, holds: frozenset[str]) -> frozenset[int]:
         """Leaves of the model's output that the loss does not read and that cannot be had behind `cut`.
 
-        Args:
-            cut: The cut.
-            holds: Parameters and buffers that are there behind it.
+        `holds` names the parameters and buffers that are there behind it.
         """
         unread = self.recording.unread
         if not unread:

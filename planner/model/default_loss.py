@@ -22,11 +22,7 @@ _HINT = "define `loss_fn(output, target)` that returns the one to train"
 
 
 class DefaultLoss:
-    """A `loss_fn(output, target)`.
-
-    Args:
-        path: The file that has none, as messages call it.
-    """
+    """A `loss_fn(output, target)` for a file that has none; `path` is what messages call it."""
 
     def __init__(self, path: str) -> None:
         self._path = path

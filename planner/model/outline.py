@@ -143,15 +143,7 @@ def outline_of(
     *,
     uncut: Sequence[str] = (),
 ) -> Outline:
-    """The outline of `model`.
-
-    Args:
-        model: Any module.
-        example_inputs: A batch of so many samples.
-        granularity: How finely it is cut.
-        loss_of: For so many samples, the loss of what the model returns for them; without it, all of that counts as
-            read.
-        uncut: Names of layers behind which it is not cut, though it could be.
+    """The outline of any module; see `planner.model.chain.chain_of` for what is asked.
 
     Raises:
         ModelError: It cannot be cut anywhere, or does something else for other batch sizes.

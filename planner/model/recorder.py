@@ -36,12 +36,11 @@ __all__ = ["record"]
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
     """Runs `model` on `inputs` once; buffers, gradients and the random state stay as they were.
 
-    Args:
-        model: The model.
-        inputs: Its inputs.
-        loss_of: The loss of what it returns; without it, all of that counts as read.
-        ghosts: Runs it without the values of its parameters and buffers, which takes neither time nor memory. Raises
-            `NeedsValuesError` if the model asks for a value.
+    What counts as read of its output is what `loss_of` reads of it; without that, everything. With `ghosts` it runs
+    without the values of parameters and buffers, which takes neither time nor memory.
+
+    Raises:
+        NeedsValuesError: It asks for a value of a ghost.
     """
     recorder = _Recorder(model)
     with ExitStack() as stack:

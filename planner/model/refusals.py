@@ -37,10 +37,7 @@ def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
 
 @contextmanager
 def in_place_told(where: str) -> Iterator[None]:
-    """Says of writing in place that torch refuses where it happened, and what to write instead.
-
-    Args:
-        where: The layer that runs meanwhile.
+    """Says of writing in place that torch refuses that `where`, the layer at work, does it, and what to write instead.
 
     Raises:
         ModelError: That.

@@ -16,11 +16,7 @@ __all__ = ["Repetition"]
 
 
 class Repetition:
-    """Which operators of a recording are run again behind a cut, and what comes into sight of them.
-
-    Args:
-        recording: The recording.
-    """
+    """Which operators of a recording are run again behind a cut, and what comes into sight of them."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

@@ -33,11 +33,9 @@ def modules_in(recording: Recording, span: Span) -> tuple[str, ...]:
 
 
 def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """A name for every layer: that of the module in it with the most parameters, `#2` where there is another such.
+    """A name for every layer, whose modules are as `modules_in` has them.
 
-    Args:
-        model: The model.
-        modules: By layer, as `modules_in` has them.
+    It is that of the module in it with the most parameters, with `#2` where there is another such.
     """
     by_path = dict(model.named_modules(remove_duplicate=False))
     counts: dict[str, int] = {}
@@ -52,12 +50,9 @@ def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[s
 
 
 def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set[int]:
-    """The storages of the tensors that are there at a time.
+    """The storages of the tensors that are there at a time: 0, for the inputs; `END`, for the outputs; or a cut.
 
-    Args:
-        recording: The recording.
-        time: 0, where the inputs are; `END`, where the outputs are; or a cut.
-        crossing: The values that cross the cut, where it is one.
+    `crossing` has the values that cross the cut, where it is one.
     """
     if time == 0:
         return {recording.values[leaf.number][0] for leaf in recording.inputs if isinstance(leaf, Value)}

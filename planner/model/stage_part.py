@@ -15,14 +15,7 @@ _Joins = dict[Called, Join]
 
 
 class Part:
-    """Layers `first`..`end - 1` of a model.
-
-    Args:
-        outline: The model's, or that of another instance of it.
-        model: The model.
-        first: The first layer.
-        end: The layer behind the last.
-    """
+    """Layers `first`..`end - 1` of a model; the outline may be that of another instance of it."""
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline

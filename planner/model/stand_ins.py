@@ -54,13 +54,7 @@ def _unread(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
 
 
 class StandIns:
-    """The stand-ins of one forward.
-
-    Args:
-        part: The stage's part of the model.
-        size: Samples in the micro-batch.
-        device: Where the stage runs.
-    """
+    """The stand-ins of one forward of a stage, on a micro-batch of `size` samples."""
 
     def __init__(self, part: Part, size: int, device: torch.device) -> None:
         self._part = part
@@ -95,10 +89,8 @@ class StandIns:
     def output(self, number: int, name: str, leaf: Any) -> Any:
         """Stands for a leaf of the model's output that is not to be had in this stage, and that the loss does not read.
 
-        Args:
-            number: Of the leaf.
-            name: Of the leaf, for a message to whoever reads it after all.
-            leaf: What the stage has there: a tensor of that shape, `ABSENT`, or what is no tensor.
+        The stage itself has `leaf` there: a tensor of that shape, `ABSENT`, or what is no tensor. Whoever reads it
+        after all is told of it by `name`.
 
         Raises:
             LookupError: It is absent, and the recording does not say what it would be.

@@ -87,10 +87,9 @@ class StateOwner:
 
 
 def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
-    """The modules in which some layers have their state, each once; of a larger model's, those that own what they hold.
+    """The modules in which some layers, which come by name, have their state, each once.
 
-    Args:
-        layers: By name.
+    Of the modules of a larger model these are the ones that own what the layers hold.
     """
     by_module: dict[nn.Module, StateOwner] = {}
     for name, layer in layers:

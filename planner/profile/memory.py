@@ -177,10 +177,7 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
 def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bool]:
     """Which outputs lie in an input whose gradient is theirs as it is, not a sum, nor something made of it.
 
-    Args:
-        unit: The layer.
-        received: Its input.
-        sources: For every output tensor the input tensor that it lies in; others than inputs for none.
+    For every output, `sources` has the input that it lies in; any other number for none.
     """
     leaves = received.fresh()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

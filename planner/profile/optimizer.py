@@ -44,15 +44,8 @@ def measure_optimizer(
 ) -> OptimizerCost:
     """Steps an optimizer over copies of the module's trainable parameters; the state comes with the first step.
 
-    Args:
-        module: The layer.
-        build: Makes the optimizer.
-        meter: The device's meter.
-        clock: The device's clock.
-        repeats: Timed steps.
-        between_bytes: What a training step touches between two steps of the optimizer over this layer; by then that
-            much less is in the cache.
-        sparse: Sparse gradients of a micro-batch, by name of the parameter.
+    Between two steps over this layer a training step touches `between_bytes`: by then that much less is in the cache.
+    `sparse` has the sparse gradients of a micro-batch, by name of the parameter.
 
     Raises:
         ModelError: The optimizer takes no sparse gradients.

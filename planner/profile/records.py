@@ -137,11 +137,7 @@ def record_memory(jobs: Sequence[Job], task: Task, meter: Meter) -> None:
 def _traced_at(task: Task, ways: Ways, first: tuple[Unit, ...], size: int) -> tuple[tuple[Unit, ...], list[Job]]:
     """Every layer's unit as it was traced at the first size, and a job of every distinct one at this size.
 
-    Args:
-        task: The model.
-        ways: What the backend does with units.
-        first: Every layer's unit; empty if this is the first size.
-        size: Samples.
+    The units of the `first` size are none if this is it.
     """
     units, traced = trace_units(task.chain, task.loaded, (size,), ways.device, ghosts=task.lean)
     if not first:

@@ -17,11 +17,7 @@ def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
     """Bytes of buffers, frozen parameters and the like that a forward of the unit writes, or puts others in place of.
 
     The unit has run before: what is made once, such as a table, is there. Running statistics of batch normalisations
-    are not written by the forward of a stage (`planner.model.state`).
-
-    Args:
-        unit: The layer.
-        received: Its input, of any micro-batch size.
+    are not written by the forward of a stage (`planner.model.state`). The input may be of any micro-batch size.
     """
     deferred = set(collecting_layers(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]

@@ -37,9 +37,7 @@ def _run(unit: Unit, received: UnitInput) -> None:
 def check_ties(layers: Sequence[Layer], sparse: Callable[[int], Collection[str]]) -> None:
     """Refuses sparse gradients of parameters that several layers share: the sum is dense, or not, as stages are cut.
 
-    Args:
-        layers: Of the chain.
-        sparse: By layer, the parameters whose gradients are sparse, by their names within it.
+    `sparse` tells which parameters of a layer have such gradients, by their names within it.
 
     Raises:
         ModelError: Naming the parameter.

@@ -44,11 +44,7 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
 
 
 def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, ...]:
-    """What is different in a model since it was profiled; empty if nothing is. Takes no device and no weights.
-
-    Args:
-        loaded: The model of today, with the settings of the profile.
-        profile: The profile.
+    """What is different in today's model since it was profiled; empty if nothing is. Takes no device and no weights.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.

@@ -33,23 +33,16 @@ class ProfileOptions:
 
 
 class Steps:
-    """Counts measurements, in samples, and announces each.
-
-    Args:
-        progress: Called before each measurement.
-    """
+    """Counts measurements, in samples, and announces each before it is made."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._done = self._total = 0
 
     def each(self, keys: Sequence[Key], names: Mapping[str, str], passes: int = 1) -> Iterator[Key]:
-        """Passes measurements on, one after the other.
+        """Passes measurements on, one after the other; each takes about so many timed passes over its samples.
 
-        Args:
-            keys: What will be measured.
-            names: What to call a unit, by its digest.
-            passes: How many timed passes each takes, about.
+        `names` has what to call a unit, by its digest.
         """
         self._total += passes * sum(size for _, size in keys)
         for digest, size in keys:

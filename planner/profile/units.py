@@ -73,12 +73,7 @@ class Unit:
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
     def run(self, values: Sequence[Any], received: UnitInput) -> list[Any]:
-        """The unit's outputs, flat; leaves are passed on as non-leaf views so that in-place layers work.
-
-        Args:
-            values: Flat inputs, as from `received.non_leaves()`.
-            received: Their structure, and the targets.
-        """
+        """The unit's outputs, flat, of values as from `received.non_leaves()`, so that in-place layers work."""
         with layers_in(self.precision, self.device), without_reentrance():
             output = self.module(tree_unflatten(list(values), received.spec))
             if self.loss_fn is not None:

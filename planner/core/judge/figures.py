@@ -21,9 +21,7 @@ def is_same(name: str, written: float, computed: float) -> bool:
 def claimed_of(written: Plan, verdict: "Verdict") -> SolverReport | None:
     """The certificate of a plan that can be looked into: its own where the cuts are as they were, or None.
 
-    Args:
-        written: The plan as read.
-        verdict: On it, as judged against its profile.
+    The verdict is that on the plan as written, against its profile.
     """
     now, codes = verdict.plan, {found.code for found in verdict.findings}
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:

@@ -46,12 +46,7 @@ def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking:
     """Latency and bandwidth by least squares of the relative errors; neither is negative.
 
     Relative, because sizes spread over orders of magnitude: one per cent of the largest transfer would outweigh the
-    latency that the small ones tell.
-
-    Args:
-        sizes_bytes: What was moved.
-        times_us: The smallest time of several repeats of each.
-        blocking: Whether transfers keep the receiver busy.
+    latency that the small ones tell. Of several repeats of a size the smallest time is wanted.
     """
     sizes, times = np.asarray(sizes_bytes, float), np.maximum(times_us, 0.1)
     relative = np.stack([1 / times, sizes / times], axis=1)

@@ -46,13 +46,7 @@ Layers = Mapping[Key, CompiledLayer]
 
 
 class CompiledBackend:
-    """Compiles the layers for a kind of TPU, or runs them on the one that is attached.
-
-    Args:
-        described: The TPU.
-        rates: Its peak rates.
-        chip: Its kind, `v2` say; empty if it is attached.
-    """
+    """Compiles the layers for a kind of TPU (`v2`, say), or runs them on the attached one where `chip` is empty."""
 
     device = torch.device("cpu")
 
@@ -170,14 +164,8 @@ def _with_programs(
 ) -> LayerProfile:
     """The layer with a record of programs in place of that of an allocator.
 
-    Gradients are there from begin to end, and so is what a loop over micro-batches keeps.
-
-    Args:
-        profile: What the layer costs, as an allocator would have it.
-        module: The layer, whose running statistics the program leaves alone.
-        compiled: What the compiler says, at every size.
-        is_first: Whether the layer's inputs are the mini-batch's.
-        num_targets: How many of its last inputs are targets of the loss.
+    Gradients are there from begin to end, and so is what a loop over micro-batches keeps. The program leaves running
+    statistics alone. Inputs of the first layer are the mini-batch's; the last `num_targets` are targets of the loss.
     """
     programs = [
         _program(layer, saved_bytes, is_first=is_first, num_targets=num_targets)

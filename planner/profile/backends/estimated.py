@@ -53,11 +53,7 @@ _ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", 
 
 
 class EstimatedBackend:
-    """Runs the layers on ghosts, for a GPU that is not here.
-
-    Args:
-        absent: The GPU.
-    """
+    """Runs the layers on ghosts, for a GPU that is not here."""
 
     device = torch.device("cpu")
 
@@ -157,11 +153,7 @@ class GhostMeter:
 
 
 class RooflineClock:
-    """Adds up what the operators of a piece of work take at least.
-
-    Args:
-        rates: The device's.
-    """
+    """Adds up what the operators of a piece of work take at least, at the rates of a device."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates

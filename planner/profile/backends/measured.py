@@ -33,11 +33,7 @@ _REGRET = 0.01
 
 
 class MeasuredBackend:
-    """Runs every distinct layer on a device that torch computes on.
-
-    Args:
-        device: The device.
-    """
+    """Runs every distinct layer on a device that torch computes on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
