@@ -5,8 +5,7 @@ from collections.abc import Callable
 from planner import files
 from planner.api.reading import NOWHERE, File, path_of, plan_of, profile_for
 from planner.core.errors import FileError, UsageError
-from planner.core.judge.comparison import ComparedPlan, Comparison
-from planner.core.judge.difference import difference_of
+from planner.core.judge.difference import ComparedPlan, Comparison, difference_of
 from planner.core.judge.verdict import judge
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile

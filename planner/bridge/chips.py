@@ -9,7 +9,7 @@ from jax.experimental import topologies
 from planner.bridge.extra import TOPOLOGIES
 from planner.core.errors import UsageError
 
-__all__ = ["attached_tpu", "devices_of", "named_chip", "named_chips", "target_device"]
+__all__ = ["attached_tpu", "devices_of", "named_chips", "target_device"]
 
 
 def attached_tpu() -> tuple[str, int]:
@@ -28,13 +28,8 @@ def attached_tpu() -> tuple[str, int]:
     return device.device_kind, (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
-def named_chip(name: str) -> jax.Device:
-    """A device of a kind that need not be here, `v2` say, as the compiler knows it; one of `CHIPS`."""
-    return named_chips(name, 1)[0]
-
-
 def named_chips(name: str, num: int) -> list[jax.Device]:
-    """Several of them, neighbours.
+    """Neighbours of a kind that need not be here, `v2` say, as the compiler knows it; one of `CHIPS`.
 
     Raises:
         UsageError: More than a topology of the compiler has.
@@ -52,7 +47,7 @@ def named_chips(name: str, num: int) -> list[jax.Device]:
 
 def target_device(chip: str) -> jax.Device:
     """A chip of that kind, which need not be here; the first device of JAX's if it is empty."""
-    return named_chip(chip) if chip else jax.devices()[0]
+    return named_chips(chip, 1)[0] if chip else jax.devices()[0]
 
 
 def devices_of(platform: str | None, num: int) -> Sequence[jax.Device]:

@@ -24,7 +24,7 @@ from planner.bridge.halves import Halves, LayerFunction, halves_of, random_key
 from planner.bridge.outcomes import CompiledLayer, CompiledStep
 from planner.bridge.programs import Program, compile_program, filled_between
 from planner.bridge.torchax_optimizer import step_function
-from planner.bridge.tpu_layouts import padded_bytes
+from planner.bridge.tpu_layouts import num_bytes, padded_bytes
 from planner.model.optimizers import Builder
 
 __all__ = ["Timer", "compile_layer", "compile_step"]
@@ -41,7 +41,7 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
 
     Args:
         function: The layer.
-        device: From `named_chip`, or of JAX.
+        device: From `named_chips`, or of JAX.
         time_us: Tells how long a program takes.
 
     Raises:
@@ -125,7 +125,7 @@ def _layer_of(
         # Outputs that backward reads are counted as such.
         carried_bytes=max(0, carried - sum(size for n, size in enumerate(outputs) if ("output", n) in read)),
         narrowed_bytes=sum(map(_narrowed_bytes, function.trained.values())),
-        padding_bytes=sum(padded_bytes(shape) - _bytes(shape) for shape in function.trained.values()),
+        padding_bytes=sum(padded_bytes(shape) - num_bytes(shape) for shape in function.trained.values()),
         flops=forward.flops,
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
     )
@@ -134,7 +134,3 @@ def _layer_of(
 def _narrowed_bytes(shape: Any) -> int:
     """Bytes of a weight as products take it: 16 bits each unless the model asks for more; vectors are no factors."""
     return int(2 * shape.size) if len(shape.shape) > 1 and shape.dtype == "float32" else 0
-
-
-def _bytes(shape: Any) -> int:
-    return int(shape.size * shape.dtype.itemsize)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
+from planner.bridge.halves import random_key
 from planner.bridge.packing import Packing
 from planner.bridge.stage import Stage, StageInput, State
 
@@ -58,7 +59,7 @@ class MeshProgram:
         arrays = [jax.device_get(array) for array in packed]
         return [packing.unpack(k, [array[k] for array in arrays]) for k in range(self.num_stages)]
 
-    def shapes(self, inputs: Shapes, targets: Shapes) -> tuple[Any, ...]:
+    def shapes(self, inputs: Shapes, targets: Shapes) -> tuple[Shapes, Shapes, StageInput]:
         """Shapes of the arguments of `gradients`, with where they lie; `inputs` and `targets` are a micro-batch's."""
         apart, everywhere = self._sharding("stage"), self._sharding()
 
@@ -68,30 +69,25 @@ class MeshProgram:
         def data(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
             return [jax.ShapeDtypeStruct((self.micro_batches, *s.shape), s.dtype, sharding=everywhere) for s in shapes]
 
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
-        return packed(self.trained), packed(self.fixed), data(inputs), data(targets), key
+        key = jax.ShapeDtypeStruct(random_key().shape, random_key().dtype, sharding=everywhere)
+        return packed(self.trained), packed(self.fixed), StageInput(data(inputs), data(targets), key)
 
-    def gradients(
-        self, trained: Arrays, fixed: Arrays, inputs: Arrays, targets: Arrays, key: Array
-    ) -> tuple[Array, list[Array]]:
+    def gradients(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
         """Loss of a mini-batch (mean over the micro-batches), and gradients packed as `trained` is; to be jitted."""
         one, apart = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("stage")
         mapped = jax.shard_map(
             self._on_one_device,
             mesh=self.mesh,
-            in_specs=(apart, apart, one, one, one),
+            in_specs=(apart, apart, one),
             out_specs=(one, apart),
             check_vma=False,
         )
-        return mapped(trained, fixed, inputs, targets, key)  # type: ignore[no-any-return]
+        return mapped(trained, fixed, batch)  # type: ignore[no-any-return]
 
     # Private methods
 
-    def _on_one_device(
-        self, trained: Arrays, fixed: Arrays, inputs: Arrays, targets: Arrays, key: Array
-    ) -> tuple[Array, list[Array]]:
-        loss, sums = _OneDevice(self, trained, fixed, StageInput(inputs, targets, key)).run()
+    def _on_one_device(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
+        loss, sums = _OneDevice(self, trained, fixed, batch).run()
         return lax.psum(loss, "stage") / self.micro_batches, [array[None] for array in sums]
 
     def _sharding(self, *axes: str) -> jax.sharding.NamedSharding:

@@ -1,12 +1,15 @@
 """Arrays that differ from stage to stage, as arrays of the same shapes on every device of a mesh."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from types import ModuleType
 
 import jax
 from jax import Array
 from jax import numpy as jnp
+
+from planner.bridge.tpu_layouts import num_bytes
 
 __all__ = ["Packing"]
 
@@ -26,25 +29,16 @@ class Packing:
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> None:
         self._stages = [list(stage) for stage in stages]
-        counts: dict[_Kind, int] = {}
+        counts: Counter[_Kind] = Counter()
         for stage in self._stages:
-            in_stage: dict[_Kind, int] = {}
-            for shape in stage:
-                kind = (tuple(shape.shape), shape.dtype)
-                in_stage[kind] = in_stage.get(kind, 0) + 1
-            counts |= {kind: max(count, counts.get(kind, 0)) for kind, count in in_stage.items()}
-        apart = sum(_bytes(*kind) * count for kind, count in counts.items())
-        self.needed_bytes = [sum(_bytes(s.shape, s.dtype) for s in stage) for stage in self._stages]
-        most = max(self.needed_bytes, default=0)
-        self._flat = apart > _MOST_PADDING * most
+            counts |= Counter((tuple(shape.shape), shape.dtype) for shape in stage)  # the larger number of each
+        self.shapes = [jax.ShapeDtypeStruct(*kind) for kind in counts.elements()]
+        most_bytes = max((sum(map(num_bytes, stage)) for stage in self._stages), default=0)
+        self._flat = sum(map(num_bytes, self.shapes)) > _MOST_PADDING * most_bytes
         if self._flat:
             dtypes = sorted({shape.dtype for stage in self._stages for shape in stage}, key=str)
             lengths = {dtype: max(self._length(stage, dtype) for stage in self._stages) for dtype in dtypes}
             self.shapes = [jax.ShapeDtypeStruct((lengths[dtype],), dtype) for dtype in dtypes]
-        else:
-            self.shapes = [jax.ShapeDtypeStruct(*kind) for kind, count in counts.items() for _ in range(count)]
-        self.bytes = sum(_bytes(s.shape, s.dtype) for s in self.shapes)
-        """On every device."""
 
     def pack(self, stage: int, arrays: Sequence[Array], numpy: ModuleType = jnp) -> list[Array]:
         """A stage's arrays, padded with zeros; `numpy` makes these: JAX's, or numpy itself for arrays of the host."""
@@ -93,10 +87,3 @@ class Packing:
     @staticmethod
     def _length(stage: Sequence[jax.ShapeDtypeStruct], dtype: jnp.dtype) -> int:
         return sum(math.prod(shape.shape) for shape in stage if shape.dtype == dtype)
-
-
-# Private functions
-
-
-def _bytes(shape: Sequence[int], dtype: jnp.dtype) -> int:
-    return math.prod(shape) * int(dtype.itemsize)

@@ -24,7 +24,6 @@ _ROW = 1024
 class Program:
     """What the compiler says of a program, in bytes of the device's memory, padding of its layouts included."""
 
-    argument_bytes: int
     arguments: tuple[int, ...]
     """Bytes of each."""
     output_bytes: int
@@ -62,7 +61,7 @@ def compile_program(
     Args:
         function: Of nests of JAX arrays.
         shapes: Of its arguments.
-        device: From `named_chip`, or of JAX.
+        device: From `named_chips`, or of JAX.
         donated: Arguments whose memory it may use for its results.
 
     Raises:
@@ -76,7 +75,6 @@ def compile_program(
         executable = compiled(jitted.lower(*shapes))
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
     return Program(
-        argument_bytes=memory.argument_size_in_bytes,
         arguments=laid_out_sizes(shapes, executable.input_formats[0]),
         output_bytes=memory.output_size_in_bytes,
         outputs=laid_out_sizes(executable.out_info, executable.output_formats),

@@ -7,10 +7,15 @@ from typing import Any
 
 import jax
 
-__all__ = ["laid_out_sizes", "padded_bytes"]
+__all__ = ["laid_out_sizes", "num_bytes", "padded_bytes"]
 
 _TILE = (8, 128)
 """Rows and columns that a TPU's memory comes in."""
+
+
+def num_bytes(shape: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array, without padding."""
+    return int(shape.size * shape.dtype.itemsize)
 
 
 def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
@@ -26,7 +31,7 @@ def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
     for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
         tiling = place.layout.tiling if place.layout is not None else None
         stored = _stored(shape)
-        sizes.append(_padded_bytes(stored, place.layout.major_to_minor, tiling[0]) if tiling else _bytes(stored))
+        sizes.append(_padded_bytes(stored, place.layout.major_to_minor, tiling[0]) if tiling else num_bytes(stored))
     return tuple(sizes)
 
 
@@ -48,7 +53,3 @@ def _padded_bytes(shape: jax.ShapeDtypeStruct, major_to_minor: Sequence[int], ti
         lengths[place] = -(-lengths[place] // tile_length) * tile_length
     size: int = math.prod(lengths) * shape.dtype.itemsize
     return size
-
-
-def _bytes(shape: jax.ShapeDtypeStruct) -> int:
-    return int(shape.size * shape.dtype.itemsize)

@@ -8,6 +8,7 @@ from jax import Array
 from jax import numpy as jnp
 
 from planner.bridge.mesh_program import MeshProgram
+from planner.bridge.stage import StageInput
 
 __all__ = ["UPDATES", "State", "TrainingStep", "Update"]
 
@@ -39,21 +40,18 @@ class TrainingStep:
 
     def run(self, state: State, inputs: list[Array], targets: list[Array], number: int) -> tuple[float, State]:
         """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
-        loss, state = self._jitted(state, inputs, targets, jax.random.key(self._seed), number)
+        loss, state = self._jitted(state, StageInput(inputs, targets, jax.random.key(self._seed)), number)
         return float(loss), state
 
-    def lowered(self, shapes: tuple[Any, ...]) -> jax.stages.Lowered:
+    def lowered(self, shapes: tuple[Any, Any, StageInput]) -> jax.stages.Lowered:
         """The step, ready to be compiled for arguments of such shapes, as `MeshProgram.shapes` has them."""
-        trained, fixed, inputs, targets, key = shapes
+        trained, fixed, batch = shapes
         state = State(trained, [list(trained) for _ in range(self._num_states)], fixed)
-        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=key.sharding)
-        return self._jitted.lower(state, inputs, targets, key, number)
+        return self._jitted.lower(state, batch, jax.ShapeDtypeStruct((), jnp.int32, sharding=batch.key.sharding))
 
-    def _step(
-        self, state: State, inputs: list[Array], targets: list[Array], key: Array, number: Array
-    ) -> tuple[Array, State]:
-        step_key = jax.random.fold_in(key, number)
-        loss, gradients = self._program.gradients(state.trained, state.fixed, inputs, targets, step_key)
+    def _step(self, state: State, batch: StageInput, number: Array) -> tuple[Array, State]:
+        batch = batch._replace(key=jax.random.fold_in(batch.key, number))
+        loss, gradients = self._program.gradients(state.trained, state.fixed, batch)
         columns = [
             self._update(parameter, gradient, [column[n] for column in state.optimizer], number + 1)
             for n, (parameter, gradient) in enumerate(zip(state.trained, gradients, strict=True))

@@ -33,12 +33,8 @@ LONG_FUNCTIONS: set[str] = set()
 DEEP_FUNCTIONS: set[str] = set()
 
 MANY_ARGUMENTS = {
-    "planner/bridge/mesh_program.py:MeshProgram._on_one_device",
-    "planner/bridge/mesh_program.py:MeshProgram.gradients",
-    "planner/bridge/training_step.py:TrainingStep._step",
     "planner/core/cost/layer_memory.py:_peaks",
     "planner/core/cost/passing.py:_spanning",
-    "planner/core/values/units.py:_refuse",
 }
 
 SCHEDULES_BY_NAME: set[str] = set()

@@ -1,14 +1,15 @@
-"""Two plans side by side: by how many bytes and how much time their stages differ."""
+"""Plans side by side: by how many bytes and how much time the stages of two differ, and several in a row."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Literal
 
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import format_bytes, format_us
 
-__all__ = ["Difference", "StageDifference", "difference_of", "growth"]
+__all__ = ["ComparedPlan", "Comparison", "Difference", "StageDifference", "difference_of", "growth"]
 
 _SAME_SHARE = 1e-4
 """Rates that differ by a smaller share are the same."""
@@ -52,6 +53,27 @@ class Difference:
     stages: tuple[StageDifference, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedPlan:
+    """One of the plans."""
+
+    path: str
+    recomputed: bool
+    """Whether its numbers were recomputed from its profile; else they are those it was written with."""
+    fits: bool
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The plans in the order given; the first is what the others are compared with."""
+
+    schema: Literal["gpipe-plan/compare/v1"] = "gpipe-plan/compare/v1"
+    plans: tuple[ComparedPlan, ...]
+    difference: Difference | None = None
+    """Stage by stage, of two plans: from the first to the second."""
+
+
 def difference_of(before: Plan, now: Plan, *, against: str, recomputed: bool) -> Difference:
     """How `now` differs from `before`."""
     return Difference(
@@ -88,8 +110,8 @@ def growth(difference: Difference) -> Iterator[Finding]:
     if grown:
         most, stage = max(grown, key=lambda pair: (pair[0], -pair[1].index))
         message = f"stage {stage.index} needs {format_bytes(most)} more than in {against}"
-        others = len(grown) - 1
-        hint = f"{others} other stage{'s' * (others > 1)} grew by no more" if others else ""
+        more = len(grown) - 1
+        hint = f"{more} other stage{'s' * (more > 1)} grew by no more" if more else ""
         yield finding("GP401", message, hint=hint, stage=stage.index)
     before, now = difference.samples_per_s_before, difference.samples_per_s
     if now < before * (1 - _SAME_SHARE):

@@ -23,7 +23,7 @@ def claimed_of(written: Plan, verdict: "Verdict") -> SolverReport | None:
 
     The verdict is that on the plan as written, against its profile.
     """
-    now, codes = verdict.plan, {found.code for found in verdict.findings}
+    now, codes = verdict.plan, {each.code for each in verdict.findings}
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:
         return None
     claimed = written.solver if written.solver.status == now.solver.status else now.solver

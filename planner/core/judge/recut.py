@@ -40,7 +40,7 @@ def with_cuts(
         schedule=plan.schedule,
         micro_batches=plan.micro_batches,
         balance=tuple(balance),
-        recompute=_never(len(balance)),
+        recompute=_CHEAPEST_FIRST[:1] * len(balance),
         chunks=plan.chunks,
         replicas=plan.replicas,
         devices=_devices(plan, len(balance)),
@@ -49,11 +49,6 @@ def with_cuts(
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
     partition = replace(partition, recompute=_recompute(costs, partition, inputs))
     return build_plan(costs, partition, inputs=inputs, solver=SolverReport(method="given", status="given"))
-
-
-def _never(num_stages: int) -> tuple[Recompute, ...]:
-    choice: Recompute = "never"
-    return (choice,) * num_stages
 
 
 def _devices(plan: Plan, num_stages: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ What can be found, and what it means, stands in `planner.core.values.findings`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Literal
 
 from planner.core.cost.costs import costs_at, covers
 from planner.core.cost.evaluate import Partition, check_partition
@@ -19,16 +19,14 @@ from planner.core.values.plan import Plan, SolverReport, Stage
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted, format_bytes
 
-__all__ = ["VERDICT_SCHEMA", "Finding", "Verdict", "compared", "judge", "with_findings"]
-
-VERDICT_SCHEMA: Final = "gpipe-plan/check/v1"
+__all__ = ["Finding", "Verdict", "compared", "judge", "with_findings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Findings and the plan as it is under the profile of today."""
 
-    schema: Literal["gpipe-plan/check/v1"] = VERDICT_SCHEMA
+    schema: Literal["gpipe-plan/check/v1"] = "gpipe-plan/check/v1"
     fits: bool
     """No finding of severity error, and with `strict` none of severity warning."""
     findings: tuple[Finding, ...]
@@ -49,7 +47,7 @@ class Verdict:
     @property
     def is_over(self) -> bool:
         """Whether a stage needs more than its cap."""
-        return any(found.code == "GP101" for found in self.findings)
+        return any(each.code == "GP101" for each in self.findings)
 
 
 def judge(
@@ -92,10 +90,9 @@ def judge(
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
     now = build_plan(costs, partition, inputs=inputs, solver=plan.solver)
-    if abs(now.predicted.step_us - plan.predicted.step_us) > _same_us(now):
+    if not is_same("step_us", plan.predicted.step_us, now.predicted.step_us):
         # The certificate was for other cuts, or another profile.
-        given = SolverReport(method="given", status="given")
-        now = build_plan(costs, partition, inputs=inputs, solver=given)
+        now = build_plan(costs, partition, inputs=inputs, solver=SolverReport(method="given", status="given"))
     for place in range(now.num_devices):
         findings.extend(_memory_findings(now.stages[place :: now.num_devices], headroom))
     findings.extend(_unproven(profile, now))
@@ -105,9 +102,9 @@ def judge(
     return _verdict(findings, now, strict=strict)
 
 
-def with_findings(verdict: Verdict, found: Sequence[Finding]) -> Verdict:
+def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     """`verdict` with more findings, judged anew."""
-    return _verdict([*verdict.findings, *found], verdict.plan, strict=verdict.strict)
+    return _verdict([*verdict.findings, *findings], verdict.plan, strict=verdict.strict)
 
 
 def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
@@ -120,7 +117,7 @@ def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) 
 
 def _verdict(findings: list[Finding], plan: Plan | None, *, strict: bool) -> Verdict:
     verdict = Verdict(fits=True, findings=tuple(findings), plan=plan, strict=strict)
-    return replace(verdict, fits=all(found.severity not in verdict.refused for found in findings))
+    return replace(verdict, fits=all(each.severity not in verdict.refused for each in findings))
 
 
 def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
@@ -152,55 +149,45 @@ def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
 
 def _how_sure(plan: Plan, profile: Profile) -> list[Finding]:
     """Where the figures come from, if not from measurements at this very size."""
-    found = []
+    findings = []
     if profile.device.how != "measured":
         called = profile.device.name or profile.device.kind
-        found.append(finding("GP207", f"the profile is {profile.device.how} for {called}, not measured"))
+        findings.append(finding("GP207", f"the profile is {profile.device.how} for {called}, not measured"))
     if not covers(profile, plan.micro_batch_size, extrapolate=False):
         sizes = profile.micro_batch_sizes
         message = (
             f"micro-batches of {plan.micro_batch_size} lie outside the profiled sizes {min(sizes)} to {max(sizes)}"
         )
-        found.append(finding("GP208", message))
-    return found
-
-
-def _same_us(plan: Plan) -> float:
-    """Step times that differ by no more are the same, written to 0.1 us."""
-    return 0.1 + 1e-6 * plan.predicted.step_us
+        findings.append(finding("GP208", message))
+    return findings
 
 
 def _stale(plan: Plan, digest: str) -> Finding:
     was = plan.inputs.profile
     message = f"the plan was made from another profile: `{was.path}` was {was.digest[:19]}…, is now {digest[:19]}…"
-    return finding(
-        "GP201",
-        message,
-        hint=f"solve again: `gpipe-plan solve {was.path} --devices {plan.inputs.devices} …`",
-    )
+    hint = f"solve again: `gpipe-plan solve {was.path} --devices {plan.inputs.devices} …`"
+    return finding("GP201", message, hint=hint)
 
 
 def _misfit(plan: Plan, partition: Partition, profile: Profile, *, stale: bool) -> Finding | None:
     """Whether the plan names or counts other layers. Of its own profile a wrong count is an error, not a finding."""
     if sum(partition.balance) == len(profile.layers) and min(partition.balance, default=0) > 0:
         return _renamed(plan, partition, profile)
-    return _other_length(partition, profile) if stale else None
+    if not stale:
+        return None
+    message = f"the plan cuts {counted(sum(partition.balance), 'layer')}, the profile has {len(profile.layers)}"
+    return finding("GP202", message, hint="profile and solve again")
 
 
 def _renamed(plan: Plan, partition: Partition, profile: Profile) -> Finding | None:
     for stage, (first, end) in zip(plan.stages, partition.intervals(), strict=True):
         for name, layer in ((stage.first, first), (stage.last, end - 1)):
             # A hand-edited balance moves cuts without renaming: only names the profile does not have are wrong.
-            if name not in {other.name for other in profile.layers}:
+            if name not in {profiled.name for profiled in profile.layers}:
                 message = f'stage {stage.index} names the layer "{name}", the profile has no such layer'
                 hint = f'layer {layer} is "{profile.layers[layer].name}" now: solve again'
                 return finding("GP202", message, hint=hint, stage=stage.index)
     return None
-
-
-def _other_length(partition: Partition, profile: Profile) -> Finding:
-    message = f"the plan cuts {counted(sum(partition.balance), 'layer')}, the profile has {len(profile.layers)}"
-    return finding("GP202", message, hint="profile and solve again")
 
 
 def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
@@ -224,13 +211,13 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
 def _edited(plan: Plan, now: Plan) -> list[Finding]:
     was_us, is_us = plan.predicted.step_us, now.predicted.step_us
     changed = [k for k, (a, b) in enumerate(zip(plan.stages, now.stages, strict=True)) if a.memory != b.memory]
-    others = [f"`{place}`" for place in differing(plan, now) if ".memory." not in place]
-    if not others and not changed:
+    figures = [f"`{place}`" for place in differing(plan, now) if ".memory." not in place]
+    if not figures and not changed:
         return []
     message = f"the plan says {was_us / 1e3:.1f} ms per step, the profile {is_us / 1e3:.1f} ms"
     if is_same("step_us", was_us, is_us):
-        more = f" and {len(others) - 6} more" if len(others) > 6 else ""
-        message = f"not what the profile gives: {', '.join(others[:6])}{more}" if others else "memory is another"
+        more = f" and {len(figures) - 6} more" if len(figures) > 6 else ""
+        message = f"not what the profile gives: {', '.join(figures[:6])}{more}" if figures else "memory is another"
     if changed:
         message += f"; memory differs in stage {', '.join(map(str, changed))}"
     return [finding("GP203", message, hint="the plan's decisions were edited by hand")]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final, Literal
+from typing import Literal
 
 from planner.core.cost.calibration import Calibration, calibration_of, peak_bytes_of, stage_runs
 from planner.core.cost.costs import costs_at
@@ -14,7 +14,6 @@ from planner.core.values.proof import Proof
 from planner.core.values.run_report import RunReport
 
 __all__ = [
-    "VERIFICATION_SCHEMA",
     "Compared",
     "Quantity",
     "Tolerance",
@@ -23,8 +22,6 @@ __all__ = [
     "timed_steps_us",
     "verification_of",
 ]
-
-VERIFICATION_SCHEMA: Final = "gpipe-plan/verify/v1"
 
 Quantity = Literal["step_us", "bubble", "forward_us", "backward_us", "peak_bytes"]
 
@@ -65,7 +62,7 @@ class Compared:
 class Verification:
     """The answer."""
 
-    schema: Literal["gpipe-plan/verify/v1"] = VERIFICATION_SCHEMA
+    schema: Literal["gpipe-plan/verify/v1"] = "gpipe-plan/verify/v1"
     agrees: bool
     """Whether everything that is judged is within its tolerance."""
     compared: tuple[Compared, ...]

@@ -78,19 +78,19 @@ def accelerator(name: str) -> Accelerator:
     Raises:
         UsageError: Not one of those known; the hint names those that come near.
     """
-    by_name = {known.name: known for known in ACCELERATORS}
+    by_name = {listed.name: listed for listed in ACCELERATORS}
     wanted = name.lower()
     if wanted in by_name:
         return by_name[wanted]
-    near = [known for known in by_name if known.startswith(wanted)] or get_close_matches(wanted, by_name, n=3)
-    hint = f"did you mean {' or '.join(f'`{known}`' for known in near)}?" if near else f"one of {', '.join(by_name)}"
+    near = [listed for listed in by_name if listed.startswith(wanted)] or get_close_matches(wanted, by_name, n=3)
+    hint = f"did you mean {' or '.join(f'`{listed}`' for listed in near)}?" if near else f"one of {', '.join(by_name)}"
     raise UsageError(f"unknown device `{name}`", hint=f"{hint}; `--mem` takes any size")
 
 
 def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
     """The devices that hold `need_bytes`, the smallest first."""
-    able = [known for known in ACCELERATORS if known.memory_bytes >= need_bytes]
-    return tuple(sorted(able, key=lambda known: known.memory_bytes))
+    able = [listed for listed in ACCELERATORS if listed.memory_bytes >= need_bytes]
+    return tuple(sorted(able, key=lambda listed: listed.memory_bytes))
 
 
 def training_kind(profiled: str) -> str:

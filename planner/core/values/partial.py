@@ -42,5 +42,5 @@ class Partial:
         """Names of what makes the measurements of one useless for the other."""
         names = ("generator", "model", "device", "environment", "optimizer")
         # What other programs hold of the device at the moment changes no measurement.
-        mine, others = (replace(one, device=replace(one.device, reserve_bytes=0)) for one in (self, other))
-        return [name for name in names if getattr(mine, name) != getattr(others, name)]
+        a, b = (replace(one, device=replace(one.device, reserve_bytes=0)) for one in (self, other))
+        return [name for name in names if getattr(a, name) != getattr(b, name)]

@@ -26,8 +26,8 @@ def printable(text: str) -> str:
 
 def printable_lines(text: str) -> str:
     """A message that may have several lines: those after the first are indented, so that none passes for another."""
-    first, *others = text.split("\n")
-    return "\n".join([_line(first), *(_line(line if not line or line[0] == " " else f"  {line}") for line in others)])
+    first, *rest = text.split("\n")
+    return "\n".join([_line(first), *(_line(line if not line or line[0] == " " else f"  {line}") for line in rest)])
 
 
 def _line(text: str) -> str:

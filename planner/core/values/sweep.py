@@ -1,14 +1,12 @@
 """The capacity question: the best plan for every number of devices and every cap, and the smallest that trains."""
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from planner.core.values.plan import Plan, ProfileReference
 from planner.core.values.units import exact_bytes_option
 
-__all__ = ["SWEEP_SCHEMA", "Sweep", "SweepCell"]
-
-SWEEP_SCHEMA: Final = "gpipe-plan/sweep/v1"
+__all__ = ["Sweep", "SweepCell"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class SweepCell:
 class Sweep:
     """Every combination of `devices` and `memory_bytes`, in that order."""
 
-    schema: Literal["gpipe-plan/sweep/v1"] = SWEEP_SCHEMA
+    schema: Literal["gpipe-plan/sweep/v1"] = "gpipe-plan/sweep/v1"
     profile: ProfileReference
     batch: int
     devices: tuple[int, ...]

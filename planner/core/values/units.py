@@ -43,7 +43,7 @@ def parse_bytes(text: str) -> int:
     number, unit = _split(text, "8GB or 7.5GiB")
     factor = _BYTES.get(unit.lower())
     if factor is None:
-        raise _refuse(text, "a size", "B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB", "8GB or 7.5GiB", unit)
+        raise _refuse(text, unit, "a size", "B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB", sample="8GB or 7.5GiB")
     size_bytes: int = math.floor(_bounded(number * factor, text))
     return size_bytes
 
@@ -58,7 +58,7 @@ def parse_bytes_per_s(text: str) -> float:
     size, slash, per = unit.partition("/")
     factor = _BYTES.get(size.lower())
     if factor is None or slash == "" or per.lower() != "s":
-        raise _refuse(text, "a rate", "B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s", "25GB/s", unit)
+        raise _refuse(text, unit, "a rate", "B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s", sample="25GB/s")
     if number == 0:
         raise UsageError(f"a rate of zero never moves anything: `{text}`")
     rate = number * factor
@@ -76,7 +76,7 @@ def parse_us(text: str) -> float:
     number, unit = _split(text, "5us or 1.5ms")
     factor = _TIMES_US.get(unit)
     if factor is None:
-        raise _refuse(text, "a time", "us, ms, s", "5us or 1.5ms", unit)
+        raise _refuse(text, unit, "a time", "us, ms, s", sample="5us or 1.5ms")
     return float(_bounded(number * factor, text))
 
 
@@ -88,7 +88,7 @@ def parse_share(text: str) -> float:
     """
     number, unit = _split(text, "5%")
     if unit != "%":
-        raise _refuse(text, "a share", "%", "5%", unit)
+        raise _refuse(text, unit, "a share", "%", sample="5%")
     if number >= 100:
         raise UsageError(f"a share must be below 100%: `{text}`")
     return float(number / 100)
@@ -156,7 +156,7 @@ def _bounded(value: Fraction, text: str) -> Fraction:
     return value
 
 
-def _refuse(text: str, what: str, units: str, sample: str, unit: str) -> UsageError:
+def _refuse(text: str, unit: str, what: str, units: str, *, sample: str) -> UsageError:
     problem = "has no unit" if unit == "" else f"has the unknown unit `{unit}`"
     return UsageError(f"{what} is needed, `{text}` {problem}", hint=f"use one of {units}: for example {sample}")
 

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from planner.core.judge.comparison import Comparison
-from planner.core.judge.difference import Difference
+from planner.core.judge.difference import Comparison, Difference
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Rule
 from planner.core.values.printable import printable

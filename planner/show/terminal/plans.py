@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.judge.comparison import ComparedPlan, Comparison
-from planner.core.judge.difference import Difference
+from planner.core.judge.difference import ComparedPlan, Comparison, Difference
 from planner.show.terminal.rendering import BLANK, heading, plain, render
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import drawn, fitted

@@ -3,8 +3,7 @@
 from operator import attrgetter
 from typing import NamedTuple
 
-from planner.core.judge.comparison import ComparedPlan, Comparison
-from planner.core.judge.difference import Difference
+from planner.core.judge.difference import ComparedPlan, Comparison, Difference
 from planner.core.schedule import schedule_of
 from planner.core.values.units import format_bytes
 from planner.show.views.numbers import NOTHING, difference

@@ -122,6 +122,7 @@ def agrees(
     """Runs both, and compares loss and every gradient; `options` are the compiler's."""
     import jax
 
+    from planner.bridge.stage import StageInput
     from planner.executor.jax.pipeline import JaxPipeline
 
     model = loaded.build()
@@ -129,7 +130,7 @@ def agrees(
     inputs, targets = loaded.example_batch(8)
     trained, fixed = pipeline.parameters()
     step = jax.jit(pipeline.gradients, compiler_options=options)
-    loss, packed = step(trained, fixed, *pipeline.batch(inputs, targets), jax.random.key(0))
+    loss, packed = step(trained, fixed, StageInput(*pipeline.batch(inputs, targets), jax.random.key(0)))
     model.zero_grad()
     expected = torch.zeros(())
     for some, wanted in zip(inputs.chunk(balance.micro_batches), targets.chunk(balance.micro_batches), strict=True):
