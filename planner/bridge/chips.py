@@ -9,8 +9,6 @@ from jax.experimental import topologies
 from planner.bridge.extra import TOPOLOGIES
 from planner.core.errors import UsageError
 
-__all__ = ["attached_tpu", "devices_of", "named_chips", "target_device"]
-
 
 def attached_tpu() -> tuple[str, int]:
     """Name and memory of the TPU of this machine.

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from planner.core.errors import ModelError
 
-__all__ = ["LacksOperatorError", "OutOfMemoryError", "Problem", "found_by", "raise_problems"]
-
 _WORKER_BYTES = 4 * 2**30
 """A process that compiles needs about so much at most."""
 

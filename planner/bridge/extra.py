@@ -11,8 +11,6 @@ from typing import Final
 
 from planner.core.errors import UsageError
 
-__all__ = ["CHIPS", "TOPOLOGIES", "check_installed", "expect_no_tpu", "versions"]
-
 _PACKAGES = ("jax", "libtpu", "torchax")
 
 _PLANE = ("2x2", "4x4", "8x8")

@@ -22,8 +22,6 @@ from planner.bridge.compiling import LacksOperatorError
 from planner.bridge.torchax_adapter import OperatorNotFound, environment, in_32_bits, shape_of
 from planner.model.stage import ModelStage
 
-__all__ = ["Arrays", "Halves", "LayerFunction", "Residual", "halves_of", "layer_function", "random_key"]
-
 Arrays = Mapping[str, Array]
 """JAX arrays, or their shapes, by parameter name."""
 

@@ -27,8 +27,6 @@ from planner.bridge.torchax_optimizer import step_function
 from planner.bridge.tpu_layouts import num_bytes, padded_bytes
 from planner.model.optimizers import Builder
 
-__all__ = ["Timer", "compile_layer", "compile_step"]
-
 Timer = Callable[[Program, Any], float]
 """(program, shapes of its arguments) -> microseconds."""
 

@@ -21,8 +21,6 @@ from planner.bridge.halves import random_key
 from planner.bridge.packing import Packing
 from planner.bridge.stage import Stage, StageInput, State
 
-__all__ = ["MeshProgram"]
-
 Arrays = Sequence[Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
 _Forward = tuple[Arrays, Arrays, Arrays, Array]

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMemory
 
-__all__ = ["CompiledLayer", "CompiledStep"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledLayer:

@@ -11,8 +11,6 @@ from jax import numpy as jnp
 
 from planner.bridge.tpu_layouts import num_bytes
 
-__all__ = ["Packing"]
-
 _MOST_PADDING = 1.5
 """Arrays are kept apart by shape as long as that takes at most so much more memory than the largest stage needs."""
 

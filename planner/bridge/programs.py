@@ -14,8 +14,6 @@ from jax.experimental.layout import Format, Layout
 from planner.bridge.compiling import OutOfMemoryError
 from planner.bridge.tpu_layouts import laid_out_sizes
 
-__all__ = ["Program", "compile_program", "compiled", "filled_between", "measured_us"]
-
 _ROW = 1024
 """Columns of what fills memory."""
 

@@ -14,8 +14,6 @@ from jax import numpy as jnp
 
 from planner.bridge.halves import Halves, LayerFunction
 
-__all__ = ["LayerHalves", "Stage", "StageInput", "State"]
-
 State = tuple[dict[str, Array], dict[str, Array]]
 """Trained parameters, and all else that a layer or a stage has, by name."""
 

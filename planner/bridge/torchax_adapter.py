@@ -16,8 +16,6 @@ from jax import numpy as jnp
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 
-__all__ = ["OperatorNotFound", "environment", "in_32_bits", "shape_of", "torch_like"]
-
 _GONE = re.compile("dimname|names", re.IGNORECASE)
 """In the names of overloads for named tensors: `aten.prod.dim_Dimname`, `aten.norm.names_ScalarOpt_dim`."""
 

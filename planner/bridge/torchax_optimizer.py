@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from planner.bridge.torchax_adapter import environment, in_32_bits, shape_of
 from planner.model.optimizers import Builder
 
-__all__ = ["StepFunction", "step_function"]
-
 _SMALL = 2
 """Rows and columns of parameters that an optimizer is asked about its state with."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["laid_out_sizes", "num_bytes", "padded_bytes"]
-
 _TILE = (8, 128)
 """Rows and columns that a TPU's memory comes in."""
 

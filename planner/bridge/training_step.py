@@ -10,8 +10,6 @@ from jax import numpy as jnp
 from planner.bridge.mesh_program import MeshProgram
 from planner.bridge.stage import StageInput
 
-__all__ = ["UPDATES", "State", "TrainingStep", "Update"]
-
 Update = Callable[[Array, Array, list[Array], Array], tuple[Array, list[Array]]]
 """(parameter, gradient, states, number of the step from 1) -> (parameter, states)."""
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Clock", "CpuClock"]
-
 
 class Clock(Protocol):
     """Times a piece of work, and sums repeats up."""

@@ -13,8 +13,6 @@ from planner.device.kind import DeviceKind, Peak
 from planner.device.machine import cpu_name
 from planner.device.meter import CpuMeter, recorded_allocations
 
-__all__ = ["Cpu"]
-
 
 class Cpu(DeviceKind):
     """The processor of this machine, which any number of processes share."""

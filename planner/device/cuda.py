@@ -18,8 +18,6 @@ from planner.core.values.profile import Device
 from planner.device.kind import DeviceKind, Peak
 from planner.device.meter import Usage
 
-__all__ = ["ASSUMED_RESERVE_BYTES", "Cuda", "CudaClock", "CudaMeter"]
-
 ASSUMED_RESERVE_BYTES: Final = 10**9
 """The reserve of a device that is not here: an allowance, not a measurement; `--reserve` takes what is known better."""
 

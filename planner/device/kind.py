@@ -9,8 +9,6 @@ from planner.core.values.profile import Device
 from planner.device.clock import Clock
 from planner.device.meter import Meter
 
-__all__ = ["DeviceKind", "Moment", "Peak", "PeakWatch"]
-
 
 class Moment(Protocol):
     """A point in time on the device's own clock, which may run behind the host's."""

@@ -9,8 +9,6 @@ from planner.device.cpu import Cpu
 from planner.device.cuda import Cuda
 from planner.device.kind import DeviceKind
 
-__all__ = ["DEVICE_KINDS", "accelerator_in_use", "kind_of"]
-
 DEVICE_KINDS: Final[Mapping[str, type[DeviceKind]]] = {kind.name: kind for kind in (Cpu, Cuda)}
 
 

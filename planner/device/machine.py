@@ -5,15 +5,6 @@ import os
 import platform
 from pathlib import Path
 
-__all__ = [
-    "LARGE_BYTES",
-    "available_bytes",
-    "cpu_name",
-    "give_freed_memory_back",
-    "keep_freed_memory",
-    "usable_cores",
-]
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 
 LARGE_BYTES = 2**25

@@ -14,8 +14,6 @@ import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch.autograd import ProfilerConfig, ProfilerState  # type: ignore[attr-defined]
 
-__all__ = ["CpuMeter", "Meter", "Usage", "recorded_allocations"]
-
 
 class Usage(NamedTuple):
     """Bytes relative to what was alive before."""

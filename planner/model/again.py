@@ -5,8 +5,6 @@ from planner.core.values.profile import Model
 from planner.model.load import LoadedModel, load_model
 from planner.model.precision import in_precision
 
-__all__ = ["load_again"]
-
 
 def load_again(source: str, model: Model, precision: Precision, *, optimizer: str | None = None) -> LoadedModel:
     """The model in `source`, with the settings, inputs and cuts of `model`, to run in `precision`.

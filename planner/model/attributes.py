@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from planner.model.leaves import Value, is_plain
 from planner.model.nests import Nest, put_together, take_apart
 
-__all__ = ["Attributes", "Change", "left_behind", "put_back", "without_leftovers"]
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
 _DEEPEST = 3

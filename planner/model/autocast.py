@@ -19,8 +19,6 @@ import torch
 
 from planner.core.values.precision import Precision
 
-__all__ = ["autocast_dtype", "caching_only_with_graph", "keeping_casts", "layers_in"]
-
 _AUTOCAST: dict[Precision, torch.dtype] = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 

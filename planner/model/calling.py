@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["arguments_of", "wrapped"]
-
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a model is called with its inputs: a tuple is spread, a dict holds keyword arguments."""

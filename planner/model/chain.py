@@ -22,18 +22,6 @@ from planner.model.ghosts import storage_key
 from planner.model.outline import Outline, outline_of
 from planner.model.stage import ModelStage, holder_at
 
-__all__ = [
-    "Chain",
-    "Layer",
-    "chain_digest",
-    "chain_of",
-    "digest_of",
-    "run_layers",
-    "shared_parameters",
-    "tied_parameters",
-    "without_addresses",
-]
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from planner.model.chain import digest_of, without_addresses
 from planner.model.load import LoadedModel
 
-__all__ = ["computation_of"]
-
 _SCALARS: Final = (bool, int, float, str, type(None))
 _INSTALLED: Final = ("site-packages", "dist-packages")
 

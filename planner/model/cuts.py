@@ -28,8 +28,6 @@ from planner.model.joins import joins_of
 from planner.model.recording import END, Call, Join, Operator, Recording
 from planner.model.repetition import Repetition
 
-__all__ = ["Crossing", "Cuts"]
-
 _NEAR = 1.1
 """Cuts with up to so many times the bytes of the best one nearby are worth keeping."""
 

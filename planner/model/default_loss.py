@@ -13,8 +13,6 @@ from torch import Tensor
 from planner.core.errors import ModelError
 from planner.model.nests import leaf_names, take_apart, tensors_in
 
-__all__ = ["DefaultLoss"]
-
 _OWN: Final = object()
 _MEAN: Final = object()
 

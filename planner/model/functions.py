@@ -11,8 +11,6 @@ from typing import Any
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-__all__ = ["Called", "FunctionWatch"]
-
 Called = tuple[str, int]
 """A call in a gap: the function's name, and how many calls of that name were before it in the gap."""
 

@@ -28,19 +28,6 @@ from torch.utils._mode_utils import no_dispatch
 
 from planner.core.errors import ModelError
 
-__all__ = [
-    "SHAPE_ONLY",
-    "Absent",
-    "Ghost",
-    "NeedsValuesError",
-    "absent",
-    "expect_present",
-    "ghost_like",
-    "storage_key",
-    "storage_of",
-    "zeros_without_memory",
-]
-
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
     for name in (

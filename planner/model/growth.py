@@ -21,8 +21,6 @@ from planner.model.attributes import Change
 from planner.model.leaves import Constant, Leaf, Value, counted
 from planner.model.recording import Call, Join, Recording
 
-__all__ = ["SIZES", "ShapePair", "Shapes", "candidates_in_both", "refusals_of_cuts", "shape_at", "shapes_in_both"]
-
 SIZES = (2, 4)
 """Samples in the two batches that are run. Not 1, which batch normalization and broadcasting treat in their own way."""
 

@@ -16,16 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.model.ghosts import ghost_like
 
-__all__ = [
-    "as_ghosts",
-    "loose_tensors",
-    "move_loose_tensors",
-    "named_tensors",
-    "replace_loose",
-    "replace_tensors",
-    "replaced_tensors",
-]
-
 _HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")
 
 

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from planner.core.errors import UsageError
 
-__all__ = ["BATCH_FIRST", "input_tensor"]
-
 BATCH_FIRST = (
     "put the samples first in every tensor of inputs and targets: `batch_first=True` in `nn.Transformer`, `nn.LSTM` "
     "and the like, or transpose in the model's `forward`"

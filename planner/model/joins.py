@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from planner.model.recording import Join, Recording
 from planner.model.repetition import Repetition
 
-__all__ = ["joins_of"]
-
 
 def joins_of(recording: Recording, repetition: Repetition) -> dict[int, Join]:
     """The joins among `Recording.candidates`, by the operator that made each."""

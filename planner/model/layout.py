@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["in_memory_order", "laid_out", "shape_like"]
-
 
 def shape_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """A dense tensor on the meta device that lies as `tensor`, or one like it of another shape, crosses a boundary."""

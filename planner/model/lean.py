@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from planner.model.held import move_loose_tensors, replace_loose, replace_tensors
 from planner.model.stage import ModelStage
 
-__all__ = ["build_lean", "fill", "move_buffers"]
-
 _SPREAD = 0.02
 """Standard deviation of the random parameters: outputs stay far from overflow and from denormal numbers."""
 

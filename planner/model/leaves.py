@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Constant", "Counted", "Held", "Leaf", "Meta", "Passed", "Value", "counted", "is_plain"]
-
 
 @dataclass(frozen=True)
 class Meta:

@@ -32,8 +32,6 @@ from planner.model.optimizers import Builder, optimizer_builder
 from planner.model.settings import public_names, typed_settings
 from planner.model.user_errors import user_code
 
-__all__ = ["Batch", "LoadedModel", "load_model", "model_of"]
-
 
 class Batch(NamedTuple):
     """Inputs of the model and targets of the loss, for some number of samples (first dimension of every tensor)."""

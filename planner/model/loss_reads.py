@@ -8,8 +8,6 @@ from planner.model.ghosts import SHAPE_ONLY, storage_key
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, decides
 
-__all__ = ["addresses_read"]
-
 
 def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
     """Addresses of the storages that the loss reads; None if it may read others for other values, or fails here."""

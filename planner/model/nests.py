@@ -13,8 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["ABSENT", "Nest", "aligned", "leaf_names", "put_together", "take_apart", "tensors_in"]
-
 ABSENT: Final = object()
 """Takes the place of a leaf that is not there."""
 

@@ -9,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.model.nests import tensors_in
 
-__all__ = ["OperatorWatch", "decides", "written_tensors"]
-
 
 class OperatorWatch(TorchDispatchMode):
     """Tells listeners of every operator that runs while it is open.

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from planner.core.errors import UsageError
 
-__all__ = ["OPTIMIZERS", "Builder", "optimizer_builder"]
-
 Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Builder] = {

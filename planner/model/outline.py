@@ -35,8 +35,6 @@ from planner.model.spans import (
     writes_into,
 )
 
-__all__ = ["Outline", "outline_of"]
-
 _MANY_PARTS = 2
 """So many tensors more than there need be are worth a word."""
 

@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_map_only
 from planner.core.values.precision import Precision
 from planner.model.load import Batch, LoadedModel
 
-__all__ = ["convert", "converted", "dtype_of", "in_precision", "to_precision"]
-
 _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -30,8 +30,6 @@ from planner.model.recording import END, Call, Join, Operator, Recording
 from planner.model.refusals import in_place_told
 from planner.model.regions import RegionFinder, without_reentrance
 
-__all__ = ["record"]
-
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
     """Runs `model` on `inputs` once; buffers, gradients and the random state stay as they were.

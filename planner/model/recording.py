@@ -26,8 +26,6 @@ from planner.model.leaves import Leaf, Meta
 from planner.model.nests import Nest
 from planner.model.regions import Region
 
-__all__ = ["END", "Call", "Join", "Operator", "Recording"]
-
 END = 1 << 60
 """The time at which the model's outputs are used."""
 

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 from planner.core.errors import ModelError, PlannerError
 
-__all__ = ["TooFewSamplesError", "in_place_told", "raised_by"]
-
 _IN_PLACE = re.compile(r"in an in-place operation|modified by an inplace operation|to be modified inplace")
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"

@@ -20,8 +20,6 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor
 
-__all__ = ["Region", "RegionFinder", "without_reentrance"]
-
 _CHECKPOINT = inspect.unwrap(checkpointing.checkpoint).__code__
 
 

@@ -12,8 +12,6 @@ stage could lack, a constant one, is no end in itself: whoever runs the code aro
 
 from planner.model.recording import Call, Recording
 
-__all__ = ["Repetition"]
-
 
 class Repetition:
     """Which operators of a recording are run again behind a cut, and what comes into sight of them."""

@@ -10,8 +10,6 @@ from typing import Any
 from planner.core.errors import UsageError
 from planner.core.values.profile import Setting
 
-__all__ = ["public_names", "typed_settings"]
-
 
 def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, str]) -> dict[str, Setting]:
     """Settings with the types that a function takes them as.

@@ -11,16 +11,6 @@ from planner.model.cuts import Cuts
 from planner.model.leaves import Value
 from planner.model.recording import END, Call, Recording
 
-__all__ = [
-    "Span",
-    "add_unread",
-    "layer_names",
-    "modules_in",
-    "repeated_effects",
-    "storages_at",
-    "writes_into",
-]
-
 Span = tuple[int, int]
 """Times: of the cut in front, or 0, and of the cut behind, or `END`."""
 

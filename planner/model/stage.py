@@ -15,8 +15,6 @@ from planner.model.outline import Outline
 from planner.model.stage_forward import StageForward, held_tensor
 from planner.model.stage_part import Part
 
-__all__ = ["ModelStage", "holder_at"]
-
 
 class ModelStage(nn.Module):
     """Layers `first`..`end - 1` of `model`; parameters and buffers have the names they have in the model.

@@ -31,8 +31,6 @@ from planner.model.regions import without_reentrance
 from planner.model.stage_part import Part
 from planner.model.stand_ins import StandIns
 
-__all__ = ["StageForward", "held_tensor"]
-
 
 class _Finished(BaseException):
     """The stage's last module is done. No `Exception`: the model's own handlers are not to stop it."""

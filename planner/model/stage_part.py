@@ -8,8 +8,6 @@ from planner.model.functions import Called
 from planner.model.outline import Outline
 from planner.model.recording import END, Join
 
-__all__ = ["Part"]
-
 _Joins = dict[Called, Join]
 """The joins of one gap, by the call of a torch function that makes each."""
 

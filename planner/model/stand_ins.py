@@ -19,8 +19,6 @@ from planner.model.leaves import Constant, Value
 from planner.model.nests import ABSENT, tensors_in
 from planner.model.stage_part import Part
 
-__all__ = ["StandIns", "Unread"]
-
 
 class Unread(Tensor):
     """A tensor that cannot be read."""

@@ -13,16 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.model.stage import ModelStage
 
-__all__ = [
-    "ABSENT",
-    "Numbers",
-    "Place",
-    "StateOwner",
-    "collecting_bytes",
-    "collecting_layers",
-    "state_owners",
-]
-
 ABSENT = object()
 """Stands for what is not there."""
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from planner.core.errors import FileError, ModelError, UsageError
 
-__all__ = ["user_code"]
-
 _DEBUG = "run the file with python to see the whole traceback, or pass `--debug`"
 
 _UNFIT = "the torchvision that is installed does not fit torch: install the one built for it, or uninstall torchvision"

@@ -3,8 +3,9 @@
 import sys
 
 from planner import Verb
-from planner.profile.profiler import InterruptedProfileError, ProfileOptions, profile_model
+from planner.profile.profiler import InterruptedProfileError, profile_model
 from planner.profile.structure import ModelChange, model_changes
+from planner.profile.task import ProfileOptions
 
 __all__ = ["InterruptedProfileError", "ModelChange", "ProfileOptions", "model_changes", "profile_model"]
 

@@ -19,8 +19,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from fvcore.nn import FlopCountAnalysis
 
-__all__ = ["forward_flops"]
-
 
 def forward_flops(unit: Unit, received: UnitInput) -> int:
     """Operations of one forward; 0 where the layer cannot be traced."""

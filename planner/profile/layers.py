@@ -14,8 +14,6 @@ from planner.profile.records import Records
 from planner.profile.timing import Times
 from planner.profile.units import Key
 
-__all__ = ["Costs", "Measured", "layer_profiles", "own_buffer_bytes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:

@@ -25,8 +25,6 @@ from planner.model.ghosts import storage_key, storage_of
 from planner.profile.sparse import sparse_bytes
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["measure_casts", "measure_memory", "start_backward"]
-
 
 def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetail:
     """The record of `unit` for one micro-batch; leaves its parameters without gradients."""

@@ -13,9 +13,6 @@ from planner.model.optimizers import Builder
 from planner.profile.sparse import check_step, sparse_bytes, sparse_copy
 from planner.profile.timing import CACHE_BYTES
 
-__all__ = ["OptimizerCost", "measure_optimizer", "peaks_add"]
-
-
 _MOST_NUMBERS = 2**22
 """Larger parameters are measured in part: gradient, state and transients of a whole one may take five times as much."""
 

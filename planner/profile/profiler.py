@@ -19,8 +19,6 @@ from planner.profile.backends.choice import backend_of
 from planner.profile.structure import find_chain
 from planner.profile.task import Kept, ProfileOptions, Progress, Steps, Task
 
-__all__ = ["InterruptedProfileError", "ProfileOptions", "profile_model"]
-
 
 class InterruptedProfileError(KeyboardInterrupt):
     """Ctrl-C, with what had been measured by then."""

@@ -19,8 +19,6 @@ from planner.profile.sparse import sparse_gradients
 from planner.profile.task import Task
 from planner.profile.units import Key, Unit, UnitInput, trace_units
 
-__all__ = ["Job", "Records", "Ways", "record_memory", "record_sizes"]
-
 _MEMORY_PASSES = 6
 """How many timed passes a memory record takes, about."""
 

@@ -19,8 +19,6 @@ from itertools import accumulate, pairwise, product
 from planner.core.cost.step_time import flow_shop_us
 from planner.profile.units import Key
 
-__all__ = ["regret"]
-
 Samples = Mapping[Key, Sequence[tuple[float, float]]]
 """Forward and backward time of every repeat."""
 

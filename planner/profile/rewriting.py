@@ -10,8 +10,6 @@ from planner.model.operators import OperatorWatch, written_tensors
 from planner.model.state import Place, collecting_layers, state_owners
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["rewritten_bytes"]
-
 
 def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
     """Bytes of buffers, frozen parameters and the like that a forward of the unit writes, or puts others in place of.

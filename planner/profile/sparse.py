@@ -10,8 +10,6 @@ from planner.model.chain import Layer, tied_parameters
 from planner.model.optimizers import Builder
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["check_step", "check_ties", "sparse_bytes", "sparse_copy", "sparse_gradients"]
-
 
 def sparse_bytes(gradient: Tensor) -> int:
     """What a sparse gradient takes, which has no storage of its own: its indices and its values."""

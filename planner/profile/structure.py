@@ -14,8 +14,6 @@ from planner.model.precision import converted
 from planner.model.refusals import TooFewSamplesError
 from planner.profile.units import trace_units
 
-__all__ = ["ModelChange", "find_chain", "model_changes"]
-
 
 @dataclass(frozen=True)
 class ModelChange:

@@ -10,8 +10,6 @@ from planner.model.load import LoadedModel
 from planner.profile.timing import Samples
 from planner.profile.units import Key
 
-__all__ = ["Kept", "ProfileOptions", "Progress", "Steps", "Task"]
-
 Progress = Callable[[str, int, int], None]
 """Called with what is being measured, how much is done, and how much there is; larger micro-batches count for more."""
 

@@ -23,17 +23,6 @@ from planner.model.stage import ModelStage
 from planner.profile.memory import start_backward
 from planner.profile.units import Key, Unit, UnitInput
 
-__all__ = [
-    "CACHE_BYTES",
-    "Samples",
-    "Times",
-    "enough_to_leave_the_cache",
-    "measure_times",
-    "passing_us",
-    "time_once",
-    "times_of",
-]
-
 CACHE_BYTES = 64 * 2**20
 """More than a core's share of a CPU's last cache, or a GPU's L2 cache, can hold."""
 

@@ -30,8 +30,6 @@ from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
 from planner.model.user_errors import user_code
 
-__all__ = ["Key", "Unit", "UnitInput", "trace_units", "with_values"]
-
 Key = tuple[str, int]
 """Digest of a unit, and micro-batch size."""
 

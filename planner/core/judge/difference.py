@@ -9,8 +9,6 @@ from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import format_bytes, format_us
 
-__all__ = ["ComparedPlan", "Comparison", "Difference", "StageDifference", "difference_of", "growth"]
-
 _SAME_SHARE = 1e-4
 """Rates that differ by a smaller share are the same."""
 

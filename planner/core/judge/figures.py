@@ -9,8 +9,6 @@ from planner.core.values.plan import Plan, SolverReport
 if TYPE_CHECKING:
     from planner.core.judge.verdict import Verdict
 
-__all__ = ["certificate_problems", "claimed_of", "differing", "is_same"]
-
 
 def is_same(name: str, written: float, computed: float) -> bool:
     """Whether two figures are one, as files round them: times to 0.1 us, others to six digits behind the point."""

@@ -13,8 +13,6 @@ from planner.core.values.placement import device_of
 from planner.core.values.plan import Inputs, Plan, Recompute, SolverReport, StageMemory
 from planner.core.values.profile import Profile
 
-__all__ = ["with_cuts"]
-
 _CHEAPEST_FIRST: Final[tuple[Recompute, ...]] = ("never", "except-last", "always")
 
 

@@ -19,8 +19,6 @@ from planner.core.values.plan import Plan, SolverReport, Stage
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted, format_bytes
 
-__all__ = ["Finding", "Verdict", "compared", "judge", "with_findings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:

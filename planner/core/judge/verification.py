@@ -13,16 +13,6 @@ from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import RunReport
 
-__all__ = [
-    "Compared",
-    "Quantity",
-    "Tolerance",
-    "Verification",
-    "compared_of",
-    "timed_steps_us",
-    "verification_of",
-]
-
 Quantity = Literal["step_us", "bubble", "forward_us", "backward_us", "peak_bytes"]
 
 

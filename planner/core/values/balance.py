@@ -8,8 +8,6 @@ from planner.core.values.plan import Recompute, ScheduleName
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Generator, Model
 
-__all__ = ["BALANCE_SCHEMA", "Balance", "StageBalance", "launch_line"]
-
 BALANCE_SCHEMA: Final = "gpipe-plan/balance/v1"
 
 

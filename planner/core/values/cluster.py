@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Cluster", "ExecutorCost", "Link"]
-
 Size = TypeVar("Size", float, "NDArray[np.float64]")
 """Bytes of one thing, or of many at once."""
 

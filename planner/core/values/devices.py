@@ -12,8 +12,6 @@ from typing import Final
 
 from planner.core.errors import UsageError
 
-__all__ = ["ACCELERATORS", "TORCH_KINDS", "Accelerator", "accelerator", "accelerators_with", "training_kind"]
-
 TORCH_KINDS: Final = ("cpu", "cuda")
 """Kinds of device that the bundled executor trains on, each a class of `planner.device.kinds`."""
 

@@ -10,8 +10,6 @@ from typing import Final, Literal
 
 from planner.core.errors import UsageError
 
-__all__ = ["RULES", "Finding", "Rule", "Severity", "finding", "rule"]
-
 Severity = Literal["error", "warning", "note"]
 """An error makes the answer no; a warning does so with `--strict`; a note never does."""
 

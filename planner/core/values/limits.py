@@ -2,18 +2,6 @@
 
 from planner.core.errors import UsageError
 
-__all__ = [
-    "LARGEST",
-    "MOST_ACTIONS",
-    "MOST_BATCH",
-    "MOST_DEVICES",
-    "MOST_MICRO_BATCHES",
-    "RATES",
-    "SPEEDS",
-    "at_most",
-    "short",
-]
-
 LARGEST = 2**60
 """The largest number of bytes, microseconds or anything else that is computed with."""
 

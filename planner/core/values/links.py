@@ -12,8 +12,6 @@ import numpy as np
 from planner.core.values.cluster import Link
 from planner.core.values.profile import Device, Environment, Generator
 
-__all__ = ["LINKS_SCHEMA", "Links", "MeasuredLink", "fit_link"]
-
 LINKS_SCHEMA: Final = "gpipe-plan/links/v1"
 
 

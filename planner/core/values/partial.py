@@ -8,8 +8,6 @@ from typing import Final, Literal
 
 from planner.core.values.profile import Device, Environment, Generator, MemoryDetail, Model
 
-__all__ = ["PARTIAL_SCHEMA", "Measurement", "Partial"]
-
 PARTIAL_SCHEMA: Final = "gpipe-plan/partial/v1"
 
 

@@ -12,8 +12,6 @@ a device is in either case one of the stages v K to (v + 1) K - 1.
 
 from typing import Literal
 
-__all__ = ["Placement", "device_of", "stages_on"]
-
 Placement = Literal["loop", "v"]
 
 

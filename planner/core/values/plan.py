@@ -13,25 +13,6 @@ from planner.core.values.placement import Placement, device_of, stages_on
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Generator
 
-__all__ = [
-    "DEFAULT_SCHEDULE",
-    "PLAN_SCHEMA",
-    "FrontierPoint",
-    "Inputs",
-    "Insight",
-    "Noise",
-    "Plan",
-    "Predicted",
-    "ProfileReference",
-    "Recompute",
-    "RecomputePolicy",
-    "ScheduleName",
-    "SolverReport",
-    "Stage",
-    "StageMemory",
-    "WhatIf",
-]
-
 PLAN_SCHEMA: Final = "gpipe-plan/plan/v1"
 
 Recompute = Literal["never", "except-last", "always", "layers"]

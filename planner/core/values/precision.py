@@ -2,8 +2,6 @@
 
 from typing import Literal, get_args
 
-__all__ = ["PRECISIONS", "Precision", "precision_of"]
-
 Precision = Literal["", "fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 """Empty: as the model is built. `fp32`, `bf16`: parameters, buffers and inputs that are floating-point are converted.
 

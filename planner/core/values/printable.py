@@ -6,8 +6,6 @@ lines that begin with `::` (or hold `##[`) for commands, from whatever is printe
 
 import re
 
-__all__ = ["printable", "printable_lines", "spelled_out"]
-
 _COMMAND = re.compile(r"^(\s*):(?=:)")
 _OLD_COMMAND = "##["
 

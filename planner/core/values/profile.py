@@ -10,22 +10,6 @@ from typing import Final, Literal
 from planner.core.values.cluster import ExecutorCost
 from planner.core.values.proof import Proof
 
-__all__ = [
-    "PROFILE_SCHEMA",
-    "BoundaryTensor",
-    "Device",
-    "Environment",
-    "Generator",
-    "Granularity",
-    "LayerProfile",
-    "MemoryDetail",
-    "Model",
-    "Profile",
-    "ProgramMemory",
-    "Setting",
-    "SplitMemory",
-]
-
 PROFILE_SCHEMA: Final = "gpipe-plan/profile/v1"
 
 Setting = bool | int | float | str

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from planner.core.values.units import counted
 
-__all__ = ["Proof"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:

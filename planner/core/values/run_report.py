@@ -5,8 +5,6 @@ from typing import Final, Literal
 
 from planner.core.values.profile import Device, Environment, Generator
 
-__all__ = ["RUN_SCHEMA", "BoundaryRun", "RunReport", "StageRun"]
-
 RUN_SCHEMA: Final = "gpipe-plan/run/v1"
 
 

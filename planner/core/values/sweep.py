@@ -6,8 +6,6 @@ from typing import Literal
 from planner.core.values.plan import Plan, ProfileReference
 from planner.core.values.units import exact_bytes_option
 
-__all__ = ["Sweep", "SweepCell"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepCell:

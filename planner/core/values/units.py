@@ -11,20 +11,6 @@ from fractions import Fraction
 from planner.core.errors import UsageError
 from planner.core.values.limits import LARGEST, RATES, short
 
-__all__ = [
-    "bytes_option",
-    "counted",
-    "exact_bytes_option",
-    "format_bytes",
-    "format_rate",
-    "format_speed",
-    "format_us",
-    "parse_bytes",
-    "parse_bytes_per_s",
-    "parse_share",
-    "parse_us",
-]
-
 _BYTES = {
     "b": 1,
     **{f"{p}b": 1000**n for n, p in enumerate("kmgtp", 1)},

@@ -16,8 +16,6 @@ from planner.profile.backends.measured import MeasuredBackend
 from planner.profile.layers import Measured
 from planner.profile.task import Task
 
-__all__ = ["Backend", "backend_of"]
-
 _ESTIMATE, _TPU = "estimate:", "tpu:"
 
 

@@ -37,8 +37,6 @@ from planner.profile.task import Task
 from planner.profile.timing import Times
 from planner.profile.units import Key
 
-__all__ = ["CompiledBackend"]
-
 _TPU = "tpu:"
 _PRECISIONS = ("", "fp32", "bf16")
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from planner.bridge.halves import LayerFunction
     from planner.bridge.programs import Program
 
-__all__ = ["Compiler", "optimizer_description", "unit_function"]
-
 _REVISION = 2
 """The revision of what is remembered of a layer or a step, and of how it is compiled."""
 

@@ -43,8 +43,6 @@ from planner.profile.task import Task
 from planner.profile.timing import Times, passing_us, time_once
 from planner.profile.units import Key, Unit, UnitInput
 
-__all__ = ["EstimatedBackend", "GhostMeter", "RooflineClock", "as_ghosts_if_lean"]
-
 _LAUNCH_US = 3.0
 """A kernel that does next to nothing occupies a GPU about so long."""
 

@@ -26,8 +26,6 @@ from planner.profile.task import Task
 from planner.profile.timing import Times, enough_to_leave_the_cache, measure_times, passing_us, times_of
 from planner.profile.units import Key, Unit, with_values
 
-__all__ = ["MeasuredBackend"]
-
 _REGRET = 0.01
 """Repeats suffice when others would lead to a plan that is slower by less than this."""
 

@@ -11,8 +11,6 @@ from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.devices import accelerator
 
-__all__ = ["RATES", "Rates", "rates_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
