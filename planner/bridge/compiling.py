@@ -91,9 +91,6 @@ def raise_problems(problems: Mapping[str, Mapping[str, Problem]]) -> None:
         raise MemoryError(f'layer "{layer}": {problem.what}')
 
 
-# Private functions and classes
-
-
 class _WorkerError(Exception):
     """An exception of another process: its traceback, as text."""
 

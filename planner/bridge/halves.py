@@ -181,9 +181,6 @@ def halves_of(function: LayerFunction) -> Halves:
     return Halves(kept_forward, backward, list(shapes[0]), tuple(traced["floating"]), plan.passed, plan.residuals)
 
 
-# Private functions and classes
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
     """Where the values come from that a forward hands to its backward."""

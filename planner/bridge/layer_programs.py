@@ -90,9 +90,6 @@ def compile_step(parameters: Sequence[Tensor], build: Builder, device: jax.Devic
     )
 
 
-# Private functions
-
-
 def _layer_of(
     function: LayerFunction, halves: Halves, programs: Sequence[Program], times_us: Sequence[float]
 ) -> CompiledLayer:

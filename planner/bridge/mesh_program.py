@@ -82,8 +82,6 @@ class MeshProgram:
         )
         return mapped(trained, fixed, batch)  # type: ignore[no-any-return]
 
-    # Private methods
-
     def _on_one_device(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
         loss, sums = _OneDevice(self, trained, fixed, batch).run()
         return lax.psum(loss, "stage") / self.micro_batches, [array[None] for array in sums]
@@ -111,8 +109,6 @@ class _OneDevice:
         tick = partial(self._backward_tick, edges, kept)
         (_, sums), _ = scan(tick, (program.gradient_edges.zeros(), program.trained.zeros()), ticks)
         return loss, sums
-
-    # Private methods
 
     def _forward_tick(self, carry: _Forward, tick: Array) -> tuple[_Forward, None]:
         edge, edges, store, loss = carry
@@ -192,9 +188,6 @@ class _OneDevice:
 
     def _slot(self, m: Array) -> Array:
         return jnp.clip(m, 0, self._micro - 1)
-
-
-# Private functions
 
 
 def _floating(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:

@@ -107,9 +107,6 @@ def measured_us(program: Program, shapes: Any, repeats: int) -> float:
     return 1e6 * statistics.median(times[1:])
 
 
-# Private functions
-
-
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.random.key(0)

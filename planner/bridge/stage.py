@@ -102,8 +102,6 @@ class Stage:
                 of_trained[layer.names[name]] = gradient if earlier is None else earlier + gradient
         return of_trained, flowing
 
-    # Private methods
-
     def _run(self, state: State, received: StageInput) -> tuple[list[list[Array]], list[list[Array]]]:
         values, created = [list(received.inputs)], []
         for place, layer in enumerate(self._layers):

@@ -74,9 +74,6 @@ def step_function(parameters: Sequence[Tensor], build: Builder) -> StepFunction:
     )
 
 
-# Private functions
-
-
 def _small(parameters: Sequence[Tensor]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros((_SMALL,) * p.dim(), dtype=p.dtype)) for p in parameters]
 

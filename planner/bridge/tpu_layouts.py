@@ -33,9 +33,6 @@ def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-# Private functions
-
-
 def _stored(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """What is in memory for an array: a random key of no dimensions is a vector of integers, whose layout is told."""
     if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):

@@ -160,9 +160,6 @@ def without_leftovers(model: nn.Module, changes: Iterable[Change]) -> Iterator[N
                 container[key] = value
 
 
-# Private functions
-
-
 def _changes(container: _Container) -> Iterator[Change]:
     path, keys, live, before = container.path, container.keys, container.live, container.before
     if isinstance(live, list):

@@ -25,9 +25,6 @@ def wrapped(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[N
         yield
 
 
-# Private functions
-
-
 def _wrapper(module: nn.Module, forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)  # some libraries look at the signature of a forward
     def call(*args: Any, **kwargs: Any) -> Any:

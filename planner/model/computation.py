@@ -36,9 +36,6 @@ def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
     return {"loss": digest_of(loss), "layers": digest_of([layers, classes])}
 
 
-# Private functions
-
-
 class _Reader:
     """Describes functions, classes and objects by values that JSON can hold."""
 

@@ -200,8 +200,6 @@ class Cuts:
             chosen = self._without_empty(sorted({*chosen, *inner}))
         return chosen, problems
 
-    # Private methods
-
     @cached_property
     def _ancestors_of_unread(self) -> list[int]:
         """The outputs that the loss does not read and all that they were made of, what came first in front."""

@@ -49,8 +49,6 @@ class DefaultLoss:
             return ""
         return f"{self._path} has no `loss_fn(output, target)`: {self._described} is trained"
 
-    # Private methods
-
     @property
     def _described(self) -> str:
         if self._taken is _OWN:

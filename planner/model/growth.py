@@ -97,9 +97,6 @@ def refusals_of_cuts(
     return refusals
 
 
-# Private functions
-
-
 def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], Join]]:
     """What may be a join, by where it is; numbers of calls are others where a module calls more for another batch."""
     places: list[tuple[int, ...]] = [()] * len(recording.calls)

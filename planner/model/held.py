@@ -85,9 +85,6 @@ def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[
     return changed
 
 
-# Private functions
-
-
 def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
     """The plain attributes that can hold a tensor; a model has thousands more, which would each be taken apart."""
     for name, value in vars(part).items():

@@ -25,9 +25,6 @@ def joins_of(recording: Recording, repetition: Repetition) -> dict[int, Join]:
     return _Finder(recording, repetition).joins
 
 
-# Private functions
-
-
 class _Finder:
     """Finds joins, one after the other: a later one may be made of earlier ones."""
 

@@ -41,9 +41,6 @@ def in_memory_order(tensor: Tensor) -> Tensor:
         return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
 
 
-# Private functions
-
-
 def _order(tensor: Tensor) -> tuple[int, ...]:
     """The dimensions as they lie in memory; of a tensor that has gaps or shares places, as they are counted."""
     counted = tuple(range(tensor.dim()))

@@ -46,9 +46,6 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
     move_loose_tensors(model, lambda tensor: tensor.to(device))
 
 
-# Private functions
-
-
 @contextmanager
 def _without_parameters() -> Iterator[None]:
     register = nn.Module.register_parameter

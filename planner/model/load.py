@@ -169,9 +169,6 @@ def model_of(
     return replace(loaded, source="")
 
 
-# Private functions
-
-
 def _loaded(
     path: str,
     module: ModuleType,

@@ -171,9 +171,6 @@ def outline_of(
     return _outline(cuts, model, ends, shapes, prevented=_prevented(problems, cuts.num_tried))
 
 
-# Private functions
-
-
 def _outline(
     cuts: Cuts, model: nn.Module, ends: Sequence[tuple[int, str]], shapes: Shapes, *, prevented: str
 ) -> Outline:

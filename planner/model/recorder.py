@@ -61,9 +61,6 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     return recorder.recording
 
 
-# Private functions
-
-
 class _Recorder:
     """Writes a `Recording` while a model runs under it.
 
@@ -208,8 +205,6 @@ class _Recorder:
             # Whoever wants to run one of these calls again needs what the operator read.
             for above in self._stack:
                 recording.calls[above].constant = False
-
-    # Private methods
 
     def _begun(self, module: nn.Module) -> Call:
         """A new call, of which the innermost one at work is the parent."""

@@ -38,8 +38,6 @@ class Repetition:
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes(call, cut)}
 
-    # Private methods
-
     def _runner(self, call: Call) -> int:
         """The call whose end decides whether what `call` does is done again: a constant one always is, with it."""
         while call.constant and call.parent >= 0:

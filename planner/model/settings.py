@@ -39,9 +39,6 @@ def public_names(names: Iterable[str]) -> str:
     return ", ".join(public) or "nothing"
 
 
-# Private functions
-
-
 def _wanted(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
     """The type of a setting: by its annotation, also as text or optional; else by its default."""
     try:

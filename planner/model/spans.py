@@ -103,9 +103,6 @@ def add_unread(
     return tuple(complete)
 
 
-# Private functions
-
-
 def _is_whole(call: Call, span: Span) -> bool:
     return call.number > 0 and span[0] <= call.enter and call.exit < span[1]
 

@@ -99,8 +99,6 @@ class StageForward:
         expect_present(take_apart(output)[0], "the model's output")
         return output
 
-    # Private methods
-
     def _size_of_inputs(self, inputs: Any) -> int:
         leaves, recorded = take_apart(inputs)[0], self._recording.inputs
         if len(leaves) != len(recorded):
@@ -290,9 +288,6 @@ def held_tensor(model: nn.Module, full: str) -> Any:
     """The parameter or buffer of that name."""
     path, _, name = full.rpartition(".")
     return getattr(model.get_submodule(path), name)
-
-
-# Private functions
 
 
 def _another_path(what: str) -> ModelError:

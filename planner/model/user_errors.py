@@ -42,9 +42,6 @@ def user_code(path: str, what: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-# Private functions
-
-
 def _first_cause(error: BaseException) -> BaseException:
     """What a failed import goes back to.
 

@@ -59,9 +59,6 @@ def own_buffer_bytes(module: nn.Module) -> int:
     return sum(buffer.nbytes for buffer in module.buffers())
 
 
-# Private functions
-
-
 def _layer_profile(
     chain: Chain, n: int, costs: Costs, *, saved: tuple[int, ...], tied: Mapping[str, tuple[str, ...]]
 ) -> LayerProfile:

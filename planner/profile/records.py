@@ -129,9 +129,6 @@ def record_memory(jobs: Sequence[Job], task: Task, meter: Meter) -> None:
         give_freed_memory_back()
 
 
-# Private functions
-
-
 def _traced_at(task: Task, ways: Ways, first: tuple[Unit, ...], size: int) -> tuple[tuple[Unit, ...], list[Job]]:
     """Every layer's unit as it was traced at the first size, and a job of every distinct one at this size.
 

@@ -116,9 +116,6 @@ def timed_steps_us(report: RunReport) -> tuple[float, ...]:
     return report.step_us[report.warmup_steps :] or report.step_us
 
 
-# Private functions
-
-
 def _times(plan: Plan, report: RunReport) -> Iterator[Compared]:
     predicted, steps_us = plan.predicted, timed_steps_us(report)
     yield Compared(what="step_us", predicted=predicted.step_us, measured=median(steps_us) if steps_us else 0.0)

@@ -135,9 +135,6 @@ class CompiledBackend:
         )
 
 
-# Private functions
-
-
 def _compile(jobs: Sequence[Job], task: Task, compiler: Compiler, layers: dict[Key, CompiledLayer]) -> None:
     """Compiles units at one size; what comes of it goes to `layers`, and to the records."""
     size = jobs[0].size

@@ -141,9 +141,6 @@ def optimizer_description(parameters: Sequence[Tensor], build: Builder) -> list[
     return [type(optimizer).__name__, groups]
 
 
-# Private functions
-
-
 def _described(unit: Unit, received: UnitInput) -> list[Any]:
     shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in received.values]
     parameters = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()]

@@ -189,9 +189,6 @@ class RooflineClock:
         return times_us[0]
 
 
-# Private functions and classes
-
-
 @contextmanager
 def _ghostly(chain: Chain) -> Iterator[None]:
     stages = [layer.module for layer in chain.layers if isinstance(layer.module, ModelStage)]

@@ -87,9 +87,6 @@ class MeasuredBackend:
         )
 
 
-# Private functions
-
-
 def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
     """Gives values to the parameters of those layers that will run."""
     digests = dict.fromkeys(unit.digest for unit in reversed(units))
