@@ -135,7 +135,8 @@ def _remembered(kind: type[_Found], path: Path | None) -> _Found | None:
         return None
     # Whatever is wrong with the file, it can be compiled again.
     with suppress(OSError, ValueError, TypeError):
-        return kind(**_with_tuples(json.loads(path.read_text(encoding="utf-8"))))
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     return None
 
 
@@ -160,7 +161,3 @@ def _num_workers(num_jobs: int) -> int:
         return 1
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(num_jobs, len(os.sched_getaffinity(0)), memory_bytes // _WORKER_BYTES))
-
-
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

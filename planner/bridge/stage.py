@@ -64,7 +64,7 @@ class Stage:
         self.trained = {layer.names[name]: s for layer in layers for name, s in layer.function.trained.items()}
         self.fixed = {layer.names[name]: s for layer in layers for name, s in layer.function.fixed.items()}
         self._needed = [] if recompute else self._needed_between()
-        boundaries = [self._shape(place) for place in self._needed]
+        boundaries = [self._between(boundary)[n] for boundary, n in self._needed]
         created = [s for layer in layers if not (recompute or layer.recomputed) for s in layer.halves.made_shapes]
         self.kept: list[jax.ShapeDtypeStruct] = [*boundaries, *created]
         """Shapes of what forward keeps, beside the stage's inputs."""
@@ -137,9 +137,6 @@ class Stage:
 
     def _between(self, boundary: int) -> list[jax.ShapeDtypeStruct]:
         return self.inputs if boundary == 0 else self._layers[boundary - 1].halves.outputs
-
-    def _shape(self, place: tuple[int, int]) -> jax.ShapeDtypeStruct:
-        return self._between(place[0])[place[1]]
 
     def _unpacked(self, inputs: Sequence[Array], kept: Sequence[Array]) -> tuple[list[list[Array]], list[list[Array]]]:
         # What nobody reads may be anything.

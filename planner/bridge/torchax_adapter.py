@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -53,18 +54,11 @@ with _without_named_tensors():
 OperatorNotFound = torchax.tensor.OperatorNotFound
 
 
-class _Stream:
-    """A stream whose work is done when it has been asked for."""
-
-    def synchronize(self) -> None:
-        """Nothing is left to wait for."""
-
-
-_STREAM = _Stream()
-
 # A state of random numbers, for which torch's `fork_rng` asks; JAX's keys are ours to hand on.
 torchax.device_module.get_rng_state = lambda *_: torch.empty(0)
-# And streams, for which torch's checkpoints ask whatever device there is, also those of other models.
+# And streams, for which torch's checkpoints ask whatever device there is, also those of other models: work is done when
+# it has been asked for, and nothing is left to wait for.
+_STREAM = SimpleNamespace(synchronize=lambda: None)
 torchax.device_module.current_stream = lambda *_: _STREAM
 torchax.device_module.stream = nullcontext
 

@@ -55,7 +55,7 @@ def step_function(parameters: Sequence[Tensor], build: Builder) -> StepFunction:
             for parameter, before in zip(parameters_here, small, strict=True):
                 optimizer.state[parameter].update(
                     {
-                        name: _copy(value)
+                        name: value.clone() if isinstance(value, Tensor) else value
                         for name, value in stepped_once.state[before].items()
                         if not _is_per_number(value, before)
                     }
@@ -74,13 +74,9 @@ def step_function(parameters: Sequence[Tensor], build: Builder) -> StepFunction:
     )
 
 
-def _small(parameters: Sequence[Tensor]) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros((_SMALL,) * p.dim(), dtype=p.dtype)) for p in parameters]
-
-
 def _stepped(parameters: Sequence[Tensor], build: Builder) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     """Small parameters like these, and their optimizer after a step."""
-    small = _small(parameters)
+    small = [nn.Parameter(torch.zeros((_SMALL,) * p.dim(), dtype=p.dtype)) for p in parameters]
     for parameter in small:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = build(iter(small))
@@ -91,7 +87,3 @@ def _stepped(parameters: Sequence[Tensor], build: Builder) -> tuple[list[nn.Para
 def _is_per_number(value: Any, parameter: Tensor) -> bool:
     """Whether a state has as many numbers as its parameter, one for each."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -19,8 +19,8 @@ from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import job_store
 from planner.files import digest_of, read_balance
-from planner.model.again import load_again
 from planner.model.load import LoadedModel
+from planner.model.precision import load_again
 
 __all__ = ["Job", "job_of", "join", "load_planned"]
 

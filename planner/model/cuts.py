@@ -56,8 +56,8 @@ class Cuts:
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._repetition = Repetition(recording)
-        self._joins = joins_of(recording, self._repetition)
+        self.repetition = Repetition(recording)
+        self._joins = joins_of(recording, self.repetition)
         self._joins_in: dict[tuple[int, int], list[Join]] = {}
         for join in self._joins.values():
             self._joins_in.setdefault((join.call, join.gap), []).append(join)
@@ -94,7 +94,7 @@ class Cuts:
         needs.follow(live, strict=True)
         # Code that is run again decides again (`if x.sum() > 0`), though nothing else may read what it asks for.
         for number in self.recording.decisions:
-            if self.repeated(number, cut):
+            if self.repetition.repeats(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
         through = (region.problem for region in self.recording.regions if region.holds(cut))
         return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), next(through, needs.problem))
@@ -112,18 +112,10 @@ class Cuts:
         """What the code between modules makes that crosses as it is, where that code is run again."""
         return tuple(self._joins.values())
 
-    def repeated(self, operator: int, cut: int) -> bool:
-        """Whether an operator in front of a cut is run again behind it."""
-        return self._repetition.repeats(operator, cut)
-
-    def exposed(self, storage: int, cut: int) -> set[int]:
-        """The values in which a storage comes into sight of code that is run again behind a cut."""
-        return self._repetition.exposed(storage, cut)
-
     def join(self, operator: int, cut: int) -> Join | None:
         """What an operator made that crosses a cut, though code that is run again behind it made it in front."""
         join = self._joins.get(operator)
-        return join if join is not None and join.exit < cut and self.repeated(operator, cut) else None
+        return join if join is not None and join.exit < cut and self.repetition.repeats(operator, cut) else None
 
     def parts(self, cut: int) -> tuple[int, int]:
         """How many tensors cross a cut only for code in front of it, which is run again, and how many that makes."""
@@ -131,7 +123,7 @@ class Cuts:
         read_behind = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
         makers = (flow[v]["operator"] for v, created, last, _ in self._lives if created < cut <= last)
-        repeated = (number for number in makers if number >= 0 and self.repeated(number, cut))
+        repeated = (number for number in makers if number >= 0 and self.repetition.repeats(number, cut))
         return len(crossing - read_behind), sum(self.join(number, cut) is None for number in repeated)
 
     def holds(self, first: int, end: int) -> frozenset[str]:
@@ -157,7 +149,7 @@ class Cuts:
             number = data["operator"]
             if number >= 0 and self.join(number, cut) is not None:
                 is_there = data["storage"] in received
-            elif number >= 0 and (data["created"] >= cut or self.repeated(number, cut)):
+            elif number >= 0 and (data["created"] >= cut or self.repetition.repeats(number, cut)):
                 # It is made behind the cut, if what it is made of is there.
                 operator = self.recording.operators[number]
                 is_there = holds.issuperset(operator.holds) and missing.isdisjoint(self.recording.reads[number])
@@ -186,7 +178,8 @@ class Cuts:
         problems: list[str] = []
         ends = set(self._no_wider_than_around(self._possible(blocks, problems), blocks))
         possible = self._no_wider_than_around(self._possible(outside, problems), calls[1:])
-        small = {self._behind(call) for call in outside if not any(map(self._trains_itself, self._below(call)))}
+        training = {call.number for call in calls if self._modules[call.path]._parameters}
+        small = {self._behind(call) for call in outside if training.isdisjoint(self._below(call))}
         ends.update(cut for cut in possible if cut not in small)
         ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
         chosen = self._without_empty(sorted(ends))
@@ -287,9 +280,6 @@ class Cuts:
             layer = max(0, layer - 1)
         return left
 
-    def _trains_itself(self, call: int) -> bool:
-        return bool(self._modules[self.recording.calls[call].path]._parameters)
-
     def _trains(self, first: int, end: int) -> bool:
         """Whether what runs between two cuts reads a parameter."""
         names = (name for o in self.recording.operators if first <= o.time < end for name in o.holds)
@@ -326,7 +316,7 @@ class _Needs:
                 continue
             self._seen.add(version)
             data = flow.nodes[version]
-            exposed = self._cuts.exposed(data["storage"], self._cut)
+            exposed = self._cuts.repetition.exposed(data["storage"], self._cut)
             self.values.update(exposed)
             number = data["operator"]
             if number < 0:  # an input of the model, which was exposed, or a parameter, which is held
@@ -336,7 +326,7 @@ class _Needs:
                 self.values.add(join.value)
                 continue
             operator = recording.operators[number]
-            if not self._cuts.repeated(number, self._cut):
+            if not self._cuts.repetition.repeats(number, self._cut):
                 self._check_sent(operator, data["storage"], is_exposed=bool(exposed))
                 continue
             self._check_repeated(operator, strict=strict)
@@ -373,11 +363,11 @@ class _Needs:
     def _was_made_outside(self, storage: int) -> bool:
         """Whether code that is run again made the storage, and a call then wrote into it."""
         creator = self._cuts._creator[storage]
-        return creator >= 0 and self._cuts.repeated(creator, self._cut)
+        return creator >= 0 and self._cuts.repetition.repeats(creator, self._cut)
 
     def _is_repeated(self, version: int) -> bool:
         maker = self._cuts.recording.flow.nodes[version]["operator"]
-        return maker >= 0 and self._cuts.repeated(maker, self._cut)
+        return maker >= 0 and self._cuts.repetition.repeats(maker, self._cut)
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem  # the first one found is told

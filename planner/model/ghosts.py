@@ -51,6 +51,9 @@ class Ghost(Tensor):
 
     _fake: FakeTensor | None = None
 
+    origin = ""
+    """What is absent, for a message; empty for a lean ghost."""
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
@@ -102,11 +105,6 @@ class Ghost(Tensor):
                 func(*args, **(kwargs or {}))
         return _mapped(wrap, result)
 
-    @property
-    def origin(self) -> str:
-        """What is absent, for a message; empty for a lean ghost."""
-        return ""
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """There are no values to show."""
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
@@ -114,13 +112,6 @@ class Ghost(Tensor):
 
 class Absent(Ghost):
     """A ghost of what another stage has."""
-
-    _origin: str
-
-    @property
-    def origin(self) -> str:
-        """What is absent, for a message."""
-        return self._origin
 
 
 def absent(like: Tensor, device: torch.device, origin: str) -> Absent:
@@ -134,7 +125,7 @@ def absent(like: Tensor, device: torch.device, origin: str) -> Absent:
     ghost: Absent = Tensor._make_wrapper_subclass(
         Absent, like.shape, strides=like.stride(), dtype=like.dtype, device=device
     )
-    ghost._origin = origin
+    ghost.origin = origin
     return ghost
 
 

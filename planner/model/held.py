@@ -8,7 +8,7 @@ there, too.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from planner.model.ghosts import ghost_like
 
 _HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")
+
+_Change = tuple[dict[str, Any], str, Any]
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -37,27 +39,36 @@ def move_loose_tensors(module: nn.Module, move: Callable[[Tensor], Tensor]) -> N
     replace_loose(module, lambda tensor: move(tensor) if id(tensor) in loose else tensor)
 
 
-def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
+def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
     """Puts `other(tensor)` in place of every parameter and buffer, wherever `module` and its parts hold it.
 
-    It is asked for once for each, so that what is tied stays tied.
+    It is asked for once for each, so that what is tied stays tied. Returns what `replace_loose` does.
     """
-    _replace(module, other)
+    # With those that are replaced: what nobody holds any more might leave its identity to another.
+    replacements: dict[int, tuple[Tensor, Tensor]] = {}
+    for table in _tables(module):
+        for name, tensor in table.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in replacements:
+                replacements[id(tensor)] = tensor, other(tensor)
+            table[name] = replacements[id(tensor)][1]
+    return replace_loose(module, lambda tensor: replacements[id(tensor)][1] if id(tensor) in replacements else tensor)
 
 
 @contextmanager
 def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Does what `replace_tensors` does for a while; afterwards every module holds what it held before."""
     before = [(table, dict(table)) for table in _tables(module)]
-    changed = _replace(module, other)
+    changed = replace_tensors(module, other)
     try:
         yield
     finally:
         for table, tensors in before:
             table.clear()
             table.update(tensors)
-        for change in changed:
-            vars(change.part)[change.name] = change.before
+        for attributes, name, value in changed:
+            attributes[name] = value
 
 
 def as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
@@ -65,22 +76,17 @@ def as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
     return replaced_tensors(module, _ghost)
 
 
-class _Change(NamedTuple):
-    """A plain attribute that names another tensor now."""
-
-    part: nn.Module
-    name: str
-    before: Any
-
-
 def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    """Puts `other(tensor)` in place of every tensor in plain attributes, lists and dicts, parameters included."""
-    changed = []
+    """Puts `other(tensor)` in place of every tensor in plain attributes, lists and dicts, parameters included.
+
+    Returns the attributes of the module, the name and the former value of each that names another tensor now.
+    """
+    changed: list[_Change] = []
     for part in module.modules():
         for name, value in list(_attributes(part)):
             new = tree_map_only(Tensor, other, value)
             if any(a is not b for a, b in zip(tree_leaves(value), tree_leaves(new), strict=True)):
-                changed.append(_Change(part, name, value))
+                changed.append((vars(part), name, value))
                 vars(part)[name] = new
     return changed
 
@@ -104,16 +110,3 @@ def _ghost(tensor: Tensor) -> Tensor:
     ghost = ghost_like(tensor, torch.device("cpu"))
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(ghost, requires_grad=tensor.requires_grad) if is_parameter else ghost
-
-
-def _replace(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    # With those that are replaced: what nobody holds any more might leave its identity to another.
-    replacements: dict[int, tuple[Tensor, Tensor]] = {}
-    for table in _tables(module):
-        for name, tensor in table.items():
-            if tensor is None:
-                continue
-            if id(tensor) not in replacements:
-                replacements[id(tensor)] = tensor, other(tensor)
-            table[name] = replacements[id(tensor)][1]
-    return replace_loose(module, lambda tensor: replacements[id(tensor)][1] if id(tensor) in replacements else tensor)

@@ -297,7 +297,9 @@ def _example_batch(
         # Parsed once here, so that a wrong shape is told before anything is built.
         for text in inputs:
             input_tensor(text, 1)
-        return lambda size: Batch(_unwrap(tuple(input_tensor(text, size) for text in inputs)), None)
+        if len(inputs) == 1:
+            return lambda size: Batch(input_tensor(inputs[0], size), None)
+        return lambda size: Batch(tuple(input_tensor(text, size) for text in inputs), None)
     if not callable(function):
         raise ModelError(f"{path}: `example_batch` is a {type(function).__name__}, not a function of the batch size")
     accepted = inspect.signature(function).parameters
@@ -307,7 +309,8 @@ def _example_batch(
         with user_code(path, f"`example_batch({size})`"):
             pair = function(size, **arguments)
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ModelError(f"{path}: `example_batch({size})` returned {_kind(pair)}, expected `(inputs, targets)`")
+            kind = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else type(pair).__name__
+            raise ModelError(f"{path}: `example_batch({size})` returned {kind}, expected `(inputs, targets)`")
         batch = Batch(*pair)
         wrong = [list(t.shape) for t in tree_flatten(pair)[0] if isinstance(t, Tensor) and t.shape[:1] != (size,)]
         if wrong:
@@ -330,14 +333,6 @@ def _checked_optimizer(path: str, build: Builder) -> Builder:
         return optimizer
 
     return checked
-
-
-def _unwrap(items: tuple[Tensor, ...]) -> Any:
-    return items[0] if len(items) == 1 else items
-
-
-def _kind(value: Any) -> str:
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""A model in another precision than it is built in: converted as a whole, or made to run under autocast."""
+"""A model in the precision that was asked for: converted, or made to run under autocast; also loaded again so."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from planner.core.values.precision import Precision
-from planner.model.load import Batch, LoadedModel
+from planner.core.values.profile import Model
+from planner.model.load import Batch, LoadedModel, load_model
 
 _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -40,6 +41,26 @@ def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
         loss_fn=loss_fn,
         train_batches=_converted_batches(loaded.train_batches, precision),
     )
+
+
+def load_again(source: str, model: Model, precision: Precision, *, optimizer: str | None = None) -> LoadedModel:
+    """The model in `source`, loaded with the settings, inputs and cuts that it was profiled with.
+
+    The optimizer is the file's own unless it has another name than `build_optimizer`.
+
+    Raises:
+        FileError: The file is not there.
+        ModelError: It cannot be loaded.
+    """
+    loaded = load_model(
+        source,
+        settings={name: str(value) for name, value in model.settings.items()},
+        inputs=model.inputs,
+        optimizer=None if optimizer in ("", "build_optimizer") else optimizer,
+        granularity=model.granularity,
+        uncut=model.uncut,
+    )
+    return in_precision(loaded, precision)
 
 
 def to_precision(value: Any, precision: Precision) -> Any:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from planner.core.errors import PlannerError
 from planner.model.attributes import Attributes
 from planner.model.calling import arguments_of, wrapped
 from planner.model.functions import Called, FunctionWatch
-from planner.model.ghosts import SHAPE_ONLY, storage_of
+from planner.model.ghosts import SHAPE_ONLY, storage_key, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
-from planner.model.loss_reads import addresses_read
 from planner.model.nests import take_apart, tensors_in
 from planner.model.operators import OperatorWatch, decides, written_tensors
 from planner.model.recording import END, Call, Join, Operator, Recording
@@ -48,7 +48,8 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(0)  # what is left to chance, such as layers that are skipped, goes the same way each time
         # On values, buffers are copied: a forward writes into them, into running statistics for example.
-        stack.enter_context(as_ghosts(model) if ghosts else replaced_tensors(model, _copied_buffer))
+        copied = replaced_tensors(model, lambda held: held if isinstance(held, nn.Parameter) else held.clone())
+        stack.enter_context(as_ghosts(model) if ghosts else copied)
         recorder.note_model(model)
         recorder.note_inputs(inputs)
         stack.enter_context(torch.enable_grad())
@@ -57,7 +58,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         args, kwargs = arguments_of(inputs)
         with wrapped(model.modules(), recorder.run), OperatorWatch(after=recorder.note_operator):
             output = recorder.output_of(model, *args, **kwargs)
-        recorder.note_outputs(output, None if loss_of is None else addresses_read(loss_of, output))
+        recorder.note_outputs(output, None if loss_of is None else _addresses_read(loss_of, output))
     return recorder.recording
 
 
@@ -326,5 +327,24 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _copied_buffer(tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+def _addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
+    """Addresses of the storages that the loss reads; None if it may read others for other values, or fails here."""
+    addresses: set[int] = set()
+    has_decided = False
+
+    def note(func: Any, args: Any, kwargs: Any) -> None:
+        nonlocal has_decided
+        arguments = tensors_in((args, kwargs))
+        if func._schema.name not in SHAPE_ONLY:
+            addresses.update(map(storage_key, arguments))
+        has_decided = has_decided or decides(func, arguments)
+
+    try:
+        with OperatorWatch(before=note):
+            loss = loss_of(output)
+    except PlannerError:
+        raise
+    except Exception:  # it is reported where the loss is needed
+        return None
+    addresses.update(map(storage_key, tensors_in(loss)))  # the output's own loss, say, of which nothing is computed
+    return None if has_decided else addresses

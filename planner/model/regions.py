@@ -9,7 +9,7 @@ the other kind takes its place, which computes the same and leaves tensors their
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -108,7 +108,8 @@ class _NotReentrant:
     def apply(function: Callable[..., Any], *args: Any) -> Any:
         """What `function` returns, and its graph if the re-entrant kind would give it one."""
         preserve_rng_state, *given = args
-        if torch.is_grad_enabled() and _carries_gradient(args):
+        carries_gradient = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
+        if torch.is_grad_enabled() and carries_gradient:
             return checkpointing.checkpoint(
                 function, *given, use_reentrant=False, preserve_rng_state=preserve_rng_state
             )
@@ -128,7 +129,3 @@ def _function_of(code: CodeType) -> str:
         if getattr(vars(function).get("forward"), "__func__", None) is not None and function.forward.__code__ is code:
             return function.__name__
     return ""
-
-
-def _carries_gradient(args: Sequence[Any]) -> bool:
-    return any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)

@@ -67,7 +67,7 @@ def repeated_effects(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[in
     """
     flow = cuts.recording.flow.nodes
     numbered = enumerate(cuts.recording.operators)
-    repeated = [o for number, o in numbered if (o.holds or o.writes) and cuts.repeated(number, cut)]
+    repeated = [o for number, o in numbered if (o.holds or o.writes) and cuts.repetition.repeats(number, cut)]
     return (
         frozenset(name for operator in repeated for name in operator.holds),
         frozenset(flow[version]["storage"] for operator in repeated for version in operator.writes),

@@ -35,7 +35,7 @@ def user_code(path: str, what: str) -> Iterator[None]:
         behind = f"; the cause: {type(first).__name__}: {first}" if first is not error else ""
         raise ModelError(
             f"{path}{line}: {what} raised {type(error).__name__}: {error}{behind}",
-            hint=_UNFIT if _is_unfit_torchvision(first) else _DEBUG,
+            hint=_UNFIT if "operator torchvision::" in str(first) else _DEBUG,
         ) from error
     finally:
         if folder in sys.path:
@@ -58,7 +58,3 @@ def _first_cause(error: BaseException) -> BaseException:
             return first
         seen.add(id(behind))
         first = behind
-
-
-def _is_unfit_torchvision(error: BaseException) -> bool:
-    return "operator torchvision::" in str(error)

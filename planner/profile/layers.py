@@ -90,7 +90,7 @@ def _layer_profile(
         spread=tuple(round(t.spread, 4) for t in times),
         output_bytes=tuple(sum(t.bytes for t in d.outputs) for d in details),
         saved_bytes=saved,
-        forward_peak_bytes=tuple(max(0, d.forward_peak_bytes - d.internal_bytes - _made_bytes(d)) for d in details),
+        forward_peak_bytes=tuple(max(0, d.forward_peak_bytes - d.internal_bytes - _created_bytes(d)) for d in details),
         backward_peak_bytes=tuple(max(0, d.backward_peak_bytes - d.internal_bytes) for d in details),
         forward_flops=tuple(costs.flops[digest] * size // sizes[0] for size in sizes),
         detail=details,
@@ -104,5 +104,5 @@ def _ties(layer: Layer, tied: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str,
     return tuple(dict.fromkeys(sharers)), sum(parameter.nbytes for parameter in shared.values())
 
 
-def _made_bytes(detail: MemoryDetail) -> int:
+def _created_bytes(detail: MemoryDetail) -> int:
     return sum(tensor.bytes for tensor in detail.outputs if tensor.alias < 0)

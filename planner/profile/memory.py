@@ -58,7 +58,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
             end_first_backward_peak_bytes=max(0, end_first - casts_bytes),
             end_backward_peak_bytes=max(0, end_later),
             writes_input=later.writes_input,
-            target_bytes=_bytes_of(received.targets),
+            target_bytes=sum(t.nbytes for t in tree_flatten(received.targets)[0] if isinstance(t, Tensor)),
             sparse_parameter_bytes=sum(parameter.nbytes for parameter in one),
             sparse_gradient_bytes=sum(map(sparse_bytes, one.values())),
         )
@@ -153,7 +153,7 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
     # A parameter or buffer that is passed along is counted as such, not once more per micro-batch.
     fixed = _storages([*unit.module.parameters(), *unit.module.buffers()])
     tensors = (output for output in outputs if isinstance(output, Tensor))
-    output_sizes = [0 if storage_key(output) in fixed else _own_bytes(output) for output in tensors]
+    output_sizes = [0 if storage_key(output) in fixed else storage_of(output).nbytes() for output in tensors]
     watched = [StorageWeakRef(storage_of(t)) for t in (*values, *outputs) if isinstance(t, Tensor)]
     values.clear()
     outputs.clear()
@@ -208,13 +208,5 @@ def _versions(values: Sequence[Any]) -> list[int]:
     return [value._version for value in values if isinstance(value, Tensor)]
 
 
-def _own_bytes(tensor: Tensor) -> int:
-    return storage_of(tensor).nbytes()
-
-
 def _storages(values: Sequence[Any]) -> dict[int, int]:
-    return {storage_key(value): _own_bytes(value) for value in values if isinstance(value, Tensor)}
-
-
-def _bytes_of(value: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+    return {storage_key(value): storage_of(value).nbytes() for value in values if isinstance(value, Tensor)}

@@ -69,13 +69,7 @@ def measure_optimizer(
     )
 
 
-def peaks_add(
-    module: nn.Module,
-    build: Builder,
-    *,
-    meter: Meter,
-    sparse: Collection[str] = (),
-) -> bool:
+def peaks_add(module: nn.Module, build: Builder, *, meter: Meter, sparse: Collection[str] = ()) -> bool:
     """Whether the optimizer's transients grow with the number of parameters (`foreach`) or with the largest one.
 
     Those whose gradients are sparse are left out.
@@ -129,12 +123,7 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
     )
 
 
-def _step_peak_bytes(
-    trained: Sequence[nn.Parameter],
-    build: Builder,
-    meter: Meter,
-    times: int,
-) -> int:
+def _step_peak_bytes(trained: Sequence[nn.Parameter], build: Builder, meter: Meter, times: int) -> int:
     copies = [nn.Parameter(_part(p).detach().clone()) for _ in range(times) for p in trained]
     for copy in copies:
         copy.grad = torch.zeros_like(copy)

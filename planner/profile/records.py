@@ -33,11 +33,6 @@ class Job:
     """The unit as it was traced at this size."""
     received: UnitInput
 
-    @property
-    def size(self) -> int:
-        """Samples of the micro-batch."""
-        return self.key[1]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:

@@ -19,17 +19,13 @@ def sparse_bytes(gradient: Tensor) -> int:
 def sparse_gradients(unit: Unit, received: UnitInput) -> dict[str, Tensor]:
     """The gradients of parameters that are sparse after one micro-batch, by name; the unit keeps none."""
     unit.module.zero_grad()  # a sparse gradient that is added to a dense one is dense
-    _run(unit, received)
+    outputs = unit.run(received.non_leaves(), received)
+    carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
+    torch.autograd.backward(carrying, [torch.ones_like(output) for output in carrying])
     parameters = unit.module.named_parameters()
     gradients = {name: p.grad for name, p in parameters if p.grad is not None and p.grad.is_sparse}
     unit.module.zero_grad()
     return gradients
-
-
-def _run(unit: Unit, received: UnitInput) -> None:
-    outputs = unit.run(received.non_leaves(), received)
-    carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
-    torch.autograd.backward(carrying, [torch.ones_like(output) for output in carrying])
 
 
 def check_ties(layers: Sequence[Layer], sparse: Callable[[int], Collection[str]]) -> None:

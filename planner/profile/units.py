@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -103,7 +103,9 @@ def trace_units(
     digests: dict[Layer, str] = {}
     with as_ghosts(chain.model) if ghosts else nullcontext(), without_reentrance():
         for size in sizes:
-            batch = loaded.example_batch(size) if ghosts else _on(loaded.example_batch(size), device)
+            batch = loaded.example_batch(size)
+            if not ghosts:
+                batch = Batch(to_device(batch.inputs, device), to_device(batch.targets, device))
             value = _detached(batch.inputs)
             for layer in chain.layers:
                 is_last = layer is chain.layers[-1]
@@ -134,10 +136,6 @@ def _stand_in(ghost: Ghost, device: torch.device) -> Tensor:
     if not tensor.is_floating_point():
         return tensor.zero_()
     return tensor.normal_().requires_grad_(ghost.requires_grad)
-
-
-def _on(batch: Batch, device: torch.device) -> Batch:
-    return Batch(to_device(batch.inputs, device), to_device(batch.targets, device))
 
 
 def _traced(
@@ -200,19 +198,15 @@ def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) ->
 
 def _received(value: Any, targets: Any) -> UnitInput:
     leaves, spec = tree_flatten(value)
-    kept = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if _is_tensor(leaf) else leaf for leaf in leaves]
-    return UnitInput(tuple(kept), spec, targets)
+    received = UnitInput(tuple(leaves), spec, targets)
+    return replace(received, values=tuple(received.fresh()))
 
 
 def _detached(value: Any) -> Any:
     # A copy on top of the new leaf: a layer that writes its input must not meet a leaf, nor write what was kept.
     leaves, spec = tree_flatten(value)
-    copies = [t.detach().requires_grad_(t.requires_grad).clone() if _is_tensor(t) else t for t in leaves]
+    copies = [t.detach().requires_grad_(t.requires_grad).clone() if isinstance(t, Tensor) else t for t in leaves]
     return tree_unflatten(copies, spec)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _digest(trace: list[Any], received: UnitInput, *, last: bool) -> str:

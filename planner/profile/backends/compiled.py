@@ -98,10 +98,7 @@ class CompiledBackend:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
         layers: dict[Key, CompiledLayer] = {}
-        ways = Ways(
-            device=self.device,
-            record=partial(_compile, task=task, compiler=compiler, layers=layers),
-        )
+        ways = Ways(device=self.device, record=partial(_compile, task=task, compiler=compiler, layers=layers))
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
             distinct = records.distinct
@@ -112,7 +109,10 @@ class CompiledBackend:
                 rewritten_bytes=dict.fromkeys(distinct, 0),
                 optimizer=_optimizer_costs(task, records, compiler, self._rates),
                 flops=dict.fromkeys(distinct, 0),
-                times={key: _times(layers[key]) for key in records.inputs},
+                times={
+                    key: Times(forward_us=layers[key].forward_us, backward_us=layers[key].backward_us, spread=0.0)
+                    for key in records.inputs
+                },
                 # What a stage's forward passes over is not part of its program.
                 passing_us=dict.fromkeys(records.inputs, 0.0),
             )
@@ -137,16 +137,12 @@ class CompiledBackend:
 
 def _compile(jobs: Sequence[Job], task: Task, compiler: Compiler, layers: dict[Key, CompiledLayer]) -> None:
     """Compiles units at one size; what comes of it goes to `layers`, and to the records."""
-    size = jobs[0].size
+    _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
     for n, layer in compiler.compile([(job.unit, job.received) for job in jobs]):
         layers[jobs[n].key] = layer
         task.kept.memory[jobs[n].key] = layer.detail()
         task.steps.end(jobs[n].unit.name, size)
-
-
-def _times(layer: CompiledLayer) -> Times:
-    return Times(forward_us=layer.forward_us, backward_us=layer.backward_us, spread=0.0)
 
 
 def _with_programs(

@@ -10,7 +10,7 @@ what they read and make, are those of a real run; from them come
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from planner.core.values.devices import Accelerator
 from planner.core.values.profile import Device
 from planner.device.cuda import ASSUMED_RESERVE_BYTES, Cuda
 from planner.device.meter import Usage
-from planner.model.chain import Chain
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.held import as_ghosts
 from planner.model.load import LoadedModel
@@ -82,10 +81,7 @@ class EstimatedBackend:
     def measure(self, task: Task) -> Measured:
         """Estimates every distinct layer once at each size: nothing scatters."""
         meter, clock = GhostMeter(), RooflineClock(self._rates)
-        ways = Ways(
-            device=self.device,
-            record=partial(record_memory, task=task, meter=meter),
-        )
+        ways = Ways(device=self.device, record=partial(record_memory, task=task, meter=meter))
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
             check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))
@@ -111,8 +107,16 @@ class EstimatedBackend:
 @contextmanager
 def as_ghosts_if_lean(task: Task) -> Iterator[None]:
     """Meanwhile a lean model's parameters and buffers, and those of its layers, are ghosts."""
-    with _ghostly(task.chain) if task.lean else nullcontext():
+    if not task.lean:
         yield
+        return
+    stages = [layer.module for layer in task.chain.layers if isinstance(layer.module, ModelStage)]
+    with as_ghosts(task.chain.model):
+        for stage in stages:
+            stage.share_with(stage)
+        yield
+    for stage in stages:
+        stage.share_with(stage)
 
 
 class GhostMeter:
@@ -187,17 +191,6 @@ class RooflineClock:
     def typical_us(self, times_us: list[float]) -> float:
         """Any of the times: all are the same."""
         return times_us[0]
-
-
-@contextmanager
-def _ghostly(chain: Chain) -> Iterator[None]:
-    stages = [layer.module for layer in chain.layers if isinstance(layer.module, ModelStage)]
-    with as_ghosts(chain.model):
-        for stage in stages:
-            stage.share_with(stage)
-        yield
-    for stage in stages:
-        stage.share_with(stage)
 
 
 def _peaks_add(task: Task) -> bool:

@@ -126,7 +126,10 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
             return False
         share = _regret(task, records, clock)
         if share >= _REGRET and time.monotonic() - started > budget_s:
-            task.warn(_too_noisy(share, budget_s))
+            task.warn(
+                f"this machine is too noisy to tell the best plan: that of another run may be {share:.1%} slower or "
+                f"faster; end other programs, or allow more than `--time-budget {budget_s:g}s`"
+            )
             return False
         return share >= _REGRET
 
@@ -148,10 +151,3 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
 def _regret(task: Task, records: Records, clock: Clock) -> float:
     samples = {key: task.kept.samples[key] for key in records.inputs}
     return regret([unit.digest for unit in records.units], samples, clock.typical_us)
-
-
-def _too_noisy(share: float, budget_s: float) -> str:
-    return (
-        f"this machine is too noisy to tell the best plan: that of another run may be {share:.1%} slower or faster; "
-        f"end other programs, or allow more than `--time-budget {budget_s:g}s`"
-    )
