@@ -21,7 +21,7 @@ class Tolerance:
     """How far a prediction may be off, as shares unless it says otherwise."""
 
     step: float
-    """Of the predicted step time, in either direction."""
+    """A share of the predicted step time, in either direction."""
     memory_below: float
     """How far a predicted peak may lie below the measured one."""
     memory_above: float
@@ -41,7 +41,7 @@ class Compared:
 
     what: Quantity
     index: int | None = None
-    """Of the stage; of the device for a peak."""
+    """The stage's number; for a peak the device's."""
     predicted: float
     measured: float
     agrees: bool | None = None

@@ -213,7 +213,7 @@ class LayerProfile:
     forward_flops: tuple[int, ...] = ()
     detail: tuple[MemoryDetail, ...] = ()
     split: tuple[SplitMemory, ...] = ()
-    """Beside `detail`, what the halves of a backward need."""
+    """What the halves of a backward need, beside `detail`."""
     program: tuple[ProgramMemory, ...] = ()
     """What a compiled profile has in place of `detail`."""
 
