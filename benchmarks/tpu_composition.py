@@ -28,7 +28,7 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model, Profile
 from planner.emit import emit_jax
-from planner.executor.jax.training import JaxArguments, begin_training
+from planner.executor.jax.training import JaxArguments, jax_training
 from planner.model import LoadedModel, in_precision, load_model
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.structure import find_chain
@@ -115,7 +115,7 @@ def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_b
     # This module is imported before it is settled that no TPU is to be looked for.
     import jax  # noqa: PLC0415
 
-    from planner.bridge.chips import named_chip  # noqa: PLC0415
+    from planner.bridge.chips import target_device  # noqa: PLC0415
     from planner.executor.jax.pipeline import JaxPipeline  # noqa: PLC0415
 
     chain, _ = find_chain(loaded, torch.device("cpu"))
@@ -129,7 +129,7 @@ def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_b
         balance=(len(names),),
         stages=(StageBalance(index=0, recompute=recompute, layers=names),),
     )
-    pipeline = JaxPipeline(loaded, chain, balance, [named_chip(CHIP)])
+    pipeline = JaxPipeline(loaded, chain, balance, [target_device(CHIP)])
     memory = jax.jit(pipeline.gradients).lower(*pipeline.shapes()).compile().memory_analysis()
     return _total_bytes(memory)
 
@@ -161,7 +161,8 @@ def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Rec
     with TemporaryDirectory() as folder:
         emit_jax(plan, profile, folder=folder, profile_folder=".").write(folder)
         how = JaxArguments(steps=1, seed=0, device=None, compile=CHIP)
-        compiled = begin_training(Path(folder, "balance.yaml"), how).compiled_memory()
+        with jax_training(Path(folder, "balance.yaml"), how) as training:
+            compiled = training.compiled_memory()
     return Compared(
         fullest=max(stage.memory.total for stage in plan.stages),
         predicted=program_memory(costs_at(profile, size), partition).total,
