@@ -36,6 +36,8 @@ class Job:
     position: Position
     """Is told what this process does and waits for."""
     watch: Watch | None
+    check_nan: bool = False
+    """Whether every output and gradient must be finite, not the loss alone."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -43,7 +45,9 @@ class Job:
         return self.balance.replica_batch // self.balance.micro_batches
 
 
-def job_of(balance_path: str | Path, *, seed: int, device: str | None, watch: Watch | None) -> Job:
+def job_of(
+    balance_path: str | Path, *, seed: int, device: str | None, watch: Watch | None, check_nan: bool = False
+) -> Job:
     """The job of this process, by the rank that `torchrun` gave it.
 
     Raises:
@@ -59,7 +63,9 @@ def job_of(balance_path: str | Path, *, seed: int, device: str | None, watch: Wa
     position.rank_names = {p.rank: position.name_of(p.stages, p.replica) for p in places}
     position.predicted_bytes = {stage.index: stage.peak_bytes for stage in balance.stages}
     where = _device_of_rank(device or balance.device)
-    return Job(balance=balance, seed=seed, place=place, device=where, position=position, watch=watch)
+    return Job(
+        balance=balance, seed=seed, place=place, device=where, position=position, watch=watch, check_nan=check_nan
+    )
 
 
 def load_planned(balance: Balance, folder: Path) -> LoadedModel:

@@ -21,7 +21,6 @@ from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, Metrics
 from planner.executor.run.placement import Groups
 from planner.executor.run.random_state import seed_process
-from planner.executor.run.stage_module import StageModule
 from planner.executor.trainer import Trainer
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY
@@ -59,7 +58,7 @@ class Pipeline:
         check_nan: bool = False,
         watch: Watch | None = None,
     ) -> None:
-        job = job_of(balance_path, seed=seed, device=device, watch=watch)
+        job = job_of(balance_path, seed=seed, device=device, watch=watch, check_nan=check_nan)
         self.balance, self.seed, self.place, self.device = job.balance, job.seed, job.place, job.device
         self.watch, self.position = job.watch, job.position
         self.at_end: list[Callable[[], None]] = []
@@ -80,26 +79,18 @@ class Pipeline:
             groups = Groups.of(job.place)
             job.position.at("building the model")
             self._mini_batches = MiniBatches(job, self.model, groups.replicas)
-            self._assembly = Assembly(
-                job,
-                self.model,
-                groups,
-                example_inputs=self.example_batch(0).inputs,
-                recorder=self._recorder,
-                check_nan=check_nan,
-            )
+            self._assembly = Assembly(job, self.model, groups, self._recorder)
             # Failed attempts to find or build layers may lie in cycles with their errors, and hold the whole model.
             gc.collect()
             # What the script draws from here on (the order of its data) is the same on every rank.
             seed_process(seed * 1_000_003 + 7919)
-            self._trainer = Trainer(
-                job,
-                self._assembly,
-                self._mini_batches,
-                groups=groups,
-                recorder=self._recorder,
-                check_nan=check_nan,
-            )
+            self._trainer = Trainer(job, self._assembly, self._mini_batches)
+            self.modules = self._assembly.modules
+            """The stages that this rank runs, first to last."""
+            self.first_names = self._assembly.first_names
+            """By name in the model's state dict, the first of the names that its tensor has there."""
+            self.losses = self._trainer.losses
+            """The loss of every step of this process."""
         except BaseException:
             self.close()
             raise
@@ -129,19 +120,9 @@ class Pipeline:
         self._trainer.step_index = steps
 
     @property
-    def losses(self) -> list[float]:
-        """The loss of every step of this process."""
-        return self._trainer.losses
-
-    @property
     def skipped(self) -> bool:
         """Whether the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages alike."""
         return self._trainer.skipped
-
-    @property
-    def modules(self) -> list[StageModule]:
-        """The stages that this rank runs, first to last."""
-        return self._assembly.modules
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the names they have in the whole model; each once."""
@@ -156,11 +137,6 @@ class Pipeline:
     def named_tensors(self) -> dict[str, Tensor]:
         """This rank's part of the model's state dict: parameters and persistent buffers, under their names there."""
         return self._assembly.named_tensors()
-
-    @property
-    def first_names(self) -> dict[str, str]:
-        """By name in the model's state dict, the first of the names that its tensor has there."""
-        return self._assembly.first_names
 
     @property
     def computation(self) -> dict[str, str]:

@@ -10,14 +10,12 @@ from torch import Tensor
 from planner.core.errors import ModelError
 from planner.executor.build.assembly import Assembly
 from planner.executor.job import Job
-from planner.executor.measure.recorder import Recorder
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
 from planner.executor.run.gradients import check_gradients, check_losses, clip_gradients
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of
 from planner.executor.run.parts import Part, micro_batches_of
-from planner.executor.run.placement import Groups
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.relay import Relay
 from planner.executor.watch.position import ANY
@@ -30,19 +28,10 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains and evaluates the stages of one process."""
 
-    def __init__(
-        self,
-        job: Job,
-        assembly: Assembly,
-        mini_batches: MiniBatches,
-        *,
-        groups: Groups,
-        recorder: Recorder,
-        check_nan: bool,
-    ) -> None:
+    def __init__(self, job: Job, assembly: Assembly, mini_batches: MiniBatches) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
-        self._groups, self._recorder, self._check_nan = groups, recorder, check_nan
-        self._relay = Relay(job.place, groups, job.device)
+        self._groups, self._recorder = assembly.groups, assembly.recorder
+        self._relay = Relay(job.place, assembly.groups, job.device)
         self._parameters = dict(assembly.named_parameters())
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
         self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
@@ -164,7 +153,7 @@ class Trainer:
             self._assembly.replicas.finish()
         self._assembly.tied.sum()
         self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
-        if self._loss_scale is None and self._check_nan:
+        if self._loss_scale is None and self._job.check_nan:
             check_gradients(self._parameters, self._job.position)
 
     def _loss_everywhere(self, losses: Sequence[Tensor], num_samples: int) -> float:

@@ -18,6 +18,7 @@ from planner.executor.keep.weights import first_names
 from planner.executor.measure.recorder import Recorder
 from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.engine import Engine, EngineStage
+from planner.executor.run.loader import example_of
 from planner.executor.run.parts import Part
 from planner.executor.run.placement import Groups
 from planner.executor.run.replicas import ReplicaGradients
@@ -33,27 +34,19 @@ __all__ = ["Assembly", "stage_module_of"]
 
 
 class Assembly:
-    """The stages that one process runs; of `example_inputs`, a mini-batch, only shapes are taken.
+    """The stages that one process runs.
 
     Raises:
         ModelError: The model is not the one that was planned, or cannot be built or trained in micro-batches.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        model: LoadedModel,
-        groups: Groups,
-        *,
-        example_inputs: Any,
-        recorder: Recorder,
-        check_nan: bool,
-    ) -> None:
-        self._job, self._model, self._groups = job, model, groups
-        self._recorder, self._check_nan = recorder, check_nan
+    def __init__(self, job: Job, model: LoadedModel, groups: Groups, recorder: Recorder) -> None:
+        self._job, self._model, self.groups, self.recorder = job, model, groups, recorder
         balance, place = job.balance, job.place
         # Shapes alone: a mini-batch that stays would be memory that no plan counts on.
-        self._example_inputs = to_device(example_inputs, torch.device("meta"))
+        self._example_inputs = to_device(
+            example_of(model, balance.batch, seed=job.seed, step=0).inputs, torch.device("meta")
+        )
         self._chain = build_structure(model)
         check_same_model(balance, model, self._chain)
         self.first_names = first_names(self._chain.model)
@@ -121,15 +114,15 @@ class Assembly:
             loss_fn=self._model.loss_fn if is_last else None,
             statistics=self.statistics,
         )
-        module.timed_again = partial(self._recorder.timed_again, stage=index)
+        module.timed_again = partial(self.recorder.timed_again, stage=index)
         return module
 
     def _replica_gradients(self) -> ReplicaGradients | None:
-        if self._groups.replicas is None:
+        if self.groups.replicas is None:
             return None
         tied = set(self.tied.parameters)  # summed over the replicas, too
         untied = [[p for p in module.parameters() if p.requires_grad and p not in tied] for module in self.modules]
-        return ReplicaGradients(untied, self._groups.replicas, keeps_earlier=self._job.place.replica == 0)
+        return ReplicaGradients(untied, self.groups.replicas, keeps_earlier=self._job.place.replica == 0)
 
     def _engine_for(self, micro_batches: int, size: int) -> Engine:
         shapes = self._shapes(size, training=True)
@@ -141,7 +134,7 @@ class Assembly:
                 index=index,
                 received=shapes.boundaries[layers.first].tensors,
                 sent=(loss,) if index == last else shapes.boundaries[layers.end].tensors,
-                timer=partial(self._recorder.timed, stage=index),
+                timer=partial(self.recorder.timed, stage=index),
                 last_backward=partial(self.replicas.last_backward, n) if self.replicas else nullcontext,
             )
             for n, (index, module, layers) in enumerate(zip(place.stages, self.modules, self._ranges, strict=True))
@@ -153,10 +146,10 @@ class Assembly:
             device=job.device,
             schedule=schedule_of(job.balance.schedule, job.balance.order),
             micro_batches=micro_batches,
-            group=self._groups.pipeline,
+            group=self.groups.pipeline,
             precision=job.balance.dtype,
             position=job.position,
-            check_nan=self._check_nan,
+            check_nan=job.check_nan,
         )
 
 

@@ -26,6 +26,7 @@ from planner.device.machine import LARGE_BYTES, give_freed_memory_back, keep_fre
 from planner.executor.build.building import build_structure, held_names
 from planner.executor.build.probe import FORWARDS, probed
 from planner.executor.build.rehearsal import Outcome, Rehearsal
+from planner.executor.run.gradients import dense_part
 from planner.executor.run.random_state import keeping_random_state
 from planner.model.load import LoadedModel
 
@@ -294,7 +295,7 @@ def _ratio(difference: float, scale: float) -> float:
 def _largest(tensor: Tensor | None) -> float:
     if tensor is None:
         return 0.0
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = dense_part(tensor)
     if not values.is_floating_point() and not values.is_complex():
         values = values.double()
     # A norm, which makes no tensor of absolute values.
