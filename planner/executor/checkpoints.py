@@ -47,8 +47,6 @@ from planner.executor.watch.position import ANY
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Checkpoints"]
-
 
 class Checkpoints:
     """Restores a run when made, and saves it from then on; every rank makes one, when the optimizer exists.

@@ -22,8 +22,6 @@ from planner.files import digest_of, read_balance
 from planner.model.load import LoadedModel
 from planner.model.precision import load_again
 
-__all__ = ["Job", "job_of", "join", "load_planned"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -18,8 +18,6 @@ from planner.executor.run.parts import Part, micro_batches_of, parts_of, size_of
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.precision import to_precision
 
-__all__ = ["MiniBatches"]
-
 _META = torch.device("meta")
 
 

@@ -29,8 +29,6 @@ from planner.model.load import Batch
 if TYPE_CHECKING:
     from planner.executor.measure.run_times import ProcessRun
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """One process of the pipelines that a `balance.yaml` describes; every rank of the job makes one.

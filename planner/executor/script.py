@@ -19,8 +19,6 @@ from planner.executor.pipeline import Pipeline
 from planner.executor.watch.failure import Stopped, Watch
 from planner.files import check_outputs, write, write_text
 
-__all__ = ["Arguments", "arguments", "checkpoints", "pipeline_script", "progress"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:

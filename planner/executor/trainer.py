@@ -22,8 +22,6 @@ from planner.executor.watch.position import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """Trains and evaluates the stages of one process."""

@@ -30,8 +30,6 @@ from planner.model.computation import computation_of
 from planner.model.held import named_tensors
 from planner.model.load import LoadedModel, to_device
 
-__all__ = ["Assembly", "stage_module_of"]
-
 
 class Assembly:
     """The stages that one process runs.

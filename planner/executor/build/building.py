@@ -17,8 +17,6 @@ from planner.model.held import loose_tensors, move_loose_tensors, named_tensors,
 from planner.model.load import LoadedModel
 from planner.model.precision import convert
 
-__all__ = ["StageRange", "build_stages", "build_structure", "check_same_model", "held_names", "keep_only", "like"]
-
 
 class StageRange(NamedTuple):
     """Layers `first`..`end - 1` of a chain."""

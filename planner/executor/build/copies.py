@@ -18,8 +18,6 @@ from planner.model.lean import build_lean
 from planner.model.load import LoadedModel
 from planner.model.precision import converted
 
-__all__ = ["Copies"]
-
 _POOL = 1_000_003
 """So many random numbers are drawn, and used again and again: a prime, which no row of a weight is a multiple of."""
 

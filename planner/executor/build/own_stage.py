@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_map_only
 from planner.executor.run.parts import tensors_of
 from planner.model.held import replace_tensors
 
-__all__ = ["BuildError", "build_only", "emptied"]
-
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
 """These copy no value, and are called or not depending on who else holds the tensor and whether it is fake."""
 

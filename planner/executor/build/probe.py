@@ -18,8 +18,6 @@ from planner.model.autocast import layers_in
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 
-__all__ = ["FORWARDS", "Probe", "probed"]
-
 FORWARDS = 13
 """What the comparison costs in forwards, where backward costs two: 2 x 3 in one piece, 3 and 4 in stages."""
 

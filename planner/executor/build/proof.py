@@ -30,8 +30,6 @@ from planner.executor.run.gradients import dense_part
 from planner.executor.run.random_state import keeping_random_state
 from planner.model.load import LoadedModel
 
-__all__ = ["LIMIT", "Proven", "prove"]
-
 LIMIT = 1e-4
 """Relative differences above it are no rounding errors, unless the model makes as much of one (`_noise`)."""
 

@@ -26,8 +26,6 @@ from planner.model.autocast import keeping_casts, layers_in
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
 
-__all__ = ["Outcome", "Rehearsal"]
-
 _CPU = torch.device("cpu")
 
 

@@ -21,8 +21,6 @@ from planner.model.chain import Chain, Layer
 from planner.model.load import LoadedModel
 from planner.model.stage import ModelStage
 
-__all__ = ["JaxPipeline"]
-
 
 class JaxPipeline:
     """A model's stages as one program over the devices of a mesh, one for each stage in order.

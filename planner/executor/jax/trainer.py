@@ -34,8 +34,6 @@ from planner.model.calling import arguments_of
 from planner.model.precision import converted
 from planner.model.state import collecting_layers
 
-__all__ = ["JaxTraining"]
-
 _ESTIMATED = 32
 """Micro-batches that running statistics are taken from."""
 

@@ -10,15 +10,6 @@ from planner.core.errors import FileError, UsageError
 from planner.executor.keep.index import is_count
 from planner.executor.keep.stored import DESCRIPTION
 
-__all__ = [
-    "CHECKPOINT_SCHEMA",
-    "DESCRIPTION",
-    "check_same_computation",
-    "computation_of_run",
-    "described",
-    "description_of",
-]
-
 CHECKPOINT_SCHEMA = "gpipe-plan/checkpoint/v2"
 """Version 1 kept the state of a rank as a pickle, which is no longer read."""
 

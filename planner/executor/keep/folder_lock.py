@@ -10,8 +10,6 @@ from pathlib import Path
 
 from planner.core.errors import UsageError
 
-__all__ = ["FolderLock"]
-
 _WAIT_S = 5.0
 """For a job that is just ending."""
 _WAIT_OTHER_MACHINE_S = 60.0

@@ -16,8 +16,6 @@ import torch
 
 from planner.executor.keep.inert import InertError, Named, Pairs, Record, read_inert
 
-__all__ = ["Extent", "Index", "StoredTensor", "check_regular", "is_count", "read_index"]
-
 _MOST_PATCHES = 256
 """Pieces of one tensor that is cut along several dimensions; each is compared with each."""
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
-__all__ = ["InertError", "Named", "Pairs", "Record", "read_inert"]
-
 
 class InertError(Exception):
     """The bytes are no pickle of the kind that an index is."""

@@ -10,8 +10,6 @@ from planner.core.errors import FileError
 from planner.executor.keep.rank_state import as_data
 from planner.executor.keep.stored import StoredFolder
 
-__all__ = ["OptimizerState"]
-
 Groups = list[tuple[list[str], dict[str, Any]]]
 
 

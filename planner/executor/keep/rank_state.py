@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from planner.core.errors import FileError, UsageError
 from planner.executor.keep.stored import StoredFolder, first_line, read_safely
 
-__all__ = ["as_data", "packed", "restored", "unpacked_ranks"]
-
 _PLAIN = (
     Tensor,
     nn.Parameter,

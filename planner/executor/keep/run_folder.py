@@ -20,8 +20,6 @@ from planner.executor.keep.saved import (
 )
 from planner.executor.keep.stored import INDEX
 
-__all__ = ["RunFolder"]
-
 
 class RunFolder:
     """Every rank makes one; the first one looks and moves things, and tells the others in `group`, for the CPU.

@@ -20,24 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from planner.core.errors import FileError
-from planner.executor.keep.description import CHECKPOINT_SCHEMA, DESCRIPTION, described, description_of
-from planner.executor.keep.stored import INDEX, index_digest
+from planner.executor.keep.description import CHECKPOINT_SCHEMA, described, description_of
+from planner.executor.keep.stored import DESCRIPTION, INDEX, index_digest
 from planner.files.writing import sync_folder
 
-__all__ = [
-    "Lineage",
-    "check_whole",
-    "commit",
-    "latest_checkpoint",
-    "lineage_of",
-    "others_in",
-    "partial_of",
-    "prune",
-    "remove_leftovers",
-    "saved_in",
-    "set_aside",
-    "step_of",
-]
 _FIRST_SCHEMA = "gpipe-plan/checkpoint/v1"
 
 

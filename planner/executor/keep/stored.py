@@ -20,8 +20,6 @@ from planner.core.errors import FileError
 from planner.executor.keep.index import Extent, Index, check_regular, read_index
 from planner.executor.keep.inert import InertError
 
-__all__ = ["DESCRIPTION", "INDEX", "StoredFolder", "first_line", "index_digest", "read_folder", "read_safely"]
-
 INDEX = ".metadata"
 
 DESCRIPTION = "checkpoint.json"

@@ -20,15 +20,6 @@ from planner.executor.keep.stored import StoredFolder, first_line, read_folder
 from planner.files.writing import sync_folder
 from planner.model.ghosts import storage_of
 
-__all__ = [
-    "TIED",
-    "export_weights",
-    "first_names",
-    "load_weights",
-    "whole_state",
-    "write_weights",
-]
-
 TIED = "tied"
 """Where a checkpoint keeps `first_names`: what a name left out is the same as."""
 

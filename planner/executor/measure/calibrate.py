@@ -39,8 +39,6 @@ from planner.executor.run.shapes import Boundary
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import Layer
 
-__all__ = ["executor_cost", "measure_executor", "overhead_us_of", "step_us", "transfer_us_of"]
-
 _MICRO_BATCHES = 8
 _STEPS = 12
 _SMALL, _LARGE = 1024, 1024 * 1024  # float32 values that cross the boundary: 4 KiB and 4 MiB

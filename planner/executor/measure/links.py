@@ -21,8 +21,6 @@ from planner.core.values.profile import Device, Environment
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.measure.calibrate import overhead_us_of, step_us, transfer_us_of
 
-__all__ = ["measure_links"]
-
 _SIZES = tuple(4**n * 1024 for n in range(8))
 """Bytes: 1 KiB to 16 MiB."""
 

@@ -18,8 +18,6 @@ from planner.device.kind import Moment, Peak
 from planner.device.kinds import kind_of
 from planner.executor.measure.run_times import RunSpan, RunSpanKind, RunStep, typical_us
 
-__all__ = ["WARM_UP_STEPS", "Recorder"]
-
 WARM_UP_STEPS = 2
 
 _KEPT_STEPS = 20

@@ -25,8 +25,6 @@ from planner.executor.run.placement import Place
 from planner.executor.run.stage_module import StageModule
 from planner.model.precision import dtype_of
 
-__all__ = ["clock_offset_ns", "run_report"]
-
 _ROUND_TRIPS = 16
 
 

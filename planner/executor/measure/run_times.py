@@ -14,20 +14,6 @@ from typing import Literal, NamedTuple
 from planner.core.schedule import KINDS
 from planner.core.values.run_report import BoundaryRun, StageRun
 
-__all__ = [
-    "ProcessRun",
-    "RunSpan",
-    "RunSpanKind",
-    "RunStep",
-    "StepWaits",
-    "Transfer",
-    "Waiting",
-    "Waits",
-    "typical_us",
-    "waiting_of",
-    "waits_of",
-]
-
 RunSpanKind = Literal["forward", "backward", "recompute", "optimizer"]
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from planner.executor.measure.run_times import ProcessRun, RunSpan, Transfer, waits_of
 from planner.files.trace import TraceSlice, trace_text
 
-__all__ = ["trace_json"]
-
 
 def trace_json(runs: Sequence[ProcessRun], title: str) -> str:
     """The trace of what every process did; its clock begins with the first step of them."""

@@ -22,8 +22,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.core.errors import ModelError
 
-__all__ = ["BatchStatistics"]
-
 
 class BatchStatistics:
     """Collects for the batch normalisations among some modules; frozen ones (in evaluation mode) stay as they are."""

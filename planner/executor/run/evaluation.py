@@ -22,8 +22,6 @@ from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.model.autocast import keeping_casts, layers_in
 
-__all__ = ["Evaluation", "ForwardOnly", "Metrics", "Observed"]
-
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
 """Numbers of an output and its target, by name: means over the samples of a micro-batch."""
 

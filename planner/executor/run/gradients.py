@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError, TrainingError
 from planner.executor.watch.position import Position
 
-__all__ = ["check_gradients", "check_losses", "check_output", "clip_gradients", "dense_part", "expect_dense"]
-
 
 def expect_dense(gradients: Iterable[Tensor], summed_over: str) -> None:
     """Refuses sparse gradients where they would have to be summed.

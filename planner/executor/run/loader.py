@@ -19,8 +19,6 @@ from planner.core.errors import ModelError, UsageError
 from planner.executor.run.random_state import HostStates
 from planner.model.load import Batch, LoadedModel
 
-__all__ = ["Loader", "checked_state", "drawn_alike", "epochs", "example_of"]
-
 _HOLD_GENERATORS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["LossScale"]
-
 _FIRST, _GROWTH, _BACKOFF = 2.0**16, 2.0, 0.5
 _GOOD_STEPS = 2000
 

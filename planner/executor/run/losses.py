@@ -16,8 +16,6 @@ from planner.model.nests import tensors_in
 from planner.model.stand_ins import Unread
 from planner.model.user_errors import user_code
 
-__all__ = ["UNCOUNTED", "loss_counts", "nothing_of", "sum_of", "weights_of"]
-
 UNCOUNTED: Final = object()
 """Takes the place of targets that nothing is to be counted of, whose mean would be 0 / 0."""
 

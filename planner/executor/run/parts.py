@@ -11,8 +11,6 @@ from planner.core.errors import UsageError
 from planner.model.inputs import BATCH_FIRST
 from planner.model.load import Batch
 
-__all__ = ["Part", "micro_batches_of", "parts_of", "size_of", "taken_apart", "tensors_of"]
-
 
 @dataclass(frozen=True)
 class Part:

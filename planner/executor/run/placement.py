@@ -16,8 +16,6 @@ from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, launch_line
 from planner.core.values.placement import Placement, device_of, stages_on
 
-__all__ = ["Groups", "Place", "place_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:

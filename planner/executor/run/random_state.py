@@ -20,14 +20,6 @@ from torch import Tensor
 
 from planner.device.kinds import accelerator_in_use
 
-__all__ = [
-    "HostStates",
-    "StepSeeds",
-    "keeping_random_state",
-    "layer_seed",
-    "seed_process",
-]
-
 _MASK = (1 << 64) - 1
 _NUMPY_WORDS = 624
 

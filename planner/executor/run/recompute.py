@@ -21,8 +21,6 @@ from torch import Tensor
 from planner.executor.run.parts import taken_apart
 from planner.model.autocast import caching_only_with_graph
 
-__all__ = ["Recomputed", "recomputing"]
-
 Tensors = tuple[Tensor, ...]
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from planner.executor.run.placement import Groups, Place
 
-__all__ = ["Relay"]
-
 
 class Relay:
     """Hands numbers on, in tensors on `device`; every rank of the job must call it, after the same steps."""

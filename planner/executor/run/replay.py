@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.model.state import ABSENT, Numbers, Place, state_owners
 
-__all__ = ["LayerState"]
-
 
 @dataclass(slots=True)
 class _Entry:

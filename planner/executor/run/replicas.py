@@ -18,8 +18,6 @@ from planner.core.cost.chain_costs import BUCKET_BYTES
 from planner.core.errors import ModelError
 from planner.executor.run.gradients import expect_dense
 
-__all__ = ["ReplicaGradients"]
-
 
 class ReplicaGradients:
     """Sums the gradients of one process over the replicas.

@@ -21,8 +21,6 @@ from planner.model.chain import Chain, Layer
 from planner.model.layout import shape_like
 from planner.model.load import to_device
 
-__all__ = ["Boundary", "Shapes", "shapes_of"]
-
 
 @dataclass(frozen=True)
 class Boundary:

@@ -36,8 +36,6 @@ from planner.model.layout import laid_out
 from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
 
-__all__ = ["StageModule", "evaluating"]
-
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:

@@ -15,8 +15,6 @@ from planner.core.errors import ModelError
 from planner.executor.run.gradients import expect_dense
 from planner.executor.run.placement import Place
 
-__all__ = ["TiedGradients"]
-
 
 class TiedGradients:
     """Sums the gradients of tied parameters over the ranks that hold them.

@@ -15,8 +15,6 @@ from planner.core.values.units import format_bytes
 from planner.device.kinds import accelerator_in_use
 from planner.executor.watch.position import Position
 
-__all__ = ["explained", "hang", "is_lost_contact", "left_alone", "name_of_rank"]
-
 
 def explained(error: BaseException, position: Position) -> PlannerError:
     """What to say of an exception in this process."""

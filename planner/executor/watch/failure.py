@@ -31,8 +31,6 @@ from planner.executor.watch.explain import explained, hang, is_lost_contact, lef
 from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import holds_store, job_store
 
-__all__ = ["Stopped", "Watch"]
-
 _BEAT_S = 0.5
 _SILENT_S = 3.0
 """A process that is alive tells where it is six times in that time."""

@@ -3,8 +3,6 @@
 import time
 from typing import Any
 
-__all__ = ["ANY", "Position"]
-
 ANY = -1
 """In `waits_for`: no stage in particular."""
 

@@ -10,8 +10,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from planner.core.errors import TrainingError
 
-__all__ = ["holds_store", "job_store"]
-
 _HELLO, _ANSWER, _JOINED = "gpipe-plan/hello", "gpipe-plan/answer", "gpipe-plan/joined"
 _ASKED_EVERY_S = 0.05
 
