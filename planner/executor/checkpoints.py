@@ -348,9 +348,6 @@ class Checkpoints:
             restored(f'"{name}"', other.load_state_dict, saved[name], path)
 
 
-# Private functions
-
-
 class _Problem(NamedTuple):
     """Why a checkpoint cannot be read."""
 

@@ -104,9 +104,6 @@ def join(job: Job, timeout_s: float) -> bool:
     return True
 
 
-# Private functions
-
-
 def _stage_name(balance: Balance, stage: int) -> str:
     layers = balance.stages[stage].layers
     return f"stage {stage} (layer{f's {layers[0]} to' * (len(layers) > 1)} {layers[-1]})"

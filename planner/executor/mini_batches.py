@@ -134,8 +134,6 @@ class MiniBatches:
         """Goes on from `state_dict`, once there is the loader."""
         self._loader_state = checked_state(state)
 
-    # Private methods
-
     def _begun(self, loader: Iterable[Any], begin: int) -> Iterator[Any]:
         if self._loader is None or self._loader.loader is not loader:
             self._loader = Loader(loader, self._job.seed)

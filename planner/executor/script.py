@@ -130,9 +130,6 @@ def progress(pipeline: Pipeline, step: int, loss: float) -> None:
         print(f"step {step}: loss {loss:.4f}, {format_us(took_us)}, {speed}", flush=True)
 
 
-# Private functions
-
-
 def _time(text: str) -> float:
     try:
         return parse_us(text)

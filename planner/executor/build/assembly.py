@@ -93,8 +93,6 @@ class Assembly:
             module.received = boundaries[layers.first]
             module.sent = None if module.sent is None else boundaries[layers.end]
 
-    # Private methods
-
     def _shapes_for(self, size: int, *, training: bool) -> Shapes:
         inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self._example_inputs)
         with nullcontext() if training else evaluating(self._chain.model):

@@ -138,9 +138,6 @@ def keep_only(model: nn.Module, kept: Callable[[Tensor], Tensor | None], device:
     replace_tensors(model, other)
 
 
-# Private functions
-
-
 def _held_by(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
     """What the layers of `stages` need."""
     names = frozenset[str]().union(*(held_names(chain, stage.first, stage.end) for stage in stages))

@@ -83,8 +83,6 @@ class Copies:
         keep_only(other, lambda tensor: instead.get(id(tensor)), _CPU)
         return other
 
-    # Private methods
-
     def _fresh_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies; where a buffer has several names, one for all of them."""
         clones: dict[int, Tensor] = {}

@@ -53,9 +53,6 @@ def probed(loaded: LoadedModel, chain: Chain, budget_s: float) -> tuple[Rehearsa
     return rehearsal, probe  # what fails in stages and not in one piece is what is looked for
 
 
-# Private functions
-
-
 def _tried_with(copies: Copies, loaded: LoadedModel, chain: Chain, budget_s: float) -> tuple[Rehearsal, Probe]:
     try:
         rehearsal = Rehearsal.of(loaded, chain, copies, samples=1)

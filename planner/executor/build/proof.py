@@ -77,9 +77,6 @@ def prove(loaded: LoadedModel, *, budget_s: float, ends: Sequence[int] | None = 
         give_freed_memory_back()
 
 
-# Private functions
-
-
 def _proven(loaded: LoadedModel, budget_s: float, ends: Sequence[int] | None) -> Proven:
     warnings: list[str] = []
     # Without a wrong cut the layers are others, and reach further or less far: all is looked at anew.
@@ -192,8 +189,6 @@ class _Trial:
         if as_trained.problem or self._problem(verdict.differences, most=math.inf):
             return verdict
         return as_trained
-
-    # Private methods
 
     def _compared(self, ends: Sequence[int], recompute: Recompute, *, as_trained: bool) -> _Verdict:
         with self._in_one_piece() as whole:

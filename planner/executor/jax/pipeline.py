@@ -61,8 +61,6 @@ class JaxPipeline:
         stages = zip(self.program.stages, arrays, strict=True)
         return {name: array for stage, held in stages for name, array in zip(stage.trained, held, strict=True)}
 
-    # Private methods
-
     def _state(self, k: int, names: Iterable[str]) -> list[Any]:
         layers = self._chain.layers[slice(*self._cuts[k])]
         tensors = {name: tensor for layer in layers for name, tensor in _named(layer).items()}
@@ -71,9 +69,6 @@ class JaxPipeline:
     def _split(self, value: Any) -> list[Any]:
         pieces = (tensor.reshape(self.program.micro_batches, -1, *tensor.shape[1:]) for tensor in tensors_of(value))
         return self.program.everywhere(map(_as_numpy, pieces))
-
-
-# Private functions
 
 
 def _check(loaded: LoadedModel, balance: Balance) -> None:

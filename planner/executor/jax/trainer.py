@@ -126,8 +126,6 @@ class JaxTraining:
         print(text, flush=True)
         return code
 
-    # Private methods
-
     def _estimate_statistics(self) -> int:
         """Takes running statistics anew; returns of how many batch normalisations."""
         layers = collecting_layers(self._built)
@@ -148,9 +146,6 @@ class JaxTraining:
         for layer, momentum in zip(layers, momentums, strict=True):
             layer.momentum = momentum
         return len(layers)
-
-
-# Private functions
 
 
 def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int]:

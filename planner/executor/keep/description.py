@@ -81,9 +81,6 @@ def check_same_computation(description: Mapping[str, Any], computation: Mapping[
         )
 
 
-# Private functions
-
-
 def _is_branches(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(branch, list) and len(branch) == 2 and isinstance(branch[0], str) and is_count(branch[1])

@@ -50,8 +50,6 @@ class FolderLock:
             os.close(self._file)
             self._file = -1
 
-    # Private methods
-
     def _taken(self) -> bool:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -128,8 +128,6 @@ def is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**63
 
 
-# Private functions
-
 Extents = dict[tuple[str, tuple[int, ...] | None], Extent]
 """By key, and for a tensor by where the piece begins in it."""
 

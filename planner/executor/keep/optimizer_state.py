@@ -82,15 +82,10 @@ class OptimizerState:
                 options_of_group = by_name[0] if by_name else by_position[number]
                 group.update({key: value for key, value in options_of_group.items() if key != "params"})
 
-    # Private methods
-
     def _trained(self) -> list[tuple[str, Tensor]]:
         """The optimizer's parameters by the first of their names."""
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [(self._names[id(p)], p) for p in held if id(p) in self._names]
-
-
-# Private functions
 
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:

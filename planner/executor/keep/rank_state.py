@@ -98,9 +98,6 @@ def restored(name: str, restore: Callable[[Any], Any], state: Any, path: str) ->
         ) from error
 
 
-# Private functions
-
-
 def _unpacked(held: Any, path: str) -> dict[str, Any]:
     try:
         state = read_safely(io.BytesIO(held))

@@ -103,8 +103,6 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
 
-    # Private methods
-
     def _open(self, path: Path) -> None:
         """Makes it if need be, and frees it of what an earlier job left half-written."""
         problem = ""

@@ -163,9 +163,6 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-# Private functions
-
-
 def _is_of(checkpoint: Path, lineage: Lineage) -> bool:
     its = lineage_of(checkpoint)
     return its is not None and lineage.includes(its, step_of(checkpoint))

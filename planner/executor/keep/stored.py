@@ -153,9 +153,6 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-# Private functions
-
-
 class _Slice(io.RawIOBase):
     """A part of a file, as a file: all tensors that a rank wrote lie in one, each as `torch.save` writes it."""
 

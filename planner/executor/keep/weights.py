@@ -116,8 +116,6 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
         raise FileError(f"cannot be written: {error}", path=path) from error
 
 
-# Private functions
-
 Reader = Callable[[str, Tensor], None]
 """Fills a tensor with what is stored under a name."""
 

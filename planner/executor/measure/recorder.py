@@ -108,8 +108,6 @@ class Recorder:
         """Stops recording; a run too short to reach the step whose memory is read has the peak of all it did."""
         self._peak = self._memory.close() or self._peak
 
-    # Private methods
-
     def _noted(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:
         start = self._device.now()
         result = work()

@@ -107,9 +107,6 @@ def clock_offset_ns(
     return best[1]
 
 
-# Private functions
-
-
 def _on_first_clock(steps: Sequence[RunStep], rank: int, device: torch.device) -> tuple[RunStep, ...]:
     """The steps of this process on the clock of rank 0; every rank must call it."""
     hosts: list[str] = [""] * dist.get_world_size()

@@ -203,9 +203,6 @@ def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int
     return median(taken.values()) / 1e3 if taken else 0.0
 
 
-# Private functions
-
-
 def _with_waiting(stage: StageRun, waiting: Waiting | None, rank: int) -> StageRun:
     if waiting is None:
         return stage

@@ -72,8 +72,5 @@ class _Trace:
         )
 
 
-# Private functions
-
-
 def _spans(run: ProcessRun, number: int) -> tuple[RunSpan, ...]:
     return next((step.spans for step in run.steps if step.number == number), ())

@@ -84,8 +84,6 @@ class BatchStatistics:
         for call in calls:
             call.commit()
 
-    # Private methods
-
     def _add(self) -> None:
         """Adds what lies in the scratch pairs to the sums: layer by layer, as all activations are there by now."""
         calls_of: dict[int, list[_Call]] = {}

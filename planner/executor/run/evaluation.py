@@ -139,9 +139,6 @@ class ForwardOnly:
             return module(*inputs)
 
 
-# Private functions
-
-
 def _numbers(values: Any) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in values.items()}

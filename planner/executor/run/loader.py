@@ -106,8 +106,6 @@ class Loader:
             )
         self._resumed = state
 
-    # Private methods
-
     def _run(self) -> Iterator[Any]:
         while True:
             is_resumed = self._resumed is not None
@@ -198,9 +196,6 @@ class _OwnStates:
     def __exit__(self, *_: object) -> None:
         self.states = HostStates.now()
         self._before.restore()
-
-
-# Private functions
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -84,8 +84,5 @@ def micro_batches_of(value: Any, count: int) -> list[Any]:
     return [rebuild([tensor.narrow(0, number * size, size) for tensor in tensors]) for number in range(count)]
 
 
-# Private functions
-
-
 def _between(value: Any, begin: int, end: int) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor[begin:end], value)

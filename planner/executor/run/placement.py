@@ -102,9 +102,6 @@ class Groups:
         return cls(pipelines[place.replica], copies[place.rank % place.num_devices])
 
 
-# Private functions
-
-
 def _needed(balance: Balance) -> str:
     """`4 processes (2 replicas of 2 devices with 3 stages each)`."""
     devices, replicas, chunks = balance.num_devices, balance.replicas, balance.chunks

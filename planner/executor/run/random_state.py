@@ -116,9 +116,6 @@ def keeping_random_state() -> Iterator[None]:
             of_device.set_state(device_state)
 
 
-# Private functions
-
-
 def _seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

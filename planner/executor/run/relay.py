@@ -46,8 +46,6 @@ class Relay:
             dist.broadcast_object_list(box, src=last, group=self._groups.pipeline, device=self._device)
         return box[0]
 
-    # Private methods
-
     def _transfer(self, operation: Callable[..., Any], numbers: Tensor, position: int) -> list[dist.Work]:
         # As the engine transfers, so that NCCL needs no communicator, and no memory, for a pair of ranks alone.
         peer = self._place.rank_of(position)

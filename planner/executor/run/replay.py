@@ -103,8 +103,6 @@ class LayerState:
 
         return call
 
-    # Private methods
-
     def _now(self) -> _Moment:
         entries = [_Entry(place, place.value) for owner in self._owners for place in owner.places()]
         # Clones are of one moment: buffers that share memory must share it in what is remembered, too.
@@ -177,9 +175,6 @@ class LayerState:
         for owner, numbers in zip(self._owners, moment.numbers, strict=True):
             vars(owner.module).update(numbers)
         return kept
-
-
-# Private functions
 
 
 class _Clones:

@@ -84,8 +84,6 @@ class ReplicaGradients:
             bucket.finish({parameter for parameter in bucket.parameters if somewhere[parameter]})
         self._usual = self._usual or dict(self._additions)
 
-    # Private methods
-
     def _added(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         if self._bucket_of[parameter] not in self._open:
@@ -143,9 +141,6 @@ class _Bucket:
         for parameter, total in zip(self.parameters, self._sums, strict=True):
             parameter.grad = total if parameter in present else None
         self._sums, self._work = (), None
-
-
-# Private functions
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -120,9 +120,6 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
     return Shapes((received, *between, behind), chain.outline.writes, chain.outline.aliases)
 
 
-# Private functions
-
-
 def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None) -> Shapes:
     """What the layers do, one after the other, without values.
 

@@ -136,8 +136,6 @@ class StageModule(nn.Module):
         """Every module that it runs in evaluation mode; see `evaluating`."""
         return evaluating(*(_model_of(layer) for layer in self._layers))
 
-    # Private methods
-
     def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
         if not self._recomputes(self.micro_batch) or not self._has_backward(tensors):
@@ -221,9 +219,6 @@ class StageModule(nn.Module):
 
     def _seed(self, index: int, further: int = 0) -> None:
         self.seeds.plant(self._first_layer + index + further, self._running)
-
-
-# Private functions
 
 
 def _called(work: Callable[[], Any]) -> Any:

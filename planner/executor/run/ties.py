@@ -84,9 +84,6 @@ class TiedGradients:
             self._summed.append(parameter.grad)
 
 
-# Private functions
-
-
 def _is_trained(names: Sequence[str], trained: Collection[str]) -> bool:
     frozen = [name for name in names if name not in trained]
     if frozen and len(frozen) < len(names):

@@ -76,9 +76,6 @@ def is_lost_contact(error: BaseException) -> bool:
     )
 
 
-# Private functions
-
-
 def _out_of_memory(error: BaseException, who: str, position: Position) -> PlannerError:
     predicted = sum(position.predicted_bytes.get(stage, 0) for stage in position.stages)
     beside = f"; the plan predicts a peak of {format_bytes(predicted)}" if predicted else ""

@@ -352,9 +352,6 @@ class Watch:
         return hang(self._positions(store), self._timeout_s)
 
 
-# Private functions
-
-
 def _store_of_all() -> Any:
     try:
         return job_store(timedelta(minutes=5))

@@ -39,9 +39,6 @@ def job_store(timeout: timedelta) -> Store:
     return PrefixStore(f"gpipe-plan/{_start(store, timeout)}", store)
 
 
-# Private functions
-
-
 def _start(store: TCPStore, timeout: timedelta) -> str:
     """A name for this start of the job's processes, the same on all of them."""
     address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"], os.environ["WORLD_SIZE"]
