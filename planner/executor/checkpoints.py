@@ -32,7 +32,7 @@ from planner.core.errors import FileError, ModelError, PlannerError, UsageError
 from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes
 from planner.device.kinds import kind_of
-from planner.executor.keep.description import check_same_computation, computation_of_run, description_of
+from planner.executor.keep.description import PYTHON, check_same_computation, description_of
 from planner.executor.keep.optimizer_state import OptimizerState
 from planner.executor.keep.rank_state import as_data, packed, restored, unpacked_ranks
 from planner.executor.keep.run_folder import RunFolder
@@ -243,7 +243,8 @@ class Checkpoints:
             "balance": list(balance.balance),
             "ranks": dist.get_world_size(),
             "torch": str(torch.__version__),
-            **computation_of_run(self._pipeline.computation),
+            "python": PYTHON,
+            "computation": self._pipeline.computation,
         }
 
     def _save_failed(self, error: BaseException) -> None:

@@ -104,7 +104,7 @@ class MiniBatches:
         if self._job.place.is_last:
             counts = [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
             if self._model.loss_count is not None:
-                targets = [target for part in parts for target in part.targets()]
+                targets = [t for part in parts for t in micro_batches_of(part.batch.targets, part.micro_batches)]
                 counts = loss_counts(self._model.loss_count, targets, self._model.source)
             total = torch.tensor(sum(counts), dtype=torch.float64, device=self._job.device)
             if self._replicas is not None:

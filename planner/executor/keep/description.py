@@ -13,7 +13,7 @@ from planner.executor.keep.stored import DESCRIPTION
 CHECKPOINT_SCHEMA = "gpipe-plan/checkpoint/v2"
 """Version 1 kept the state of a rank as a pickle, which is no longer read."""
 
-_PYTHON: Final = ".".join(platform.python_version_tuple()[:2])
+PYTHON: Final = ".".join(platform.python_version_tuple()[:2])
 """The digests are of code as Python reads it, which may be another in its next version."""
 _COMPUTES: Final = {
     "loss": "the loss function has",
@@ -61,11 +61,6 @@ def description_of(source: Path) -> dict[str, Any]:
     return description
 
 
-def computation_of_run(computation: Mapping[str, str]) -> dict[str, Any]:
-    """What a checkpoint keeps of it."""
-    return {"python": _PYTHON, "computation": dict(computation)}
-
-
 def check_same_computation(description: Mapping[str, Any], computation: Mapping[str, str], source: str) -> None:
     """Refuses to go on from `source` with another loss, or other layers, that have the same tensors.
 
@@ -74,7 +69,7 @@ def check_same_computation(description: Mapping[str, Any], computation: Mapping[
     """
     saved = description.get("computation", computation)  # checkpoints of earlier versions say nothing
     what = [words for name, words in _COMPUTES.items() if saved[name] != computation[name]]
-    if what and description.get("python") == _PYTHON:
+    if what and description.get("python") == PYTHON:
         raise UsageError(
             f"{' and '.join(what)} changed since {source} was written: the run would go on with another model",
             hint=f"undo the change in the model file; or begin a new run with the weights alone: `--weights {source}`",

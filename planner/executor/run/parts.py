@@ -20,10 +20,6 @@ class Part:
     micro_batches: int
     micro_batch_size: int
 
-    def targets(self) -> list[Any]:
-        """The targets of every micro-batch."""
-        return micro_batches_of(self.batch.targets, self.micro_batches)
-
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a nest, in order."""

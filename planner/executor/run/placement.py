@@ -15,6 +15,7 @@ import torch.distributed as dist
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, launch_line
 from planner.core.values.placement import Placement, device_of, stages_on
+from planner.core.values.units import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
     devices = balance.num_devices
     if num_processes != balance.num_processes:
         raise UsageError(
-            f"the plan needs {_needed(balance)}, but {num_processes} "
-            f"{'process was' if num_processes == 1 else 'processes were'} started",
+            f"the plan needs {_needed(balance)}, but {counted(num_processes, 'process', 'es')} "
+            f"{'was' if num_processes == 1 else 'were'} started",
             hint=f"run `{launch_line(balance.num_processes, 'train.py')}`",
         )
     order = balance.device_order
@@ -105,10 +106,6 @@ class Groups:
 def _needed(balance: Balance) -> str:
     """`4 processes (2 replicas of 2 devices with 3 stages each)`."""
     devices, replicas, chunks = balance.num_devices, balance.replicas, balance.chunks
-    what = f"{devices} stage{'s' * (devices > 1)}"
-    if chunks > 1:
-        what = f"{devices} device{'s' * (devices > 1)} with {chunks} stages each"
-    if replicas > 1:
-        what = f"{replicas} replicas of {what}"
-    count = balance.num_processes
-    return f"{count} process{'es' * (count > 1)} ({what})"
+    what = f"{counted(devices, 'device')} with {chunks} stages each" if chunks > 1 else counted(devices, "stage")
+    of_replicas = f"{replicas} replicas of {what}" if replicas > 1 else what
+    return f"{counted(balance.num_processes, 'process', 'es')} ({of_replicas})"

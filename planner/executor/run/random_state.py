@@ -128,12 +128,8 @@ def _of_layer(seed: int, step: int, layer: int) -> int:
 
 
 def _next(mixed: int, part: int) -> int:
-    return _mixed(mixed + part + 0x9E3779B97F4A7C15)
-
-
-def _mixed(number: int) -> int:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014): neighbours become unlike each other."""
-    number &= _MASK
+    number = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK
     return number ^ (number >> 31)

@@ -63,6 +63,8 @@ class Watch:
         self._store: Any = _store_of_all() if "RANK" in os.environ and self._world > 1 else None
         self._wake = socket.socketpair()
         self._beats = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        """By rank, its last beat and when that was first seen."""
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -335,8 +337,6 @@ class Watch:
     def _silent_while_beating(self, store: Any) -> list[int]:
         """Ranks that give no sign of life; `_silent` looks for seconds, this a little with every beat."""
         now = {rank: at["beat"] for rank, at in self._positions(store).items() if rank != self._rank}
-        if not hasattr(self, "_seen"):
-            self._seen: dict[int, tuple[int, float]] = {}
         for rank, beat in now.items():
             if self._seen.get(rank, (None,))[0] != beat:
                 self._seen[rank] = (beat, time.monotonic())

@@ -76,6 +76,4 @@ class Position:
             "where": self.where,
             "waits_for": self.waits_for,
             "idle_s": self.idle_s,
-            "stages": self.stages,
-            "replica": self.replica,
         }
