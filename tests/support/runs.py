@@ -8,7 +8,7 @@ from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Device
 from planner.core.values.run_report import RunReport, StageRun
-from planner.executor.measure.run_times import ProcessRun, RunSpan, RunStep, Waits, typical_us
+from planner.executor.measure.run_times import ProcessRun, RunSpan, RunStep, typical_us, with_waiting
 
 STEPS = 5
 _WARM_UP = 2
@@ -50,21 +50,18 @@ def report_of(plan: Plan, costs: ChainCosts, cluster: Cluster, *, peak_factor: f
         )
         for stage in plan.stages
     ]
-    waits = Waits.of(runs, stages, warm_up=_WARM_UP, overlaps=not cluster.link.blocking)
     taken = step_us(costs, partition, cluster)
-    return RunReport(
+    report = RunReport(
         plan_digest="sha256:1",
         seed=0,
         device=Device(kind="cpu", name="made up"),
         losses=(1.0,) * STEPS,
         step_us=(10 * taken,) * _WARM_UP + (taken,) * (STEPS - _WARM_UP),
         batch=plan.inputs.batch,
-        bubble=waits.bubble,
-        overhead_us=waits.overhead_us,
         warmup_steps=_WARM_UP,
-        stages=waits.stages,
-        boundaries=waits.boundaries,
+        stages=tuple(stages),
     )
+    return with_waiting(report, runs, overlaps=not cluster.link.blocking)
 
 
 def slower(cluster: Cluster, *, compute: float, overhead_us: float, link: float) -> Cluster:

@@ -20,7 +20,7 @@ from planner.core.values.profile import Device, Environment, Generator
 from planner.core.values.run_report import RunReport, StageRun
 from planner.device.kinds import kind_of
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
-from planner.executor.measure.run_times import ProcessRun, RunStep, Waits
+from planner.executor.measure.run_times import ProcessRun, RunStep, with_waiting
 from planner.executor.run.placement import Place
 from planner.executor.run.stage_module import StageModule
 from planner.model.precision import dtype_of
@@ -52,7 +52,6 @@ def run_report(
     runs = [run for run, _ in gathered]
     stages = sorted((stage for _, its in gathered for stage in its), key=lambda stage: (stage.replica, stage.index))
     kind = kind_of(device)
-    waits = Waits.of(runs, stages, warm_up=WARM_UP_STEPS, overlaps=kind.transfers_overlap)
     report = RunReport(
         generator=Generator(name="gpipe-plan", version=__version__),
         plan_digest=balance.plan_digest,
@@ -70,13 +69,10 @@ def run_report(
         samples_per_s=tuple(
             round(count / time_us * 1e6, 1) for count, time_us in zip(samples, recorder.step_us, strict=False)
         ),
-        bubble=waits.bubble,
-        overhead_us=waits.overhead_us,
         warmup_steps=WARM_UP_STEPS,
-        stages=waits.stages,
-        boundaries=waits.boundaries,
+        stages=tuple(stages),
     )
-    return runs, report
+    return runs, with_waiting(report, runs, overlaps=kind.transfers_overlap)
 
 
 def clock_offset_ns(

@@ -12,7 +12,7 @@ from statistics import mean, median
 from typing import Literal, NamedTuple
 
 from planner.core.schedule import KINDS
-from planner.core.values.run_report import BoundaryRun, StageRun
+from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 RunSpanKind = Literal["forward", "backward", "recompute", "optimizer"]
 
@@ -157,33 +157,26 @@ def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Waits:
-    """What the processes of all pipelines waited for, as a report tells it."""
-
-    stages: tuple[StageRun, ...]
-    boundaries: tuple[BoundaryRun, ...]
-    bubble: float | None
-    overhead_us: float | None
-
-    @classmethod
-    def of(cls, runs: Sequence[ProcessRun], stages: Sequence[StageRun], *, warm_up: int, overlaps: bool) -> "Waits":
-        """The waiting in the steps after `warm_up` of them, pipelines side by side; see `waiting_of`."""
-        waiting: dict[int, Waiting] = {}
-        for replica in {run.replica for run in runs}:
-            pipeline = [run for run in runs if run.replica == replica]
-            steps = {run.rank: [step for step in run.steps if step.number >= warm_up] for run in pipeline}
-            of_replica = waiting_of(steps, overlaps=overlaps)
-            if of_replica is not None:
-                waiting[replica] = of_replica
-        overheads = [w.overhead_us for w in waiting.values() if w.overhead_us is not None]
-        ranks = {(run.replica, span.stage): run.rank for run in runs for step in run.steps for span in step.spans}
-        return cls(
-            stages=tuple(_with_waiting(s, waiting.get(s.replica), ranks.get((s.replica, s.index), 0)) for s in stages),
-            boundaries=tuple(b for replica, w in sorted(waiting.items()) for b in _boundaries(replica, w)),
-            bubble=mean(w.bubble for w in waiting.values()) if waiting else None,
-            overhead_us=round(mean(overheads), 1) if overheads else None,
-        )
+def with_waiting(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
+    """A report with what the processes of its pipelines waited for, behind the warm-up; see `waiting_of`."""
+    waiting: dict[int, Waiting] = {}
+    for replica in sorted({run.replica for run in runs}):
+        pipeline = [run for run in runs if run.replica == replica]
+        steps = {run.rank: [step for step in run.steps if step.number >= report.warmup_steps] for run in pipeline}
+        of_replica = waiting_of(steps, overlaps=overlaps)
+        if of_replica is not None:
+            waiting[replica] = of_replica
+    overheads = [w.overhead_us for w in waiting.values() if w.overhead_us is not None]
+    ranks = {(run.replica, span.stage): run.rank for run in runs for step in run.steps for span in step.spans}
+    return replace(
+        report,
+        stages=tuple(
+            _with_waiting(s, waiting.get(s.replica), ranks.get((s.replica, s.index), 0)) for s in report.stages
+        ),
+        boundaries=tuple(boundary for replica, w in waiting.items() for boundary in _boundaries(replica, w)),
+        bubble=mean(w.bubble for w in waiting.values()) if waiting else None,
+        overhead_us=round(mean(overheads), 1) if overheads else None,
+    )
 
 
 def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
