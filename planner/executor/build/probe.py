@@ -73,7 +73,14 @@ def _budget_bytes() -> int:
 def _run(rehearsal: Rehearsal, budget_s: float) -> Probe:
     """How many layers, from the first one on, can be compared within the budget of time and memory."""
     budget_bytes, names = _budget_bytes(), rehearsal.chain.names
-    saved = _Saved()
+    saved_bytes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> None:  # what a forward keeps for backward, of which nothing is kept
+        storage = tensor.untyped_storage()
+        # An address may come again once its tensor is gone: then less is counted than is kept.
+        if not isinstance(tensor, nn.Parameter):
+            saved_bytes.setdefault(storage._cdata, storage.nbytes())
+
     begin = time.process_time()
     seconds = 0.0
     received = tensors_of(rehearsal.micro_batches[0].inputs)
@@ -81,7 +88,7 @@ def _run(rehearsal: Rehearsal, budget_s: float) -> Probe:
         # Parameters, their gradients, the largest of these once more before it is added; and what one micro-batch
         # keeps, which may be twice as much of two samples.
         parameter_bytes, largest_bytes = rehearsal.copies.num_bytes(held_names(rehearsal.chain, 0, layer + 1))
-        wanted_bytes = 2 * parameter_bytes + largest_bytes + 2 * saved.num_bytes
+        wanted_bytes = 2 * parameter_bytes + largest_bytes + 2 * sum(saved_bytes.values())
         if wanted_bytes > budget_bytes:
             reason = f'from "{name}" on it takes more than {format_bytes(budget_bytes)} of memory here'
             return Probe(layer, seconds, reason)
@@ -92,7 +99,7 @@ def _run(rehearsal: Rehearsal, budget_s: float) -> Probe:
         started = time.process_time()
         try:
             module = rehearsal.stage(StageRange(layer, layer + 1))
-            with saved_tensors_hooks(saved.note, saved.nothing), layers_in(rehearsal.loaded.precision, _CPU):
+            with saved_tensors_hooks(note, _nothing), layers_in(rehearsal.loaded.precision, _CPU):
                 outputs = tensors_of(module(*received))
         except (Exception, SystemExit):  # of what kind is told when stages are compared
             return Probe(len(names), seconds, "", has_failed=True)
@@ -101,19 +108,5 @@ def _run(rehearsal: Rehearsal, budget_s: float) -> Probe:
     return Probe(len(names), seconds, "")
 
 
-class _Saved:
-    """Counts what a forward keeps for backward, and keeps none of it."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._seen: set[int] = set()
-
-    def note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        # An address may come again once its tensor is gone: then less is counted than is kept.
-        if not isinstance(tensor, nn.Parameter) and storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self.num_bytes += storage.nbytes()
-
-    def nothing(self, _kept: Any) -> NoReturn:
-        raise AssertionError("there is no backward")
+def _nothing(_kept: Any) -> NoReturn:
+    raise AssertionError("there is no backward")

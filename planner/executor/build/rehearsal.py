@@ -8,10 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from planner.core.values.plan import Recompute
 from planner.executor.build.assembly import stage_module_of
@@ -115,7 +114,7 @@ class Rehearsal:
         # Autograd's mode is what torch chooses kernels by: a layer that will be recomputed runs without a graph first.
         if as_trained:
             for layer in built:
-                _always_with_a_graph(layer.module)
+                vars(layer.module)["forward"] = torch.enable_grad()(layer.module.forward)
         module = stage_module_of(
             built,
             layers,
@@ -138,22 +137,6 @@ class Outcome:
     loss: float
     buffers: dict[str, list[Tensor]]
     """By name, those of every stage that has it."""
-
-
-def _always_with_a_graph(module: nn.Module) -> None:
-    """Lets `module` make a graph even where it will be recomputed, and leaves the mode as it was behind it."""
-    modes: list[bool] = []
-
-    def begin(*_: Any) -> None:
-        modes.append(torch.is_grad_enabled())
-        torch.set_grad_enabled(True)
-
-    def end(*_: Any) -> None:
-        torch.set_grad_enabled(modes.pop())
-
-    # A stack of modes, since a module may call itself; hooks that are always called, since it may fail.
-    module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end, always_call=True)
 
 
 class _Flight:

@@ -97,9 +97,7 @@ class ForwardOnly:
         """
         losses: list[Tensor] = []
         transfers = Transfers(self.device, None)
-        with ExitStack() as stack:
-            for context in (torch.no_grad(), keeping_casts(self.precision, self.device)):
-                stack.enter_context(context)
+        with torch.no_grad(), keeping_casts(self.precision, self.device), ExitStack() as stack:
             for module in self.modules:
                 stack.enter_context(module.evaluating())
             for chunk, micro_batch in self._order(len(inputs)):
