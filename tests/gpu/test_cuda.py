@@ -162,4 +162,4 @@ def test_what_is_recorded_lies_in_its_step() -> None:
     assert begin - slack_ns <= forward.start_ns < forward.end_ns <= backward.start_ns <= again.start_ns
     assert again.end_ns <= backward.end_ns <= optimizer.start_ns <= optimizer.end_ns <= end + slack_ns
     assert forward.end_ns - forward.start_ns > 1_000_000
-    assert recorder.outside_bytes > 0
+    assert recorder.peak.outside_bytes > 0

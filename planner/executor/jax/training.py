@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from planner.bridge.extra import CHIPS, check_installed, expect_no_tpu
 from planner.core.errors import ExitCode, PlannerError
 from planner.core.values.devices import Accelerator
-from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes
+from planner.executor.watch.failure import print_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,6 +94,5 @@ def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[Jax
 
         yield JaxTraining(balance_path, given)
     except PlannerError as error:
-        hint = f"\n\n{printable_lines(f'hint: {error.hint}')}" if error.hint else ""
-        print(f"{printable_lines(f'error: {error}')}{hint}", file=sys.stderr, flush=True)
+        print_error(error)
         sys.exit(ExitCode.ERROR)

@@ -43,26 +43,13 @@ class Recorder:
         self._backward_of: int | None = None
         self.first_micro_batch = 0
         """What the micro-batches that are timed are counted from: a mini-batch may run in several parts."""
-        self._steps: deque[RunStep] = deque(maxlen=_KEPT_STEPS)
+        self.steps: deque[RunStep] = deque(maxlen=_KEPT_STEPS)
+        """The last steps, warm-up included, on the clock of `time.perf_counter_ns`."""
         self.step_us: list[float] = []
-        self._peak = Peak(0)
+        self.peak = Peak(0)
+        """The most memory of this rank; known behind the step in which memory is read."""
         gc.collect()  # what is garbage by now is not this rank's, and must not be taken off its memory later
         self._memory = self._device.peak_watch()
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes of tensors that this rank had at once."""
-        return self._peak.tensor_bytes
-
-    @property
-    def outside_bytes(self) -> int:
-        """What the device had in use beside the tensors of the peak, in bytes; known on GPUs."""
-        return self._peak.outside_bytes
-
-    @property
-    def steps(self) -> tuple[RunStep, ...]:
-        """The last steps, warm-up included, on the clock of `time.perf_counter_ns`."""
-        return tuple(self._steps)
 
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
         """Runs `work` and notes its time as `kind` of a micro-batch on one of the process's stages."""
@@ -88,9 +75,9 @@ class Recorder:
         yield
         self._device.synchronize()
         self.step_us.append((time.perf_counter_ns() - begin) / 1e3)
-        self._steps.append(RunStep(self._step, self._collected(base, begin)))
+        self.steps.append(RunStep(self._step, self._collected(base, begin)))
         if self._step == WARM_UP_STEPS - 1:
-            self._peak = self._memory.end()
+            self.peak = self._memory.end()
         self._step += 1
 
     @contextmanager
@@ -102,11 +89,11 @@ class Recorder:
 
     def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
         """Median time of one micro-batch's `kind`; 0 if nothing was timed."""
-        return typical_us([step.spans for step in self._steps if step.number >= WARM_UP_STEPS], kind, stage)
+        return typical_us([step.spans for step in self.steps if step.number >= WARM_UP_STEPS], kind, stage)
 
     def close(self) -> None:
         """Stops recording; a run too short to reach the step whose memory is read has the peak of all it did."""
-        self._peak = self._memory.close() or self._peak
+        self.peak = self._memory.close() or self.peak
 
     def _noted(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:
         start = self._device.now()

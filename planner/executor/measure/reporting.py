@@ -43,7 +43,7 @@ def run_report(
 
     `losses` and `samples` are those of every step, the samples of all replicas.
     """
-    steps = _on_first_clock(recorder.steps, place.rank, device)
+    steps = _on_first_clock(tuple(recorder.steps), place.rank, device)
     recorded = ProcessRun(place.rank, place.replica, steps), _stage_runs(balance, place, recorder, modules)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(recorded, gathered if place.rank == 0 else None)
@@ -103,7 +103,7 @@ def clock_offset_ns(
     return best[1]
 
 
-def _on_first_clock(steps: Sequence[RunStep], rank: int, device: torch.device) -> tuple[RunStep, ...]:
+def _on_first_clock(steps: tuple[RunStep, ...], rank: int, device: torch.device) -> tuple[RunStep, ...]:
     """The steps of this process on the clock of rank 0; every rank must call it."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
@@ -111,7 +111,7 @@ def _on_first_clock(steps: Sequence[RunStep], rank: int, device: torch.device) -
     for peer, host in enumerate(hosts):
         if host != hosts[0] and rank in (0, peer):
             offset_ns = clock_offset_ns(rank, peer, device)
-    return tuple(steps) if rank == 0 else tuple(_moved(step, offset_ns) for step in steps)
+    return steps if rank == 0 else tuple(_moved(step, offset_ns) for step in steps)
 
 
 def _moved(step: RunStep, offset_ns: int) -> RunStep:
@@ -131,8 +131,8 @@ def _stage_runs(balance: Balance, place: Place, recorder: Recorder, modules: Seq
             backward_us=round(recorder.typical_us("backward", stage=stage.index), 1),
             recompute_us=round(recorder.typical_us("recompute", stage=stage.index), 1),
             parameter_bytes=sum(p.nbytes for p in module.parameters()),
-            peak_bytes=recorder.peak_bytes,
-            outside_bytes=recorder.outside_bytes,
+            peak_bytes=recorder.peak.tensor_bytes,
+            outside_bytes=recorder.peak.outside_bytes,
         )
         for stage, module in zip(described, modules, strict=True)
     ]

@@ -166,7 +166,7 @@ class Watch:
         self._ending.set()
         code = error.code if isinstance(error.code, int) else 1
         if self._claimed():  # at once: looking up the user's lines takes time
-            _print(explained(error, self.position))
+            print_error(explained(error, self.position))
             self._leave(code)
         self._leave_quietly(code)
 
@@ -252,7 +252,7 @@ class Watch:
         """Tells what happened, unless another rank does, and ends this process: with `code`, or else `quietly`."""
         self._ending.set()
         if error is not None and self._claimed():
-            _print(error)
+            print_error(error)
             self._leave(code)
         self._leave_quietly(quietly)
 
@@ -356,10 +356,11 @@ def _store_of_all() -> Any:
     try:
         return job_store(timedelta(minutes=5))
     except PlannerError as error:  # nobody watches yet
-        _print(error)
+        print_error(error)
         sys.exit(error.exit_code)
 
 
-def _print(error: PlannerError) -> None:
+def print_error(error: PlannerError) -> None:
+    """Prints what happened and what to do on standard error."""
     hint = f"\n\n{printable_lines(f'hint: {error.hint}')}" if error.hint else ""
     print(f"{printable_lines(f'error: {error}')}{hint}", file=sys.stderr, flush=True)

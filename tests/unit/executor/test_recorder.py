@@ -68,7 +68,7 @@ def test_memory_counts_from_the_beginning() -> None:
     for size in (700_000, 5000, 900_000, 900_000):
         step(recorder, kept, size=size)
     # Second step: 10,000 + 1000 from the first step + 5000.
-    assert recorder.peak_bytes == 16_000
+    assert recorder.peak.tensor_bytes == 16_000
     del model
 
 
@@ -77,7 +77,7 @@ def test_the_first_step_does_not_count_for_memory() -> None:
     recorder = Recorder(CPU)
     step(recorder, size=1_000_000)
     step(recorder, size=100)
-    assert recorder.peak_bytes == 100
+    assert recorder.peak.tensor_bytes == 100
 
 
 def test_recording_ends_with_the_warm_up() -> None:
@@ -107,7 +107,7 @@ def test_a_run_of_one_step_has_a_peak_too() -> None:
     recorder = Recorder(CPU)
     step(recorder, size=5000)
     recorder.close()
-    assert recorder.peak_bytes >= 5000
+    assert recorder.peak.tensor_bytes >= 5000
 
 
 def test_recomputation_lies_in_its_backward(recorder: Recorder) -> None:
