@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from planner.core.errors import ModelError
@@ -12,7 +14,7 @@ from planner.executor.build.assembly import Assembly
 from planner.executor.job import Job
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
-from planner.executor.run.gradients import check_gradients, check_losses, clip_gradients
+from planner.executor.run.gradients import check_gradients, check_losses, dense_part
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of
 from planner.executor.run.parts import Part, micro_batches_of
@@ -61,14 +63,17 @@ class Trainer:
         self.step_index += 1
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clips by the norm over all stages, which it returns; every rank must call it, within the block of a step."""
-        return clip_gradients(
-            self._parameters.values(),
-            max_norm,
-            self._job.device,
-            counted_elsewhere=self._assembly.tied.counted_elsewhere,
-            group=self._groups.pipeline,
-        )
+        """Clips by the Euclidean norm over all stages, which it returns: see `Pipeline.clip_gradients`."""
+        elsewhere = {id(parameter) for parameter in self._assembly.tied.counted_elsewhere}
+        trained = [parameter for parameter in self._parameters.values() if parameter.grad is not None]
+        counted = [dense_part(p.grad) for p in trained if p.grad is not None and id(p) not in elsewhere]
+        squares = torch.zeros((), dtype=torch.float64, device=self._job.device)
+        if counted:
+            squares = torch.nn.utils.get_total_norm(counted).double().square()
+        dist.all_reduce(squares, group=self._groups.pipeline)
+        norm: Tensor = squares.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm.float())
+        return float(norm)
 
     def evaluate(self, batch: Batch, metrics: Metrics | None, *, outputs: bool) -> Evaluation:
         """Loss and metrics of a batch of any size, on every rank: see `Pipeline.evaluate`."""
@@ -174,8 +179,11 @@ class Trainer:
         forward = ForwardOnly(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)
         self._assembly.expect(part, training=False)
         last = modules[-1]
-        last.targets, last.seen = batches.targets(part, weights), observed.see if job.place.is_last else None
-        observed.expect(part, batches.targets(part, [1.0] * len(weights)))
+        last.targets = batches.targets(part, weights)
+        if job.place.is_last:
+            # The metrics get those targets, too, of which nothing counts for the loss.
+            targets = batches.targets(part, [1.0] * len(weights))
+            last.seen = partial(observed.see, part.micro_batch_size, targets)
         try:
             losses = forward.run(micro_batches_of(batches.input_tensors(part), part.micro_batches))
         finally:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from planner.core.errors import UsageError
 from planner.core.values.precision import Precision
-from planner.executor.run.parts import Part
 from planner.executor.run.placement import Place
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
@@ -43,18 +42,12 @@ class Observed:
     def __init__(self, metrics: Metrics | None, *, keeps_outputs: bool) -> None:
         self._metrics, self._keeps_outputs = metrics, keeps_outputs
         self._outputs: list[Any] = []
-        self._targets: Sequence[Any] = ()
-        self._size = 0
         self.samples = 0
         self.sums: dict[str, float] = {}
         """The sum of every metric over the samples seen."""
 
-    def expect(self, part: Part, targets: Sequence[Any]) -> None:
-        """What comes next are the outputs of these micro-batches."""
-        self._size, self._targets = part.micro_batch_size, targets
-
-    def see(self, micro_batch: int, output: Any) -> None:
-        """One output, as `loss_fn` gets it.
+    def see(self, size: int, targets: Sequence[Any], micro_batch: int, output: Any) -> None:
+        """One output, as `loss_fn` gets it, of micro-batches of so many samples.
 
         Raises:
             UsageError: The metrics are no numbers, or others than of the micro-batch before.
@@ -62,14 +55,14 @@ class Observed:
         if self._keeps_outputs:
             self._outputs.append(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output))
         if self._metrics is not None:
-            now = _numbers(self._metrics(output, self._targets[micro_batch]))
+            now = _numbers(self._metrics(output, targets[micro_batch]))
             if self.samples and set(now) != set(self.sums):
                 raise UsageError(
                     f"`metrics` gave {sorted(now)} for one micro-batch and {sorted(self.sums)} for another",
                     hint="give the same names for every micro-batch",
                 )
-            self.sums = {name: self.sums.get(name, 0.0) + value * self._size for name, value in now.items()}
-        self.samples += self._size
+            self.sums = {name: self.sums.get(name, 0.0) + value * size for name, value in now.items()}
+        self.samples += size
 
     def outputs(self) -> Any:
         """All that were kept, put together along their first dimension; None where none were.

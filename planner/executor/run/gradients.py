@@ -1,12 +1,11 @@
-"""What a step came to: losses, outputs and gradients that must be finite, and gradients clipped as one model's."""
+"""What a step came to: losses, outputs and gradients that must be finite."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from planner.core.errors import ModelError, TrainingError
 from planner.executor.watch.position import Position
@@ -28,38 +27,6 @@ def expect_dense(gradients: Iterable[Tensor], summed_over: str) -> None:
 def dense_part(gradient: Tensor) -> Tensor:
     """The numbers of a gradient, those that a sparse one has of the same row added up; norms are those of the whole."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def clip_gradients(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    device: torch.device,
-    *,
-    counted_elsewhere: Iterable[nn.Parameter] = (),
-    group: dist.ProcessGroup | None = None,
-) -> float:
-    """`torch.nn.utils.clip_grad_norm_` for the whole model; every process of `group` must call it.
-
-    Args:
-        parameters: The parameters of this process.
-        max_norm: The largest norm of all gradients together (Euclidean); where it is larger, all are made smaller.
-        device: Where they are.
-        counted_elsewhere: What another process holds, too, and counts.
-        group: The processes of one pipeline; by default all there are.
-
-    Returns:
-        The norm before clipping.
-    """
-    skipped = {id(parameter) for parameter in counted_elsewhere}
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    counted = [dense_part(p.grad) for p in trained if p.grad is not None and id(p) not in skipped]
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    if counted:
-        squares = torch.nn.utils.get_total_norm(counted).double().square()
-    dist.all_reduce(squares, group=group)
-    norm: Tensor = squares.sqrt()
-    torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm.float())
-    return float(norm)
 
 
 def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> None:
