@@ -110,8 +110,8 @@ def partial_of(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}.partial"
 
 
-def commit(partial: Path, description: Mapping[str, Any]) -> Path:
-    """Makes what all ranks have written a checkpoint; its path."""
+def commit(partial: Path, description: Mapping[str, Any]) -> None:
+    """Makes what all ranks have written a checkpoint."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir()) if path.name != DESCRIPTION}
     text = json.dumps(
         {"schema": CHECKPOINT_SCHEMA, **description, "files": files, "index_sha256": index_digest(partial)}, indent=1
@@ -126,7 +126,6 @@ def commit(partial: Path, description: Mapping[str, Any]) -> Path:
         set_aside([target])
     partial.rename(target)
     sync_folder(target.parent)
-    return target
 
 
 def prune(folder: Path, lineage: Lineage, keep: int) -> None:
