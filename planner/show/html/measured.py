@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import isfinite
 
-from planner.core.judge.verification import Quantity, timed_steps_us
+from planner.core.judge.verification import Compared, Quantity, compared_of, timed_steps_us
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, figure, layer_name, legend, line, note, table
 from planner.show.markup import element, safe
-from planner.show.views.measured import HEADERS, OF_REPLICAS, Beside, beside, ran_other_stages, run_table
+from planner.show.views.measured import HEADERS, OF_REPLICAS, label_of, off_by, ran_other_stages, run_table
 from planner.show.views.numbers import NOTHING, percent
+from planner.show.views.words import place_word
 
 __all__ = ["measured_section", "run_section"]
 
@@ -29,8 +30,12 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
     if ran_other_stages(plan, report):
         body = note("The run had other stages than the plan: there is nothing to compare stage by stage.")
         return Section(anchor="measured", title=title, body=body)
-    figures = beside(plan, report)
-    rows = [row for text, quantities in _SCALES for row in _rows([f for f in figures if f.what in quantities], text)]
+    figures, place = compared_of(plan, report), place_word(plan.chunks)
+    rows = [
+        row
+        for text, quantities in _SCALES
+        for row in _rows([figure for figure in figures if figure.what in quantities], text, place)
+    ]
     body = table(("", *HEADERS, ""), rows)
     body += legend([("t-predicted", "predicted"), ("t-measured", "measured")])
     machine = f"{report.device.kind} {report.device.name}".strip()
@@ -48,7 +53,7 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
 """How figures are written, and which ones have bars to one scale."""
 
 
-def _rows(figures: Sequence[Beside], text: Callable[[float], str]) -> Iterator[list[str]]:
+def _rows(figures: Sequence[Compared], text: Callable[[float], str], place: str) -> Iterator[list[str]]:
     # The step is so much longer than a micro-batch that it has a scale of its own.
     most = max((max(f.predicted, f.measured) for f in figures if f.what != "step_us"), default=0.0) or 1.0
     for row in figures:
@@ -56,7 +61,7 @@ def _rows(figures: Sequence[Beside], text: Callable[[float], str]) -> Iterator[l
         track = bar("t-predicted", 0, row.predicted / full) + bar("t-measured", 0, row.measured / full)
         measured = text(row.measured) if row.measured else NOTHING
         bars = element("div", track, class_="pair", aria_hidden="true")
-        yield [safe(row.label), text(row.predicted), measured, row.difference, bars]
+        yield [safe(label_of(row, place)), text(row.predicted), measured, off_by(row), bars]
 
 
 def run_section(report: RunReport) -> Section:

@@ -1,7 +1,7 @@
 """Measured links: what each can do."""
 
 from planner.core.values.links import Links
-from planner.core.values.units import format_bytes, format_rate, format_us
+from planner.core.values.units import counted, format_bytes, format_rate, format_us
 from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING
@@ -27,10 +27,9 @@ def links_text(links: Links, style: Style) -> str:
                 "does not overlap with compute" if link.blocking else "",
             ]
         )
-    count = len(links.boundaries)
     return render(
         style,
-        heading(f"{count} link{'s' * (count > 1)} between neighbours"),
+        heading(f"{counted(len(links.boundaries), 'link')} between neighbours"),
         flow((plain(item, style) for item in machine), style, gap=f" {style.glyphs.dot} "),
         BLANK,
         table(columns, rows, style),

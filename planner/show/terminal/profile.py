@@ -75,7 +75,7 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
         _reserve(device),
         plain(environment.dtype, style),
         plain(f"torch {environment.torch}", style) if environment.torch else "",
-        f"{environment.threads} thread{'' if environment.threads == 1 else 's'}",
+        counted(environment.threads, "thread"),
     ]
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     return [
@@ -89,7 +89,9 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
 def _layer_table(profile: Profile, style: Style) -> Table:
     figures = _figures(profile, style)
     columns = [Column(header="layer", footer="total", number=False)]
-    columns += [Column(header=f.header, footer=_total(f, profile.layers)) for f in figures]
+    columns += [
+        Column(header=f.header, footer=f.text(sum(map(f.of, profile.layers))) if f.total else "") for f in figures
+    ]
     rows = []
     for group in _alike(profile.layers):
         first, last = group[0], group[-1]
@@ -107,10 +109,6 @@ def _alike(layers: Sequence[LayerProfile]) -> list[list[LayerProfile]]:
         return (layer.digest, *costs) if layer.digest else (n,)
 
     return [[layer for _, layer in group] for _, group in groupby(enumerate(layers), key)]
-
-
-def _total(figure: _Figure, layers: Sequence[LayerProfile]) -> str:
-    return figure.text(sum(map(figure.of, layers))) if figure.total else ""
 
 
 def _figures(profile: Profile, style: Style) -> list[_Figure]:

@@ -3,7 +3,7 @@
 Times are compared per stage, peak memory per device: chunks that share one share its allocator.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 
@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.core.judge.verification import Compared, Quantity, Verification, timed_steps_us
+from planner.core.judge.verification import Compared, Quantity, Verification, compared_of, timed_steps_us
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us
@@ -22,14 +22,15 @@ from planner.show.views.measured import (
     HEADERS,
     OF_REPLICAS,
     WAITING,
-    Beside,
-    beside,
+    is_over,
     label_of,
+    off_by,
     pipeline_words,
     ran_other_stages,
     run_table,
 )
-from planner.show.views.numbers import NOTHING, TimeScale, difference, percent, rate
+from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
+from planner.show.views.words import place_word
 
 __all__ = ["comparison_text", "run_text", "verification_text"]
 
@@ -94,10 +95,10 @@ def _measured(report: RunReport, style: Style) -> list[RenderableType]:
 
 def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableType]:
     rows: list[_Row | None] = []
-    for what, group in groupby(beside(plan, report), key=lambda row: row.what):
+    for what, group in groupby(compared_of(plan, report), key=lambda row: row.what):
         # The bubble goes with the step.
         rows += [None] if what not in ("step_us", "bubble") else []
-        rows += _compared(tuple(group))
+        rows += _compared(tuple(group), plan)
     return [_table(rows, style), *_notes(plan, report, style)]
 
 
@@ -106,24 +107,20 @@ def _table(rows: Sequence[_Row | None], style: Style, *more: Column) -> Table:
     return table(columns, rows, style)
 
 
-def _compared(rows: Sequence[Beside]) -> list[_Row]:
+def _compared(rows: Sequence[Compared], plan: Plan) -> Iterator[_Row]:
     """The rows of one quantity; times in one unit."""
-    text = _TEXTS.get(rows[0].what) or _times_text(rows)
-    return [
-        [
-            row.label,
-            text(row.predicted),
-            Text(text(row.measured) + (" ! OVER" if row.is_over else ""), style="bold red" if row.is_over else ""),
-            # A bubble is a share itself: a difference of shares in percent would be read as one of points.
-            "" if row.what == "bubble" else row.difference,
-        ]
-        for row in rows
-    ]
-
-
-def _times_text(rows: Sequence[Beside]) -> Callable[[float], str]:
     scale = TimeScale.fitting(time for row in rows for time in (row.predicted, row.measured))
-    return lambda time_us: f"{scale.text(time_us)} {scale.unit}" if time_us else NOTHING
+
+    def time(time_us: float) -> str:
+        return f"{scale.text(time_us)} {scale.unit}" if time_us else NOTHING
+
+    for row in rows:
+        text = _TEXTS.get(row.what, time)
+        over = (" ! OVER", "bold red") if is_over(row, plan) else ("", "")
+        measured = Text(text(row.measured) + over[0], style=over[1])
+        # A bubble is a share itself: a difference of shares in percent would be read as one of points.
+        off = "" if row.what == "bubble" else off_by(row)
+        yield [label_of(row, place_word(plan.chunks)), text(row.predicted), measured, off]
 
 
 def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
@@ -155,8 +152,7 @@ def verification_text(verification: Verification, style: Style) -> str:
 
 def _judged(row: Compared) -> _Row:
     text = _TEXTS.get(row.what, format_us)
-    # As in `_compared`.
-    off = NOTHING if row.what == "bubble" or not row.measured else difference(row.predicted, row.measured)
+    off = NOTHING if row.what == "bubble" else off_by(row)
     said = {None: Text(""), True: Text("ok", style="green"), False: Text("! OFF", style="bold red")}[row.agrees]
     return [label_of(row, "device"), text(row.predicted), text(row.measured) if row.measured else NOTHING, off, said]
 

@@ -1,25 +1,23 @@
 """What a run took, stage by stage, and beside it what its plan predicted: rows that terminal and report both draw."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 
 from planner.core.cost.calibration import stage_runs
-from planner.core.judge.verification import Compared, Quantity, compared_of
+from planner.core.judge.verification import Compared, Quantity
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import counted
 from planner.show.views.numbers import NOTHING, difference, layer_range
 from planner.show.views.table import Table, column, table
-from planner.show.views.words import place_word
 
 __all__ = [
     "HEADERS",
     "OF_REPLICAS",
     "WAITING",
-    "Beside",
-    "beside",
+    "is_over",
     "label_of",
+    "off_by",
     "pipeline_words",
     "ran_other_stages",
     "run_table",
@@ -41,45 +39,24 @@ _LABELS: Mapping[Quantity, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """One figure, predicted and measured."""
-
-    what: Quantity
-    label: str
-    predicted: float
-    measured: float
-    """0 where nothing was measured."""
-    is_over: bool
-    """Whether a measured peak is above what the cap leaves beside the reserve."""
-
-    @property
-    def difference(self) -> str:
-        """How far the measured figure lies off the predicted one, where there is one."""
-        return difference(self.predicted, self.measured) if self.measured else NOTHING
-
-
-def beside(plan: Plan, report: RunReport) -> tuple[Beside, ...]:
-    """The step, the bubble, forward and backward per stage, and peak memory per device.
-
-    Times stand per stage, peaks per device, because chunks that share a device share its allocator.
-    """
-    return tuple(
-        Beside(
-            what=row.what,
-            label=label_of(row, place_word(plan.chunks)),
-            predicted=row.predicted,
-            measured=row.measured,
-            is_over=row.what == "peak_bytes" and row.measured > _room_bytes(plan, row.index or 0),
-        )
-        for row in compared_of(plan, report)
-    )
-
-
 def label_of(row: Compared, place: str) -> str:
     """What a figure is called; `place` is the word for where peaks are."""
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"
+
+
+def off_by(row: Compared) -> str:
+    """How far the measured figure lies off the predicted one, where something was measured."""
+    return difference(row.predicted, row.measured) if row.measured else NOTHING
+
+
+def is_over(row: Compared, plan: Plan) -> bool:
+    """Whether it is a measured peak above what the cap leaves beside the reserve."""
+    if row.what != "peak_bytes" or row.index is None:
+        return False
+    chunks = plan.stages[row.index :: plan.num_devices]
+    # The reserve is for what the device's allocator does not see, so the report does not hold it either.
+    return row.measured > chunks[0].memory_bytes - sum(stage.memory.reserve for stage in chunks)
 
 
 def ran_other_stages(plan: Plan, report: RunReport) -> bool:
@@ -109,12 +86,6 @@ def run_table(report: RunReport) -> Table:
         column("parameters", "parameters", attrgetter("parameter_bytes"), "bytes"),
         column("peak", "peak\nmemory", attrgetter("peak_bytes"), "bytes"),
     )
-
-
-def _room_bytes(plan: Plan, device: int) -> int:
-    # The reserve is for what the device's allocator does not see, so the report does not hold it either.
-    chunks = plan.stages[device :: plan.num_devices]
-    return chunks[0].memory_bytes - sum(stage.memory.reserve for stage in chunks)
 
 
 def _stage(run: StageRun) -> str:
