@@ -10,7 +10,7 @@ from planner.core.cost.calibration import Calibration, calibrated_executor
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE, SCHEDULE_CHOICES, schedules_for
 from planner.core.values.cluster import ExecutorCost, Link
-from planner.core.values.limits import MOST_BATCH, MOST_DEVICES, at_most, short
+from planner.core.values.limits import MOST_BATCH, MOST_DEVICES, short
 from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
@@ -61,13 +61,14 @@ def _inputs(
     schedule = _schedule(asked.schedule, profile, only_gpipe=only_gpipe)
     executor = _executor(profile, calibration)
     kept = 1 - texts.share(asked.headroom)
+    largest = max(profile.micro_batch_sizes)
     return Inputs(
         profile=reference,
         model_digest=profile.model.digest,
         devices=num_devices,
         memory_bytes=tuple(int(cap * kept) for cap in _caps(asked.mem, num_devices, profile)),
         speeds=texts.speeds(asked.speed, num_devices) if asked.speed is not None else (),
-        batch=_batch(asked.batch, profile),
+        batch=largest if asked.batch is None else texts.number_of("--batch", asked.batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if asked.link is None else texts.link(asked.link),
         inter_link=texts.link(asked.inter_link, "--inter-link") if asked.inter_link is not None else None,
         node_devices=node_devices,
@@ -117,9 +118,7 @@ def _devices(devices: int | None, nodes: str | None) -> tuple[int, int]:
     if nodes is None:
         if devices is None:
             raise UsageError("how many devices are there?", hint="`--devices 8`, or `--nodes 4x8`")
-        if devices < 1:
-            raise UsageError(f"`--devices {short(devices)}`: at least 1 device is needed")
-        return at_most("--devices", devices, MOST_DEVICES, "devices"), 0
+        return texts.number_of("--devices", devices, "device", MOST_DEVICES), 0
     count, each = texts.nodes(nodes)
     total = count * each
     if devices is not None and not 1 <= devices <= total:
@@ -155,11 +154,3 @@ def _recompute(recompute: str, profile: Profile) -> RecomputePolicy:
         f"`--recompute {policy}`: stages of this model that are recomputed do not come out the same ({differs})",
         hint="use `--recompute never`",
     )
-
-
-def _batch(batch: int | None, profile: Profile) -> int:
-    if batch is None:
-        return max(profile.micro_batch_sizes)
-    if batch < 1:
-        raise UsageError(f"`--batch {short(batch)}`: at least 1 sample is needed")
-    return at_most("--batch", batch, MOST_BATCH, "samples")

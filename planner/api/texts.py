@@ -6,7 +6,7 @@ Each function takes either form, and raises a `UsageError` that names the option
 import re
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import get_args
+from typing import Any, get_args
 
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
@@ -26,6 +26,7 @@ __all__ = [
     "micro_batch_sizes",
     "names",
     "nodes",
+    "number_of",
     "one",
     "precision",
     "settings",
@@ -51,29 +52,24 @@ def choice(option: str, text: str, choices: object) -> str:
     return text
 
 
-def integers(option: str, asked: Numbers, *, least: int = 1) -> tuple[int, ...]:
-    """`1,2,4` as numbers.
-
-    Raises:
-        UsageError: Something else, or a number below `least`.
-    """
+def integers(option: str, asked: Numbers) -> tuple[int, ...]:
+    """`1,2,4` as numbers of at least 1."""
     text = _shown(asked)
-    parts = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
     try:
-        numbers = tuple(int(part) for part in parts)
+        numbers = tuple(map(int, _parts(asked)))
     except (TypeError, ValueError):
         raise UsageError(f"expected whole numbers with commas between them, got `{option} {text}`") from None
     if not numbers:
         raise UsageError(f"expected whole numbers, got none for `{option}`")
-    if min(numbers) < least:
-        raise UsageError(f"`{option} {text}`: {short(min(numbers))} is below {least}")
+    if min(numbers) < 1:
+        raise UsageError(f"`{option} {text}`: {short(min(numbers))} is below 1")
     if max(numbers) > LARGEST:
         raise UsageError(f"`{option} {text}` is too large to compute with")
     return numbers
 
 
 def one(option: str, asked: Numbers) -> int:
-    """One number of at least 1; raises `UsageError` for anything else."""
+    """One number of at least 1."""
     numbers = integers(option, asked)
     if len(numbers) > 1:
         raise UsageError(f"expected one number, got `{option} {_shown(asked)}`")
@@ -85,12 +81,15 @@ def count_or_auto(option: str, asked: str | int) -> int:
     return 0 if asked == "auto" else one(option, asked)
 
 
-def size(asked: str | int) -> int:
-    """`8GB`, or an accelerator's name (`tpu:v2`), in bytes; from Python also a number of bytes.
+def number_of(option: str, asked: int, noun: str, most: int | None = None) -> int:
+    """The number of what `noun` says, from 1 to `most`, if that is bounded."""
+    if asked < 1:
+        raise UsageError(f"`{option} {short(asked)}`: at least 1 {noun} is needed")
+    return asked if most is None else at_most(option, asked, most, f"{noun}s")
 
-    Raises:
-        UsageError: Not a size, or negative.
-    """
+
+def size(asked: str | int) -> int:
+    """`8GB`, or an accelerator's name (`tpu:v2`), in bytes; from Python also a number of bytes."""
     if isinstance(asked, str):
         named = next((one for one in ACCELERATORS if one.name == asked.strip().lower()), None)
         return parse_bytes(asked) if named is None else named.memory_bytes
@@ -100,17 +99,12 @@ def size(asked: str | int) -> int:
 
 
 def sizes(asked: Sizes) -> tuple[int, ...]:
-    """Several sizes in bytes; raises as `size`."""
-    parts = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
-    return tuple(size(part) for part in parts)
+    """Several sizes in bytes."""
+    return tuple(map(size, _parts(asked)))
 
 
 def caps(asked: Sizes, devices: int) -> tuple[int, ...]:
-    """`8GB` for every device, or `24GB,24GB,80GB` one by one, in bytes.
-
-    Raises:
-        UsageError: Not sizes, or not as many as devices.
-    """
+    """`8GB` for every device, or `24GB,24GB,80GB` one by one, in bytes."""
     one_or_each = sizes(asked)
     if len(one_or_each) not in (1, devices):
         raise UsageError(
@@ -120,18 +114,12 @@ def caps(asked: Sizes, devices: int) -> tuple[int, ...]:
 
 
 def micro_batch_sizes(asked: Numbers, batch: int | None) -> tuple[int, ...]:
-    """The sizes to profile, in ascending order: `1,2,4`, or for `auto` the powers of two up to the batch (8), and it.
-
-    Raises:
-        UsageError: Not sizes; or both sizes and a batch.
-    """
+    """The sizes to profile, in ascending order: `1,2,4`, or for `auto` powers of two up to the batch (8), and it."""
     if asked != "auto":
         if batch is not None:
             raise UsageError(f"`--batch {batch}` and `--batch-sizes {_shown(asked)}`: give one of them")
         return tuple(sorted(set(integers("--batch-sizes", asked))))
-    most = 8 if batch is None else batch
-    if most < 1:
-        raise UsageError(f"`--batch {batch}`: at least 1 sample is needed")
+    most = 8 if batch is None else number_of("--batch", batch, "sample")
     # The batch itself too, so that every number that divides it lies between measured sizes.
     return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
 
@@ -146,15 +134,10 @@ def precision(asked: str | None) -> Precision:
 
 
 def speeds(asked: str | float | Sequence[float], devices: int) -> tuple[float, ...]:
-    """`1,1,2.5`: one for each device, or one for all.
-
-    Raises:
-        UsageError: Not numbers above 0, or not as many as devices.
-    """
+    """`1,1,2.5`: a number above 0 for each device, or one for all."""
     text = _shown(asked)
-    parts = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, (int, float)) else asked
     try:
-        numbers = tuple(float(part) for part in parts)
+        numbers = tuple(map(float, _parts(asked)))
     except ValueError:
         raise UsageError(f"expected numbers with commas between them, got `--speed {text}`") from None
     slowest, fastest = SPEEDS
@@ -168,12 +151,8 @@ def speeds(asked: str | float | Sequence[float], devices: int) -> tuple[float, .
 
 
 def names(option: str, asked: str | Sequence[str]) -> tuple[str, ...]:
-    """`wte,lm_head`: two or more layers.
-
-    Raises:
-        UsageError: Fewer than two different ones.
-    """
-    layers = tuple(part.strip() for part in (asked.split(",") if isinstance(asked, str) else asked))
+    """`wte,lm_head`: two or more different layers."""
+    layers = tuple(part.strip() for part in _parts(asked))
     if len(set(layers)) < 2 or len(set(layers)) < len(layers):
         raise UsageError(f"expected different layers with commas between them, got `{option} {_shown(asked)}`")
     return layers
@@ -195,11 +174,7 @@ def link(asked: str | Link, option: str = "--link") -> Link:
 
 
 def share(asked: str | float) -> float:
-    """`5%` as a fraction of one; from Python also 0.05.
-
-    Raises:
-        UsageError: Not from 0 to below 1.
-    """
+    """`5%` as a fraction, from 0 to below 1; from Python also 0.05."""
     if isinstance(asked, str):
         return parse_share(asked)
     if not 0 <= asked < 1:
@@ -209,10 +184,10 @@ def share(asked: str | float) -> float:
 
 def two_shares(option: str, asked: str | Sequence[str | float]) -> tuple[float, float]:
     """`1%,5%`, or the two shares."""
-    parts = asked.split(",") if isinstance(asked, str) else list(asked)
-    if len(parts) != 2:
+    shares = _parts(asked)
+    if len(shares) != 2:
         raise UsageError(f"`{option} {_shown(asked)}`: two shares are needed", hint=f"`{option} 1%,5%`")
-    return share(parts[0]), share(parts[1])
+    return share(shares[0]), share(shares[1])
 
 
 def nodes(asked: str) -> tuple[int, int]:
@@ -233,6 +208,13 @@ def settings(asked: Mapping[str, object] | Sequence[str]) -> dict[str, str]:
         if not equals:
             raise UsageError(f"expected `--set name=value`, got `--set {name}`")
     return {name: value for name, _, value in pairs}
+
+
+def _parts(asked: Any) -> Sequence[Any]:
+    """What commas part in a text, or the values; a number is one value."""
+    if isinstance(asked, str):
+        return asked.split(",")
+    return [asked] if isinstance(asked, (int, float)) else asked
 
 
 def _shown(asked: object) -> str:
