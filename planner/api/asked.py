@@ -17,8 +17,6 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import parse_us
 from planner.solve.search import Request, Solver
 
-__all__ = ["request_of"]
-
 
 def request_of(profile: Profile, reference: ProfileReference, asked: SolverOptions) -> Request:
     """The question behind the options of `solve`.

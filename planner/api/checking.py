@@ -19,8 +19,6 @@ from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 
-__all__ = ["check"]
-
 
 @on_plan(CheckOptions)
 def check(plan: File | Plan, options: CheckOptions) -> Verdict:

@@ -10,8 +10,6 @@ from planner.core.judge.verdict import judge
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
-__all__ = ["compare", "earlier_plan"]
-
 
 def compare(*plans: File | Plan) -> Comparison:
     """Plans beside each other, each recomputed from its profile where that can be.

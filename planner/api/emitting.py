@@ -16,8 +16,6 @@ from planner.core.values.profile import Profile
 if TYPE_CHECKING:
     from planner.emit import Written
 
-__all__ = ["FreshPlan", "emit", "fresh_plan"]
-
 
 @on_plan(EmitOptions)
 def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:

@@ -10,8 +10,6 @@ from planner.api.options import Keyword, Option, keywords_of
 from planner.api.reading import AnyProfile, File
 from planner.core.values.plan import Plan
 
-__all__ = ["on_model", "on_plan", "on_profile"]
-
 P = ParamSpec("P")
 Record = TypeVar("Record")
 Result = TypeVar("Result")

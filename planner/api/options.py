@@ -19,20 +19,6 @@ from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, RecomputePolicy
 from planner.core.values.precision import PRECISIONS
 from planner.core.values.profile import Granularity, Profile
 
-__all__ = [
-    "CheckOptions",
-    "EmitOptions",
-    "Keyword",
-    "Option",
-    "ProfileOptions",
-    "SolveOptions",
-    "SolverOptions",
-    "SweepOptions",
-    "VerifyOptions",
-    "keywords_of",
-    "values_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Option:

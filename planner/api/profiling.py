@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from planner.model import LoadedModel
     from planner.profile import ProfileOptions as Measuring
 
-__all__ = ["partial_path", "profile", "profile_header"]
-
 
 @on_model(ProfileOptions)
 def profile(model: File | Any, options: ProfileOptions) -> Profile:

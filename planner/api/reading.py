@@ -14,23 +14,6 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import Plan, ProfileReference
 from planner.core.values.profile import Profile
 
-__all__ = [
-    "NOWHERE",
-    "AnyProfile",
-    "File",
-    "Progress",
-    "ReadProfile",
-    "calibration_of",
-    "cuts_of",
-    "fresh_verdict",
-    "links_of",
-    "path_of",
-    "plan_of",
-    "profile_for",
-    "profile_of",
-    "reference",
-]
-
 File = str | os.PathLike[str]
 
 Progress = Callable[[str, int, int], None]

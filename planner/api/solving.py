@@ -10,8 +10,6 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_us
 
-__all__ = ["PLAN_HEADER", "faster_schedule_for", "solve"]
-
 PLAN_HEADER = """\
 Made by `gpipe-plan solve`. You may edit balance, stages[].recompute, and micro_batches with micro_batch_size by hand:
 then run `gpipe-plan check`, which recomputes everything else from the profile."""

@@ -11,8 +11,6 @@ from planner.api.reading import NOWHERE, AnyProfile, path_of, profile_of, refere
 from planner.api.solving import PLAN_HEADER
 from planner.core.values.sweep import Sweep
 
-__all__ = ["sweep"]
-
 
 @on_profile(SweepOptions)
 def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:

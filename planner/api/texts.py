@@ -15,28 +15,6 @@ from planner.core.values.limits import LARGEST, MOST_DEVICES, SPEEDS, at_most, s
 from planner.core.values.precision import PRECISIONS, Precision, precision_of
 from planner.core.values.units import parse_bytes, parse_bytes_per_s, parse_share, parse_us
 
-__all__ = [
-    "Numbers",
-    "Sizes",
-    "caps",
-    "choice",
-    "count_or_auto",
-    "integers",
-    "link",
-    "micro_batch_sizes",
-    "names",
-    "nodes",
-    "number_of",
-    "one",
-    "precision",
-    "settings",
-    "share",
-    "size",
-    "sizes",
-    "speeds",
-    "two_shares",
-]
-
 Numbers = str | int | Sequence[int]
 """`1,2,4`, or the numbers."""
 

@@ -16,8 +16,6 @@ from planner.core.values.run_report import RunReport
 from planner.emit.native import emit_native
 from planner.files import read_run
 
-__all__ = ["crowding", "run_plan"]
-
 _STOP_S = 30
 """How long torchrun may take to end its processes."""
 

@@ -15,8 +15,6 @@ from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
 
-__all__ = ["verify"]
-
 _PROOF_S = 30.0
 """How long `verify` holds the plan's stages against the model in one piece, about."""
 

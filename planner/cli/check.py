@@ -12,8 +12,6 @@ from planner.cli.records import with_options
 from planner.core.errors import ExitCode
 from planner.show import gate, verdict_text
 
-__all__ = ["check"]
-
 _FOR_MACHINES = {
     "github": gate.annotations,
     "junit": gate.junit_xml,

@@ -10,8 +10,6 @@ from planner.cli.options import Debug, OrMarkdown, check_format
 from planner.show.gate import comparison_markdown
 from planner.show.terminal.plans import plans_text
 
-__all__ = ["compare"]
-
 
 def compare(
     plans: Annotated[list[str], typer.Argument(metavar="PLAN PLAN...", help="Two plans or more.")],

@@ -12,8 +12,6 @@ from planner.core.errors import FileError, PlannerError
 from planner.core.values.printable import printable, printable_lines
 from planner.show import Style, style_for
 
-__all__ = ["Closed", "Console", "forget", "style_for_stdout"]
-
 _Progress = Callable[[str, int, int], None]
 """(item, done, total); a total of 0 is not known yet."""
 

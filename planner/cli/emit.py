@@ -7,8 +7,6 @@ from planner.cli.options import Debug, PlanFile, Quiet
 from planner.cli.records import with_options
 from planner.emit import check_engine
 
-__all__ = ["emit"]
-
 
 @with_options(EmitOptions)
 def emit(

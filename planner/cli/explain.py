@@ -11,8 +11,6 @@ from planner.core.values.findings import RULES, rule
 from planner.show import rules_text
 from planner.show.gate import rules_markdown
 
-__all__ = ["explain"]
-
 
 def explain(
     codes: Annotated[

@@ -10,8 +10,6 @@ from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
 from planner.core.errors import FileError, UsageError
 
-__all__ = ["export"]
-
 
 def export(
     checkpoint: Annotated[

@@ -7,8 +7,6 @@ from typer.exceptions import TyperException
 
 from planner.core.errors import PlannerError
 
-__all__ = ["Sectioned", "misused"]
-
 
 class Sectioned(TyperCommand):
     """A command whose `--help` has sections; typer itself makes them in rich's boxes only."""

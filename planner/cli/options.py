@@ -7,8 +7,6 @@ import typer
 
 from planner.core.errors import UsageError
 
-__all__ = ["Debug", "Format", "OrMarkdown", "Output", "PlanFile", "ProfileFile", "Quiet", "check_format"]
-
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="The plan; `-` is standard input.")]
 ProfileFile = Annotated[str, typer.Argument(metavar="PROFILE", help="The profile; `-` is standard input.")]
 Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")]

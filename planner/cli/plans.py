@@ -8,8 +8,6 @@ from planner.core.cost.step import Step, step_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
-__all__ = ["events_of", "step_of_plan"]
-
 
 def events_of(plan: Plan, profile: Profile) -> tuple[Event, ...]:
     """Simulated events of one step of the plan."""

@@ -17,8 +17,6 @@ from planner.core.values.profile import Profile
 from planner.files import dump, json_text
 from planner.show import profile_text
 
-__all__ = ["profile"]
-
 
 @with_options(ProfileOptions)
 def profile(

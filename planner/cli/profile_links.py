@@ -12,8 +12,6 @@ from planner.core.errors import ExitCode, UsageError
 from planner.core.values.devices import TORCH_KINDS
 from planner.show import links_text
 
-__all__ = ["profile_links"]
-
 _START = "torchrun --nproc-per-node 4 -m planner profile-links"
 
 

@@ -9,8 +9,6 @@ import typer
 
 from planner.api.options import Keyword, Option, keywords_of
 
-__all__ = ["with_options"]
-
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator: a command with a parameter `options`, a `record`, has the options of its fields on the command line.

@@ -9,8 +9,6 @@ from planner import files
 from planner.cli.console import Console
 from planner.core.errors import UsageError
 
-__all__ = ["schema"]
-
 _KINDS = ("profile", "plan", "balance", "run", "links", "calibration", "partial")
 
 

@@ -29,8 +29,6 @@ from planner.show.html import plan_html, profile_html, run_html
 from planner.show.svg import timeline_svg
 from planner.show.trace import trace_json
 
-__all__ = ["show"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:

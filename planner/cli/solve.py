@@ -20,8 +20,6 @@ from planner.core.values.units import bytes_option, counted, format_bytes, forma
 from planner.show import plan_text
 from planner.show.views.numbers import percent
 
-__all__ = ["solve"]
-
 
 @with_options(SolveOptions)
 def solve(

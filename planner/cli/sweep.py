@@ -13,8 +13,6 @@ from planner.core.errors import ExitCode
 from planner.show.gate import sweep_markdown
 from planner.show.terminal.sweep import sweep_text
 
-__all__ = ["sweep"]
-
 
 @with_options(SweepOptions)
 def sweep(

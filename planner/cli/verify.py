@@ -13,8 +13,6 @@ from planner.cli.records import with_options
 from planner.core.errors import ExitCode
 from planner.show import verification_text
 
-__all__ = ["verify"]
-
 
 @with_options(VerifyOptions)
 def verify(

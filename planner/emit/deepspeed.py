@@ -13,8 +13,6 @@ from planner.core.errors import UsageError
 from planner.core.schedule import ONE_FORWARD_ONE_BACKWARD
 from planner.emit.layout import EngineFile, Layout, python_values, text_of
 
-__all__ = ["emit_deepspeed"]
-
 _NAME: Final = "DeepSpeed"
 
 _USE: Final = """\

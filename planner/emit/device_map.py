@@ -8,8 +8,6 @@ from typing import Final
 
 from planner.emit.layout import EngineFile, Layout, modules_of, python_values, text_of
 
-__all__ = ["emit_device_map"]
-
 _NAME: Final = "a device map"
 
 _USE: Final = """\

@@ -22,8 +22,6 @@ from planner.emit.standalone import emit_standalone
 from planner.emit.torchgpipe import emit_torchgpipe
 from planner.emit.torchtitan import emit_torchtitan
 
-__all__ = ["ENGINES", "Written", "check_engine", "emit_engine", "write_emitted"]
-
 ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
     "torchgpipe": emit_torchgpipe,
     "torch": emit_split_spec,

@@ -19,8 +19,6 @@ from planner.emit.layout import Layout
 from planner.emit.native import Emitted, emit_with
 from planner.files import relocated
 
-__all__ = ["JAX_SCRIPT", "emit_jax"]
-
 JAX_SCRIPT: Final = "train_jax.py"
 
 

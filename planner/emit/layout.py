@@ -18,8 +18,6 @@ from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import counted
 from planner.emit.signature import signed
 
-__all__ = ["EngineFile", "Layout", "modules_of", "paths_above", "python_values", "text_of"]
-
 _PATH = re.compile(r"\w+(\.\w+)*")
 _WIDTH = 110
 

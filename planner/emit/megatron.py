@@ -17,8 +17,6 @@ from planner.core.schedule import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from planner.core.values.profile import LayerProfile
 from planner.emit.layout import EngineFile, Layout, text_of
 
-__all__ = ["balance_of_layout", "emit_megatron"]
-
 _NAME: Final = "Megatron-LM"
 _OPTION: Final = "--pipeline-model-parallel-layout"
 _NUMBERED = re.compile(r"(?P<stem>.*[^\W\d].*?)(?P<number>\d+)(?P<rest>\D.*)?")

@@ -17,8 +17,6 @@ from planner.emit.layout import Layout
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
 from planner.files import digest_of, dump, relocated, write_text
 
-__all__ = ["Emitted", "decisions_digest", "emit_native", "emit_with", "in_docstring", "stage_table"]
-
 _HEADER = """\
 Which stage runs which layers: written by `gpipe-plan emit`.
 Edit the plan and emit again rather than editing here; train.py refuses a model whose layers are not these."""

@@ -20,8 +20,6 @@ from planner.emit.layout import modules_of, paths_above
 from planner.emit.megatron import balance_of_layout
 from planner.files import read
 
-__all__ = ["SUFFIXES", "read_balance_list"]
-
 SUFFIXES: Final = (".py", ".json", ".toml", ".yaml", ".yml", ".sh", ".txt")
 """What the names of files with cuts in them end with."""
 

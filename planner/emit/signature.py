@@ -5,8 +5,6 @@ from pathlib import Path
 
 from planner.core.errors import FileError
 
-__all__ = ["is_edited", "refuse_edited", "runs_balance", "signed"]
-
 _SIGNATURE = "\n# As emitted: "
 """Begins the last line; what follows is the digest of all above."""
 

@@ -9,8 +9,6 @@ from typing import Final
 
 from planner.emit.layout import EngineFile, Layout, python_values, text_of
 
-__all__ = ["emit_split_spec"]
-
 _NAME: Final = "`pipeline()`"
 
 _USE: Final = """\

@@ -16,8 +16,6 @@ from planner.emit.native import check_source, in_docstring, stage_table
 from planner.emit.signature import signed
 from planner.files import relocated
 
-__all__ = ["OPTIMIZER_CODE", "emit_standalone"]
-
 _NAME = "a standalone script"
 _OWN = "leave out `--standalone`: gpipe-plan's own executor runs it"
 

@@ -12,8 +12,6 @@ from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute
 from planner.emit.layout import EngineFile, Layout, python_values, text_of
 
-__all__ = ["emit_torchgpipe"]
-
 _NAME: Final = "torchgpipe"
 
 _CHECKPOINT: dict[Recompute, str] = {

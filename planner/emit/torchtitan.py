@@ -10,8 +10,6 @@ from typing import Any, Final
 from planner.core.errors import UsageError
 from planner.emit.layout import EngineFile, Layout, python_values, text_of
 
-__all__ = ["emit_torchtitan"]
-
 _NAME: Final = "torchtitan"
 
 _USE: Final = """\

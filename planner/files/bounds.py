@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 import yaml
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "UnboundedError", "check_bounds", "is_too_deep"]
-
 MAX_BYTES = 2**28
 """The largest file that is read; a profile of ten thousand layers has a few megabytes."""
 

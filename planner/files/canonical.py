@@ -20,8 +20,6 @@ from planner.core.values.profile import (
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
-__all__ = ["digest_of", "to_plain"]
-
 _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMemory})
 """Classes of which every field that holds its default is left out: a profile has thousands of them."""
 

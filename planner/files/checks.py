@@ -16,8 +16,6 @@ from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.files.strict_yaml import KeyPath, Problem
 
-__all__ = ["problems_of"]
-
 
 def problems_of(
     value: Profile | Plan | RunReport | Balance | Links | Calibration | Partial, *, every_number: bool = True

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from planner.core.errors import UsageError
 
-__all__ = ["check_outputs"]
-
 
 def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None]) -> None:
     """Refuses outputs that are an input or the same as another output, before anything is computed.

@@ -8,8 +8,6 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.files.reading import is_replayable
 
-__all__ = ["model_path", "profile_path", "reference_path", "relocated"]
-
 
 def reference_path(profile_path: str, plan_path: str) -> str:
     """How a plan at `plan_path` refers to its profile: relative to its own folder, so both can move together."""

@@ -22,8 +22,6 @@ from typing import Any
 
 from planner.files.bounds import is_too_deep
 
-__all__ = ["NotQuickError", "json_content", "quick_content"]
-
 _LINE = re.compile(r"(- |[a-z_]+: )([\[{].*)")
 _WORD = re.compile(r"'[^'\"\\]*'|(?<![\w.+\-])[A-Za-z_][\w.\-/]*")
 _STRANGE = re.compile(r"[\"\\#&*!|>%@`~?\t\r]|[:,]['\w.\-\[{]|'[^'\"\\]*'[^,\]}:]")

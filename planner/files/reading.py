@@ -21,20 +21,6 @@ from planner.files.checks import problems_of
 from planner.files.strict_yaml import Document
 from planner.files.validation import schema_of, validated
 
-__all__ = [
-    "is_replayable",
-    "json_schema",
-    "read",
-    "read_balance",
-    "read_calibration",
-    "read_links",
-    "read_partial",
-    "read_plan",
-    "read_profile",
-    "read_run",
-    "stage_lines",
-]
-
 Value = Profile | Plan | RunReport | Balance | Links | Calibration | Partial
 _T = TypeVar("_T", bound=Value)
 

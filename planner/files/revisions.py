@@ -5,8 +5,6 @@ from pathlib import Path
 
 from planner.core.errors import FileError
 
-__all__ = ["at_revision"]
-
 
 def at_revision(path: str, revision: str) -> str:
     """The text of `path` as committed at `revision`, such as `main` or `HEAD~1`.

@@ -14,8 +14,6 @@ from planner.core.errors import FileError
 from planner.files.bounds import UnboundedError, check_bounds
 from planner.files.quick_yaml import NotQuickError, json_content, quick_content
 
-__all__ = ["Document", "KeyPath", "Problem", "StrictLoader", "dotted"]
-
 Key = str | int
 KeyPath = tuple[Key, ...]
 Problem = tuple[KeyPath, str, str]

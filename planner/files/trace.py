@@ -11,8 +11,6 @@ from typing import Final, NamedTuple
 
 from planner.core.schedule.kinds import KINDS
 
-__all__ = ["TRACE_THREADS", "TraceLevel", "TraceSlice", "trace_text"]
-
 TRACE_THREADS: Final = ("compute", "send forward", "send backward")
 """Threads of a process by their number; a slice whose kind is none of these is computed."""
 

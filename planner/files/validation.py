@@ -19,8 +19,6 @@ from planner.core.values.balance import Balance
 from planner.core.values.plan import FrontierPoint, Inputs, Plan
 from planner.files.strict_yaml import Document, KeyPath, Problem
 
-__all__ = ["schema_of", "validated"]
-
 _T = TypeVar("_T")
 
 _CHOICES: dict[tuple[type, str], Sequence[str]] = {

@@ -18,8 +18,6 @@ from planner.core.values.run_report import RunReport
 from planner.files.canonical import to_plain
 from planner.files.strict_yaml import StrictLoader
 
-__all__ = ["check_writable", "dump", "json_text", "sync_folder", "write", "write_text"]
-
 
 class _Line(dict[str, Any]):
     """A mapping that is written on one line."""

@@ -4,8 +4,6 @@ from html import escape
 
 from planner.core.values.printable import spelled_out
 
-__all__ = ["attributes", "element", "number", "safe"]
-
 
 def safe(text: str) -> str:
     """`text` as content or as a quoted attribute: no markup, and no control or direction characters, spelled out."""

@@ -7,8 +7,6 @@ from planner.core.values.plan import Plan, Stage
 from planner.show.views.numbers import percent
 from planner.show.views.plan import figures, headline, stage_table
 
-__all__ = ["plan_html"]
-
 _LOOK = 'style="text-align:{};padding:2px 12px 2px 0"'
 _TEXT, _NUMBER = _LOOK.format("left"), _LOOK.format("right")
 _COLUMNS = ("stage", "layers", "recompute", "forward", "backward", "memory", "cap")

@@ -15,8 +15,6 @@ from planner.show.views.numbers import time_ticks
 from planner.show.views.spans import BY_LABEL, ink_rules, kind_rules, legend_looks, look_of, number_of
 from planner.show.views.words import place_word
 
-__all__ = ["has_lanes", "legend_kinds", "timeline_svg"]
-
 _WIDTH = 1200.0
 _RIGHT = 12.0
 _AXIS = 30.0

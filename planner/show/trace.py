@@ -11,8 +11,6 @@ from planner.files.trace import TRACE_THREADS, TraceLevel, TraceSlice, trace_tex
 from planner.show.views.spans import number_of
 from planner.show.views.words import place_word
 
-__all__ = ["trace_json"]
-
 
 def trace_json(step: Step, title: str) -> str:
     """The trace of `step`."""

@@ -9,8 +9,6 @@ from planner.core.values.printable import printable, spelled_out
 from planner.show.gate.place import Place, full_message
 from planner.show.terminal.verdict import answer
 
-__all__ = ["annotations"]
-
 _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 

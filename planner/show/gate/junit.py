@@ -10,8 +10,6 @@ from planner.core.values.plan import Stage
 from planner.core.values.units import format_bytes
 from planner.show.gate.place import Place, full_message
 
-__all__ = ["junit_xml"]
-
 _SUITE = "gpipe-plan check"
 
 

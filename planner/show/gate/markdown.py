@@ -15,8 +15,6 @@ from planner.show.views.plan import figures, stage_table
 from planner.show.views.sweep import best_words, sweep_table
 from planner.show.views.table import Table
 
-__all__ = ["comparison_markdown", "rules_markdown", "sweep_markdown", "verdict_markdown"]
-
 _STAGES = ("stage", "layers", "recompute", "memory", "cap", "share")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding
 
-__all__ = ["Place", "full_message"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

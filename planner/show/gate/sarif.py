@@ -11,8 +11,6 @@ from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import RULES, Finding, Rule
 from planner.show.gate.place import Place, full_message
 
-__all__ = ["SARIF_SCHEMA", "sarif_log"]
-
 SARIF_SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 

@@ -12,8 +12,6 @@ from planner.show.views.frontier import frontier_table, has_several_replicas
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.table import Table
 
-__all__ = ["frontier_section"]
-
 _COLUMNS = ("micro_batches", "micro_batch_size", "step", "samples", "bubble", "peak", "recompute", "devices")
 _MOST_LABELS = 9
 _FEW = 4

@@ -12,8 +12,6 @@ from planner.show.html.parts import Section, details, figure, legend, line, note
 from planner.show.markup import element, number, safe
 from planner.show.views.table import column, table
 
-__all__ = ["layers_section"]
-
 _HEIGHT = 150.0
 _FEW = 20
 """Up to so many stages have a line and a number each, of more every eighth has, or every sixteenth …"""

@@ -15,8 +15,6 @@ from planner.show.views.measured import HEADERS, OF_REPLICAS, label_of, off_by, 
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.words import place_word
 
-__all__ = ["measured_section", "run_section"]
-
 
 def measured_section(plan: Plan, report: RunReport | None) -> Section:
     """Predicted beside measured: the step, each stage's forward and backward, each device's peak."""

@@ -7,8 +7,6 @@ from planner.show.markup import element, number
 from planner.show.views.memory import DeviceMemory, device_memory, fullest, kind_words, kinds_there
 from planner.show.views.words import place_word
 
-__all__ = ["memory_section"]
-
 _ROOM_FOR_WORDS = 0.13
 _MANY = 24
 

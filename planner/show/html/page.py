@@ -28,8 +28,6 @@ from planner.show.views.plan import claim, headline, stage_table
 from planner.show.views.spans import ink_rules, kind_rules
 from planner.show.views.words import method_name, not_measured
 
-__all__ = ["plan_html", "profile_html", "run_html"]
-
 _MANY = 24
 
 _Figure = tuple[str, str, str]

@@ -7,21 +7,6 @@ from planner.core.values.printable import printable
 from planner.show.markup import element, number, safe
 from planner.show.views.table import Column, Table
 
-__all__ = [
-    "Section",
-    "bar",
-    "definitions",
-    "details",
-    "figure",
-    "layer_name",
-    "legend",
-    "line",
-    "note",
-    "scroll",
-    "table",
-    "view",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:

@@ -14,8 +14,6 @@ from planner.show.views.numbers import layer_range, percent
 from planner.show.views.spans import BY_LABEL
 from planner.show.views.words import place_word
 
-__all__ = ["timeline_data", "timeline_section"]
-
 _LABELS = {
     **{label: label for label in BY_LABEL},
     "receive": "receive",

@@ -9,8 +9,6 @@ from planner.show.terminal.tables import GAP, drawn, fitted, width_of
 from planner.show.views.frontier import frontier_table, has_several_replicas
 from planner.show.views.table import Column, Table
 
-__all__ = ["frontier_parts"]
-
 _SHORTEST_BAR = 8
 _LONGEST_BAR = 24
 _FARTHEST = 4.0

@@ -11,8 +11,6 @@ from planner.show.terminal.style import Style
 from planner.show.views.numbers import percent
 from planner.show.views.words import place_word
 
-__all__ = ["insight_parts"]
-
 _AS_FAST = 0.0005
 """Changes of the step time by a smaller share are none."""
 

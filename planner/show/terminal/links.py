@@ -6,8 +6,6 @@ from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain,
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING
 
-__all__ = ["links_text"]
-
 _NUMBERS = ("latency", "bandwidth", "largest message", "")
 
 

@@ -13,8 +13,6 @@ from planner.show.terminal.style import Style
 from planner.show.views.memory import KINDS, DeviceMemory, device_memory, fullest, kind_words, kinds_there
 from planner.show.views.words import place_word
 
-__all__ = ["memory_parts"]
-
 # Blues and purple for what the model weighs, warm colours for what the micro-batches add, greys for the rest.
 _COLORS = {
     "parameters": 25,

@@ -20,8 +20,6 @@ from planner.show.views.numbers import percent
 from planner.show.views.plan import claim, figures, has_unlike_devices, headline
 from planner.show.views.words import method_name, not_measured
 
-__all__ = ["plan_text"]
-
 _LEAST_GAP = 0.0005
 """A smaller gap would be shown as none."""
 

@@ -12,8 +12,6 @@ from planner.show.terminal.tables import drawn, fitted
 from planner.show.views.comparison import comparison_table, difference_table
 from planner.show.views.numbers import rate
 
-__all__ = ["difference_parts", "plans_text"]
-
 _LONGEST_BAR = 40
 
 

@@ -14,8 +14,6 @@ from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain,
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING, TimeScale, format_count, layer_range, percent
 
-__all__ = ["profile_text"]
-
 _WIDE = 84
 _WIDEST = 100
 

@@ -19,8 +19,6 @@ from rich.text import Text
 from planner.core.values.printable import printable
 from planner.show.terminal.style import Style
 
-__all__ = ["BLANK", "Column", "facts", "flow", "heading", "plain", "render", "table"]
-
 BLANK = Text("")
 
 _ENDLESS = 1_000_000

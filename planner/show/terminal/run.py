@@ -32,8 +32,6 @@ from planner.show.views.measured import (
 from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
 from planner.show.views.words import place_word
 
-__all__ = ["comparison_text", "run_text", "verification_text"]
-
 _Row = list[str | Text]
 _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
 """How figures are written that are no times."""

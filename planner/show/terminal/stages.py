@@ -14,8 +14,6 @@ from planner.show.terminal.tables import drawn
 from planner.show.views.numbers import layer_range
 from planner.show.views.plan import has_unlike_devices, stage_table
 
-__all__ = ["recomputed_layers", "stages_drawn"]
-
 _MEDIUM = 76
 _WIDE = 96
 _DEVICE_COLUMN = 10

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TextIO
 
-__all__ = ["ASCII", "MIN_WIDTH", "UNICODE", "Glyphs", "Style", "style_for"]
-
 MIN_WIDTH: Final = 60
 """Layouts are made for at least as many columns; a narrower terminal breaks the lines itself."""
 

@@ -10,8 +10,6 @@ from planner.show.terminal.tables import drawn, fitted
 from planner.show.views.numbers import NOTHING, rate
 from planner.show.views.sweep import best_words, sweep_table
 
-__all__ = ["sweep_text"]
-
 _SHADES = (153, 117, 75, 33, 27)
 """From pale to deep blue, of the 256 colours; the number stands on each."""
 _DARK_FROM = 3

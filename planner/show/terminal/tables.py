@@ -11,8 +11,6 @@ from planner.show.terminal.rendering import plain
 from planner.show.terminal.style import Style
 from planner.show.views.table import Column, Table
 
-__all__ = ["GAP", "drawn", "fitted", "width_of"]
-
 GAP = 2
 """Columns between those of a table."""
 

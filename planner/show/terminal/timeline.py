@@ -26,8 +26,6 @@ from planner.show.views.numbers import percent, time_ticks
 from planner.show.views.spans import HUES
 from planner.show.views.words import place_word
 
-__all__ = ["Box", "Scale", "boxes_of", "idle_share", "timeline_parts"]
-
 _BY_LETTER: Mapping[str, Kind] = {kind.letter: kind for kind in KINDS.values()}
 """What devices compute, as events name it; what else an event may be is a transfer."""
 

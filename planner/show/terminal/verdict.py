@@ -14,8 +14,6 @@ from planner.show.terminal.plans import difference_parts
 from planner.show.terminal.rendering import BLANK, heading, plain, render
 from planner.show.terminal.style import Style
 
-__all__ = ["answer", "rules_text", "verdict_text"]
-
 _COLORS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 

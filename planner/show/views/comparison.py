@@ -9,8 +9,6 @@ from planner.core.values.units import format_bytes
 from planner.show.views.numbers import NOTHING, difference
 from planner.show.views.table import Table, column, table
 
-__all__ = ["comparison_table", "difference_table"]
-
 
 def comparison_table(comparison: Comparison) -> Table:
     """A row per plan; the last column says by how much it is faster than the first, and whether it is over its caps."""

@@ -7,8 +7,6 @@ from planner.core.schedule import schedule_of
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.show.views.table import Table, Value, column, table
 
-__all__ = ["NO_PLAN", "frontier_table", "has_several_replicas"]
-
 NO_PLAN = "no plan fits"
 
 

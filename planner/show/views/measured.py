@@ -11,18 +11,6 @@ from planner.core.values.units import counted
 from planner.show.views.numbers import NOTHING, difference, layer_range
 from planner.show.views.table import Table, column, table
 
-__all__ = [
-    "HEADERS",
-    "OF_REPLICAS",
-    "WAITING",
-    "is_over",
-    "label_of",
-    "off_by",
-    "pipeline_words",
-    "ran_other_stages",
-    "run_table",
-]
-
 HEADERS = ("predicted", "measured", "difference")
 OF_REPLICAS = "the slowest and the largest of the replicas"
 """Which of the measured figures stand beside those that are predicted of one pipeline."""

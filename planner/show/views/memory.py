@@ -8,8 +8,6 @@ from planner.core.values.units import format_bytes
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.words import place_word
 
-__all__ = ["KINDS", "DeviceMemory", "device_memory", "fullest", "kind_words", "kinds_there", "share_of_cap"]
-
 KINDS = tuple(name for name, _ in StageMemory().items())
 
 

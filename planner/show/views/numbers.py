@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
-__all__ = ["NOTHING", "Tick", "TimeScale", "difference", "format_count", "layer_range", "percent", "rate", "time_ticks"]
-
 NOTHING = "-"
 """Stands where there is no number to show."""
 

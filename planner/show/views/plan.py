@@ -10,8 +10,6 @@ from planner.show.views.numbers import layer_range, percent, rate
 from planner.show.views.table import Table, column, table
 from planner.show.views.words import plans_searched
 
-__all__ = ["claim", "figures", "has_unlike_devices", "headline", "stage_table"]
-
 
 def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
     """Schedule, shape and micro-batches in one line.

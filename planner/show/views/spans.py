@@ -10,8 +10,6 @@ from typing import Final
 from planner.core.cost.step import Span, Step
 from planner.core.schedule.kinds import KINDS, Kind
 
-__all__ = ["BY_LABEL", "HUES", "ink_rules", "kind_rules", "legend_looks", "look_of", "number_of"]
-
 BY_LABEL: Final[Mapping[str, Kind]] = {kind.label: kind for kind in KINDS.values()}
 """The kinds that devices compute, by what spans call them."""
 

@@ -10,8 +10,6 @@ from planner.core.values.units import counted, exact_bytes_option
 from planner.show.views.numbers import percent, rate
 from planner.show.views.table import Table, Value, column, table
 
-__all__ = ["best_words", "sweep_table"]
-
 _NONE = {"none": "does not fit", "unknown": "no plan in time"}
 
 

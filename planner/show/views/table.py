@@ -7,8 +7,6 @@ from typing import Final, Literal, TypeVar
 from planner.core.values.units import format_bytes, format_us
 from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
 
-__all__ = ["Column", "Table", "Unit", "Value", "column", "table"]
-
 Unit = Literal["text", "count", "us", "bytes", "percent", "share", "rate"]
 Value = str | float | None
 """A string says in words why there is no number; None is nothing to show."""

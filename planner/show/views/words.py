@@ -3,8 +3,6 @@
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 
-__all__ = ["method_name", "not_measured", "place_word", "plans_searched"]
-
 _METHODS = {
     "dynamic-programming": "dynamic programme",
     "integer-programming": "integer programme",
