@@ -1,8 +1,7 @@
 """Files to values and back: strict reading, digests, atomic writing. Alone in knowing yaml and pydantic."""
 
 from planner.files.canonical import digest_of, to_plain
-from planner.files.overwriting import check_outputs
-from planner.files.places import model_path, profile_path, reference_path, relocated
+from planner.files.places import check_outputs, model_path, profile_path, reference_path, relocated
 from planner.files.reading import (
     json_schema,
     read,

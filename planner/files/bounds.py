@@ -16,12 +16,7 @@ MAX_VALUES = 2**21
 
 
 class UnboundedError(Exception):
-    """A file asks for more than any of ours needs.
-
-    Args:
-        message: What it is that it has.
-        line: Where, from 1.
-    """
+    """A file asks for more than any of ours needs; `line`, from 1, is where."""
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)

@@ -1,6 +1,7 @@
-"""Where a plan's profile stands: paths in files are relative to the file, so that both can move together."""
+"""Paths in files are relative to the file, so that both can move together; and no command writes over what it reads."""
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from planner.core.errors import UsageError
@@ -47,3 +48,40 @@ def relocated(source: str, profile_folder: str, folder: str) -> str:
     if path and not Path(path).is_absolute():
         path = Path(os.path.relpath(Path(profile_folder, path), folder)).as_posix()
     return f"{path}{colon}{entry}"
+
+
+def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None]) -> None:
+    """Refuses outputs that are an input or the same as another output, before anything is computed.
+
+    Outputs are named by their options; `-` is a standard stream, None is nothing.
+
+    Raises:
+        UsageError: Two of them are one file, under whatever names.
+    """
+    read = [path for path in inputs if path is not None and path != "-"]
+    written: dict[str, str] = {}
+    for option, path in outputs.items():
+        if path is None or path == "-":
+            continue
+        shown = path if option == path else f"{option} {path}"
+        for other in read:
+            if _is_same(path, other):
+                raise UsageError(f"`{shown}` would overwrite {other}, which is read", hint="name another file")
+        for other_option, other in written.items():
+            if _is_same(path, other) and not _is_device(path):
+                raise UsageError(f"`{other_option} {other}` and `{shown}` are one file", hint="name two files")
+        written[option] = path
+
+
+def _is_same(path: str, other: str) -> bool:
+    try:
+        if Path(path).exists() and Path(other).exists():
+            return Path(path).samefile(other) and not _is_device(path)
+        return Path(path).resolve() == Path(other).resolve()
+    except (OSError, ValueError, RuntimeError):  # neither can be opened, which is told where it is tried
+        return False
+
+
+def _is_device(path: str) -> bool:
+    """Whether what is written there replaces nothing: /dev/null, a pipe, a terminal."""
+    return Path(path).exists() and not Path(path).is_file()

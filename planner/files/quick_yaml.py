@@ -54,11 +54,7 @@ def json_content(text: str) -> Any:
 
 
 def quick_content(text: str, read: Callable[[str], Any]) -> dict[str, Any]:
-    """The content of a mapping, lines of which are JSON but for quotes.
-
-    Args:
-        text: The document.
-        read: Reads YAML.
+    """The content of a mapping, lines of which are JSON but for quotes; `read` reads the YAML around them.
 
     Raises:
         NotQuickError: A mark would not stand for its line: YAML must read the whole text.

@@ -31,12 +31,7 @@ _CHOICES: dict[tuple[type, str], Sequence[str]] = {
 
 
 def validated(kind: type[_T], plain: str, document: Document) -> _T:
-    """The value of class `kind` that a file holds.
-
-    Args:
-        kind: A dataclass.
-        plain: The file's content as JSON.
-        document: The file, for the lines of its keys.
+    """The value of class `kind` that a file holds, whose content as JSON is `plain`; the document knows its lines.
 
     Raises:
         FileError: A key is unknown or missing, or its value is of another type; names all of them.
@@ -46,7 +41,9 @@ def validated(kind: type[_T], plain: str, document: Document) -> _T:
     except ValidationError as error:
         keys = _Keys(kind)
         problems = [_explain(e, document, keys) for e in error.errors(include_url=False)]
-        raise document.refuse(_most_telling(problems)) from None
+        # Mistyped keys first: a required key that is missing is then explained already.
+        problems.sort(key=lambda problem: not problem[2].startswith("did you mean"))
+        raise document.refuse(problems) from None
 
 
 def schema_of(kind: type[Any]) -> dict[str, Any]:
@@ -98,11 +95,6 @@ _EXPECTED = {
     "dict_type": "a mapping",
     "dataclass_type": "a mapping",
 }
-
-
-def _most_telling(problems: list[Problem]) -> list[Problem]:
-    """Mistyped keys first: a required key that is missing is then explained already."""
-    return sorted(problems, key=lambda problem: not problem[2].startswith("did you mean"))
 
 
 class _Keys:
