@@ -69,12 +69,9 @@ class _Frame:
 
 
 def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
-    """The timeline.
+    """The timeline; `standalone` has a style, paper and legend, else those of the page around it are used.
 
-    Args:
-        step: What to draw.
-        title: Says what it is, to whom cannot see it as well.
-        standalone: With its own style, paper and legend; else those of the page it stands in.
+    `title` says what it is, to whom cannot see it as well.
     """
     name = place_word(step.chunks)
     # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.

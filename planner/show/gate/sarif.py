@@ -38,13 +38,14 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 def _result(finding: Finding, verdict: Verdict, place: Place) -> dict[str, Any]:
     codes = [rule.code for rule in RULES]
+    same = hashlib.sha256(f"{finding.code}:{finding.stage}:{place.path}".encode()).hexdigest()[:32]
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "ruleIndex": codes.index(finding.code),
         "level": finding.severity,
         "message": {"text": full_message(finding, verdict)},
         # The same finding in the next run: not by its numbers, which change with every profile.
-        "partialFingerprints": {"gpipePlan/v1": _fingerprint(finding, place)},
+        "partialFingerprints": {"gpipePlan/v1": same},
     }
     location: dict[str, Any] = {}
     if place.is_file:
@@ -57,10 +58,6 @@ def _result(finding: Finding, verdict: Verdict, place: Place) -> dict[str, Any]:
     if location:
         result["locations"] = [location]
     return result
-
-
-def _fingerprint(finding: Finding, place: Place) -> str:
-    return hashlib.sha256(f"{finding.code}:{finding.stage}:{place.path}".encode()).hexdigest()[:32]
 
 
 def _uri(path: str) -> str:

@@ -37,12 +37,8 @@ _Figure = tuple[str, str, str]
 def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: RunReport | None, *, digest: str) -> str:
     """The report of a plan.
 
-    Args:
-        plan: The plan.
-        profile: What it was made from, if it is at hand; else there are no layers to show.
-        step: One step under it, which takes the profile as well.
-        report: Of a run under it, if there is one.
-        digest: Of what the plan decides, by which run reports name it.
+    Without its profile there are no layers to show, and no step, which takes the profile as well. `report` is of a run
+    under the plan; `digest` is of what the plan decides, by which run reports name it.
     """
     sections = [
         timeline_section(plan, step),

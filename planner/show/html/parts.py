@@ -38,12 +38,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1
 
 
 def view(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None) -> str:
-    """A table of values.
+    """A table of values, the first `text` columns words; `marks` says by column what follows its marked values.
 
-    Args:
-        shown: What to draw; columns called `layer` and `layers` hold names, which may be broken.
-        text: So many columns are words, the others numbers.
-        marks: By name of a column what follows the values that are marked there.
+    Columns called `layer` and `layers` hold names, which may be broken.
     """
     columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
     return table([column.heading for column in shown.columns], zip(*columns, strict=True), text=text)
@@ -66,16 +63,7 @@ def definitions(items: Iterable[tuple[str, str]]) -> str:
 
 
 def figure(caption: str, *drawn: str, height: float, label: str = "", below: str = "", look: str | None = None) -> str:
-    """A picture as wide as its place, with what it shows above it.
-
-    Args:
-        caption: What it shows.
-        drawn: Markup.
-        height: In pixels.
-        label: The same for who cannot see it; the caption, unless given.
-        below: Markup that follows it.
-        look: The class of the whole.
-    """
+    """A picture, `height` pixels high and as wide as its place, under a caption; who cannot see it is told `label`."""
     picture = element("svg", *drawn, width="100%", height=height, role="img", aria_label=label or caption)
     return element("figure", element("figcaption", safe(caption)), picture, below, class_=look)
 

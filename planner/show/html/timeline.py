@@ -14,14 +14,8 @@ from planner.show.views.numbers import layer_range, percent
 from planner.show.views.spans import BY_LABEL
 from planner.show.views.words import place_word
 
-_LABELS = {
-    **{label: label for label in BY_LABEL},
-    "receive": "receive",
-    "optimizer": "optimizer step",
-    "send forward": "send forward",
-    "send backward": "send backward",
-}
-"""What the script calls the kinds of spans; in the data a kind is its place in this list."""
+_KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
+"""Kinds of spans; in the data a kind is its place in this list."""
 
 
 def timeline_section(plan: Plan, step: Step | None) -> Section:
@@ -75,8 +69,8 @@ def timeline_data(plan: Plan, step: Step) -> str:
     )
     data = {
         "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
-        "labels": list(_LABELS.values()),
-        "redone": list(_LABELS).index(BACKWARD.label),
+        "labels": ["optimizer step" if kind == "optimizer" else kind for kind in _KINDS],
+        "redone": _KINDS.index(BACKWARD.label),
         "row": place_word(step.chunks),
         "chunks": step.chunks,
         "last": last,
@@ -92,6 +86,6 @@ def timeline_data(plan: Plan, step: Step) -> str:
 def _append(row: list[int], span: Span, step: Step, before: int) -> int:
     """Kind with chunk, micro-batch, gap behind the start of the one before, duration. Both ends are rounded."""
     start, end = round(span.start_us * 10), round(span.end_us * 10)
-    code = list(_LABELS).index(span.kind) + len(_LABELS) * (span.stage // step.num_devices)
+    code = _KINDS.index(span.kind) + len(_KINDS) * (span.stage // step.num_devices)
     row += (code, span.micro_batch, start - before, end - start)
     return start

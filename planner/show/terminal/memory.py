@@ -32,12 +32,8 @@ _ENOUGH_TO_SEE = 0.25
 def memory_parts(stages: Sequence[Stage], style: Style, *, num_devices: int) -> list[RenderableType]:
     """A bar per device, stacked by kind of memory, with the device's cap marked, and a legend.
 
-    Where every device needs far less than the largest cap, the bars are drawn to the largest need instead.
-
-    Args:
-        stages: Of the whole pipeline, in order.
-        style: How to draw.
-        num_devices: K; stage s runs on device s modulo K.
+    Where every device needs far less than the largest cap, the bars are drawn to the largest need instead. `stages` are
+    those of the whole pipeline, in order; stage s runs on device s modulo K = `num_devices`.
     """
     needs = device_memory(stages, num_devices)
     need, cap = max(n.total_bytes for n in needs), max(n.cap_bytes for n in needs)

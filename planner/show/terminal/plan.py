@@ -37,7 +37,7 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[Re
         [heading(plain(headline(plan), style)), _figures(plan, style), Text(_status(plan, style))],
         [flow([note], style) for note in notes if note],
         [stages_drawn(plan, style)],
-        list(recomputed_layers(plan, style)),
+        [recomputed_layers(stage, style) for stage in plan.stages if stage.recompute == "layers"],
         memory_parts(plan.stages, style, num_devices=plan.num_devices),
         timeline_parts(events, plan.num_devices, style) if events else [],
         frontier_parts(plan, style),

@@ -35,12 +35,8 @@ def stages_drawn(plan: Plan, style: Style) -> Table:
     return drawn(view, style, {"stage": (f" {style.glyphs.mark}", ""), "share": (" !", "bold red")})
 
 
-def recomputed_layers(plan: Plan, style: Style) -> list[Text]:
-    """A line (or a few) for every stage that recomputes single layers: which."""
-    return [_recomputed(stage, style) for stage in plan.stages if stage.recompute == "layers"]
-
-
-def _recomputed(stage: Stage, style: Style) -> Text:
+def recomputed_layers(stage: Stage, style: Style) -> Text:
+    """A line (or a few) on a stage that recomputes single layers: which."""
     names = _names(stage, style)
 
     def text(kept: int) -> Text:

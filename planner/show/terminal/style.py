@@ -13,40 +13,27 @@ _PIPE_WIDTH: Final = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyphs:
-    """The characters beyond letters and digits that pictures are drawn with."""
+    """The characters beyond letters and digits that pictures are drawn with; by default those of Unicode."""
 
-    dot: str
-    arrow: str
-    plus_minus: str
-    mark: str
+    dot: str = "·"
+    arrow: str = "→"
+    plus_minus: str = "±"
+    mark: str = "◀"
     """Marks one row of several: the bottleneck stage, the plan that was chosen."""
-    bar: str
-    rule: str
-    origin: str
-    tick: str
-    cap: str
-    boxes: tuple[str, ...]
+    bar: str = "█"
+    rule: str = "─"
+    origin: str = "├"
+    tick: str = "┼"
+    cap: str = "│"
+    boxes: tuple[str, ...] = ("░▒", "▓█")
     """Per kind of what devices compute the fills of a device's chunks, which take turns."""
-    shades: str
+    shades: str = "·░▒▓█"
     """From light to dark, five of them."""
-    memory: str
+    memory: str = "█▓▒▀▚░▄▌·"
     """One fill for each kind of `StageMemory.items()`, in that order."""
 
 
-UNICODE: Final = Glyphs(
-    dot="·",
-    arrow="→",
-    plus_minus="±",
-    mark="◀",
-    bar="█",
-    rule="─",
-    origin="├",
-    tick="┼",
-    cap="│",
-    boxes=("░▒", "▓█"),
-    shades="·░▒▓█",
-    memory="█▓▒▀▚░▄▌·",
-)
+UNICODE: Final = Glyphs()
 ASCII: Final = Glyphs(
     dot="|",
     arrow="->",

@@ -16,13 +16,7 @@ GAP = 2
 
 
 def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> Drawn:
-    """The table.
-
-    Args:
-        view: What to draw.
-        style: How to draw.
-        marks: By name of a column what follows the values that are marked there, and their look.
-    """
+    """The table; `marks` says by column what follows the values that are marked there, and their look."""
     columns = [rendering.Column(header=_header(column, view), number=column.unit != "text") for column in view.columns]
     rows = list(zip(*(_cells(column, view, style, marks or {}) for column in view.columns), strict=True))
     lines: list[tuple[Text, ...] | None] = []

@@ -75,12 +75,9 @@ class Box:
 
 
 def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
-    """The timeline of `events` with its time axis and legend. Transfers are left out.
+    """The timeline of a step's events with its time axis and legend, a row for each of K = `num_devices`.
 
-    Args:
-        events: Of one step.
-        num_devices: K, the rows: as many as stages, unless devices run several.
-        style: How to draw.
+    Transfers are left out.
     """
     computing = [event for event in events if event.kind in _BY_LETTER]
     total_us = max((event.end_us for event in computing), default=0.0)

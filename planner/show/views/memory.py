@@ -41,12 +41,7 @@ class DeviceMemory:
 
 
 def device_memory(stages: Sequence[Stage], num_devices: int) -> tuple[DeviceMemory, ...]:
-    """Every device's memory: what all its chunks need together.
-
-    Args:
-        stages: Of the whole pipeline, in order.
-        num_devices: K; stage s runs on device s modulo K.
-    """
+    """What all chunks of every device need together; stage s runs on device s modulo K = `num_devices`."""
     called = place_word(len(stages) // num_devices)
     return tuple(
         DeviceMemory(

@@ -8,17 +8,10 @@ from planner.core.values.units import counted, format_us
 from planner.show.views.memory import share_of_cap
 from planner.show.views.numbers import layer_range, percent, rate
 from planner.show.views.table import Table, column, table
-from planner.show.views.words import plans_searched
 
 
 def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
-    """Schedule, shape and micro-batches in one line.
-
-    Args:
-        plan: The plan.
-        of: Stands between devices and the chunks of each.
-        by: Stands between the pipeline and its micro-batches.
-    """
+    """Schedule, shape and micro-batches in one line; `of` stands before the chunks, `by` before the micro-batches."""
     shape = counted(plan.num_devices, "stage")
     if plan.chunks > 1:
         shape = f"{counted(plan.num_devices, 'device')}{of}{plan.chunks} chunks"
@@ -40,7 +33,8 @@ def figures(plan: Plan) -> tuple[str, str, str]:
 
 def claim(plan: Plan) -> str:
     """What the solver proved; nothing of cuts that were given."""
-    solver, whole = plan.solver, plans_searched(plan)
+    solver, asked = plan.solver, plan.inputs.schedule
+    whole = "plan" if asked == "auto" else f"{schedule_of(asked).title} plan"
     if solver.status == "optimal":
         return f"no {whole} is faster"
     if solver.status == "feasible":
@@ -58,9 +52,7 @@ def has_unlike_devices(plan: Plan) -> bool:
 def stage_table(plan: Plan, *, brief: bool = False) -> Table:
     """A row per stage: the slowest one is marked, and every share that is over its cap.
 
-    Args:
-        plan: The plan.
-        brief: Both ends of every stage and the kind of recomputation alone, not how many layers recompute.
+    `brief` shows the ends of every stage and the kind of recomputation alone, not how many layers recompute.
     """
     slowest = frozenset({plan.predicted.bottleneck_stage} if len(plan.stages) > 1 else ())
     over = frozenset(s.index for s in plan.stages if s.memory.total > s.memory_bytes)

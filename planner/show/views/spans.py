@@ -29,12 +29,7 @@ def number_of(span: Span, step: Step) -> str:
 
 
 def legend_looks(step: Step, *, has_lanes: bool) -> list[tuple[str, str]]:
-    """Look and words of everything there is in a picture of the step.
-
-    Args:
-        step: What is drawn.
-        has_lanes: Whether there is room for sends.
-    """
+    """Look and words of everything there is in a picture of the step; sends where there is room for lanes."""
     there = {span.kind for span in step.spans}
     chunks = min(step.chunks, HUES)
     looks = [

@@ -1,19 +1,10 @@
 """What schedules and solvers are called when people are told of them."""
 
-from planner.core.schedule import schedule_of
-from planner.core.values.plan import Plan
-
 _METHODS = {
     "dynamic-programming": "dynamic programme",
     "integer-programming": "integer programme",
     "simulated": "bounds and simulation",
 }
-
-
-def plans_searched(plan: Plan) -> str:
-    """What a plan was the best of, to say "no … is faster": `plan`, or `GPipe plan` where that was asked for."""
-    asked = plan.inputs.schedule
-    return "plan" if asked == "auto" else f"{schedule_of(asked).title} plan"
 
 
 def method_name(method: str) -> str:
