@@ -66,17 +66,10 @@ def write_emitted(
     read: Iterable[str | None],
     force: bool,
 ) -> Written:
-    """Writes what runs `plan`.
+    """Writes what runs `plan` to `folder`: for `engine`, or with `standalone` a script that needs torch alone.
 
-    Args:
-        plan: The plan.
-        profile: Its profile.
-        engine: `native`, `jax` or one of `ENGINES`.
-        standalone: Whether the script needs torch alone.
-        folder: Where to.
-        profile_folder: Where the profile stands, from which the model's path counts.
-        read: The files that were read, none of which is overwritten.
-        force: Whether to overwrite what was edited.
+    The model's path counts from `profile_folder`. No file that was `read` is overwritten, and none that was edited but
+    with `force`.
 
     Raises:
         UsageError: There is no such engine, it cannot run the plan, or a file that was read would be overwritten.

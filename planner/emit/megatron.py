@@ -8,7 +8,7 @@ are more than devices, they are interleaved as ours are.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Final
 
@@ -116,20 +116,20 @@ def _kinds(layers: Sequence[LayerProfile]) -> list[Kind]:
 def _numbered(layers: Sequence[LayerProfile]) -> list[int | None]:
     """By layer the number in its name, if the rest of the name is the commonest; empty where no name has one."""
     matches = [_NUMBERED.fullmatch(layer.name) for layer in layers]
-    stems = Counter(match["stem"] for match in matches if match)
-    if not stems or max(stems.values()) == 1:
-        return []
-    stem = max(stems, key=lambda name: stems[name])
-    return [int(match["number"]) if match and match["stem"] == stem else None for match in matches]
+    stem = _commonest(match["stem"] for match in matches if match)
+    return [int(match["number"]) if match and match["stem"] == stem else None for match in matches] if stem else []
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[int | None]:
     """A number for each layer with the commonest digest."""
-    digests = Counter(layer.digest for layer in layers if layer.digest)
-    if not digests or max(digests.values()) == 1:
-        return []
-    digest = max(digests, key=lambda name: digests[name])
-    return [n if layer.digest == digest else None for n, layer in enumerate(layers)]
+    digest = _commonest(layer.digest for layer in layers if layer.digest)
+    return [n if layer.digest == digest else None for n, layer in enumerate(layers)] if digest else []
+
+
+def _commonest(texts: Iterable[str]) -> str:
+    """The text that comes most often, if one comes twice."""
+    ((text, count),) = Counter(texts).most_common(1) or [("", 0)]
+    return text if count > 1 else ""
 
 
 def _times(letter: str, count: int) -> str:

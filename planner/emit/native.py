@@ -35,12 +35,7 @@ class Emitted:
     def write(self, folder: str, *, force: bool = False) -> bool:
         """Writes both files, except a script that was edited after it was emitted: it runs the new `balance.yaml`.
 
-        Args:
-            folder: Where to, as was said when they were made.
-            force: Whether to overwrite whatever was edited.
-
-        Returns:
-            Whether the script was written.
+        With `force` whatever was edited is overwritten. The answer is whether the script was written.
 
         Raises:
             FileError: `balance.yaml` was edited, the script is somebody's own, or a file cannot be written.
@@ -59,13 +54,10 @@ class Emitted:
 
 
 def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) -> Emitted:
-    """The balance configuration and the training script of `plan`.
+    """The balance configuration and the training script of `plan`, which was made from `profile`.
 
-    Args:
-        plan: The plan.
-        profile: The profile it was made from: names of all layers, source of the model.
-        folder: Where the files will stand.
-        profile_folder: Where the profile stands, which the model's path in it is relative to.
+    `folder` is where the files will stand, `profile_folder` where the profile stands, which the model's path in it is
+    relative to.
 
     Raises:
         UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
@@ -76,15 +68,10 @@ def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: st
 
 
 def emit_with(layout: Layout, profile: Profile, source: str, *, template: str, script: Path, **more: int) -> Emitted:
-    """The configuration, as `emit_native` makes it, and a script from a template.
+    """The configuration, as `emit_native` makes it, and a script from a template in this folder.
 
-    Args:
-        layout: The plan, with the layers that it cuts.
-        profile: The profile it was made from.
-        source: The model's file and entry, from the folder of the script.
-        template: The file in this folder that the script is made from.
-        script: Where the script will stand.
-        more: What the template needs beside what every script does.
+    `source` is the model's file and entry, from the folder of the script; `more` is what the template needs beside what
+    every script does.
 
     Raises:
         UsageError: The profile names no model to train.

@@ -59,7 +59,7 @@ def emit_standalone(plan: Plan, profile: Profile, *, folder: str, profile_folder
         device=repr(training_kind(profile.device.kind)),
         threads=profile.environment.threads,
         batch=plan.inputs.batch,
-        layers=_lists(paths),
+        layers="[\n" + "".join(f"    {list(stage)!r},\n" for stage in paths) + "]",
         recompute=repr([stage.recompute for stage in plan.stages]),
         optimizer=OPTIMIZER_CODE[profile.optimizer or "build_optimizer"],
     )
@@ -93,7 +93,3 @@ def _check(layout: Layout, profile: Profile) -> None:
             f'{_NAME} does not sum gradients over stages, and "{first}" and "{second}" share parameters in two of them',
             hint=_OWN + (f"; or solve with {together}, which keeps them in one stage" if together else ""),
         )
-
-
-def _lists(stages: tuple[tuple[str, ...], ...]) -> str:
-    return "[\n" + "".join(f"    {list(paths)!r},\n" for paths in stages) + "]"
