@@ -19,12 +19,7 @@ from planner.solve.search import Request, Solver
 
 
 def request_of(profile: Profile, reference: ProfileReference, asked: SolverOptions) -> Request:
-    """The question behind the options of `solve`.
-
-    Args:
-        profile: What the layers cost.
-        reference: How the plan is to refer to it.
-        asked: The options.
+    """The question behind the options of `solve`, about a profile that the plan refers to as `reference`.
 
     Raises:
         UsageError: An option is wrong, or does not go with another or with the profile.
@@ -57,7 +52,9 @@ def _inputs(
     recompute = _recompute(asked.recompute, profile)
     only_gpipe = recompute == "layers" or asked.solver == "milp" or asked.devices_any_order
     schedule = _schedule(asked.schedule, profile, only_gpipe=only_gpipe)
-    executor = _executor(profile, calibration)
+    executor = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
+    if calibration is not None:
+        executor = calibrated_executor(calibration, profile.device.kind, executor)
     kept = 1 - texts.share(asked.headroom)
     largest = max(profile.micro_batch_sizes)
     return Inputs(
@@ -87,11 +84,6 @@ def _inputs(
         dtype=precision_of(profile.environment.dtype),
         extrapolate=asked.extrapolate,
     )
-
-
-def _executor(profile: Profile, calibration: Calibration | None) -> ExecutorCost:
-    profiled = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
-    return profiled if calibration is None else calibrated_executor(calibration, profile.device.kind, profiled)
 
 
 def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:

@@ -66,11 +66,7 @@ class FreshPlan:
 
 
 def fresh_plan(plan: File | Plan, *, profile: File | Profile | None = None) -> FreshPlan:
-    """A plan, recomputed from its profile.
-
-    Args:
-        plan: A plan, or its file.
-        profile: The plan's profile, if it is a value or its file was moved.
+    """A plan, recomputed from its profile, which is to be told where it is a value or its file was moved.
 
     Raises:
         StaleError: The plan was made from another profile.

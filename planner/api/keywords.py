@@ -6,7 +6,7 @@ from functools import wraps
 from inspect import Parameter, Signature, cleandoc, signature
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from planner.api.options import Keyword, Option, keywords_of
+from planner.api.options import Keyword, keywords_of
 from planner.api.reading import AnyProfile, File
 from planner.core.values.plan import Plan
 
@@ -69,10 +69,7 @@ def _with_keywords(verb: Callable[..., Any], record: Any, *, default: object) ->
 def _documented(text: str, keywords: Sequence[Keyword]) -> str:
     """The docstring of a verb with a line for each keyword in place of the record's."""
     before, after = cleandoc(text).split("    options: ", 1)
-    lines = (f"{keyword.name}: {keyword.help}{_form(keyword.option)}" for keyword in keywords)
+    forms = (f" (`{k.option.metavar}`)" if k.option is not None and k.option.metavar else "" for k in keywords)
+    lines = (f"{keyword.name}: {keyword.help}{form}" for keyword, form in zip(keywords, forms, strict=True))
     wrapped = (textwrap.fill(line, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in lines)
     return before + "\n".join(wrapped) + after[after.index("\n") :]
-
-
-def _form(option: Option | None) -> str:
-    return f" (`{option.metavar}`)" if option is not None and option.metavar else ""

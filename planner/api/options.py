@@ -57,24 +57,17 @@ class Keyword:
 def keywords_of(record: type[Any]) -> tuple[Keyword, ...]:
     """The fields of a record, in order."""
     hints = get_type_hints(record, include_extras=True)
-    return tuple(_keyword(of.name, hints[of.name], of.default) for of in fields(record))
+    keywords = []
+    for of in fields(record):
+        plain, about = get_args(hints[of.name])
+        option, text = (about, about.help) if isinstance(about, Option) else (None, about)
+        keywords.append(Keyword(name=of.name, annotation=plain, default=of.default, help=text, option=option))
+    return tuple(keywords)
 
 
 def values_of(options: Any) -> dict[str, Any]:
     """A record's values by name, as the function takes them."""
     return {of.name: getattr(options, of.name) for of in fields(options)}
-
-
-def _keyword(name: str, annotation: Any, default: object) -> Keyword:
-    plain, about = get_args(annotation)
-    option = about if isinstance(about, Option) else None
-    return Keyword(
-        name=name, annotation=plain, default=default, help=about if option is None else option.help, option=option
-    )
-
-
-def _any_of(choices: object) -> str:
-    return "|".join(get_args(choices))
 
 
 def _ignore(*_: object) -> None:
@@ -139,7 +132,7 @@ class SolverOptions:
     recompute: Annotated[
         str,
         Option(
-            _any_of(RecomputePolicy),
+            "|".join(get_args(RecomputePolicy)),
             "Recompute activations in backward; `layers`: layer by layer where that is better.",
             _BATCH,
         ),
@@ -253,7 +246,7 @@ class ProfileOptions:
     ] = None
     threads: Annotated[int, Option("N", "CPU threads per stage.")] = 1
     granularity: Annotated[
-        str, Option(_any_of(Granularity), "About one layer per block, or cuts inside blocks too.")
+        str, Option("|".join(get_args(Granularity)), "About one layer per block, or cuts inside blocks too.")
     ] = "coarse"
     repeat: Annotated[int, Option("N", "Timed repeats of every layer, at least; more while the plan is in doubt.")] = 10
     time_budget: Annotated[

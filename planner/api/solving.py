@@ -54,13 +54,9 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
 
 
 def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, spent_s: float) -> Plan | None:
-    """The best plan under another schedule than `options` ask for, if one that is faster is soon found.
+    """The best plan under another schedule than `options` ask for, if one that is faster than `plan` is soon found.
 
-    Args:
-        profile: What the layers cost.
-        plan: The answer to `options`.
-        options: What was asked.
-        spent_s: How much of the time limit the answer has taken, in seconds.
+    `spent_s` is how much of the time limit that answer has taken, in seconds.
     """
     from planner.solve import MOST_HINT_S, faster_schedule  # noqa: PLC0415 - numpy only where plans are made
 

@@ -25,12 +25,8 @@ def run_plan(
 ) -> RunReport:
     """What `train.py`, as `emit` writes it, took on this machine.
 
-    Args:
-        plan: The plan.
-        profile: Its profile.
-        profile_folder: Where that stands, which the model's path in it is relative to.
-        steps: Optimizer steps to run.
-        progress: Called after every step.
+    `profile_folder` is where the profile stands, which the model's path in it is relative to; `progress` is called
+    after every step.
 
     Raises:
         UsageError: The executor cannot run the plan.
