@@ -1,7 +1,7 @@
 """`gpipe-plan show`: look at a profile, a plan, or a run report."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -29,15 +29,7 @@ from planner.show.html import plan_html, profile_html, run_html
 from planner.show.svg import timeline_svg
 from planner.show.trace import trace_json
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """What there is to show: plan and report, or one alone."""
-
-    links: Links | None = None
-    profile: Profile | None = None
-    plan: Plan | None = None
-    report: RunReport | None = None
+_Shown = Profile | Plan | RunReport | Links
 
 
 def show(
@@ -79,11 +71,11 @@ def show(
     files.check_outputs(wanted, also_read)
     for path in wanted.values():
         files.check_writable(path)
-    seen = _seen(value, file, plan, run, console=console)
+    shown, report = _plan_and_report(value, file, plan, run, console=console)
     if isinstance(value, Plan) and (wanted or not as_json):
-        seen = replace(seen, plan=_as_profiled(value, file, profile_for(value, file, profile).profile, console))
-    text = files.json_text(value) if as_json else _text(value, seen, file, profile)
-    drawn = _drawn(seen, plan or file, profile, wanted, console=console)
+        shown = _as_profiled(value, file, profile_for(value, file, profile).profile, console)
+    text = files.json_text(value) if as_json else _text(value, shown, report, file=file, profile=profile)
+    drawn = _drawn(value, shown, report, wanted, place=plan or file, profile=profile, console=console)
     for option, path in wanted.items():
         files.write_text(path, drawn[option])
     if not to_stdout:
@@ -101,33 +93,32 @@ def _refusal(value: Balance | Calibration | Partial, file: str) -> UsageError:
     return UsageError(f"{file} is an unfinished profile", hint="finish it: run the same `gpipe-plan profile` again")
 
 
-def _seen(
-    value: Profile | Plan | RunReport | Links, file: str, plan: str | None, run: str | None, *, console: Console
-) -> _Seen:
-    if isinstance(value, Links):
-        return _Seen(links=value)
-    if isinstance(value, Profile):
-        return _Seen(profile=value)
+def _plan_and_report(
+    value: _Shown, file: str, plan: str | None, run: str | None, *, console: Console
+) -> tuple[Plan | None, RunReport | None]:
+    """The plan that is shown or was run, and the report that is shown or set beside it."""
     if isinstance(value, RunReport):
-        return _Seen(report=value, plan=_plan_of(value, file, plan, console))
+        return _plan_of(value, file, plan, console), value
+    if not isinstance(value, Plan):
+        return None, None
     report = files.read_run(run) if run is not None else None
     if report is not None and decisions_digest(value) != report.plan_digest:
         console.warning(f"{run} is of another plan than {file}: nothing to compare with")
         report = None
-    return _Seen(plan=value, report=report)
+    return value, report
 
 
-def _text(value: Profile | Plan | RunReport | Links, seen: _Seen, file: str, profile: str | None) -> str:
+def _text(value: _Shown, plan: Plan | None, report: RunReport | None, *, file: str, profile: str | None) -> str:
     style = style_for_stdout()
     if isinstance(value, Profile):
         return profile_text(value, style)
     if isinstance(value, Links):
         return links_text(value, style)
     if isinstance(value, RunReport):
-        return run_text(value, seen.plan, style)
-    assert seen.plan is not None
-    text = plan_text(seen.plan, events_of(seen.plan, profile_for(value, file, profile).profile), style)
-    return text if seen.report is None else f"{text}\n\n{comparison_text(seen.plan, seen.report, style)}"
+        return run_text(value, plan, style)
+    assert plan is not None
+    text = plan_text(plan, events_of(plan, profile_for(value, file, profile).profile), style)
+    return text if report is None else f"{text}\n\n{comparison_text(plan, report, style)}"
 
 
 def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> Plan:
@@ -153,51 +144,44 @@ def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> P
 
 
 def _drawn(
-    seen: _Seen, plan_path: str, profile: str | None, wanted: Collection[str], *, console: Console
+    value: _Shown,
+    plan: Plan | None,
+    report: RunReport | None,
+    wanted: Collection[str],
+    *,
+    place: str,
+    profile: str | None,
+    console: Console,
 ) -> dict[str, str]:
-    """The text of every file that is wanted, by its option."""
-    if seen.links is not None and wanted:
-        raise UsageError(f"`{next(iter(wanted))}` draws plans, profiles and run reports, not links")
-    pictures = [option for option in wanted if option != "--html"]
-    if seen.plan is None:
-        if pictures:
-            what, hint = ("profile", "`gpipe-plan show plan.yaml`") if seen.profile else ("run report", "`--plan FILE`")
-            raise UsageError(f"`{pictures[0]}` needs a plan: a {what} alone has no timeline", hint=hint)
-        return {"--html": _html_without_plan(seen)} if wanted else {}
+    """The text of every file that is wanted, by its option; the plan stands at `place`."""
     if not wanted:
         return {}
-    plan = seen.plan
-    measured = _profile_of(seen, plan_path, profile, console, needed=bool(pictures))
-    if measured is not None and seen.report is not None:
-        plan = _as_profiled(plan, plan_path, measured, console)
-    step = step_of_plan(plan, measured) if measured is not None else None
-    drawn = {}
-    if "--html" in wanted:
-        drawn["--html"] = plan_html(plan, measured, step, seen.report, digest=decisions_digest(plan))
-    if step is not None:
-        title = (
-            f"{schedule_of(plan.schedule).title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
-        )
-        makers = {"--svg": timeline_svg, "--trace": trace_json}
-        drawn |= {option: makers[option](step, title) for option in pictures}
-    return drawn
-
-
-def _html_without_plan(seen: _Seen) -> str:
-    if seen.profile is not None:
-        return profile_html(seen.profile)
-    assert seen.report is not None  # one of them there is
-    return run_html(seen.report)
-
-
-def _profile_of(seen: _Seen, plan_path: str, override: str | None, console: Console, *, needed: bool) -> Profile | None:
-    """The plan's profile. A run report is worth showing without, as it is in the terminal."""
-    assert seen.plan is not None
-    path = files.profile_path(seen.plan, plan_path, override)
-    if seen.report is not None and override is None and not needed and not Path(path).exists():
+    if isinstance(value, Links):
+        raise UsageError(f"`{next(iter(wanted))}` draws plans, profiles and run reports, not links")
+    pictures = [option for option in wanted if option != "--html"]
+    if plan is None:
+        if pictures:
+            what, hint = ("run report", "`--plan FILE`") if report else ("profile", "`gpipe-plan show plan.yaml`")
+            raise UsageError(f"`{pictures[0]}` needs a plan: a {what} alone has no timeline", hint=hint)
+        if isinstance(value, Profile):
+            return {"--html": profile_html(value)}
+        assert report is not None  # nothing else is without a plan
+        return {"--html": run_html(report)}
+    path = files.profile_path(plan, place, profile)
+    if report is not None and profile is None and not pictures and not Path(path).exists():
+        # A run report is worth showing without, as it is in the terminal.
         console.warning(f"{path} is not there: the report has neither timeline nor layers")
-        return None
-    return files.read_profile(path)
+        return {"--html": plan_html(plan, None, None, report, digest=decisions_digest(plan))}
+    measured = files.read_profile(path)
+    if report is not None:
+        plan = _as_profiled(plan, place, measured, console)
+    step = step_of_plan(plan, measured)
+    title = f"{schedule_of(plan.schedule).title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
+    makers = {"--svg": timeline_svg, "--trace": trace_json}
+    drawn = {option: makers[option](step, title) for option in pictures}
+    if "--html" in wanted:
+        drawn["--html"] = plan_html(plan, measured, step, report, digest=decisions_digest(plan))
+    return drawn
 
 
 def _plan_of(report: RunReport, report_path: str, plan_path: str | None, console: Console) -> Plan | None:
