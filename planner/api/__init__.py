@@ -9,8 +9,7 @@ from planner.api.checking import check
 from planner.api.comparing import compare
 from planner.api.emitting import emit
 from planner.api.profiling import profile
-from planner.api.solving import solve
-from planner.api.sweeping import sweep
+from planner.api.solving import solve, sweep
 from planner.api.verifying import verify
 from planner.core.values.plan import Plan
 from planner.show.notebook import plan_html

@@ -21,7 +21,6 @@ from planner.core.values.units import parse_us
 if TYPE_CHECKING:
     from planner.core.values.proof import Proof
     from planner.model import LoadedModel
-    from planner.profile import ProfileOptions as Measuring
 
 
 @on_model(ProfileOptions)
@@ -43,6 +42,7 @@ def profile(model: File | Any, options: ProfileOptions) -> Profile:
     asked = _asked(model, options)
     # torch takes longer to import than everything else together.
     from planner.profile import InterruptedProfileError, profile_model  # noqa: PLC0415
+    from planner.profile import ProfileOptions as Measuring  # noqa: PLC0415
 
     unfinished = partial_path(asked.output)
     earlier = files.read_partial(str(unfinished)) if unfinished is not None and unfinished.exists() else None
@@ -52,9 +52,17 @@ def profile(model: File | Any, options: ProfileOptions) -> Profile:
     if earlier is not None:
         options.note(f"going on from {unfinished}")
     options.progress("", 0, 0)
+    measuring = Measuring(
+        micro_batch_sizes=asked.sizes,
+        device=options.device,
+        threads=options.threads,
+        repeats=options.repeat,
+        time_budget_s=asked.time_budget_s,
+        until_memory_ends=options.batch_sizes == "auto",
+    )
     try:
         measured = profile_model(
-            loaded, _measuring(asked), options.progress, warn=options.warn, note=options.note, earlier=earlier
+            loaded, measuring, options.progress, warn=options.warn, note=options.note, earlier=earlier
         )
     except InterruptedProfileError as interrupt:
         if unfinished is not None and interrupt.partial.measurements:
@@ -179,20 +187,6 @@ def _executor_cost(options: ProfileOptions) -> ExecutorCost | None:
     except Exception as error:  # whatever it is, the profile that is about to be measured is worth more
         options.warn(f"two processes could not be run, so links are taken to cost nothing: {error}")
         return None
-
-
-def _measuring(asked: _Asked) -> "Measuring":
-    from planner.profile import ProfileOptions as Measuring  # noqa: PLC0415 - torch
-
-    options = asked.options
-    return Measuring(
-        micro_batch_sizes=asked.sizes,
-        device=options.device,
-        threads=options.threads,
-        repeats=options.repeat,
-        time_budget_s=asked.time_budget_s,
-        until_memory_ends=options.batch_sizes == "auto",
-    )
 
 
 def _name_of(model: File | Any) -> str:

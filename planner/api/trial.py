@@ -62,9 +62,6 @@ def crowding(plan: Plan, profile: Profile) -> str:
     return f"times are not judged: the plan's processes want {wanted} cores, and this machine has {cores}"
 
 
-# Private functions
-
-
 @contextmanager
 def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["subprocess.Popen[str]"]:
     """The processes; none is left behind, whatever happens."""
