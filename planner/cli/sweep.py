@@ -11,7 +11,7 @@ from planner.cli.options import Debug, OrMarkdown, ProfileFile, Quiet, check_for
 from planner.cli.records import with_options
 from planner.core.errors import ExitCode
 from planner.show.gate import sweep_markdown
-from planner.show.terminal.sweep import sweep_text
+from planner.show.terminal.plans import sweep_text
 
 
 @with_options(SweepOptions)

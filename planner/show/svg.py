@@ -11,9 +11,8 @@ from string import Template
 
 from planner.core.cost.step import Span, Step
 from planner.show.markup import element, number, safe
-from planner.show.views.numbers import time_ticks
+from planner.show.views.numbers import place_word, time_ticks
 from planner.show.views.spans import BY_LABEL, ink_rules, kind_rules, legend_looks, look_of, number_of
-from planner.show.views.words import place_word
 
 _WIDTH = 1200.0
 _RIGHT = 12.0

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from planner.core.cost.step import Span, Step
 from planner.files.trace import TRACE_THREADS, TraceLevel, TraceSlice, trace_text
+from planner.show.views.numbers import place_word
 from planner.show.views.spans import number_of
-from planner.show.views.words import place_word
 
 
 def trace_json(step: Step, title: str) -> str:

@@ -10,9 +10,8 @@ from planner.core.values.printable import printable
 from planner.core.values.sweep import Sweep
 from planner.show.gate.place import Place
 from planner.show.terminal.verdict import answer
-from planner.show.views.comparison import comparison_table, difference_table
+from planner.show.views.comparison import best_words, comparison_table, difference_table, sweep_table
 from planner.show.views.plan import figures, stage_table
-from planner.show.views.sweep import best_words, sweep_table
 from planner.show.views.table import Table
 
 _STAGES = ("stage", "layers", "recompute", "memory", "cap", "share")

@@ -8,8 +8,8 @@ from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, details, figure, line, note, view
 from planner.show.markup import element, number, safe
-from planner.show.views.frontier import frontier_table, has_several_replicas
 from planner.show.views.numbers import NOTHING, percent
+from planner.show.views.plan import frontier_table, has_several_replicas
 from planner.show.views.table import Table
 
 _COLUMNS = ("micro_batches", "micro_batch_size", "step", "samples", "bubble", "peak", "recompute", "devices")

@@ -12,8 +12,7 @@ from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, figure, layer_name, legend, line, note, table
 from planner.show.markup import element, safe
 from planner.show.views.measured import HEADERS, OF_REPLICAS, label_of, off_by, ran_other_stages, run_table
-from planner.show.views.numbers import NOTHING, percent
-from planner.show.views.words import place_word
+from planner.show.views.numbers import NOTHING, percent, place_word
 
 
 def measured_section(plan: Plan, report: RunReport | None) -> Section:

@@ -5,7 +5,7 @@ from planner.core.values.units import format_bytes
 from planner.show.html.parts import Section, bar, legend, scroll
 from planner.show.markup import element, number
 from planner.show.views.memory import DeviceMemory, device_memory, fullest, kind_words, kinds_there
-from planner.show.views.words import place_word
+from planner.show.views.numbers import place_word
 
 _ROOM_FOR_WORDS = 0.13
 _MANY = 24

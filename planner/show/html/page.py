@@ -23,10 +23,9 @@ from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest
-from planner.show.views.numbers import percent, rate
+from planner.show.views.numbers import method_name, not_measured, percent, rate
 from planner.show.views.plan import claim, headline, stage_table
 from planner.show.views.spans import ink_rules, kind_rules
-from planner.show.views.words import method_name, not_measured
 
 _MANY = 24
 

@@ -10,9 +10,8 @@ from planner.core.values.units import format_us
 from planner.show.html.parts import Section, legend, note
 from planner.show.markup import element
 from planner.show.svg import has_lanes, legend_kinds, timeline_svg
-from planner.show.views.numbers import layer_range, percent
+from planner.show.views.numbers import layer_range, percent, place_word
 from planner.show.views.spans import BY_LABEL
-from planner.show.views.words import place_word
 
 _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
 """Kinds of spans; in the data a kind is its place in this list."""

@@ -6,7 +6,7 @@ from planner.core.values.plan import Plan
 from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import GAP, drawn, fitted, width_of
-from planner.show.views.frontier import frontier_table, has_several_replicas
+from planner.show.views.plan import frontier_table, has_several_replicas
 from planner.show.views.table import Column, Table
 
 _SHORTEST_BAR = 8

@@ -11,7 +11,7 @@ from planner.core.values.units import format_bytes
 from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Style
 from planner.show.views.memory import KINDS, DeviceMemory, device_memory, fullest, kind_words, kinds_there
-from planner.show.views.words import place_word
+from planner.show.views.numbers import place_word
 
 # Blues and purple for what the model weighs, warm colours for what the micro-batches add, greys for the rest.
 _COLORS = {

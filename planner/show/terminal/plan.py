@@ -1,24 +1,22 @@
 """A plan: its figures, its stages as a table, their memory, the timeline of a step, and why it is so."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.cost.simulate import Event
 from planner.core.schedule import schedule_of
-from planner.core.values.plan import Plan
-from planner.core.values.units import counted
+from planner.core.values.plan import Insight, Noise, Plan, WhatIf
+from planner.core.values.units import counted, format_bytes, format_us
 from planner.show.terminal.frontier import frontier_parts
-from planner.show.terminal.insight import insight_parts
 from planner.show.terminal.memory import memory_parts
-from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
+from planner.show.terminal.rendering import BLANK, facts, flow, heading, plain, render
 from planner.show.terminal.stages import recomputed_layers, stages_drawn
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
-from planner.show.views.numbers import percent
+from planner.show.views.numbers import method_name, not_measured, percent, place_word
 from planner.show.views.plan import claim, figures, has_unlike_devices, headline
-from planner.show.views.words import method_name, not_measured
 
 _LEAST_GAP = 0.0005
 """A smaller gap would be shown as none."""
@@ -96,3 +94,47 @@ def _unused(plan: Plan) -> str:
         return words
     unused = sorted(set(range(devices)) - {plan.device_of(stage) for stage in plan.stages})
     return f"{words}: {'device' if spare == 1 else 'devices'} {', '.join(map(str, unused))}"
+
+
+_AS_FAST = 0.0005
+"""Changes of the step time by a smaller share are none."""
+
+
+def insight_parts(plan: Plan, style: Style) -> list[RenderableType]:
+    """A short section; nothing where the plan has no explanation."""
+    insight = plan.insight
+    if insight is None:
+        return []
+    return [heading("why this plan"), facts(list(_facts(plan, insight, style)), style)]
+
+
+def _facts(plan: Plan, insight: Insight, style: Style) -> Iterator[tuple[str, str]]:
+    yield "pace", plain(insight.pace, style)
+    yield "tightest", _tightest(plan, insight)
+    for n, what_if in enumerate(insight.what_if):
+        yield "" if n else "what if", f"{plain(what_if.change, style)}: {_gain(what_if, plan.predicted.step_us)}"
+    if insight.noise is not None:
+        yield "noise", _noise(insight.noise, style)
+
+
+def _tightest(plan: Plan, insight: Insight) -> str:
+    place = insight.tightest_device
+    free = f"{format_bytes(insight.free_bytes)} free"
+    if place >= plan.num_devices:
+        return f"device {place}, {free}"
+    return f"{place_word(plan.chunks)} {place}, {free} of {format_bytes(plan.stages[place].memory_bytes)}"
+
+
+def _gain(what_if: WhatIf, step_us: float) -> str:
+    faster = 1 - what_if.step_us / step_us if step_us else 0.0
+    if abs(faster) < _AS_FAST:
+        return "no faster"
+    return f"{format_us(what_if.step_us)}, {percent(abs(faster))} {'faster' if faster > 0 else 'slower'}"
+
+
+def _noise(noise: Noise, style: Style) -> str:
+    return (
+        f"with measurement noise of {style.glyphs.plus_minus}{percent(noise.spread)}: in {noise.draws} drawn profiles "
+        f"this plan was at most {percent(noise.worst_regret)} slower than the best (mean "
+        f"{percent(noise.mean_regret)}); the same cuts and M were best in {percent(noise.same_plan, decimals=0)}"
+    )

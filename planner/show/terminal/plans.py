@@ -1,4 +1,4 @@
-"""Plans beside each other: a row for each, a bar of its samples per second, and two of them stage by stage."""
+"""Many plans: beside each other, with a bar of samples per second, two of them stage by stage; and of many clusters."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,13 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.judge.difference import ComparedPlan, Comparison, Difference
+from planner.core.values.sweep import Sweep
+from planner.core.values.units import exact_bytes_option
 from planner.show.terminal.rendering import BLANK, heading, plain, render
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import drawn, fitted
-from planner.show.views.comparison import comparison_table, difference_table
-from planner.show.views.numbers import rate
+from planner.show.views.comparison import best_words, comparison_table, difference_table, sweep_table
+from planner.show.views.numbers import NOTHING, rate
 
 _LONGEST_BAR = 40
 
@@ -47,3 +49,45 @@ def difference_parts(difference: Difference, style: Style) -> list[RenderableTyp
     if not difference.recomputed:
         title.append(", whose numbers are as written: its profile is not at hand", "not bold")
     return [title, drawn(fitted(difference_table(difference), style), style)]
+
+
+_SHADES = (153, 117, 75, 33, 27)
+"""From pale to deep blue, of the 256 colours; the number stands on each."""
+_DARK_FROM = 3
+"""From this shade on the number is white."""
+
+
+def sweep_text(sweep: Sweep, style: Style) -> str:
+    """The table of all cells, the heat map, and the answer on the last lines."""
+    cells = drawn(fitted(sweep_table(sweep), style), style)
+    return render(style, cells, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_words(sweep)))
+
+
+def _heat_map(sweep: Sweep, style: Style) -> list[Text]:
+    """Samples per second and device: the deeper, the more. Without colours blocks say it."""
+    values = {(c.devices, c.memory_bytes): c.samples_per_device_s for c in sweep.cells if c.plan is not None}
+    least, most = min(values.values(), default=0.0), max(values.values(), default=0.0)
+    width = max(8, *(len(exact_bytes_option(cap)) for cap in sweep.memory_bytes)) + 2
+    label = max(len(str(count)) for count in sweep.devices)
+    lines = [heading("samples per second and device"), Text(" " * (label + 9))]
+    for cap in sweep.memory_bytes:
+        lines[-1].append(f"{exact_bytes_option(cap):>{width}}")
+    for count in sweep.devices:
+        line = Text(f"{count:>{label}} device{'s' if count > 1 else ' '} ")
+        for cap in sweep.memory_bytes:
+            value = values.get((count, cap))
+            line.append_text(_square(value, style, least=least, most=most, width=width))
+        lines.append(line)
+    return lines
+
+
+def _square(value: float | None, style: Style, *, least: float, most: float, width: int) -> Text:
+    if value is None:
+        return Text(f"{NOTHING:>{width}}")
+    share = (value - least) / (most - least) if most > least else 1.0
+    shade = min(len(_SHADES) - 1, int(share * len(_SHADES)))
+    if style.color:
+        ink = "color(231)" if shade >= _DARK_FROM else "color(16)"
+        return Text.assemble("  ", (f"{rate(value):>{width - 2}}", f"{ink} on color({_SHADES[shade]})"))
+    fill = style.glyphs.shades[min(shade, len(style.glyphs.shades) - 1)]
+    return Text(f"{fill + ' ' + rate(value):>{width}}")

@@ -29,8 +29,7 @@ from planner.show.views.measured import (
     ran_other_stages,
     run_table,
 )
-from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
-from planner.show.views.words import place_word
+from planner.show.views.numbers import NOTHING, TimeScale, percent, place_word, rate
 
 _Row = list[str | Text]
 _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}

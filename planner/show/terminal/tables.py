@@ -43,9 +43,6 @@ def width_of(view: Table, style: Style) -> int:
     return sum(widths) + GAP * (len(view.columns) - 1)
 
 
-# Private functions
-
-
 def _header(column: Column, view: Table) -> str:
     return f"{column.title}\n{view.scales()[column.per].unit}" if column.per else column.title
 

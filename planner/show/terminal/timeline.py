@@ -22,9 +22,8 @@ from planner.core.schedule.kinds import BACKWARD, KINDS, Kind
 from planner.core.values.units import format_us
 from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Glyphs, Style
-from planner.show.views.numbers import percent, time_ticks
+from planner.show.views.numbers import percent, place_word, time_ticks
 from planner.show.views.spans import HUES
-from planner.show.views.words import place_word
 
 _BY_LETTER: Mapping[str, Kind] = {kind.letter: kind for kind in KINDS.values()}
 """What devices compute, as events name it; what else an event may be is a transfer."""

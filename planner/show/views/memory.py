@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from planner.core.values.plan import Stage, StageMemory
 from planner.core.values.units import format_bytes
-from planner.show.views.numbers import NOTHING, percent
-from planner.show.views.words import place_word
+from planner.show.views.numbers import NOTHING, percent, place_word
 
 KINDS = tuple(name for name, _ in StageMemory().items())
 

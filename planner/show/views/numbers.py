@@ -1,4 +1,4 @@
-"""Numbers for people: times in one unit, time axes, shares, differences, ranges of layers."""
+"""Numbers and words for people: times in one unit, time axes, shares, differences, what things are called."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,3 +85,25 @@ def _nice(least: float) -> float:
     """The smallest of 1, 2, 5 times a power of ten that is not below `least`."""
     power: float = 10.0 ** ceil(log10(least))
     return next(power * part for part in (0.2, 0.5, 1.0) if power * part >= least * (1 - 1e-9))
+
+
+_METHODS = {
+    "dynamic-programming": "dynamic programme",
+    "integer-programming": "integer programme",
+    "simulated": "bounds and simulation",
+}
+
+
+def method_name(method: str) -> str:
+    """How a plan was found, in words; methods of other tools keep the name they have."""
+    return _METHODS.get(method, method)
+
+
+def place_word(chunks: int) -> str:
+    """What a row per device is called: as tables call it, where every device has one stage."""
+    return "stage" if chunks == 1 else "device"
+
+
+def not_measured(how: str) -> str:
+    """What to say of numbers from a profile that was compiled or estimated; nothing of a measured one."""
+    return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"

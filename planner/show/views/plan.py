@@ -1,13 +1,14 @@
-"""What a plan says of itself in words, and its stages as a table."""
+"""What a plan says of itself in words; its stages, and the best plan for each number of micro-batches, as tables."""
 
+from collections.abc import Callable
 from operator import attrgetter
 
 from planner.core.schedule import schedule_of
-from planner.core.values.plan import Plan, Stage
+from planner.core.values.plan import FrontierPoint, Plan, Stage
 from planner.core.values.units import counted, format_us
 from planner.show.views.memory import share_of_cap
 from planner.show.views.numbers import layer_range, percent, rate
-from planner.show.views.table import Table, column, table
+from planner.show.views.table import Table, Value, column, table
 
 
 def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
@@ -71,9 +72,6 @@ def stage_table(plan: Plan, *, brief: bool = False) -> Table:
     )
 
 
-# Private functions
-
-
 def _layers(stage: Stage) -> str:
     return layer_range(stage.first, stage.last, stage.layers)
 
@@ -91,3 +89,38 @@ def _placed(stage: Stage, plan: Plan) -> str:
     device, speeds = plan.device_of(stage), plan.inputs.speeds
     speed = speeds[device] if device < len(speeds) else 1.0
     return str(device) if speed == 1 else f"{device} ({speed:g}\u00d7)"
+
+
+NO_PLAN = "no plan fits"
+
+
+def has_several_replicas(plan: Plan) -> bool:
+    """Whether points differ in more than M."""
+    return any(point.replicas != 1 for point in plan.frontier)
+
+
+def frontier_table(plan: Plan) -> Table:
+    """A row per point; where no plan fits, M, replicas and b are all that is known."""
+    points = plan.frontier
+    chosen = (plan.micro_batches, plan.replicas)
+    marked = frozenset(n for n, point in enumerate(points) if (point.micro_batches, point.replicas) == chosen)
+
+    chunked = any(schedule_of(point.schedule).is_chunked for point in points if point.fits)
+    return table(
+        points,
+        column("micro_batches", "M", attrgetter("micro_batches"), "count", marked=marked),
+        column("replicas", "replicas", attrgetter("replicas"), "count"),
+        column("micro_batch_size", "b", attrgetter("micro_batch_size"), "count"),
+        column("schedule", "schedule", lambda p: schedule_of(p.schedule).title if p.fits else None, goes=1),
+        column("devices", "devices" if chunked else "stages", _fitting("devices"), "count", goes=2),
+        column("step", "step", _fitting("step_us", NO_PLAN), "us", per="step"),
+        column("samples", "samples/s", _fitting("samples_per_s"), "rate", goes=4),
+        column("bubble", "bubble", _fitting("bubble"), "percent", goes=3),
+        column("peak", "peak per\ndevice", _fitting("peak_bytes"), "bytes"),
+        column("recompute", "recompute", _fitting("recompute_share"), "percent", goes=5),
+    )
+
+
+def _fitting(field: str, otherwise: str | None = None) -> Callable[[FrontierPoint], Value]:
+    """Reads a field of a point where a plan fits."""
+    return lambda point: getattr(point, field) if point.fits else otherwise

@@ -21,8 +21,7 @@ from planner.show.gate import (
     sweep_markdown,
     verdict_markdown,
 )
-from planner.show.terminal.plans import plans_text
-from planner.show.terminal.sweep import sweep_text
+from planner.show.terminal.plans import plans_text, sweep_text
 from tests.support import gate
 from tests.support.golden import assert_golden
 from tests.unit.show.samples import style
