@@ -107,9 +107,6 @@ def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
     return ENGINES[name](Layout.of(plan, profile))
 
 
-# Private functions
-
-
 def _check_apart(names: Iterable[str], read: Iterable[str | None], folder: str) -> None:
     """Refuses a folder in which a file to be written is one that was read."""
     files.check_outputs({path: path for path in (str(Path(folder, name)) for name in names)}, read)

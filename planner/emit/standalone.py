@@ -66,9 +66,6 @@ def emit_standalone(plan: Plan, profile: Profile, *, folder: str, profile_folder
     return signed(text)
 
 
-# Private functions
-
-
 def _check(layout: Layout, profile: Profile) -> None:
     plan = layout.plan
     check_source(profile)

@@ -71,9 +71,6 @@ def trace_text(
     return f'{{"displayTimeUnit":"ms","otherData":{other},"traceEvents":[\n{lines}\n]}}\n'
 
 
-# Private functions
-
-
 _Event = dict[str, object]
 
 

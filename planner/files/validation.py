@@ -51,9 +51,6 @@ def schema_of(kind: type[Any]) -> dict[str, Any]:
     return _Schema().generate(_core_schema(kind))
 
 
-# Private functions
-
-
 class _Schema(GenerateJsonSchema):
     """A JSON Schema that forbids unknown keys whatever the version of pydantic: not each says so of its own accord."""
 
