@@ -37,7 +37,7 @@ def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
     path = path_of(against)
     if path is None or not path.startswith("git:"):
         plan, stands = plan_of(against)
-        return _as_its_profile_says(plan, lambda: profile_for(plan, stands).profile, path or "the other plan")
+        return *_as_its_profile_says(plan, lambda: profile_for(plan, stands).profile), path or "the other plan"
     if place == NOWHERE:
         raise UsageError(f"`--against {path}` needs the plan's file, to look it up in git", hint="name the file")
     revision = path.removeprefix("git:")
@@ -47,25 +47,25 @@ def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
         profile_place = files.profile_path(committed, place)
         return files.read_profile(f"{path}:{profile_place}", files.at_revision(profile_place, revision))
 
-    return _as_its_profile_says(committed, its_profile, path)
+    return *_as_its_profile_says(committed, its_profile), path
 
 
-def _as_its_profile_says(plan: Plan, read: Callable[[], Profile], called: str) -> tuple[Plan, bool, str]:
+def _as_its_profile_says(plan: Plan, read: Callable[[], Profile]) -> tuple[Plan, bool]:
     """`plan` recomputed, if the very profile that it was made from is at hand; else as it was written."""
     try:
         profile = read()
     except (FileError, UsageError):
-        return plan, False, called
+        return plan, False
     digest = files.digest_of(profile)
     if digest != plan.inputs.profile.digest:
-        return plan, False, called
-    return judge(plan, profile, profile_digest=digest).plan or plan, True, called
+        return plan, False
+    return judge(plan, profile, profile_digest=digest).plan or plan, True
 
 
 def _compared(file: File | Plan, index: int) -> ComparedPlan:
     plan, place = plan_of(file)
-    called = f"plan {index + 1}" if isinstance(file, Plan) else place
-    now, recomputed, _ = _as_its_profile_says(plan, lambda: profile_for(plan, place).profile, called)
+    now, recomputed = _as_its_profile_says(plan, lambda: profile_for(plan, place).profile)
     caps = (now.stages[d].memory_bytes for d in range(now.num_devices))
     fits = all(need <= cap for need, cap in zip(now.device_bytes(), caps, strict=True))
+    called = f"plan {index + 1}" if isinstance(file, Plan) else place
     return ComparedPlan(path=called, recomputed=recomputed, fits=fits, plan=now)

@@ -56,7 +56,12 @@ class Console:
 
     def error(self, error: PlannerError) -> None:
         """What went wrong and what to do."""
-        self._say(_placed(error) if isinstance(error, FileError) else f"error: {error.message}", hint=error.hint)
+        text = f"error: {error.message}"
+        if isinstance(error, FileError):
+            # `plan.yaml:17: error: …` is what editors and people look for.
+            place = error.path if error.line is None else f"{error.path}:{error.line}"
+            text = f"{place}: error: {error.message.removeprefix(place + ': ')}"
+        self._say(text, hint=error.hint)
 
     def _say(self, text: str, *, hint: str = "") -> None:
         shown = printable_lines(text) + (f"\n\n{printable_lines(f'hint: {hint}')}" if hint else "")
@@ -118,9 +123,3 @@ class Closed(io.TextIOBase):
 def style_for_stdout() -> Style:
     """How to draw on this process's standard output."""
     return style_for(sys.stdout)
-
-
-def _placed(error: FileError) -> str:
-    # `plan.yaml:17: error: …` is what editors and people look for.
-    place = error.path if error.line is None else f"{error.path}:{error.line}"
-    return f"{place}: error: {error.message.removeprefix(place + ': ')}"

@@ -1,11 +1,11 @@
 """`gpipe-plan emit`: the files that run a plan."""
 
-from planner.api.emitting import fresh_plan
+from planner.api.emitting import written
 from planner.api.options import EmitOptions
 from planner.cli.console import Console
 from planner.cli.options import Debug, PlanFile, Quiet
 from planner.cli.records import with_options
-from planner.emit import check_engine
+from planner.core.values.findings import Finding
 
 
 @with_options(EmitOptions)
@@ -18,17 +18,17 @@ def emit(
 ) -> None:
     """Write balance.yaml and train.py, the pipelined training script; or the plan in another engine's format."""
     console = Console(quiet=quiet)
-    check_engine(options.engine, standalone=options.standalone)
-    fresh = fresh_plan(plan, profile=options.profile)
-    for finding in fresh.findings:
-        tell = console.note if finding.severity == "note" else console.warning
-        tell(f"{finding.code}: {finding.message}")
-    written = fresh.write(options)
-    for path in written.paths[:-1] if written.kept else written.paths:
+
+    def tell(finding: Finding) -> None:
+        said = console.note if finding.severity == "note" else console.warning
+        said(f"{finding.code}: {finding.message}")
+
+    done = written(plan, options, tell=tell)
+    for path in done.paths[:-1] if done.kept else done.paths:
         console.result(str(path))
-    if written.kept:
-        script = written.paths[-1]
+    if done.kept:
+        script = done.paths[-1]
         console.note(f"note: {script} was edited and stays; it runs the new balance.yaml (`--force` writes it anew)")
-    for note in written.notes:
+    for note in done.notes:
         console.note(f"note: {note}")
-    console.next(written.use)
+    console.next(done.use)

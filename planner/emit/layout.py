@@ -175,13 +175,7 @@ def paths_above(path: str) -> list[str]:
 def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Sequence[str], docstring: str = "") -> str:
     """A file of an engine, in a language whose comments begin with `#`, signed.
 
-    Args:
-        layout: What it holds.
-        body: The configuration.
-        engine: The engine, with the version that the file was made for.
-        option: What `emit --format` calls it.
-        notes: What it does not hold.
-        docstring: A second paragraph on how it is used.
+    `option` is what `emit --format` calls the engine; `notes` tell what the file does not hold, `docstring` its use.
     """
     plan = layout.plan
     lines = [

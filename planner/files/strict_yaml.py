@@ -58,7 +58,8 @@ class Document:
         document = cls(path, text)
         try:
             is_json = text.lstrip()[:1] == "{"
-            document.content = json_content(text) if is_json else quick_content(text, document._rest)
+            document.content = json_content(text) if is_json else quick_content(text, document._built)
+            document._lines = {}  # those of a text with marks in place of lines
         except (NotQuickError, FileError):
             document.content = document._read()
         return document
@@ -79,6 +80,10 @@ class Document:
             # YAML contains nearly all of JSON, and its reader knows the lines; what it does not have are the escapes of
             # characters beyond 16 bits, and one control character as it is.
             text = _ESCAPED_PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text).replace("\x7f", "\\x7f")
+        return self._built(text)
+
+    def _built(self, text: str) -> Any:
+        """What YAML makes of a text, and the lines of its keys."""
         self._lines = {}
         node = self._composed(text)
         return None if node is None else self._plain(node, ())
@@ -94,13 +99,6 @@ class Document:
             raise FileError(f"is not YAML: {error.problem}", path=self.path, line=line) from None
         except yaml.YAMLError as error:
             raise FileError(f"is not YAML: {error}", path=self.path) from None
-
-    def _rest(self, text: str) -> Any:
-        """What YAML makes of a text whose lines are not those of the file."""
-        node = self._composed(text)
-        content = None if node is None else self._plain(node, ())
-        self._lines = {}
-        return content
 
     def _plain(self, node: yaml.Node, at: KeyPath) -> Any:
         self._lines[at] = node.start_mark.line + 1

@@ -18,13 +18,11 @@ def number(value: float, decimals: int = 2) -> str:
     return "0" if text == "-0" else text
 
 
-def attributes(values: dict[str, str | float | None]) -> str:
-    """` class="x" width="3"`; what is None is left out, `_` in a name stands for `-`."""
-    written = ((name.strip("_").replace("_", "-"), value) for name, value in values.items() if value is not None)
-    return "".join(f' {n}="{safe(v) if isinstance(v, str) else number(v)}"' for n, v in written)
-
-
 def element(tag: str, *content: str, **values: str | float | None) -> str:
-    """An element with `content`, which is markup already, and attributes, which are escaped."""
-    inner = "".join(content)
-    return f"<{tag}{attributes(values)}>{inner}</{tag}>"
+    """An element with `content`, which is markup already, and attributes, which are escaped.
+
+    Attributes that are None are left out; `_` in a name stands for `-`.
+    """
+    written = ((name.strip("_").replace("_", "-"), value) for name, value in values.items() if value is not None)
+    attributes = "".join(f' {n}="{safe(v) if isinstance(v, str) else number(v)}"' for n, v in written)
+    return f"<{tag}{attributes}>{''.join(content)}</{tag}>"
