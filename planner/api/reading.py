@@ -90,9 +90,7 @@ def calibration_of(calibration: File | Calibration | None) -> Calibration | None
 def links_of(links: File | Sequence[Link] | None, **said_otherwise: object) -> tuple[Link, ...]:
     """The link behind each device, from its file or as values; empty where there are none.
 
-    Args:
-        links: The file, or the links.
-        said_otherwise: What else says what the links are, by the name of its option; None where nothing does.
+    `said_otherwise` is what else says what the links are, by the name of its option; None where nothing does.
 
     Raises:
         UsageError: Two options say what the links are.

@@ -38,7 +38,6 @@ class Console:
             raise FileError(f"cannot be written: {error.strerror}", path="standard output") from None
 
     def interrupted(self) -> None:
-        """Ctrl-C."""
         self._say("interrupted")
 
     def note(self, text: str) -> None:

@@ -12,7 +12,6 @@ class Sectioned(TyperCommand):
     """A command whose `--help` has sections; typer itself makes them in rich's boxes only."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes arguments and options."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         last: list[tuple[str, str]] = []
         for parameter in self.get_params(ctx):

@@ -54,12 +54,10 @@ class Layout:
 
     @property
     def schedule(self) -> Schedule:
-        """The plan's schedule."""
         return schedule_of(self.plan.schedule, self.plan.order)
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
-        """All layers, in order."""
         return tuple(layer for stage in self.stages for layer in stage)
 
     @property
@@ -116,8 +114,6 @@ class Layout:
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
-    # What formats cannot hold
-
     def refuse_chunks(self, engine: str) -> None:
         """Raises `UsageError` where a device runs several stages."""
         if self.plan.chunks > 1:
@@ -138,7 +134,8 @@ class Layout:
         runs = [(choice, [s.index for s in run]) for choice, run in groupby(self.plan.stages, lambda s: s.recompute)]
         if [choice for choice, _ in runs] == ["never"]:
             return []
-        planned = ", ".join(f"{choice} on {_range(stages)}" for choice, stages in runs)
+        places = (f"stages {run[0]} to {run[-1]}" if len(run) > 1 else f"stage {run[0]}" for _, run in runs)
+        planned = ", ".join(f"{choice} on {place}" for (choice, _), place in zip(runs, places, strict=True))
         return [f"{text} (planned: {planned})"]
 
     def replica_notes(self, engine: str) -> list[str]:
@@ -155,10 +152,6 @@ class Layout:
             return []
         places = ",".join(map(str, order))
         return [f"the stages are planned for devices {places}, in this order (CUDA_VISIBLE_DEVICES={places})"]
-
-
-def _range(stages: Sequence[int]) -> str:
-    return f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]} to {stages[-1]}"
 
 
 def modules_of(layer: LayerProfile) -> tuple[str, ...]:

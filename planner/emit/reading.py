@@ -106,9 +106,6 @@ class _Plain(ast.NodeTransformer):
         return ast.copy_location(ast.Constant(node.attr), node)
 
 
-# Lists of each kind
-
-
 def _from_balance(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     """Numbers of layers."""
     balance = tuple(value)

@@ -46,18 +46,15 @@ _KINDS: Mapping[str, _Kind] = {
 def read(path: str, wanted: str | None = None, text: str | None = None) -> Value:
     """The value in the file at `path` (`-` is standard input), by its `schema` key.
 
-    Args:
-        path: The file.
-        wanted: The one kind that it may be of, a key of `_KINDS`; any, unless given.
-        text: Its text, where that was read before: `path` then only names it.
+    It may be of any kind, unless one is `wanted`. Where its `text` was read before, `path` only names it.
 
     Raises:
         FileError: Missing, unreadable, invalid or of another kind; names the line and key where known.
     """
     document = Document.parse(path, _read_text(path, wanted) if text is None else text)
     kind = _kind_of(document, wanted)
-    if kind == "run":
-        _read_losses(document.content)
+    if kind == "run" and isinstance(losses := document.content.get("losses"), list):
+        document.content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
     plain = json.dumps(document.content)
     value = validated(_KINDS[kind].of, plain, document)
     problems = list(problems_of(value, every_number=_ODD_NUMBER.search(plain) is not None))
@@ -129,12 +126,6 @@ def _bounded(file: TextIO, path: str) -> str:
         if count > MAX_BYTES:
             raise FileError(f"has more than {MAX_BYTES} characters, which no file of gpipe-plan has", path=path)
     return "".join(pieces)
-
-
-def _read_losses(content: dict[str, Any]) -> None:
-    losses = content.get("losses")
-    if isinstance(losses, list):
-        content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
 
 
 def _kind_of(document: Document, wanted: str | None) -> str:

@@ -65,7 +65,11 @@ def trace_text(
         title: Of the trace.
         what: Who made it, and of what.
     """
-    events = [*_rows(processes, threads), *map(_slice, slices), *map(_counter, levels)]
+    counters = (
+        {"name": "memory", "ph": "C", "ts": round(time_us, 3), "pid": process, "args": {"bytes": held}}
+        for process, time_us, held in levels
+    )
+    events = [*_rows(processes, threads), *map(_slice, slices), *counters]
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     other = json.dumps({"title": title, "what": what})
     return f'{{"displayTimeUnit":"ms","otherData":{other},"traceEvents":[\n{lines}\n]}}\n'
@@ -97,8 +101,3 @@ def _slice(entry: TraceSlice) -> _Event:
         "tid": TRACE_THREADS.index(entry.kind) if entry.kind in TRACE_THREADS else 0,
         "args": dict(entry.args),
     }
-
-
-def _counter(level: TraceLevel) -> _Event:
-    time_us, args = round(level.start_us, 3), {"bytes": level.bytes}
-    return {"name": "memory", "ph": "C", "ts": time_us, "pid": level.process, "args": args}

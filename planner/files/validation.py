@@ -55,7 +55,6 @@ class _Schema(GenerateJsonSchema):
     """A JSON Schema that forbids unknown keys whatever the version of pydantic: not each says so of its own accord."""
 
     def dataclass_schema(self, schema: DataclassSchema) -> JsonSchemaValue:
-        """The schema of one dataclass."""
         return {"additionalProperties": False, **super().dataclass_schema(schema)}
 
 

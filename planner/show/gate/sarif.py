@@ -48,9 +48,10 @@ def _result(finding: Finding, verdict: Verdict, place: Place) -> dict[str, Any]:
         "partialFingerprints": {"gpipePlan/v1": same},
     }
     location: dict[str, Any] = {}
+    path = Path(place.path)
     if place.is_file:
         location["physicalLocation"] = {
-            "artifactLocation": {"uri": _uri(place.path)},
+            "artifactLocation": {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())},
             "region": {"startLine": place.line(finding)},
         }
     if finding.stage is not None:
@@ -58,8 +59,3 @@ def _result(finding: Finding, verdict: Verdict, place: Place) -> dict[str, Any]:
     if location:
         result["locations"] = [location]
     return result
-
-
-def _uri(path: str) -> str:
-    place = Path(path)
-    return place.as_uri() if place.is_absolute() else quote(place.as_posix())

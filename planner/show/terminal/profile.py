@@ -121,14 +121,12 @@ def _figures(profile: Profile, style: Style) -> list[_Figure]:
     ]
     if style.has_room_for(_WIDE):
         figures.append(_Figure(header="output", of=lambda x: x.output_bytes[n], text=format_bytes, total=False))
-        figures.append(_Figure(header="forward\nFLOP", of=lambda x: _at(x.forward_flops, n), text=_flops))
+        figures.append(
+            _Figure(header="forward\nFLOP", of=lambda x: x.forward_flops[n] if x.forward_flops else 0, text=_flops)
+        )
     if style.has_room_for(_WIDEST) and len(profile.micro_batch_sizes) > 1:
         figures += _per_sample(profile)
     return figures
-
-
-def _at(values: Sequence[int], n: int) -> int:
-    return values[n] if values else 0
 
 
 def _flops(count: float) -> str:

@@ -70,7 +70,6 @@ class Style:
 
     @property
     def glyphs(self) -> Glyphs:
-        """The characters to draw with."""
         return UNICODE if self.unicode else ASCII
 
     def has_room_for(self, columns: int) -> bool:

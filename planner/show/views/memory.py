@@ -20,12 +20,10 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The predicted peak."""
         return self.memory.total
 
     @property
     def is_over(self) -> bool:
-        """Whether it needs more than it has."""
         return self.total_bytes > self.cap_bytes
 
     @property

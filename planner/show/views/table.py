@@ -43,7 +43,6 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """The title on one line."""
         return self.title.replace("\n", " ")
 
     def texts(self, scale: TimeScale | None = None) -> tuple[str, ...]:
