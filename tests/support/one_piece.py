@@ -31,16 +31,22 @@ class Drawing:
         model.register_forward_pre_hook(partial(self._begin, 0))
         calls = chain.outline.recording.calls
         layer_at = {cut: number for number, cut in enumerate(chain.outline.cuts, 1)}
-        for path in {call.path for call in calls if call.exit + 1 in layer_at}:
-            # A module may be called several times, and a layer begin behind one of them.
-            layers = [layer_at.get(call.exit + 1) for call in calls if call.path == path]
-            model.get_submodule(path).register_forward_hook(partial(self._behind, itertools.cycle(layers)))
+        for path in {call.path for call in calls}:
+            # A module may be called several times, and a layer begin behind one of them, or with it.
+            same = [call for call in calls if call.path == path]
+            behind = [layer_at.get(call.exit + 1) for call in same]
+            with_it = [layer_at.get(call.enter) for call in same]
+            module = model.get_submodule(path)
+            if any(behind):
+                module.register_forward_hook(partial(self._at_edge, itertools.cycle(behind)))
+            if any(with_it):
+                module.register_forward_pre_hook(partial(self._at_edge, itertools.cycle(with_it)))
 
     def at(self, step: int, micro_batch: int) -> None:
         """What follows is this micro-batch of this step."""
         self._step, self._micro_batch = step, micro_batch
 
-    def _behind(self, layers: Iterator[int | None], *_: Any) -> None:
+    def _at_edge(self, layers: Iterator[int | None], *_: Any) -> None:
         layer = next(layers)
         if layer is not None:
             self._begin(layer)
