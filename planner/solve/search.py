@@ -204,23 +204,22 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
             key = size, replicas > 1
             if key not in costs:
                 costs[key] = table.at(size, extrapolate=inputs.extrapolate).of_replicas(replicas)
-            for schedule, chunks, num_devices in _schedules(request, m, len(names), replicas):
-                # Nothing is recommended that nobody has measured.
-                if schedule.splits_backward and inputs.schedule == "auto" and costs[key].halves_assumed:
-                    continue
-                cases.append(
-                    Case(
-                        costs=costs[key],
-                        cluster=cluster_of(inputs),
-                        schedule=schedule,
-                        micro_batches=m,
-                        num_devices=num_devices,
-                        replicas=replicas,
-                        policy=inputs.recompute,
-                        rules=rules,
-                        chunks=chunks,
-                    )
+            cases += [
+                Case(
+                    costs=costs[key],
+                    cluster=cluster_of(inputs),
+                    schedule=schedule,
+                    micro_batches=m,
+                    num_devices=num_devices,
+                    replicas=replicas,
+                    policy=inputs.recompute,
+                    rules=rules,
+                    chunks=chunks,
                 )
+                for schedule, chunks, num_devices in _schedules(request, m, len(names), replicas)
+                # Nothing is recommended that nobody has measured.
+                if inputs.schedule != "auto" or not (schedule.splits_backward and costs[key].halves_assumed)
+            ]
     if not costs:
         micro_batch_counts(profile, request)  # says why there are none, for one replica
     return cases if request.balance is None else _with_so_many_stages(cases, request.balance)
