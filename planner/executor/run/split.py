@@ -307,8 +307,8 @@ def _unasked(function: Any) -> Any:
     return copy
 
 
-# The last two recompute checkpoints, which must find what their forward found.
+_BACKWARDS: Final = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""They recompute checkpoints, whose tensors must be those of their first forward, in the same order."""
 _SEEN_THROUGH: Final = {
-    function: _unasked(function)
-    for function in (F.embedding, F.multi_head_attention_forward, Tensor.backward, torch.autograd.grad)
+    function: _unasked(function) for function in (F.embedding, F.multi_head_attention_forward, *_BACKWARDS)
 }
