@@ -13,7 +13,7 @@ from planner.core.schedule.dualpipev import DualPipeV
 from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
 from planner.core.schedule.interleaved_zb import InterleavedZB
-from planner.core.schedule.kinds import KINDS, Flow, Kind, Letter
+from planner.core.schedule.kinds import KINDS, Flow, Kind, Label, Letter
 from planner.core.schedule.listed import Listed, lists_of, texts_of
 from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
 from planner.core.schedule.program import (
@@ -50,6 +50,7 @@ __all__ = [
     "Flow",
     "Instruction",
     "Kind",
+    "Label",
     "Letter",
     "Listed",
     "Loads",

@@ -17,9 +17,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["BACKWARD", "COMPUTING", "FORWARD", "INPUT_BACKWARD", "KINDS", "WEIGHT_BACKWARD", "Flow", "Kind", "Letter"]
+__all__ = [
+    "BACKWARD",
+    "COMPUTING",
+    "FORWARD",
+    "INPUT_BACKWARD",
+    "KINDS",
+    "WEIGHT_BACKWARD",
+    "Flow",
+    "Kind",
+    "Label",
+    "Letter",
+]
 
 Letter = Literal["F", "B", "I", "W"]
+
+Label = Literal["forward", "backward", "input backward", "weight backward"]
 
 Flow = Literal["F", "B"]
 """What stages tell each other: activations, from front to back, or their gradients, from back to front."""
@@ -31,7 +44,7 @@ class Kind:
 
     letter: Letter
     """What people and torch's schedule files call it: `F3` is the forward of micro-batch 3."""
-    label: str
+    label: Label
     """What it is called in words."""
     direction: Literal[1, 0, -1]
     """Where its data flow: +1 from the stage in front to the one behind, -1 the other way, 0 nowhere."""

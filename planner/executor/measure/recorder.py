@@ -1,4 +1,4 @@
-"""What a run took: every forward and backward of this process on one clock, step time, peak memory.
+"""What a run took: every forward and backward (or half of one) of this process on one clock, step time, peak memory.
 
 Memory is read in the second step, when the optimizer's state exists. On the CPU every allocation since the process
 began is counted by torch's profiler until then (see `planner.device.cpu`), which slows these steps: they count as
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from planner.core.schedule import KINDS
 from planner.device.kind import Moment, Peak
 from planner.device.kinds import kind_of
 from planner.executor.measure.run_times import RunSpan, RunSpanKind, RunStep, typical_us
@@ -21,6 +22,9 @@ from planner.executor.measure.run_times import RunSpan, RunSpanKind, RunStep, ty
 WARM_UP_STEPS = 2
 
 _KEPT_STEPS = 20
+
+_RECOMPUTING = frozenset(kind.label for kind in KINDS.values() if kind.direction < 0)
+"""What begins with computing activations again, where that is planned."""
 
 
 class _Timed(NamedTuple):
@@ -54,7 +58,7 @@ class Recorder:
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
         """Runs `work` and notes its time as `kind` of a micro-batch on one of the process's stages."""
         micro_batch += self.first_micro_batch
-        self._backward_of = micro_batch if kind == "backward" else None
+        self._backward_of = micro_batch if kind in _RECOMPUTING else None
         result = self._noted(kind, work, stage, micro_batch)
         self._backward_of = None
         return result

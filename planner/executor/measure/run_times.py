@@ -1,24 +1,24 @@
 """Where the time of a training step went, from what every process did when: by stage and boundary, for the report.
 
-Only forwards and backwards are recorded. All else follows from them, once the clocks of the processes agree: before a
-forward or backward whose input comes from another process there is a gap. Until the sender had it ready, the gap is
-idle time; from then on it is the transfer, as the receiver felt it (the engine's own time is in it: the two cannot be
-told apart). A gap before work that needs nothing from elsewhere is the engine's own time.
+Only forwards and backwards (whole, or both halves) are recorded. All else follows from them, once the clocks of the
+processes agree: before a forward or backward whose input comes from another process there is a gap. Until the sender
+had it ready, the gap is idle time; from then on it is the transfer, as the receiver felt it (the engine's own time is
+in it: the two cannot be told apart). A gap before work that needs nothing from elsewhere is the engine's own time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from planner.core.schedule import KINDS
+from planner.core.schedule import KINDS, Flow, Kind, Label
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
-RunSpanKind = Literal["forward", "backward", "recompute", "optimizer"]
+RunSpanKind = Label | Literal["recompute", "optimizer"]
 
 
 class RunSpan(NamedTuple):
-    """One thing that a process did; recomputation lies within its backward."""
+    """One thing that a process did; recomputation lies within its backward, or the half that comes first."""
 
     kind: RunSpanKind
     stage: int
@@ -91,7 +91,7 @@ class StepWaits:
 def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
     """What the processes of one pipeline, by number and all on one clock, waited for in one step."""
     rows = {rank: _computing(spans) for rank, spans in processes.items()}
-    ready = {(s.kind, s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
+    ready = {(_flow(s), s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
     first_ns = min((row[0].start_ns for row in rows.values() if row), default=0)
     last_ns = max((row[-1].end_ns for row in rows.values() if row), default=0)
     idle_ns = dict.fromkeys(rows, 0)
@@ -100,12 +100,14 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
     for rank, row in rows.items():
         free_ns = first_ns
         for span in row:
-            sender, ready_ns = ready.get(_source(span), (rank, 0))
-            if sender != rank:
+            flow = _flow(span)
+            sender, ready_ns = ready.get((flow, _source_of(span.kind, span.stage), span.micro_batch), (rank, 0))
+            if sender != rank and flow is not None:
                 begin_ns = min(max(ready_ns, free_ns), span.start_ns)
                 idle_ns[rank] += begin_ns - free_ns
                 crossing = begin_ns, span.start_ns, ready_ns >= free_ns
-                transfers.append(Transfer(span.kind, span.stage, span.micro_batch, sender, rank, *crossing))
+                direction = KINDS[flow].label
+                transfers.append(Transfer(direction, span.stage, span.micro_batch, sender, rank, *crossing))
             elif free_ns > first_ns:
                 overhead_ns.append(span.start_ns - free_ns)
             else:
@@ -182,14 +184,16 @@ def with_waiting(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: boo
 def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
     """Median over steps and micro-batches of what one micro-batch's `kind` took on a stage; 0 if nothing was timed.
 
-    Micro-batches that were not recomputed count as 0 where recomputation is asked for.
+    A backward in halves counts as one that takes as long as both. Micro-batches that were not recomputed count as 0
+    where recomputation is asked for.
     """
+    kinds = _BACKWARDS if kind == "backward" else {kind}
     taken: dict[tuple[int, int], int] = {}
     for n, spans in enumerate(steps):
         for span in spans:
-            if span.stage != stage or span.kind not in (kind, "backward"):
+            if span.stage != stage or span.kind not in kinds | _BACKWARDS:
                 continue
-            took_ns = span.end_ns - span.start_ns if span.kind == kind else 0
+            took_ns = span.end_ns - span.start_ns if span.kind in kinds else 0
             if took_ns or kind == "recompute":
                 place = n, span.micro_batch
                 taken[place] = taken.get(place, 0) + took_ns
@@ -226,17 +230,18 @@ def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[R
 
 
 def _computing(spans: Iterable[RunSpan]) -> list[RunSpan]:
-    return sorted((s for s in spans if s.kind in _DIRECTIONS), key=lambda span: span.start_ns)
+    return sorted((s for s in spans if s.kind in _KINDS), key=lambda span: span.start_ns)
 
 
-def _source(span: RunSpan) -> tuple[RunSpanKind, int, int]:
-    """Where the input of a forward or backward is made."""
-    return span.kind, _source_of(span.kind, span.stage), span.micro_batch
+def _flow(span: RunSpan) -> Flow | None:
+    return _KINDS[span.kind].flow
 
 
 def _source_of(kind: RunSpanKind, stage: int) -> int:
     """The stage whose output a forward or backward takes; at the ends of the chain there is none of that number."""
-    return stage - _DIRECTIONS[kind]
+    return stage - _KINDS[kind].direction
 
 
-_DIRECTIONS: dict[str, int] = {kind.label: kind.direction for kind in KINDS.values()}
+_KINDS: Final[Mapping[str, Kind]] = {kind.label: kind for kind in KINDS.values()}
+_BACKWARDS: Final = frozenset(kind.label for kind in KINDS.values() if kind.follows is not None)
+"""A whole backward, and its halves."""

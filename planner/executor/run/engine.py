@@ -4,16 +4,19 @@
         receive   post a buffer, ahead of its need, so that the transfer overlaps what is computed meanwhile
         run F     take the input, run the module, keep input and output until the backward
         run B     take the output's gradient, run autograd, keep the input's gradient until it is sent
+        run I     the same, but for the gradients of weights: keep what those need (`planner.executor.run.split`)
+        run W     compute these
         send      begin to send what was made
 
 The program is what the planner costs: a schedule that is data there is data here, and nothing in this module knows one.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from torch.distributed import ProcessGroup
 from planner.core.schedule import (
     KINDS,
     Instruction,
+    Label,
     Letter,
     Schedule,
     devices_of,
@@ -31,6 +35,7 @@ from planner.core.schedule import (
 )
 from planner.core.values.precision import Precision
 from planner.executor.run.gradients import check_output
+from planner.executor.run.split import PutOff, SplitBackward
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.position import Position
@@ -40,9 +45,9 @@ __all__ = ["Engine", "EngineStage"]
 
 
 class Timer(Protocol):
-    """Runs a forward or backward of a micro-batch and notes how long it took."""
+    """Runs one kind of work for a micro-batch and notes how long it took."""
 
-    def __call__(self, kind: Literal["forward", "backward"], work: Callable[[], Any], *, micro_batch: int) -> Any:
+    def __call__(self, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:
         """The result of `work`."""
 
 
@@ -59,7 +64,7 @@ class EngineStage:
     """What goes to the stage behind, or the loss."""
     timer: Timer
     last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What the backward runs in that is the stage's last one of a step."""
+    """What the backward, or the half of one, runs in that is the stage's last of a step."""
 
 
 class _Waiting(NamedTuple):
@@ -110,7 +115,15 @@ class Engine:
         self._devices = devices_of(order)
         self._device_index = self._devices[stages[0].index]
         self._program = programs(order)[self._device_index]
-        self._chunk_of = {stage.index: chunk for chunk, stage in enumerate(stages)}
+        self._stage_at = {stage.index: stage for stage in stages}
+        computed = [x for x in self._program if x.do == "run"]
+        self._in_halves = {(x.stage, x.micro_batch) for x in computed if x.kind == "I"}
+        """The stages and micro-batches whose backward is I and W."""
+        self._num_backwards = Counter(x.stage for x in computed if KINDS[x.kind].follows is not None)
+        """Of a stage in a step; of I and W each counts."""
+        self._split = SplitBackward()
+        self._put_off: dict[tuple[int, int], PutOff] = {}
+        """What W needs, from I on."""
         self._transfers = Transfers(device, group)
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._gradients: dict[tuple[int, int], tuple[Tensor, ...]] = {}
@@ -144,8 +157,8 @@ class Engine:
             self._loss_gradients = (weight * self.loss_scale).to(self._device).unbind()
         self._inputs = list(zip(*(tensor.tensor_split(self.micro_batches) for tensor in tensors), strict=True))
         self._losses = [torch.empty(0)] * self.micro_batches
-        backwards_left = [self.micro_batches] * len(self._stages)
-        with keeping_casts(self._precision, self._device):
+        backwards_left = self._num_backwards.copy()
+        with keeping_casts(self._precision, self._device), self._split.keeping_casts():
             for instruction in self._program:
                 self._do(instruction, backwards_left)
             self._transfers.finish()
@@ -160,38 +173,41 @@ class Engine:
 
     # Private methods
 
-    def _do(self, instruction: Instruction, backwards_left: list[int]) -> None:
-        chunk = self._chunk_of[instruction.stage]
-        stage, micro_batch = self._stages[chunk], instruction.micro_batch
-        message = Message(instruction.kind, stage.index, micro_batch)
+    def _do(self, instruction: Instruction, backwards_left: Counter[int]) -> None:
+        stage, micro_batch = self._stage_at[instruction.stage], instruction.micro_batch
         match instruction.do, instruction.kind:
+            case "run", "F":
+                self._forward(stage, micro_batch)
+            case "run", kind:
+                backwards_left[stage.index] -= 1
+                run = self._weight_backward if kind == "W" else self._backward
+                with nullcontext() if backwards_left[stage.index] else stage.last_backward():
+                    run(stage, Message(kind, stage.index, micro_batch))
             case "receive", kind:
+                message = Message(kind, stage.index, micro_batch)
                 # A forward begins with the tensors that cross the boundary, a backward with the gradients of these.
                 shapes = stage.received if kind == "F" else _carrying(stage.sent)
                 self._transfers.post(message, shapes, self._rank_of(self._source(message)))
             case "send", "F":
+                message = Message("F", stage.index, micro_batch)
                 outputs = self._waiting[stage.index, micro_batch].outputs
                 self._transfers.send_output(message, outputs, self._rank_of(self._target(message)))
-            case "send", "B":
+            case "send", _:
+                message = Message("B", stage.index, micro_batch)
                 gradients, shapes = self._gradients.pop((stage.index, micro_batch)), _carrying(stage.received)
                 self._transfers.send_gradient(gradients, shapes, self._rank_of(self._target(message)))
-            case "run", "F":
-                self._forward(stage, message)
-            case "run", "B":
-                backwards_left[chunk] -= 1
-                with nullcontext() if backwards_left[chunk] else stage.last_backward():
-                    self._backward(stage, message)
 
-    def _forward(self, stage: EngineStage, message: Message) -> None:
-        micro_batch = message.micro_batch
+    def _forward(self, stage: EngineStage, micro_batch: int) -> None:
+        message = Message("F", stage.index, micro_batch)
         inputs = self._inputs[micro_batch] if stage.index == 0 else self._taken(message)
         for tensor, shape in zip(inputs, stage.received, strict=True):
             if stage.index > 0:
                 tensor.requires_grad_(shape.requires_grad)
         vars(stage.module)["micro_batch"] = micro_batch  # a module's own `__setattr__` takes 5 us
         self._at(message)
+        in_halves = (stage.index, micro_batch) in self._in_halves
         # Recomputation in backward switches autocast on again by itself; the rest of backward runs without.
-        with layers_in(self._precision, self._device):
+        with layers_in(self._precision, self._device), self._split.splitting() if in_halves else nullcontext():
             result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:
             check_output(result, self._position)
@@ -207,19 +223,21 @@ class Engine:
             self._at(message, waits_for=target)
 
     def _backward(self, stage: EngineStage, message: Message) -> None:
-        micro_batch = message.micro_batch
+        """B or I."""
+        at = stage.index, message.micro_batch
         is_last = stage.index == self._num_stages - 1
         gradients = () if is_last else self._taken(message)
-        inputs, outputs = self._waiting.pop((stage.index, micro_batch))
+        inputs, outputs = self._waiting.pop(at)
         if is_last:
             # What the loss counts for, in place of a factor: one operator less in forward, and one in backward.
             (loss,) = outputs
-            gradients = (self._loss_gradients[micro_batch].to(loss.dtype).reshape(loss.shape),)
+            gradients = (self._loss_gradients[message.micro_batch].to(loss.dtype).reshape(loss.shape),)
         else:
             outputs = tuple(x for x, shape in zip(outputs, stage.sent, strict=True) if shape.requires_grad)
         self._at(message)
-        stage.timer("backward", lambda: _run_backward(outputs, gradients), micro_batch=micro_batch)
-        self._transfers.let_go_of_output(Message("F", stage.index, micro_batch))
+        label = KINDS[message.kind].label
+        stage.timer(label, lambda: self._run_backward(at, outputs, gradients), micro_batch=message.micro_batch)
+        self._transfers.let_go_of_output(Message("F", *at))
         target = self._target(message)
         if target is None:
             return
@@ -227,15 +245,34 @@ class Engine:
             _gradient_of(x) for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad
         )
         if self._is_here(target):
-            self._transfers.hand_over(Message("B", target, micro_batch), gradients)
+            self._transfers.hand_over(Message("B", target, message.micro_batch), gradients)
         else:
-            self._gradients[stage.index, micro_batch] = gradients
+            self._gradients[at] = gradients
             self._at(message, waits_for=target)
+
+    def _weight_backward(self, stage: EngineStage, message: Message) -> None:
+        """W."""
+        self._at(message)
+        put_off = self._put_off.pop((stage.index, message.micro_batch))
+        work = partial(self._split.backward_weight, put_off)
+        stage.timer(KINDS[message.kind].label, work, micro_batch=message.micro_batch)
+
+    def _run_backward(self, at: tuple[int, int], outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """B or I: adds gradients to leaves; to those of weights that are put off, W does."""
+        # Outputs that nothing trained leads to have no graph: then there is nothing to do.
+        pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
+        with_graph, of_these = [x for x, _ in pairs], [gradient for _, gradient in pairs]
+        if at in self._in_halves:
+            self._put_off[at] = self._split.backward_input(with_graph, of_these) if pairs else []
+        elif pairs:
+            torch.autograd.backward(with_graph, of_these)
 
     def _taken(self, message: Message) -> tuple[Tensor, ...]:
         """The tensors of a message; this process waits for them."""
         self._at(message, waits_for=self._source(message))
-        return self._transfers.take(message)
+        flow = KINDS[message.kind].flow
+        assert flow is not None  # W begins with what its own stage has kept
+        return self._transfers.take(message._replace(kind=flow))
 
     def _source(self, message: Message) -> int | None:
         return message_from(message.kind, message.stage, self._num_stages)
@@ -260,13 +297,6 @@ class Engine:
 def _carrying(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The shapes of tensors that carry a gradient: of other tensors nobody sends one."""
     return tuple(shape for shape in shapes if shape.requires_grad)
-
-
-def _run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Adds gradients to leaves. Outputs that nothing trained leads to have none: then there is nothing to do."""
-    pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
-    if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:

@@ -1,23 +1,30 @@
 """Operators whose weight's gradient can be computed later than their input's.
 
-    y = x W + b      I: dx = dy Wᵀ      W: dW = xᵀ dy, db = sum of dy over rows
+    y = x W + b      I: dx = dy Wᵀ      W: dW = xᵀ dy, db = the sum of dy over rows
 
 Linear layers, convolutions and embeddings: they hold nearly all that a model trains, and each has a backward that falls
-into two parts of which neither needs what the other computes. What torch does in one go is done here in the same words
-(the order of the factors, the layout, the kernel), so that gradients are the same to the bit.
-
-A call is taken apart by `BINDINGS`, which knows functions of torch by what they are, not by their name.
+into two parts of which neither needs what the other computes. What torch does in one go is done here by the same
+kernels, with the factors in the same order and layout, so that gradients are the same to the bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
-__all__ = ["BINDINGS", "Operator", "Use"]
+__all__ = ["OPERATORS", "Operands", "Operator", "Use", "use_of"]
+
+
+class Operands(NamedTuple):
+    """What an operator makes a tensor of."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
 
 
 class Operator(Protocol):
@@ -27,58 +34,51 @@ class Operator(Protocol):
     def is_cast(self) -> bool:
         """Whether autocast runs it in low precision."""
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, of: Operands) -> Tensor:
         """What the operator makes."""
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """The gradient of `x`, from that of what was made."""
+    def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
+        """The gradient of x, from that of what was made."""
 
-    def weight_gradients(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
         """The gradients of weight and bias; of these only shape and layout are looked at."""
 
 
 class Use(NamedTuple):
-    """A call of an operator."""
+    """A call of an operator; its operands may be anything yet."""
 
     operator: Operator
-    x: Any
-    weight: Any
-    bias: Any = None
+    operands: Operands
 
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """`x W + b` with a matrix W: `x` has any number of dimensions from two on."""
+    """`x W + b` with a matrix W: x has any number of dimensions from two on."""
 
-    call: Callable[..., Tensor]
-    """Takes x, W and b."""
+    call: Callable[[Operands], Tensor]
     is_transposed: bool
     """Whether W has a row for every output, as that of a linear layer has."""
     is_cast: bool = True
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `call` does it."""
-        return self.call(x, weight, bias)
+    def forward(self, of: Operands) -> Tensor:
+        """The product, as the function that was called makes it."""
+        return self.call(of)
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
         """`dy Wᵀ`, as `mm_mat1_backward` of torch's FunctionsManual.cpp computes it."""
-        rows, factor = _rows(gradient), self._factor(weight)
+        rows, factor = _rows(gradient), self._factor(of.weight)
         # What lies column by column gets a gradient that lies so, too.
-        if _is_by_columns(_rows(x)):
-            return factor.mm(rows.t()).t().reshape(x.shape)
-        return rows.mm(factor.t()).reshape(x.shape)
+        if _is_by_columns(_rows(of.x)):
+            return factor.mm(rows.t()).t().reshape(of.x.shape)
+        return rows.mm(factor.t()).reshape(of.x.shape)
 
-    def weight_gradients(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
         """`xᵀ dy`, as `mm_mat2_backward` computes it, and the sum over rows."""
-        rows, inputs = _rows(gradient), _rows(x)
-        by_columns = _is_by_columns(self._factor(weight))
+        rows, inputs = _rows(gradient), _rows(of.x)
+        by_columns = _is_by_columns(self._factor(of.weight))
         product = rows.t().mm(inputs).t() if by_columns else inputs.t().mm(rows)
         of_weight = product.t() if self.is_transposed else product
-        return of_weight, None if bias is None else rows.sum_to_size(bias.shape)
+        return of_weight, None if of.bias is None else rows.sum_to_size(of.bias.shape)
 
     def _factor(self, weight: Tensor) -> Tensor:
         """The second factor of the product: with a column for every output."""
@@ -98,30 +98,27 @@ class Convolution:
     groups: int
     is_cast: bool = True
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As the function that was called does it."""
+    def forward(self, of: Operands) -> Tensor:
+        """The convolution, as the function that was called makes it."""
         rest = (self.output_padding, self.groups, self.dilation) if self.is_transposed else (self.dilation, self.groups)
-        return self.call(x, weight, bias, self.stride, self.padding, *rest)
+        return self.call(*of, self.stride, self.padding, *rest)
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
         """The first of the three gradients that torch's kernel gives."""
-        of_input: Tensor = self._backward(gradient, x, weight, None, (True, False, False))[0]
-        return of_input
-
-    def weight_gradients(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The second and the third of them."""
-        sizes = None if bias is None else list(bias.shape)
-        _, of_weight, of_bias = self._backward(gradient, x, weight, sizes, (False, True, bias is not None))
-        return of_weight, of_bias
-
-    def _backward(  # noqa: PLR0917 - as the kernel takes them
-        self, gradient: Tensor, x: Tensor, weight: Tensor, bias: list[int] | None, wanted: Sequence[bool]
-    ) -> Any:
         kernel = torch.ops.aten.convolution_backward
-        shape = (self.stride, self.padding, self.dilation, self.is_transposed, self.output_padding, self.groups)
-        return kernel(gradient, x, weight, bias, *shape, list(wanted))
+        of_input, _, _ = kernel(gradient, of.x, of.weight, None, *self._numbers, [True, False, False])
+        return of_input  # type: ignore[no-any-return]
+
+    def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
+        """The second and the third of them."""
+        kernel, has_bias = torch.ops.aten.convolution_backward, of.bias is not None
+        sizes = None if of.bias is None else list(of.bias.shape)
+        _, *gradients = kernel(gradient, of.x, of.weight, sizes, *self._numbers, [False, True, has_bias])
+        return gradients[0], gradients[1]
+
+    @property
+    def _numbers(self) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.dilation, self.is_transposed, self.output_padding, self.groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,27 +130,44 @@ class Embedding:
     sparse: bool
     is_cast: bool = False
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, of: Operands) -> Tensor:
         """The rows."""
-        return torch.embedding(weight, x, self.padding_idx, self.scale_grad_by_freq, self.sparse)
+        return torch.embedding(of.weight, of.x, self.padding_idx, self.scale_grad_by_freq, self.sparse)
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Never asked for: numbers of rows carry none."""
+    def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
+        """The gradient of numbers of rows, which have none: nobody asks for it."""
         raise NotImplementedError
 
-    def weight_gradients(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Every row's gradients added up; sparse, if the layer is."""
-        options = (weight.shape[0], self.padding_idx, self.scale_grad_by_freq, self.sparse)
-        return torch.ops.aten.embedding_backward(gradient, x, *options), None
+    def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
+        """The gradients of every row added up; sparse, if the layer is."""
+        options = (of.weight.shape[0], self.padding_idx, self.scale_grad_by_freq, self.sparse)
+        return torch.ops.aten.embedding_backward(gradient, of.x, *options), None
+
+
+def use_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use | None:
+    """The use of a weight that a call of one of `OPERATORS` is; None where it is none that is known here."""
+    names, make = OPERATORS[function]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    # With an `out=`, say. What is called wrongly torch says better.
+    if len(args) > len(names) or not arguments.keys() <= set(names):
+        return None
+    try:
+        return make(arguments)
+    except (AttributeError, KeyError, TypeError):
+        return None
 
 
 # Private functions
 
-_LINEAR: Final = Product(call=F.linear, is_transposed=True)
-_MATMUL: Final = Product(call=lambda x, weight, _: torch.matmul(x, weight), is_transposed=False)
-_ADDMM: Final = Product(call=lambda x, weight, bias: torch.addmm(bias, x, weight), is_transposed=False)
+_Arguments = Mapping[str, Any]
+
+
+class _Form(NamedTuple):
+    """How a function of torch is called."""
+
+    names: tuple[str, ...]
+    """Of its arguments, in order."""
+    use: Callable[[_Arguments], Use | None]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -164,86 +178,61 @@ def _is_by_columns(matrix: Tensor) -> bool:
     return matrix.stride() == (1, matrix.shape[0])
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Use | None:  # noqa: A002 - torch's names
-    return Use(_LINEAR, input, weight, bias) if input.dim() > 1 and weight.dim() == 2 else None
+def _added(of: Operands) -> Tensor:
+    assert of.bias is not None
+    return torch.addmm(of.bias, of.x, of.weight)
 
 
-def _matmul(input: Any, other: Any) -> Use | None:  # noqa: A002
-    return Use(_MATMUL, input, other) if input.dim() > 1 and other.dim() == 2 else None
+_LINEAR: Final = Product(call=lambda of: functional.linear(*of), is_transposed=True)
+_MATMUL: Final = Product(call=lambda of: torch.matmul(of.x, of.weight), is_transposed=False)
+_ADDMM: Final = Product(call=_added, is_transposed=False)
 
 
-def _mm(input: Any, mat2: Any) -> Use | None:  # noqa: A002
-    return _matmul(input, mat2)
+def _product(operator: Product, operands: Operands) -> Use | None:
+    # With a vector torch calls another kernel; with a batch of matrices the weight is not one.
+    return Use(operator, operands) if operands.x.dim() > 1 and operands.weight.dim() == 2 else None
 
 
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Use | None:  # noqa: A002
-    return Use(_ADDMM, mat1, mat2, input) if beta == alpha == 1 else None
+def _linear(arguments: _Arguments) -> Use | None:
+    return _product(_LINEAR, Operands(arguments["input"], arguments["weight"], arguments.get("bias")))
 
 
-def _embedding(
-    weight: Any,
-    input: Any,  # noqa: A002
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Use:
-    options = {"padding_idx": padding_idx, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
-    return Use(Embedding(**options), input, weight)  # type: ignore[arg-type]
+def _matmul(second: str, arguments: _Arguments) -> Use | None:
+    return _product(_MATMUL, Operands(arguments["input"], arguments[second], None))
 
 
-def _convolution(call: Callable[..., Tensor], dimensions: int) -> Callable[..., Use | None]:
-    def bind(  # noqa: PLR0913, PLR0917
-        input: Any,  # noqa: A002
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Use | None:
-        strides, dilations = _each(stride, dimensions), _each(dilation, dimensions)
-        paddings = _padding(padding, tuple(weight.shape[2:]), dilations)
-        if paddings is None or input.dim() != dimensions + 2:
-            return None
-        operator = Convolution(
-            call=call,
-            stride=strides,
-            padding=paddings,
-            dilation=dilations,
-            is_transposed=False,
-            output_padding=(0,) * dimensions,
-            groups=groups,
-        )
-        return Use(operator, input, weight, bias)
-
-    return bind
+def _addmm(arguments: _Arguments) -> Use | None:
+    if arguments.get("alpha", 1) != 1 or arguments.get("beta", 1) != 1:
+        return None
+    return _product(_ADDMM, Operands(arguments["mat1"], arguments["mat2"], arguments["input"]))
 
 
-def _transposed(call: Callable[..., Tensor], dimensions: int) -> Callable[..., Use | None]:
-    def bind(  # noqa: PLR0913, PLR0917
-        input: Any,  # noqa: A002
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Use | None:
-        if input.dim() != dimensions + 2:
-            return None
-        operator = Convolution(
-            call=call,
-            stride=_each(stride, dimensions),
-            padding=_each(padding, dimensions),
-            dilation=_each(dilation, dimensions),
-            is_transposed=True,
-            output_padding=_each(output_padding, dimensions),
-            groups=groups,
-        )
-        return Use(operator, input, weight, bias)
+def _embedding(arguments: _Arguments) -> Use:
+    operator = Embedding(
+        padding_idx=arguments.get("padding_idx", -1),
+        scale_grad_by_freq=arguments.get("scale_grad_by_freq", False),
+        sparse=arguments.get("sparse", False),
+    )
+    return Use(operator, Operands(arguments["indices"], arguments["weight"], None))
 
-    return bind
+
+def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _Arguments) -> Use | None:  # noqa: FBT001
+    operands = Operands(arguments["input"], arguments["weight"], arguments.get("bias"))
+    dimensions = operands.weight.dim() - 2
+    stride, dilation = (_each(arguments.get(name, 1), dimensions) for name in ("stride", "dilation"))
+    padding = _padding(arguments.get("padding", 0), tuple(operands.weight.shape[2:]), dilation)
+    if padding is None or operands.x.dim() != operands.weight.dim():
+        return None  # torch adds a dimension, or pads the input
+    operator = Convolution(
+        call=call,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        is_transposed=is_transposed,
+        output_padding=_each(arguments.get("output_padding", 0), dimensions),
+        groups=arguments.get("groups", 1),
+    )
+    return Use(operator, operands)
 
 
 def _each(value: Any, dimensions: int) -> tuple[int, ...]:
@@ -262,19 +251,23 @@ def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tu
     return None if any(total % 2 for total in both) else tuple(total // 2 for total in both)
 
 
-BINDINGS: Final[Mapping[Any, Callable[..., Use | None]]] = {
-    F.linear: _linear,
-    Tensor.matmul: _matmul,  # `@`, too
-    torch.matmul: _matmul,
-    Tensor.mm: _mm,
-    torch.mm: _mm,
-    Tensor.addmm: _addmm,
-    torch.addmm: _addmm,
-    torch.embedding: _embedding,
-    **{call: _convolution(call, n) for n, call in enumerate((F.conv1d, F.conv2d, F.conv3d), 1)},
+_CONVOLUTIONS: Final = (functional.conv1d, functional.conv2d, functional.conv3d)
+_TRANSPOSED: Final = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+_FILTER: Final = ("input", "weight", "bias", "stride", "padding")
+
+OPERATORS: Final[Mapping[Any, _Form]] = {
+    functional.linear: _Form(("input", "weight", "bias"), _linear),
+    Tensor.matmul: _Form(("input", "other"), partial(_matmul, "other")),  # `@`, too
+    torch.matmul: _Form(("input", "other"), partial(_matmul, "other")),
+    Tensor.mm: _Form(("input", "mat2"), partial(_matmul, "mat2")),
+    torch.mm: _Form(("input", "mat2"), partial(_matmul, "mat2")),
+    Tensor.addmm: _Form(("input", "mat1", "mat2", "beta", "alpha"), _addmm),
+    torch.addmm: _Form(("input", "mat1", "mat2", "beta", "alpha"), _addmm),
+    torch.embedding: _Form(("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"), _embedding),
+    **{call: _Form((*_FILTER, "dilation", "groups"), partial(_convolution, call, False)) for call in _CONVOLUTIONS},
     **{
-        call: _transposed(call, n)
-        for n, call in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 1)
+        call: _Form((*_FILTER, "output_padding", "groups", "dilation"), partial(_convolution, call, True))
+        for call in _TRANSPOSED
     },
 }
-"""By function of torch: what it was called with; None, or a `TypeError`, for a call that cannot be taken apart."""
+"""The functions of torch that use a weight so."""

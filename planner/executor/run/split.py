@@ -21,31 +21,29 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from planner.executor.run.put_off import BINDINGS, Operator, Use
+from planner.executor.run.put_off import OPERATORS, Operands, Operator, Use, use_of
 from planner.executor.run.replicas import ReplicaGradients
 
 __all__ = ["PutOff", "SplitBackward"]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Product:
+class _Later:
     """What the gradients of one use of a weight are computed from."""
 
     operator: Operator
-    x: Tensor
+    operands: Operands
+    """Those of which weight and bias are parameters, or autocast's copies; no bias that is not trained."""
     gradient: Tensor
     """Of what the operator made."""
-    weight: Tensor
-    """The parameter, or autocast's copy of it."""
-    bias: Tensor | None
     versions: tuple[int, int]
-    """Of `x` and `gradient`: whether somebody has written into them since."""
+    """Of x and the gradient: whether somebody has written into them since."""
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """Those of weight and bias.
@@ -53,16 +51,17 @@ class _Product:
         Raises:
             RuntimeError: What they are computed from is no longer what it was, as autograd says it.
         """
-        if (self.x._version, self.gradient._version) != self.versions:
+        x, weight, _ = self.operands
+        if (x._version, self.gradient._version) != self.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation "
                 f"between the backward of the input and that of the weights: a {type(self.operator).__name__} of "
-                f"shape {list(self.weight.shape)} needs what it had in forward"
+                f"shape {list(weight.shape)} needs what it had in forward"
             )
-        return self.operator.weight_gradients(self.gradient, self.x, self.weight, self.bias)
+        return self.operator.weight_gradients(self.gradient, self.operands)
 
 
-PutOff = list[_Product]
+PutOff = list[_Later]
 """What a micro-batch keeps on a stage between I and W."""
 
 
@@ -98,7 +97,8 @@ class SplitBackward:
         Returns:
             What `backward_weight` needs.
         """
-        self.collected = collected = []
+        collected: PutOff = []
+        self.collected = collected
         try:
             with self._mode:  # what is recomputed is seen as it was seen the first time
                 torch.autograd.backward(outputs, gradients)
@@ -116,24 +116,24 @@ class SplitBackward:
         # Autograd begins with what was made last, and that is what I came to first: the order of one backward, in which
         # the gradients of several uses are added up.
         while put_off:
-            product = put_off.pop()
-            weights = (product.weight,) if product.bias is None else (product.weight, product.bias)
-            starts.append(_WeightGradients.apply(product, *weights))  # type: ignore[no-untyped-call]
+            use = put_off.pop()
+            weights = [weight for weight in use.operands[1:] if weight is not None]
+            starts.append(_WeightGradients.apply(use, *weights))  # type: ignore[no-untyped-call]
         if starts:
             torch.autograd.backward(starts, [start.detach() for start in starts])
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `function` returns, so that the gradients of its weight can be put off if they can be."""
-        use = _taken_apart(function, args, kwargs)
-        if use is None:
+        """What `function`, one of `OPERATORS`, returns; so that the gradients of its weight can be put off."""
+        use = use_of(function, args, kwargs)
+        if use is None or not _can_be_put_off(use.operands):
             return function(*args, **kwargs)
-        operator, x, weight, bias = use
-        dtype = _autocast_dtype(x.device.type) if operator.is_cast else None
+        operands = use.operands
+        dtype = _autocast_dtype(operands.x) if use.operator.is_cast else None
         if dtype is not None:
-            x, weight, bias = self._cast(x, dtype), self._cast(weight, dtype), self._cast(bias, dtype)
+            operands = Operands._make(self._cast(tensor, dtype) for tensor in operands)
         if not torch.is_grad_enabled():
-            return operator.forward(x, weight, bias)
-        return _Whole.apply(self, use, x, weight, bias)  # type: ignore[no-untyped-call]
+            return use.operator.forward(operands)
+        return _Whole.apply(self, use, *operands)  # type: ignore[no-untyped-call]
 
     # Private methods
 
@@ -168,7 +168,7 @@ class _Seeing(TorchFunctionMode):
         # Other kinds of tensor have their own ways; and what is compiled is compiled without this mode.
         if not _PLAIN.issuperset(types) or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func in BINDINGS:
+        if func in OPERATORS:
             return self._split.call(func, args, kwargs)
         inner = _SEEN_THROUGH.get(func)
         if inner is None:
@@ -181,36 +181,41 @@ class _Whole(torch.autograd.Function):
     """An operator whose backward is whole, but within an I: there it is without the gradients of its weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any, split: SplitBackward, use: Use, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.split, ctx.operator, ctx.weight, ctx.bias = split, use.operator, weight, bias
-        ctx.leaves = tuple(p for p in (use.weight, use.bias) if p is not None and p.requires_grad)
+    def forward(ctx: Any, split: SplitBackward, use: Use, *tensors: Any) -> Tensor:
+        operands = Operands._make(tensors)
+        ctx.split, ctx.operator, ctx.weights = split, use.operator, operands[1:]
+        ctx.leaves = tuple(p for p in use.operands[1:] if p is not None and p.requires_grad)
         # As much as torch keeps: the weight is needed for the gradient of the input alone.
-        ctx.save_for_backward(x, weight if x.requires_grad else None)
+        ctx.save_for_backward(operands.x, operands.weight if operands.x.requires_grad else None)
         ctx.set_materialize_grads(False)
-        result = use.operator.forward(x, weight, bias)
+        result = use.operator.forward(operands)
         # A view that an autograd function returns could not be written into behind it.
         return result.detach() if result._is_view() else result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
-            return None, None, None, None, None
-        x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled() or not (wanted := _wanted(ctx.leaves, ctx.split.collected is not None)):
+            return (None,) * 5
+        x, weight = ctx.saved_tensors  # where a checkpoint recomputes them, under the mode
+        with torch._C.DisableTorchFunction():
+            return _Whole._gradients(ctx, gradient, x, weight)
+
+    @staticmethod
+    def _gradients(ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
+        wanted = "" if torch.is_grad_enabled() else _wanted(ctx.leaves, is_split=ctx.split.collected is not None)
+        if not wanted:
             return None, None, *_replayed(ctx, gradient, x)
-        of_input = ctx.operator.input_gradient(gradient, x, weight) if ctx.needs_input_grad[2] else None
+        _, _, needs_x, _, needs_bias = ctx.needs_input_grad
+        of_input = ctx.operator.input_gradient(gradient, Operands(x, weight, None)) if needs_x else None
         if wanted == "later":
-            product = _Product(
+            use = _Later(
                 operator=ctx.operator,
-                x=x.detach(),  # without the graph that it came from
+                # Without the graph that x came from.
+                operands=Operands(x.detach(), ctx.weights[0], ctx.weights[1] if needs_bias else None),
                 gradient=gradient,
-                weight=ctx.weight,
-                bias=ctx.bias if ctx.needs_input_grad[4] else None,
                 versions=(x._version, gradient._version),
             )
-            ctx.split.collected.append(product)
+            ctx.split.collected.append(use)
         return None, None, of_input, None, None
 
 
@@ -218,38 +223,31 @@ class _WeightGradients(torch.autograd.Function):
     """A scalar whose backward computes the gradients of a weight, which nobody else holds then."""
 
     @staticmethod
-    def forward(ctx: Any, product: _Product, *weights: Tensor) -> Tensor:
-        ctx.product = product
+    def forward(ctx: Any, use: _Later, *weights: Tensor) -> Tensor:
+        ctx.use = use
         return torch.empty((), device=weights[0].device)
 
     @staticmethod
     def backward(ctx: Any, _nothing: Tensor) -> Any:
-        product, ctx.product = ctx.product, None
-        of_weight, of_bias = product.gradients()
-        return (None, of_weight) if product.bias is None else (None, of_weight, of_bias)
+        use, ctx.use = ctx.use, None
+        of_weight, of_bias = use.gradients()
+        return (None, of_weight) if of_bias is None else (None, of_weight, of_bias)
 
 
 # Private functions
 
 
-def _taken_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use | None:
-    """A call whose weight's gradient can be put off; None for others."""
-    try:
-        use = BINDINGS[function](*args, **kwargs)
-    except (AttributeError, TypeError):
-        return None  # called in a way that is not known here, or wrongly, which torch says better
-    if use is None or not _is_trained(use.weight) or not _is_plain(use.x):
-        return None
-    if use.bias is not None and not (_is_trained(use.bias) or not use.bias.requires_grad):
-        return None
+def _can_be_put_off(operands: Operands) -> bool:
+    """Whether the gradients of weight and bias can be computed later; what the operands are is not known yet."""
+    x, weight, bias = operands
+    if not _is_trained(weight) or type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
+        return False
+    if bias is not None and not _is_trained(bias) and bias.requires_grad:
+        return False
     # Transforms of functions (`torch.func`) and forward-mode derivatives ask autograd functions for rules of their own.
     is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    needs_nothing = not torch.is_grad_enabled() and not _autocast_dtype(use.x.device.type)
-    return None if is_transformed or needs_nothing else use
-
-
-def _is_plain(x: Any) -> bool:
-    return type(x) in _PLAIN and x.layout == torch.strided and not x.is_complex()
+    needs_something = torch.is_grad_enabled() or _autocast_dtype(x) is not None
+    return needs_something and not is_transformed
 
 
 def _is_trained(weight: Any) -> bool:
@@ -262,11 +260,12 @@ def _is_trained(weight: Any) -> bool:
     return not weight._backward_hooks and not others
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _wanted(leaves: Sequence[nn.Parameter], is_split: bool) -> str:
+def _wanted(leaves: Sequence[nn.Parameter], *, is_split: bool) -> str:
     """What the backward that runs now wants of the gradients of `leaves`: "later", "never", or at once (empty)."""
     try:
         answers = {torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in leaves}
@@ -283,9 +282,9 @@ def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...
     needed = ctx.needs_input_grad[2:]
     with torch.enable_grad():
         # Views: one and the same tensor may be several of them, and each has its own gradient.
-        given = [None if t is None else t.view_as(t) for t in (x, ctx.weight, ctx.bias)]
-        result = ctx.operator.forward(*given)
-        inputs = [tensor for tensor, need in zip(given, needed, strict=True) if need]
+        operands = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, *ctx.weights)]
+        result = ctx.operator.forward(Operands._make(operands))
+        inputs = [tensor for tensor, need in zip(operands, needed, strict=True) if tensor is not None and need]
         made = iter(torch.autograd.grad(result, inputs, gradient, create_graph=create_graph))
     return tuple(next(made) if need else None for need in needed)
 
@@ -310,5 +309,6 @@ def _unasked(function: Any) -> Any:
 _BACKWARDS: Final = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 """They recompute checkpoints, whose tensors must be those of their first forward, in the same order."""
 _SEEN_THROUGH: Final = {
-    function: _unasked(function) for function in (F.embedding, F.multi_head_attention_forward, *_BACKWARDS)
+    function: _unasked(function)
+    for function in (functional.embedding, functional.multi_head_attention_forward, *_BACKWARDS)
 }
