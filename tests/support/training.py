@@ -35,6 +35,8 @@ class Case:
     micro_batches: int = 4
     batch: int = 8
     schedule: ScheduleName = "gpipe"
+    later: int | None = None
+    """Backwards run in halves, and the gradients of weights so many actions later."""
     chunks: int = 1
     replicas: int = 1
     recomputes: tuple[Recompute, ...] = ()
@@ -117,7 +119,7 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
     for n, case in enumerate(cases):
         path = folder / f"balance_{n}.yaml"
         write_balance(case, path)
-        asked = ("seed", "steps", "sizes", "pieces", "calls", "clip", "decay", "evaluate")
+        asked = ("seed", "steps", "sizes", "pieces", "calls", "clip", "decay", "evaluate", "schedule", "later")
         described.append({"balance": str(path), **{name: getattr(case, name) for name in asked}})
     (folder / "cases.json").write_text(json.dumps(described))
     worker = str(ROOT / "tests/support/gradient_worker.py")
