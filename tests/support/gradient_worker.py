@@ -11,7 +11,8 @@ Stages add the norm of their gradients up in another order than one model does. 
 clips by the pipeline's: a last bit of it would otherwise be in all gradients, and grow twenty-fold within a step where
 few values are normalised.
 "replicas_differ" names the parameters that are not the same to the bit in all of them, "skipped" tells which steps each
-rank skipped for an overflow, and "overflowed" by step whose gradients overflow in the unpipelined model.
+rank skipped for an overflow, "kinds" what each ran in the last one, "overflowed" by step whose gradients overflow in
+the unpipelined model.
 """
 
 import json
@@ -83,10 +84,11 @@ def _trained(case: dict[str, Any]) -> dict[str, Any]:
             evaluated = pipeline.evaluate(*pipeline.own_part(*_to_evaluate(case, pipeline)))
             assert all(p.grad is None for _, p in pipeline.named_parameters())
         assert torch.equal(torch.get_rng_state(), state)
+    kinds = {span.kind for span in pipeline._recorder.steps[-1].spans}
     parameters = {name: p.detach().clone() for name, p in _own(pipeline)}
     buffers = {name: buffer for module in pipeline.modules for name, buffer in module.named_buffers()}
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object((gradients, parameters, buffers, skipped), gathered if pipeline.rank == 0 else None)
+    dist.gather_object((gradients, parameters, buffers, skipped, kinds), gathered if pipeline.rank == 0 else None)
     pipeline.close()
     if pipeline.rank > 0:
         return {}
@@ -97,7 +99,8 @@ def _trained(case: dict[str, Any]) -> dict[str, Any]:
             {name for _, own, *_ in gathered for name, p in own.items() if not torch.equal(p, got[1][name])}
         ),
         "own_bytes": [sum(p.nbytes for p in params.values()) for _, params, *_ in gathered],
-        "skipped": [steps for *_, steps in gathered],
+        "skipped": [steps for *_, steps, _ in gathered],
+        "kinds": [sorted(kinds) for *_, kinds in gathered],
         **_compare("whole", pipeline, case, loss, norms, evaluated, got),
         **_compare("split", pipeline, case, loss, norms, evaluated, got),
     }

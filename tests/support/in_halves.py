@@ -6,7 +6,6 @@ from typing import cast
 from unittest import mock
 
 from planner.core.schedule import SCHEDULES, Action, Schedule
-from planner.core.values.plan import ScheduleName
 
 __all__ = ["InHalves", "in_halves"]
 
@@ -23,6 +22,10 @@ class InHalves(Schedule):
 
     def __init__(self, whole: Schedule, later: int) -> None:
         self._whole, self._later = whole, later
+
+    def round_size(self, num_devices: int) -> int:
+        """As many micro-batches as `whole` runs together."""
+        return self._whole.round_size(num_devices)
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """I in place of B, and W when as many actions have passed, or none are left."""
@@ -44,8 +47,7 @@ class InHalves(Schedule):
 @contextmanager
 def in_halves(name: str, later: int | None) -> Iterator[None]:
     """Meanwhile the schedule of that name runs backwards in halves; without a number it stays as it is."""
-    known = cast("dict[ScheduleName, Schedule]", SCHEDULES)
-    whole = known[cast("ScheduleName", name)]
-    changed = {} if later is None else {name: InHalves(whole, later)}
+    known = cast("dict[str, Schedule]", SCHEDULES)
+    changed = {} if later is None else {name: InHalves(known[name], later)}
     with mock.patch.dict(known, changed):
         yield

@@ -6,6 +6,7 @@ When a bucket is full is learnt in the first step, from how often a parameter's 
 micro-batch: more than once where two recomputed layers share it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,8 +24,8 @@ class ReplicaGradients:
     """Sums the gradients of one process over the replicas.
 
     Args:
-        stages: The trainable parameters of every stage of this process, first stage first. One that several of them
-            share counts with the first, whose backward is the last to end.
+        stages: The trainable parameters of every stage of this process, first stage first. What several of them share
+            is sent behind the last backward of all: which of them ends last, only the schedule knows.
         group: The processes that run the same stages.
         keeps_earlier: Whether gradients that are there before a step, the same in all replicas, stay in this one: the
             sum counts them once.
@@ -38,10 +39,13 @@ class ReplicaGradients:
         self.is_last_part = True
         """Whether the micro-batches that run now are the last ones of the mini-batch."""
         self._stages: list[list[_Bucket]] = []
+        """Behind those of the stages, what they share."""
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        for parameters in stages:
-            new = [p for p in dict.fromkeys(parameters) if p not in self._bucket_of]
-            buckets = [_Bucket(some, group) for some in _buckets(new[::-1])]
+        parts = [dict.fromkeys(parameters) for parameters in stages]
+        uses = Counter(parameter for part in parts for parameter in part)
+        parts = [*({p: None for p in part if uses[p] == 1} for part in parts), {p: None for p in uses if uses[p] > 1}]
+        for part in parts:
+            buckets = [_Bucket(some, group) for some in _buckets([*part][::-1])]
             self._stages.append(buckets)
             self._bucket_of |= {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self._additions = dict.fromkeys(self._bucket_of, 0)
@@ -58,7 +62,7 @@ class ReplicaGradients:
 
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
-        """What the last micro-batch's backward of the process's `stage`-th stage runs in."""
+        """What the last backward, or half of one, of the process's `stage`-th stage runs in."""
         if not self.is_last_part:
             yield
             return

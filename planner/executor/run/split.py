@@ -17,6 +17,7 @@ Putting off the gradients of weights: Qi et al. 2024, arXiv:2401.10241.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from types import FunctionType
 from typing import Any, Final
 
@@ -44,6 +45,8 @@ class _Later:
     """Of what the operator made."""
     versions: tuple[int, int]
     """Of x and the gradient: whether somebody has written into them since."""
+    backward: int
+    """Autograd's number of the backward that came to it."""
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """Those of weight and bias.
@@ -112,14 +115,15 @@ class SplitBackward:
         Raises:
             RuntimeError: A tensor was written into that they need.
         """
-        starts = []
-        # Autograd begins with what was made last, and that is what I came to first: the order of one backward, in which
-        # the gradients of several uses are added up.
+        # Several uses of a weight are added up before they go to the parameter, those of each backward by themselves:
+        # what is recomputed has one of its own.
         while put_off:
-            use = put_off.pop()
-            weights = [weight for weight in use.operands[1:] if weight is not None]
-            starts.append(_WeightGradients.apply(use, *weights))  # type: ignore[no-untyped-call]
-        if starts:
+            together = list(takewhile(lambda use: use.backward == put_off[0].backward, put_off))
+            del put_off[: len(together)]
+            starts = []
+            # Autograd begins with what was made last; so that is what I came to first.
+            while together:
+                starts.append(_start_of(together.pop()))
             torch.autograd.backward(starts, [start.detach() for start in starts])
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -214,6 +218,7 @@ class _Whole(torch.autograd.Function):
                 operands=Operands(x.detach(), ctx.weights[0], ctx.weights[1] if needs_bias else None),
                 gradient=gradient,
                 versions=(x._version, gradient._version),
+                backward=torch._C._current_graph_task_id(),
             )
             ctx.split.collected.append(use)
         return None, None, of_input, None, None
@@ -235,6 +240,13 @@ class _WeightGradients(torch.autograd.Function):
 
 
 # Private functions
+
+
+def _start_of(use: _Later) -> Tensor:
+    """The scalar from which a backward leads to the weights of a use."""
+    weights = [weight for weight in use.operands[1:] if weight is not None]
+    start: Tensor = _WeightGradients.apply(use, *weights)  # type: ignore[no-untyped-call]
+    return start
 
 
 def _can_be_put_off(operands: Operands) -> bool:

@@ -103,15 +103,15 @@ def test_what_is_added_to_twice_goes_out_once_whole(sent: Sent) -> None:
     assert sent[-4:] == ["4", "16", "over", "6"]
 
 
-def test_a_parameter_of_two_stages_counts_with_the_first(sent: Sent) -> None:
-    """The first stage's backward is the last to end."""
+@pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["whole", "with weights put off"])
+def test_a_parameter_of_two_stages_counts_with_both(sent: Sent, order: tuple[int, ...]) -> None:
+    """Either stage's last backward may be the last to end."""
     layer = nn.Linear(4, 4, bias=False)
     gradients = ReplicaGradients([[layer.weight], [layer.weight]], group(), keeps_earlier=True)
-    with gradients.last_backward(1):
-        layer(torch.ones(1, 4)).sum().backward()
-    assert sent == []
-    with gradients.last_backward(0):
-        layer(torch.ones(1, 4)).sum().backward()
+    for stage in order:
+        with gradients.last_backward(stage):
+            layer(torch.ones(1, 4)).sum().backward()
+        assert sent == []
     gradients.finish()
     assert sent == ["16"]
     assert layer.weight.grad is not None

@@ -1,0 +1,469 @@
+"""A backward in two parts adds to every leaf what the whole one adds, to the bit."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from planner.executor.run.recompute import Recomputed, recomputing
+from planner.executor.run.split import PutOff, SplitBackward
+
+MICRO_BATCHES = 3
+
+Build = Callable[[], nn.Module]
+Draw = Callable[[], Tensor]
+
+
+class Run:
+    """One model whose backwards are whole, and one whose are in parts, with the same parameters and inputs."""
+
+    def __init__(self, build: Build, draw: Draw, dtype: torch.dtype | None = None) -> None:
+        torch.manual_seed(0)
+        self.whole = build()
+        torch.manual_seed(0)
+        self.split = build()
+        self.inputs = [draw() for _ in range(MICRO_BATCHES)]
+        self.dtype = dtype
+
+    def autocast(self) -> Any:
+        """What forwards run in."""
+        return nullcontext() if self.dtype is None else torch.autocast("cpu", dtype=self.dtype)
+
+    def in_one_piece(self) -> list[Tensor]:
+        """Gradients of the inputs."""
+        leaves = [leaf(x) for x in self.inputs]
+        with torch.autocast("cpu", enabled=False):
+            for n, x in enumerate(leaves):
+                torch.manual_seed(n)
+                with self.autocast():
+                    loss = loss_of(self.whole(x))
+                loss.backward()
+        return [x.grad for x in leaves if x.grad is not None]
+
+    def in_parts(self, order: tuple[int, ...] = (0, 1, 2)) -> tuple[list[Tensor], int]:
+        """Gradients of the inputs, and how many weights were put off: all forwards, all I, all W in that order."""
+        leaves, split = [leaf(x) for x in self.inputs], SplitBackward()
+        losses = []
+        with torch.autocast("cpu", enabled=False), split.keeping_casts():
+            for n, x in enumerate(leaves):
+                torch.manual_seed(n)
+                with self.autocast(), split.splitting():
+                    losses.append(loss_of(self.split(x)))
+            kept = [split.backward_input([loss], [torch.ones_like(loss)]) for loss in losses]
+            numbers = {len(put_off) for put_off in kept}
+            for n in order:
+                split.backward_weight(kept[n])
+        assert kept == [[], [], []]
+        (number,) = numbers
+        return [x.grad for x in leaves if x.grad is not None], number
+
+    def pairs(self) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+        """Gradients of both by name."""
+        for (name, one), (_, other) in zip(self.whole.named_parameters(), self.split.named_parameters(), strict=True):
+            yield name, dense(one.grad), dense(other.grad)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_(x.is_floating_point())
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.coalesce().to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def put_off_by(build: Build, draw: Draw, dtype: torch.dtype | None = None) -> int:
+    """How many weights are put off; gradients must be the same to the bit."""
+    run = Run(build, draw, dtype)
+    expected = run.in_one_piece()
+    actual, number = run.in_parts()
+    for name, one, other in run.pairs():
+        assert (one is None) == (other is None), name
+        assert one is None or other is None or torch.equal(one, other), name
+        assert one is None or other is None or one.dtype == other.dtype, name
+    assert len(expected) == len(actual)
+    assert all(map(torch.equal, expected, actual))
+    return number
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(inplace=True), nn.Linear(12, 6, bias=False), nn.LayerNorm(6))
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(8, 8, 3, stride=2, groups=2, padding="valid"), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(8, 4, 3, padding="same", dilation=2), nn.ConvTranspose2d(4, 2, 3, stride=2, output_padding=1)),
+    )
+
+
+class Functions(nn.Module):
+    """Weights that are no layer's, and used in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(10, 6)
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.bias = nn.Parameter(torch.randn(6))
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.layer(self.layer(self.rows(numbers)))
+        x = self.layer(x @ self.weight)
+        rows = torch.addmm(self.bias, x.view(-1, 6), self.weight).mm(self.weight)
+        x = functional.linear(rows.view(x.shape), self.weight, self.bias)
+        return functional.linear(torch.matmul(x, self.weight), self.rows.weight)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("build", "draw", "number"),
+    [
+        (perceptron, lambda: torch.randn(4, 6), 2),
+        (perceptron, lambda: torch.randn(4, 3, 6), 2),
+        (perceptron, lambda: torch.randn(2, 2, 3, 6), 2),
+        (perceptron, lambda: torch.randn(4, 6, 3).transpose(1, 2), 2),
+        (perceptron, lambda: torch.randn(6, 4).t(), 2),
+        (transformer, lambda: torch.randn(2, 5, 16), 8),
+        (convolutions, lambda: torch.randn(2, 3, 12, 12), 4),
+        (convolutions, lambda: torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last), 4),
+        (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ConvTranspose1d(4, 2, 3)), lambda: torch.randn(2, 3, 9), 2),
+        (lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.ConvTranspose3d(4, 2, 2)), lambda: torch.randn(2, 2, 5, 5, 5), 2),
+        (Functions, lambda: torch.randint(10, (2, 5)), 10),
+    ],
+    ids=(
+        "rows",
+        *("three dimensions", "four", "not contiguous", "by columns", "attention"),
+        *("images", "channels last", "sequences", "volumes", "functions"),
+    ),
+)
+def test_gradients_are_those_of_the_whole_backward(
+    build: Build, draw: Draw, number: int, dtype: torch.dtype | None
+) -> None:
+    """Of every operator, by module or function, of weights that are used several times."""
+    assert put_off_by(build, draw, dtype) == number
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"padding_idx": 3}, {"padding_idx": -2, "sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}],
+    ids=" ".join,
+)
+def test_embeddings(options: dict[str, Any]) -> None:
+    """As they are asked for; sparse gradients stay sparse."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 6, **options), nn.Linear(6, 6))
+
+    run = Run(build, lambda: torch.randint(10, (3, 4)))
+    run.in_one_piece()
+    run.in_parts()
+    for (name, one), (_, other) in zip(run.whole.named_parameters(), run.split.named_parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert one.grad.is_sparse == other.grad.is_sparse == (options.get("sparse", False) and name == "0.weight")
+    assert put_off_by(build, lambda: torch.randint(10, (3, 4))) == 2
+
+
+def test_gradients_are_added_in_the_order_in_which_w_runs() -> None:
+    """Whichever that is; other parameters had theirs with I."""
+    run = Run(perceptron, lambda: torch.randn(4, 6))
+    run.inputs = [run.inputs[n] for n in (2, 0, 1)]
+    expected = run.in_one_piece()
+    run.inputs = [run.inputs[n] for n in (1, 2, 0)]
+    actual, _ = run.in_parts((2, 0, 1))
+    assert all(torch.equal(expected[n], x) for n, x in zip((1, 2, 0), actual, strict=True))
+    for name, one, other in run.pairs():
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other) if name.startswith(("0", "2")) else torch.allclose(one, other), name
+
+
+@pytest.mark.parametrize("re_entrant", [True, False])
+@DTYPES
+def test_checkpoints_run_again_once_and_in_i(dtype: torch.dtype | None, *, re_entrant: bool) -> None:
+    """Those of the model itself, of either kind."""
+    calls: list[int] = []
+
+    class Checkpoints(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = perceptron(), perceptron()
+            self.dropout = nn.Dropout(0.5)
+
+        def run(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            y: Tensor = self.dropout(self.two(x))
+            return y
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.run, self.one(x), use_reentrant=re_entrant)
+            return y
+
+    assert put_off_by(Checkpoints, lambda: torch.randn(4, 6), dtype) == 4
+    assert len(calls) == 2 * 2 * MICRO_BATCHES
+
+
+@DTYPES
+def test_recomputed_layers_with_a_weight_that_they_share(dtype: torch.dtype | None) -> None:
+    """What each backward adds to it is added by itself."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 6), perceptron()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for run in (self.one, self.two, self.one, self.two, self.one):
+                x = recomputing(run, Recomputed(copies_input=False, carries=(True,)), x)
+            return self.one(self.one(x))  # type: ignore[no-any-return]
+
+    assert put_off_by(Layers, lambda: torch.randn(4, 6), dtype) == 9
+
+
+def frozen_weight() -> nn.Module:
+    model = perceptron()
+    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    return model
+
+
+def frozen_bias() -> nn.Module:
+    model = perceptron()
+    model[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
+    return model
+
+
+def computed_weight() -> nn.Module:
+    linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    return nn.Sequential(linear, torch.nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Linear(6, 6))
+
+
+def compiled(backend: str) -> nn.Module:
+    inner = Inner()
+    inner.compile(backend=backend, fullgraph=True)
+    return nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6))
+
+
+class Inner(nn.Module):
+    """What is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(torch.relu(self.one(x)))
+        return y
+
+
+class Transformed(nn.Module):
+    """A function of functions in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.func.vmap(self.one)(x)
+        x = x + torch.func.jvp(self.two, (x,), (torch.ones_like(x),))[1]
+        return self.three(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's
+@pytest.mark.parametrize(
+    ("build", "number"),
+    [
+        (frozen_weight, 1),
+        (frozen_bias, 2),
+        (computed_weight, 1),
+        (lambda: compiled("eager"), 4),
+        (lambda: compiled("aot_eager"), 2),
+        (Transformed, 1),
+    ],
+    ids=["weight frozen", "bias frozen", "computed", "compiled", "compiled by AOT", "transformed"],
+)
+def test_what_cannot_be_put_off_is_done_in_i(build: Build, number: int) -> None:
+    """And the rest is put off."""
+    torch._dynamo.reset()
+    assert put_off_by(build, lambda: torch.randn(4, 6)) == number
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_parameters_with_hooks_are_not_put_off(register: str) -> None:
+    """They are called once for every micro-batch, in I, with a gradient."""
+    calls: list[Tensor | None] = []
+
+    def build() -> nn.Module:
+        model = perceptron()
+        getattr(model[0].weight, register)(lambda tensor: calls.append(tensor.detach()))  # type: ignore[index, union-attr]
+        return model
+
+    assert put_off_by(build, lambda: torch.randn(4, 6)) == 1
+    assert len(calls) == 2 * MICRO_BATCHES
+    assert None not in calls
+
+
+class Penalty(nn.Module):
+    """Gradients of gradients, and those of a weight, in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.filter = nn.Conv1d(1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.layers(x).sum() + self.filter(x[:, None]).square().sum()
+        first = self.layers[0].weight
+        of_x, of_weight = torch.autograd.grad(value, [x, first], create_graph=True)
+        (of_bias,) = torch.autograd.grad(self.layers(x).sum(), self.layers[0].bias)
+        total: Tensor = value + of_x.square().sum() + of_weight.square().sum() + of_bias.sum()
+        return total
+
+
+class Solving(torch.autograd.Function):
+    """A layer that has its own backward run twice, for the gradient of its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = layer(ctx.x)
+        result: Tensor = ctx.y.detach()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (first,) = torch.autograd.grad(ctx.y, ctx.x, gradient, retain_graph=True)
+        (second,) = torch.autograd.grad(ctx.y, ctx.x, first)
+        return second, None
+
+
+class Solver(nn.Module):
+    """Its second layer is never trained, though it could be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Solving.apply(self.one(x), self.two)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_backwards_within_a_forward_are_whole() -> None:
+    """What is differentiated twice, too; only the order of sums is another."""
+    run = Run(Penalty, lambda: torch.randn(4, 6))
+    expected = run.in_one_piece()
+    actual, number = run.in_parts()
+    assert number == 3
+    assert all(map(torch.allclose, expected, actual))
+    for name, one, other in run.pairs():
+        assert one is not None
+        assert other is not None
+        assert torch.allclose(one, other, rtol=1e-4), name
+
+
+def test_backwards_within_a_backward_put_off_what_is_asked_for() -> None:
+    """Of the gradient of an input alone nothing."""
+    assert put_off_by(Solver, lambda: torch.randn(4, 6)) == 1
+
+
+class Writing(nn.Module):
+    """Writes into what a layer has taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        y = self.layer(x)
+        x.mul_(2)
+        return x + y
+
+
+def test_writing_into_an_input_is_an_error() -> None:
+    """As it is with a whole backward; between I and W, too."""
+    split, x = SplitBackward(), torch.randn(4, 6)
+    with split.splitting():
+        loss = loss_of(Writing()(x))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        split.backward_input([loss], [torch.ones(())])
+    with split.splitting():
+        loss = loss_of(nn.Linear(6, 6)(x))
+    put_off = split.backward_input([loss], [torch.ones(())])
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation between .* a Product of shape \[6, 6\]"):
+        split.backward_weight(put_off)
+
+
+def test_only_what_w_needs_is_held() -> None:
+    """The inputs of layers and the gradients of what they made; nothing behind W."""
+    held: list[weakref.ref[Tensor]] = []
+
+    class Noted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            held.append(weakref.ref(x))
+            return x
+
+    model = nn.Sequential(nn.Linear(6, 6), Noted(), nn.GELU(), nn.Linear(6, 6), Noted())
+    split = SplitBackward()
+    with split.splitting():
+        output = model(torch.randn(4, 6))
+    before_gelu, behind = held
+    assert before_gelu() is not None
+    gradient = torch.randn(4, 6)
+    put_off = split.backward_input([output], [gradient])
+    del output
+    assert behind() is None
+    assert before_gelu() is None
+    of_output = weakref.ref(gradient)
+    del gradient
+    assert of_output() is not None
+    assert sum(sizes(put_off)) == 4 * 4 * 4 * 6
+    split.backward_weight(put_off)
+    assert of_output() is None
+    assert put_off == []
+
+
+def sizes(put_off: PutOff) -> Iterator[int]:
+    return (tensor.nbytes for use in put_off for tensor in (use.operands.x, use.gradient))
+
+
+def test_autocast_copies_a_weight_once_in_a_step() -> None:
+    """And not beyond it."""
+    layer, split = nn.Linear(6, 6), SplitBackward()
+    with split.keeping_casts():
+        kept = []
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16), split.splitting():
+                output = layer(torch.randn(4, 6))
+            kept += split.backward_input([output], [torch.ones_like(output)])
+            del output
+        one, other = (use.operands.weight for use in kept)
+        assert one is other
+        assert one.dtype == torch.bfloat16
+        copy = weakref.ref(one)
+        del one, other
+        split.backward_weight(kept)
+    assert copy() is None
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
