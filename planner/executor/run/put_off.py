@@ -166,7 +166,7 @@ class _Form(NamedTuple):
     """How a function of torch is called."""
 
     names: tuple[str, ...]
-    """Of its arguments, in order."""
+    """The names of its arguments, in order."""
     use: Callable[[_Arguments], Use | None]
 
 

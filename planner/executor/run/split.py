@@ -40,16 +40,16 @@ class _Later:
 
     operator: Operator
     operands: Operands
-    """Those of which weight and bias are parameters, or autocast's copies; no bias that is not trained."""
+    """The operands of the use, of which weight and bias are parameters, or autocast's copies; no bias that is not trained."""
     gradient: Tensor
-    """Of what the operator made."""
+    """The gradient of what the operator made."""
     versions: tuple[int, int]
-    """Of x and the gradient: whether somebody has written into them since."""
+    """The versions of x and the gradient: whether somebody has written into them since."""
     backward: int
     """Autograd's number of the backward that came to it."""
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
-        """Those of weight and bias.
+        """The gradients of weight and bias.
 
         Raises:
             RuntimeError: What they are computed from is no longer what it was, as autograd says it.
