@@ -26,9 +26,10 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from planner.core.cost.device_memory import ChunkMemory
+from planner.core.cost.moments import PARTS
 from planner.core.cost.simulate import StageTimes
 from planner.core.schedule import Action, Letter
+from planner.solve.arrays import FloatArray
 
 __all__ = ["Lists", "OrderProblem", "Rules", "StageRoom", "listed", "room_of"]
 
@@ -94,18 +95,23 @@ class Rules:
     """Which of a device's forwards comes first."""
 
 
-def room_of(memory: ChunkMemory) -> StageRoom:
-    """What a stage takes, from its parts."""
-    part = memory.part
-    held = max(part("held"), part("kept"))
-    running = max(part("forward"), part("last_forward"), part("first_input_backward"), part("input_backward"))
-    weight = max(part("first_weight_backward"), part("weight_backward"), part("weight_message"))
-    transfers = part("input") + part("output_gradient") + part("input_gradient")
+def room_of(always: float, parts: FloatArray) -> StageRoom:
+    """What a stage takes.
+
+    Args:
+        always: Bytes that are there whatever runs.
+        parts: Bytes of each of `planner.core.cost.moments.PARTS`.
+    """
+    part = dict(zip(PARTS, parts.tolist(), strict=True))
+    held = max(part["held"], part["kept"])
+    running = max(part["forward"], part["last_forward"], part["first_input_backward"], part["input_backward"])
+    weight = max(part["first_weight_backward"], part["weight_backward"], part["weight_message"])
+    transfers = part["input"] + part["output_gradient"] + part["input_gradient"]
     return StageRoom(
-        always=memory.always.total + part("gradients") + part("casts") + transfers,
+        always=always + part["gradients"] + part["casts"] + transfers,
         held=held,
-        between=part("weight_held"),
-        above=max(0.0, running - held, weight - part("weight_held")),
+        between=part["weight_held"],
+        above=max(0.0, running - held, weight - part["weight_held"]),
     )
 
 

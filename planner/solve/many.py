@@ -1,5 +1,7 @@
 """Many partitions of one case judged at once: simulated step time, and bytes over the caps."""
 
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -7,12 +9,13 @@ import numpy as np
 
 from planner.core.cost.device_memory import chunk_totals, device_peaks, held_once, shared_bytes
 from planner.core.cost.moments import PARTS, moments_of
-from planner.core.cost.simulate import makespans
-from planner.core.cost.stage_time import CHOICES, hidden_us, optimizer_tail_us
-from planner.core.schedule import Action
+from planner.core.cost.simulate import StageTimes, makespans
+from planner.core.cost.stage_time import CHOICES, BusyTimes, HalfTimes, hidden_us, optimizer_tail_us
+from planner.core.schedule import Action, Schedule
 from planner.core.values.placement import device_of, stages_on
-from planner.solve.arrays import FloatArray, IntArray
+from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.case import Case
+from planner.solve.list_scheduling import OrderProblem, room_of
 from planner.solve.problem import LinkTimes
 from planner.solve.tables import allowed_choices, windowed
 
@@ -61,13 +64,41 @@ class Many:
         case = self.case
         return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
 
+    def under(self, schedule: Schedule) -> "Many":
+        """The same under another schedule with the same stages on every device, of whose memory the parts are known."""
+        other = copy(self)
+        other.case = replace(self.case, schedule=schedule)
+        vars(other).pop("actions", None)
+        vars(other)["_parts"] = self._parts
+        return other
+
+    def order_problem(self, cuts: IntArray, choices: IntArray) -> OrderProblem:
+        """What lists are made for: one partition, with cuts of shape (S+1,) and choices of shape (S,)."""
+        cuts, choices = cuts[None], choices[None]
+        busy, halves, crossing, own = self._times(cuts, choices)
+        _, always, parts = self._bytes(cuts, choices)
+        durations = {
+            name: np.broadcast_to(us, choices.shape)[0] for name, us in {**busy._asdict(), **halves._asdict()}.items()
+        }
+        return OrderProblem(
+            chunks=tuple(self._chunks),
+            micro_batches=self.case.micro_batches,
+            times=tuple(
+                StageTimes(
+                    **{name: float(us[s]) for name, us in durations.items()},
+                    send_us=float(crossing[0, s]),
+                    blocking=bool(self._blocking[s]),
+                )
+                for s in range(self.num_stages)
+            ),
+            rooms=tuple(room_of(float(always[0, s]), parts[0, s]) for s in range(self.num_stages)),
+            caps_bytes=self.case.caps_bytes[: self.num_devices],
+            own_us=tuple(own[0].tolist()),
+        )
+
     def step_us(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.cost.evaluate.step_us`."""
-        sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
-        busy = sums.busy_times(first, end, choices, speed=self._speeds)
-        crossing = self._crossing[np.arange(self.num_stages), end]
-        own = sums.own_us(first, end, self._speeds)
-        per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self._chunks], axis=1)
+        busy, halves, crossing, own = self._times(cuts, choices)
         simulated = partial(
             makespans,
             self.actions,
@@ -78,24 +109,14 @@ class Many:
             blocking=self._blocking,
         )
         if self.case.schedule.splits_backward:
-            halves = sums.half_times(busy, first, end, speed=self._speeds)
-            return simulated(**halves._asdict(), own_us=per_device)
+            return simulated(**halves._asdict(), own_us=own)
         pipeline = simulated()
         # Drain and fill behind the first chunks hide a device's optimizer step.
-        hidden = hidden_us(busy, crossing)
-        return pipeline + optimizer_tail_us(per_device, hidden[:, : self.num_devices])
+        return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """By how much the worst device is over its cap, shape (N,); 0 where all fit, infinite beyond the window."""
-        first, end = cuts[:, :-1], cuts[:, 1:]
-        # A stage's place in the tables: its last column is a single layer, and longer ones lie further left.
-        column = first - end + self.width
-        inside = (column >= 0) & (choices >= 0)
-        place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
-        always, *parts = (np.where(inside, part[place], np.inf) for part in self._parts)
-        shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
-        # Layers tied across chunks of one device are held once.
-        always, every = held_once(always, np.stack(parts, axis=2), shared, exact=self.case.costs.exact)
+        inside, always, every = self._bytes(cuts, choices)
         over = np.zeros(len(cuts))
         for device, moments in enumerate(moments_of(self.actions)):
             chunks = list(self._chunks[device])
@@ -106,6 +127,27 @@ class Many:
             peaks = np.where(is_known, peaks, np.inf)
             over = np.maximum(over, peaks - self.case.caps_bytes[device])
         return over
+
+    def _times(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
+        """What stages are busy, crossing behind each, shape (N, S), and what each device does between steps, (N, K)."""
+        sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
+        busy = sums.busy_times(first, end, choices, speed=self._speeds)
+        halves = sums.half_times(busy, first, end, speed=self._speeds)
+        own = sums.own_us(first, end, self._speeds)
+        per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self._chunks], axis=1)
+        return busy, halves, self._crossing[np.arange(self.num_stages), end], per_device
+
+    def _bytes(self, cuts: IntArray, choices: IntArray) -> tuple[BoolArray, FloatArray, FloatArray]:
+        """Which stages are known, what is always there, and every one of their `PARTS`; infinite where not known."""
+        first, end = cuts[:, :-1], cuts[:, 1:]
+        # A stage's place in the tables: its last column is a single layer, and longer ones lie further left.
+        column = first - end + self.width
+        inside = (column >= 0) & (choices >= 0)
+        place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
+        always, *parts = (np.where(inside, part[place], np.inf) for part in self._parts)
+        shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
+        # Layers tied across chunks of one device are held once.
+        return inside, *held_once(always, np.stack(parts, axis=2), shared, exact=self.case.costs.exact)
 
     @cached_property
     def _parts(self) -> tuple[FloatArray, ...]:

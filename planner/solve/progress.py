@@ -106,6 +106,7 @@ class Progress:
                 balance=tuple(int(n) for n in np.diff(cuts[at])),
                 recompute=tuple(CHOICES[c] for c in choices[at]),
                 chunks=self.case.chunks,
+                order=many.case.schedule.texts,
                 replicas=self.case.replicas,
             )
         return step_us

@@ -9,7 +9,7 @@ from planner.core.cost.costs import CostTable, covers
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.schedule import GPIPE, SCHEDULES, Schedule, schedules_for
+from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED, Listed, Schedule, schedules_for
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
 from planner.core.values.plan import Inputs, Plan, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
@@ -107,7 +107,9 @@ class _Searched(NamedTuple):
 def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float = inf) -> _Searched:
     """The best of all cases that beats `upper_us`."""
     is_open = request.inputs.schedule == "auto"
-    left = None if not is_open or request.actions is None else dict.fromkeys(SCHEDULES, request.actions)
+    left = (
+        None if not is_open or request.actions is None else dict.fromkeys((*SCHEDULES, SEARCHED.name), request.actions)
+    )
     best: Answer | None = None
     bound_us, complete = inf, True
     # The most promising case first: its plan rules most others out by their bounds. Where the schedule is left open,
@@ -138,7 +140,7 @@ def _bound(case: Case) -> tuple[float, ...]:
 
 
 def _promise(case: Case) -> tuple[float, ...]:
-    rank = list(SCHEDULES).index(case.schedule.name)
+    rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
     return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
 
 
@@ -260,7 +262,8 @@ def _schedules(
         # before that was tried; but nobody who gives the cuts means it.
         if inputs.chunks == 1 and len(schedules) > 1 and request.balance is not None:
             continue
-        for chunks in [inputs.chunks] if inputs.chunks else range(2, _MOST_CHUNKS + 1):
+        several = [1] if isinstance(schedule, Listed) else range(2, _MOST_CHUNKS + 1)
+        for chunks in [inputs.chunks] if inputs.chunks else several:
             if num_layers >= 2 * chunks and devices >= 2:
                 yield schedule, chunks, min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
 

@@ -44,6 +44,7 @@ __all__ = [
     "SCHEDULES",
     "SCHEDULE_CHOICES",
     "SEARCHED",
+    "SEARCHED_IN_V",
     "SPLITTING",
     "Action",
     "DeadlockError",
@@ -75,6 +76,7 @@ GPIPE: Final = GPipe()
 ONE_FORWARD_ONE_BACKWARD: Final = OneForwardOneBackward()
 INTERLEAVED: Final = Interleaved()
 SEARCHED: Final = Listed()
+SEARCHED_IN_V: Final = Listed(meant_for="v")
 
 SPLITTING: Final[tuple[Schedule, ...]] = (ZBH1(), ZBH2(), InterleavedZB(), ZBV(), VHalf(), VMin(), DualPipeV())
 """The schedules whose backwards come in halves."""
@@ -84,7 +86,7 @@ SCHEDULES: Final[Mapping[ScheduleName, Schedule]] = {
 }
 """All schedules by name, in the order in which the solver tries them."""
 
-SCHEDULE_CHOICES: Final = (*SCHEDULES, "auto")
+SCHEDULE_CHOICES: Final = (*SCHEDULES, SEARCHED.name, "auto")
 """What an option may say of the schedule."""
 
 
@@ -107,4 +109,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
 
 def schedules_for(policy: ScheduleName) -> tuple[Schedule, ...]:
     """The schedules that an option leaves to choose from: all of them, or the one that it names."""
-    return tuple(SCHEDULES.values()) if policy == "auto" else (SCHEDULES[policy],)
+    searched = SEARCHED, SEARCHED_IN_V
+    if policy == "auto":
+        return *SCHEDULES.values(), *searched
+    return searched if policy == SEARCHED.name else (SCHEDULES[policy],)

@@ -94,6 +94,11 @@ class Schedule(ABC):
         """The stages that `device` runs, by chunk."""
         return stages_on(device, num_devices, chunks, self.placement)
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Per device what it does as text, of a schedule that was made for one pipeline; else empty."""
+        return ()
+
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raises where the schedule cannot run so.
 

@@ -18,6 +18,7 @@ class Listed(Schedule):
 
     Args:
         rows: Per device, its actions in order; without any it is a name that says nothing yet.
+        meant_for: Where it will have the stages, as long as it has no lists.
     """
 
     name = "search"
@@ -25,21 +26,27 @@ class Listed(Schedule):
     torch_name = "PipelineScheduleRuntime"
     is_chunked = True
 
-    def __init__(self, rows: tuple[tuple[Action, ...], ...] = ()) -> None:
+    def __init__(self, rows: tuple[tuple[Action, ...], ...] = (), *, meant_for: Placement = "loop") -> None:
         self.rows = rows
+        self._meant_for = meant_for
 
     def __eq__(self, other: object) -> bool:
-        """Schedules with the same lists are equal."""
-        return isinstance(other, Listed) and self.rows == other.rows
+        """Whether the lists are the same, or will be of the same placement."""
+        return isinstance(other, Listed) and (self.rows, self._meant_for) == (other.rows, other._meant_for)
 
     def __hash__(self) -> int:
         """Equal for equal lists."""
-        return hash(self.rows)
+        return hash((self.rows, self._meant_for))
 
     @property
     def splits_backward(self) -> bool:  # type: ignore[override]
-        """Whether any backward runs in halves."""
-        return any(action.kind == "W" for row in self.rows for action in row)
+        """Whether any backward runs in halves, or may, as long as there are no lists."""
+        return not self.rows or any(action.kind == "W" for row in self.rows for action in row)
+
+    @property
+    def exact_chunks(self) -> int | None:  # type: ignore[override]
+        """Two arms of a V, as long as there are no lists."""
+        return 2 if not self.rows and self._meant_for == "v" else None
 
     @property
     def placement(self) -> Placement:  # type: ignore[override]
@@ -49,7 +56,7 @@ class Listed(Schedule):
             UsageError: Neither a loop nor a V has them so.
         """
         if not self.rows:
-            return "loop"
+            return self._meant_for
         devices, num_devices = devices_of(self.rows), len(self.rows)
         for placement in ("loop", "v"):
             if all(device_of(s, num_devices, placement) == device for s, device in enumerate(devices)):
@@ -58,6 +65,11 @@ class Listed(Schedule):
             f"the lists have the stages on the devices {list(devices)}, which is neither a loop nor a V",
             hint="stage v K + d belongs on device d, or, of every second chunk v, on device K - 1 - d",
         )
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The lists as text."""
+        return texts_of(self.rows)
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """The list of the device."""

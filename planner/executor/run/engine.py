@@ -120,7 +120,7 @@ class Engine:
         self._in_halves = {(x.stage, x.micro_batch) for x in computed if x.kind == "I"}
         """The stages and micro-batches whose backward is I and W."""
         self._num_backwards = Counter(x.stage for x in computed if KINDS[x.kind].follows is not None)
-        """Passes of a stage in a step; I and W count each."""
+        """Backwards of a stage in a step, of which I and W count each."""
         self._split = SplitBackward()
         self._put_off: dict[tuple[int, int], PutOff] = {}
         """What W needs, from I on."""

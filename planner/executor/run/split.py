@@ -40,7 +40,7 @@ class _Later:
 
     operator: Operator
     operands: Operands
-    """The operands of the use, of which weight and bias are parameters, or autocast's copies; no bias that is not trained."""
+    """The operands of the use: weight and bias are parameters, or autocast's copies; no bias that is not trained."""
     gradient: Tensor
     """The gradient of what the operator made."""
     versions: tuple[int, int]
