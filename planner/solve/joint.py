@@ -6,7 +6,8 @@ until a round brings nothing. It begins with the even cuts, and with the best cu
 that has as many stages on a device in the same places: what is found is never slower than those.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -43,8 +44,9 @@ def search_cuts_and_lists(progress: Progress) -> None:
         if case.costs.num_layers < num_devices * case.chunks or _is_other_length(case, num_devices):
             continue
         many = Many(case, num_devices)
-        for start in _starts(progress, many):
-            _in_turn(progress, many, start)
+        named = _named(many)
+        for start in _starts(progress, many, named):
+            _in_turn(progress, many, start, [under.actions for under in named])
         progress.leave_out(least_us)
 
 
@@ -56,17 +58,22 @@ def _is_other_length(case: Case, num_devices: int) -> bool:
     return balance is not None and len(balance) != num_devices * case.chunks
 
 
-def _starts(progress: Progress, many: Many) -> Iterator[tuple[IntArray, IntArray]]:
-    """Cuts and choices to begin with."""
-    case, allowed = progress.case, np.array(allowed_choices(progress.case.policy, progress.case.micro_batches))
-    like = [s for s in SCHEDULES.values() if s.splits_backward and s.placement == case.schedule.placement]
-    for schedule in like:
-        named = many.under(schedule)
-        try:
-            named.actions  # noqa: B018 - raises where it does not run
-        except UsageError:
-            continue
-        best = _best_under(progress, named, allowed)
+def _named(many: Many) -> list[Many]:
+    """The named schedules in halves that run with these stages in these places."""
+    able = []
+    for schedule in SCHEDULES.values():
+        if schedule.splits_backward and schedule.placement == many.case.schedule.placement:
+            named = many.under(schedule)
+            with suppress(UsageError):
+                able += [named] if named.actions else []
+    return able
+
+
+def _starts(progress: Progress, many: Many, named: Sequence[Many]) -> Iterator[tuple[IntArray, IntArray]]:
+    """Cuts and choices to begin with: what named schedules are best with, then even cuts."""
+    allowed = np.array(allowed_choices(progress.case.policy, progress.case.micro_batches))
+    for under in named:
+        best = _best_under(progress, under, allowed)
         if best is not None:
             yield best
     even = _start(progress, many)
@@ -101,14 +108,14 @@ def _downhill(
     return np.cumsum([0, *own.best.balance]), np.array([CHOICES.index(choice) for choice in own.best.recompute])
 
 
-def _in_turn(progress: Progress, whole: Many, start: tuple[IntArray, IntArray]) -> None:
+def _in_turn(progress: Progress, whole: Many, start: tuple[IntArray, IntArray], models: Sequence[Rows]) -> None:
     """Makes lists for the partition and improves it under them, until that brings nothing."""
     (cuts, choices), case = start, progress.case
     allowed = np.array(allowed_choices(case.policy, case.micro_batches))
     before_us = np.inf
     for _ in range(_ROUNDS):
         progress.deadline.check()
-        rows = _lists_for(progress, whole, cuts, choices)
+        rows = _lists_for(progress, whole, cuts, choices, models)
         if rows is None:
             return
         many = whole.under(Listed(rows))
@@ -122,13 +129,15 @@ def _in_turn(progress: Progress, whole: Many, start: tuple[IntArray, IntArray]) 
         before_us = step_us
 
 
-def _lists_for(progress: Progress, many: Many, cuts: IntArray, choices: IntArray) -> Rows | None:
+def _lists_for(
+    progress: Progress, many: Many, cuts: IntArray, choices: IntArray, models: Sequence[Rows]
+) -> Rows | None:
     """The best lists that are found for the partition, and noted if they are the best of all; None if nothing fits."""
 
     def fits(rows: Rows) -> bool:
         return bool(many.under(Listed(rows)).over_bytes(cuts[None], choices[None])[0] <= 0)
 
-    orders = Orders(many.order_problem(cuts, choices), fits)
+    orders = Orders(many.order_problem(cuts, choices), fits, models)
     found = orders.search(max(0, progress.effort.left) // _SHARE)
     progress.effort.spent += orders.spent
     return None if found is None else found.rows

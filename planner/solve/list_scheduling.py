@@ -19,6 +19,7 @@ law itself afterwards.
 Source: the heuristic of Qi et al. 2023 (arXiv:2401.10241), section 3.1, for any placement, times and caps.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from planner.core.cost.simulate import StageTimes
 from planner.core.schedule import Action, Letter
 from planner.solve.arrays import FloatArray
 
-__all__ = ["Lists", "OrderProblem", "Rules", "StageRoom", "listed", "room_of"]
+__all__ = ["Act", "Lists", "OrderProblem", "Rules", "StageRoom", "followed", "listed", "room_of"]
 
 
 Act = tuple[int, Letter, int]
@@ -120,22 +121,39 @@ def listed(problem: OrderProblem, rules: Rules) -> Lists | None:
 
     Complexity: O(S M (V + log S M)).
     """
-    walk = _Walk(problem, rules)
-    walk.run()
-    if walk.num_done < 3 * len(problem.times) * problem.micro_batches:
-        return None
-    spans = zip(walk.free_us, walk.begins_us, problem.own_us, strict=True)
-    return Lists(walk.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
+    return _ByRules(problem, rules).lists()
+
+
+def followed(
+    problem: OrderProblem, wishes: Sequence[Sequence[Act]], *, lookahead: int, patience: float
+) -> Lists | None:
+    """The lists of devices that follow wishes as far as arrivals and memory let them.
+
+    A free device takes the first of its wishes that it can run: not only the next one, but for this it waits if it is
+    known to arrive within `patience` of what would be run in its place.
+
+    Args:
+        problem: The stages.
+        wishes: Per device all that it has to do, in an order; each stage's micro-batches one after the other.
+        lookahead: Among how many of the wishes that are left it may choose.
+        patience: As in `Rules`, for whatever would come first.
+
+    Returns:
+        None where memory does not let all micro-batches through.
+
+    Complexity: O(S M (lookahead + log S M)).
+    """
+    return _ByWishes(problem, wishes, lookahead, patience).lists()
 
 
 # Private functions
 
 
-class _Walk:
+class _Walk(ABC):
     """Devices as they go through a step."""
 
-    def __init__(self, problem: OrderProblem, rules: Rules) -> None:
-        self.problem, self.rules = problem, rules
+    def __init__(self, problem: OrderProblem) -> None:
+        self.problem = problem
         num_stages, self.num = len(problem.times), problem.micro_batches
         self.rows: list[list[Act]] = [[] for _ in problem.chunks]
         self.num_done = 0
@@ -165,32 +183,97 @@ class _Walk:
         for chunks in problem.chunks:
             for place, stage in enumerate(chunks):
                 self.spare[stage] = self.size[stage] + sum(self.size[s] for s in chunks[place + 1 :])
-        self.order = [chunks[::-1] if rules.later_chunk_first else chunks for chunks in problem.chunks]
         self.turns: list[tuple[float, int]] = []
 
-    def run(self) -> None:
-        """Follows all devices until nothing happens any more."""
+    def lists(self) -> Lists | None:
+        """Follows all devices until nothing happens any more; None if something is left to do."""
         heappush(self.turns, (0.0, self.device[0]))
         while self.turns:
             now_us, device = heappop(self.turns)
             # Whoever has become busy meanwhile is woken when it is free.
             if now_us >= self.free_us[device]:
-                self._turn(device, now_us)
+                self.turn(device, now_us)
+        if self.num_done < 3 * len(self.device) * self.num:
+            return None
+        spans = zip(self.free_us, self.begins_us, self.problem.own_us, strict=True)
+        return Lists(self.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
 
-    def _turn(self, device: int, now_us: float) -> None:
+    @abstractmethod
+    def turn(self, device: int, now_us: float) -> None:
+        """Runs something on a free device, or waits."""
+
+    def forward(self, device: int, stage: int, now_us: float) -> None:
+        micro_batch = self.num_forwards[stage]
+        self.num_forwards[stage] += 1
+        self.forwards[stage].popleft()
+        self.left[device] -= self.size[stage]
+        end_us = self.ran(device, (stage, "F", micro_batch), now_us, self.problem.times[stage].forward_us)
+        if stage + 1 < len(self.device):
+            self.sent(stage, stage + 1, end_us, self.forwards)
+        else:
+            self.gradients[stage].append(end_us)
+
+    def input_backward(self, device: int, stage: int, now_us: float) -> None:
+        times, micro_batch = self.problem.times[stage], self.num_inputs[stage]
+        self.num_inputs[stage] += 1
+        self.gradients[stage].popleft()
+        self.left[device] += self.size[stage] - self.problem.rooms[stage].between
+        is_last = micro_batch == self.num - 1
+        duration_us = times.last_input_backward_us if is_last else times.input_backward_us
+        self.waiting[device].append(stage)
+        end_us = self.ran(device, (stage, "I", micro_batch), now_us, duration_us)
+        if stage > 0:
+            self.sent(stage, stage - 1, end_us, self.gradients)
+
+    def weight_backward(self, device: int, stage: int, now_us: float) -> None:
+        micro_batch = self.num_weights[stage]
+        self.num_weights[stage] += 1
+        self.left[device] += self.problem.rooms[stage].between
+        self.ran(device, (stage, "W", micro_batch), now_us, self.problem.times[stage].weight_backward_us)
+
+    def ran(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
+        if not self.rows[device]:
+            self.begins_us[device] = now_us
+        self.rows[device].append(act)
+        self.num_done += 1
+        end_us = self.free_us[device] = now_us + duration_us
+        heappush(self.turns, (end_us, device))
+        return end_us
+
+    def sent(self, stage: int, target: int, end_us: float, arrivals: Sequence[deque[float]]) -> None:
+        device, other = self.device[stage], self.device[target]
+        arrival_us = end_us
+        if device != other:
+            times = self.problem.times[min(stage, target)]
+            # A link that blocks keeps its receiver busy; here it is taken to be a late arrival.
+            begin_us = end_us if times.blocking else max(end_us, self.link_us.get((device, other), 0.0))
+            arrival_us = self.link_us[device, other] = begin_us + times.send_us
+        arrivals[target].append(arrival_us)
+        heappush(self.turns, (arrival_us, other))
+
+
+class _ByRules(_Walk):
+    """Devices that choose by rules."""
+
+    def __init__(self, problem: OrderProblem, rules: Rules) -> None:
+        super().__init__(problem)
+        self.rules = rules
+        self.order = [chunks[::-1] if rules.later_chunk_first else chunks for chunks in problem.chunks]
+
+    def turn(self, device: int, now_us: float) -> None:
         gradient, gradient_us = self._next_gradient(device)
         forward, forward_us, is_full = self._next_forward(device, now_us)
         if gradient_us <= now_us and not (self.rules.forward_first and forward_us <= now_us):
-            self._input_backward(device, gradient, now_us)
+            self.input_backward(device, gradient, now_us)
         elif forward_us <= now_us:
-            self._forward(device, forward, now_us)
+            self.forward(device, forward, now_us)
         else:
             next_us = min(gradient_us, forward_us)
             waiting = self.waiting[device]
             if waiting:
                 patience_us = self.rules.patience * self.problem.times[waiting[0]].weight_backward_us
                 if is_full or next_us - now_us >= patience_us:
-                    self._weight_backward(device, waiting.popleft(), now_us)
+                    self.weight_backward(device, waiting.popleft(), now_us)
                     return
             if next_us < inf:
                 heappush(self.turns, (next_us, device))
@@ -216,51 +299,48 @@ class _Walk:
                 best, best_us = stage, forwards[0]
         return best, best_us, is_full
 
-    def _forward(self, device: int, stage: int, now_us: float) -> None:
-        micro_batch = self.num_forwards[stage]
-        self.num_forwards[stage] += 1
-        self.forwards[stage].popleft()
-        self.left[device] -= self.size[stage]
-        end_us = self._ran(device, (stage, "F", micro_batch), now_us, self.problem.times[stage].forward_us)
-        if stage + 1 < len(self.device):
-            self._sent(stage, stage + 1, end_us, self.forwards)
+
+class _ByWishes(_Walk):
+    """Devices that follow an order as far as they can."""
+
+    def __init__(self, problem: OrderProblem, wishes: Sequence[Sequence[Act]], lookahead: int, patience: float) -> None:
+        super().__init__(problem)
+        self.left_over = [list(row) for row in wishes]
+        self.lookahead, self.patience = lookahead, patience
+
+    def turn(self, device: int, now_us: float) -> None:
+        wishes, next_us = self.left_over[device], inf
+        for place in range(min(self.lookahead, len(wishes))):
+            stage, kind, micro_batch = wishes[place]
+            arrival_us = self._arrival_us(device, stage, kind, micro_batch)
+            if arrival_us > now_us:
+                next_us = min(next_us, arrival_us)
+                continue
+            times = self.problem.times[stage]
+            durations = {"F": times.forward_us, "I": times.input_backward_us, "W": times.weight_backward_us}
+            if next_us - now_us < self.patience * durations[kind]:
+                break
+            del wishes[place]
+            if kind == "F":
+                self.forward(device, stage, now_us)
+            elif kind == "I":
+                self.input_backward(device, stage, now_us)
+            else:
+                self.waiting[device].remove(stage)
+                self.weight_backward(device, stage, now_us)
+            return
+        if next_us < inf:
+            heappush(self.turns, (next_us, device))
+
+    def _arrival_us(self, device: int, stage: int, kind: Letter, micro_batch: int) -> float:
+        """When it can run; infinite as long as nobody knows."""
+        if kind == "W":
+            ready = micro_batch == self.num_weights[stage] and micro_batch < self.num_inputs[stage]
+            return 0.0 if ready else inf
+        if kind == "I":
+            arrivals, done = self.gradients[stage], self.num_inputs[stage]
         else:
-            self.gradients[stage].append(end_us)
-
-    def _input_backward(self, device: int, stage: int, now_us: float) -> None:
-        times, micro_batch = self.problem.times[stage], self.num_inputs[stage]
-        self.num_inputs[stage] += 1
-        self.gradients[stage].popleft()
-        self.left[device] += self.size[stage] - self.problem.rooms[stage].between
-        is_last = micro_batch == self.num - 1
-        duration_us = times.last_input_backward_us if is_last else times.input_backward_us
-        self.waiting[device].append(stage)
-        end_us = self._ran(device, (stage, "I", micro_batch), now_us, duration_us)
-        if stage > 0:
-            self._sent(stage, stage - 1, end_us, self.gradients)
-
-    def _weight_backward(self, device: int, stage: int, now_us: float) -> None:
-        micro_batch = self.num_weights[stage]
-        self.num_weights[stage] += 1
-        self.left[device] += self.problem.rooms[stage].between
-        self._ran(device, (stage, "W", micro_batch), now_us, self.problem.times[stage].weight_backward_us)
-
-    def _ran(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
-        if not self.rows[device]:
-            self.begins_us[device] = now_us
-        self.rows[device].append(act)
-        self.num_done += 1
-        end_us = self.free_us[device] = now_us + duration_us
-        heappush(self.turns, (end_us, device))
-        return end_us
-
-    def _sent(self, stage: int, target: int, end_us: float, arrivals: Sequence[deque[float]]) -> None:
-        device, other = self.device[stage], self.device[target]
-        arrival_us = end_us
-        if device != other:
-            times = self.problem.times[min(stage, target)]
-            # A link that blocks keeps its receiver busy; here it is taken to be a late arrival.
-            begin_us = end_us if times.blocking else max(end_us, self.link_us.get((device, other), 0.0))
-            arrival_us = self.link_us[device, other] = begin_us + times.send_us
-        arrivals[target].append(arrival_us)
-        heappush(self.turns, (arrival_us, other))
+            arrivals, done = self.forwards[stage], self.num_forwards[stage]
+            if self.left[device] < self.spare[stage]:
+                return inf
+        return arrivals[0] if arrivals and micro_batch == done else inf

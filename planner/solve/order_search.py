@@ -7,12 +7,13 @@ any machine. A list counts only if it keeps the caps by the law of memory itself
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
 
 from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.schedule import Action
-from planner.solve.list_scheduling import OrderProblem, Rules, listed
+from planner.solve.list_scheduling import Lists, OrderProblem, Rules, followed, listed
 
 __all__ = ["FoundOrder", "Orders", "least_period_us"]
 
@@ -24,6 +25,9 @@ _EXTRA = (0, 1, -1)
 _PATIENCE = (0.5, 0.0, 1.0, 0.25, 0.75)
 
 _EITHER = (True, False)
+
+_LOOKAHEAD = (3, 8, 20)
+"""Among how many of the things that a model does next a device may choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +44,11 @@ class Orders:
     Args:
         problem: The stages.
         fits: Whether lists keep the caps, by the law.
+        models: Lists that were made for other times or caps, to be followed as far as these let them.
     """
 
-    def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool]) -> None:
-        self._problem, self._fits = problem, fits
+    def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], models: Sequence[Rows] = ()) -> None:
+        self._problem, self._fits, self._models = problem, fits, models
         num_stages = len(problem.times)
         self._shapes = _on_the_way(problem), tuple(float(num_stages - s) for s in range(num_stages))
         self._least_us = least_period_us(problem) * (1 + 1e-9)
@@ -53,6 +58,9 @@ class Orders:
 
     def search(self, most_actions: int) -> FoundOrder | None:
         """The best lists that so much effort finds; None where none keep the caps."""
+        self._follow(most_actions)
+        if self._is_proven():
+            return self.best
         knobs = _Knobs()
         best: Rules | None = None
 
@@ -74,6 +82,13 @@ class Orders:
             best = changed if self._tries(changed) else best
         return self.best
 
+    def _follow(self, most_actions: int) -> None:
+        for rows, lookahead, patience in product(self._models, _LOOKAHEAD, _PATIENCE[:3]):
+            if self.spent >= most_actions:
+                return
+            wishes = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
+            self._better(followed(self._problem, wishes, lookahead=lookahead, patience=patience))
+
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.period_us <= self._least_us
 
@@ -88,8 +103,11 @@ class Orders:
 
     def _tries(self, rules: Rules) -> bool:
         """Whether lists by these rules are better than the best so far."""
+        return self._better(listed(self._problem, rules))
+
+    def _better(self, lists: Lists | None) -> bool:
+        """Whether lists that were just made are better than the best so far, which they then are."""
         self.spent += 3 * len(self._problem.times) * self._problem.micro_batches
-        lists = listed(self._problem, rules)
         if lists is None or (self.best is not None and lists.period_us >= self.best.period_us * (1 - 1e-12)):
             return False
         rows = lists.actions()
