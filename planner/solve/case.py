@@ -113,7 +113,12 @@ class Case:
 
     @cached_property
     def ideal_us(self) -> float:
-        """The step time of 1F1B, plain or interleaved, in stages of equal work that fit as they are, without links."""
+        """The step time of 1F1B, plain or interleaved, in stages of equal work that fit as they are, without links.
+
+        Of schedules with backwards in halves, which may waste nothing at all, it is the bound.
+        """
+        if self.schedule.splits_backward:
+            return self.bound_us
         pair = self._bottleneck_us(self.costs.forward_us + self.least_backward_us)
         return self.micro_batches * pair + self.work_us * (1 - 1 / self.num_devices) / self.chunks
 

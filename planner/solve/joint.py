@@ -16,8 +16,9 @@ from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, Listed
 from planner.solve.arrays import IntArray
 from planner.solve.case import Case
+from planner.solve.list_scheduling import OrderProblem
 from planner.solve.many import Many
-from planner.solve.order_search import Orders
+from planner.solve.order_search import FoundOrder, Orders
 from planner.solve.progress import Progress
 from planner.solve.several_chunks import _descend, _start
 from planner.solve.tables import allowed_choices
@@ -45,8 +46,11 @@ def search_cuts_and_lists(progress: Progress) -> None:
             continue
         many = Many(case, num_devices)
         named = _named(many)
-        for start in _starts(progress, many, named):
-            _in_turn(progress, many, start, [under.actions for under in named])
+        models = [under.actions for under in named]
+        for start in _good_starts(progress, named):
+            _in_turn(progress, many, start, models)
+        # The more is recomputed to begin with, the slower: the first that leads to what fits is enough.
+        any(_in_turn(progress, many, start, models) for start in _even_starts(progress, many))
         progress.leave_out(least_us)
 
 
@@ -59,26 +63,30 @@ def _is_other_length(case: Case, num_devices: int) -> bool:
 
 
 def _named(many: Many) -> list[Many]:
-    """The named schedules in halves that run with these stages in these places."""
+    """The named schedules that run with these stages in these places; GPipe's lists are good for no memory."""
     able = []
     for schedule in SCHEDULES.values():
-        if schedule.splits_backward and schedule.placement == many.case.schedule.placement:
+        if not schedule.has_closed_form and schedule.placement == many.case.schedule.placement:
             named = many.under(schedule)
             with suppress(UsageError):
                 able += [named] if named.actions else []
     return able
 
 
-def _starts(progress: Progress, many: Many, named: Sequence[Many]) -> Iterator[tuple[IntArray, IntArray]]:
-    """Cuts and choices to begin with: what named schedules are best with, then even cuts."""
+def _good_starts(progress: Progress, named: Sequence[Many]) -> Iterator[tuple[IntArray, IntArray]]:
+    """Cuts and choices that named schedules are best with."""
     allowed = np.array(allowed_choices(progress.case.policy, progress.case.micro_batches))
     for under in named:
         best = _best_under(progress, under, allowed)
         if best is not None:
             yield best
+
+
+def _even_starts(progress: Progress, many: Many) -> Iterator[tuple[IntArray, IntArray]]:
+    """Even cuts, with the same recomputation everywhere."""
     even = _start(progress, many)
     if even is not None:
-        for choice in allowed:
+        for choice in allowed_choices(progress.case.policy, progress.case.micro_batches):
             yield even, np.full(many.num_stages, choice)
 
 
@@ -108,8 +116,8 @@ def _downhill(
     return np.cumsum([0, *own.best.balance]), np.array([CHOICES.index(choice) for choice in own.best.recompute])
 
 
-def _in_turn(progress: Progress, whole: Many, start: tuple[IntArray, IntArray], models: Sequence[Rows]) -> None:
-    """Makes lists for the partition and improves it under them, until that brings nothing."""
+def _in_turn(progress: Progress, whole: Many, start: tuple[IntArray, IntArray], models: Sequence[Rows]) -> bool:
+    """Makes lists for the partition and improves it under them, until that brings nothing; whether anything fits."""
     (cuts, choices), case = start, progress.case
     allowed = np.array(allowed_choices(case.policy, case.micro_batches))
     before_us = np.inf
@@ -117,27 +125,44 @@ def _in_turn(progress: Progress, whole: Many, start: tuple[IntArray, IntArray], 
         progress.deadline.check()
         rows = _lists_for(progress, whole, cuts, choices, models)
         if rows is None:
-            return
+            break
         many = whole.under(Listed(rows))
         reached = _downhill(progress, many, (cuts, choices), allowed)
         if reached is None:
-            return
+            break
         cuts, choices = reached
         step_us = float(many.step_us(cuts[None], choices[None])[0])
-        if step_us >= before_us * (1 - 1e-9) or progress.effort.left <= 0:
-            return
-        before_us = step_us
+        is_better, before_us = step_us < before_us * (1 - 1e-9), step_us
+        if not is_better or progress.effort.left <= 0:
+            break
+    return before_us < np.inf
 
 
 def _lists_for(
     progress: Progress, many: Many, cuts: IntArray, choices: IntArray, models: Sequence[Rows]
 ) -> Rows | None:
-    """The best lists that are found for the partition, and noted if they are the best of all; None if nothing fits."""
+    """The best lists that are found for the partition; None if nothing fits.
+
+    Backwards in one piece hold nothing between halves, and may take less than both together.
+    """
 
     def fits(rows: Rows) -> bool:
         return bool(many.under(Listed(rows)).over_bytes(cuts[None], choices[None])[0] <= 0)
 
-    orders = Orders(many.order_problem(cuts, choices), fits, models)
-    found = orders.search(max(0, progress.effort.left) // _SHARE)
-    progress.effort.spent += orders.spent
-    return None if found is None else found.rows
+    best: FoundOrder | None = None
+    for is_whole in (False, True):
+        problem = many.order_problem(cuts, choices, is_whole=is_whole)
+        if is_whole and best is not None and _halves_cost_nothing(problem):
+            break
+        orders = Orders(problem, fits, models)
+        found = orders.search(max(0, progress.effort.left) // _SHARE)
+        progress.effort.spent += orders.spent
+        if found is not None and (best is None or found.period_us < best.period_us):
+            best = found
+    return None if best is None else best.rows
+
+
+def _halves_cost_nothing(problem: OrderProblem) -> bool:
+    """Whether no stage takes longer for both halves than for a backward in one piece."""
+    halves = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
+    return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in halves)

@@ -21,13 +21,13 @@ Source: the heuristic of Qi et al. 2023 (arXiv:2401.10241), section 3.1, for any
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from planner.core.cost.moments import PARTS
+from planner.core.cost.moments import PARTS, PartName
 from planner.core.cost.simulate import StageTimes
 from planner.core.schedule import Action, Letter
 from planner.solve.arrays import FloatArray
@@ -36,6 +36,11 @@ __all__ = ["Act", "Lists", "OrderProblem", "Rules", "StageRoom", "followed", "li
 
 
 Act = tuple[int, Letter, int]
+
+_FORWARDS: Final[tuple[PartName, ...]] = ("forward", "last_forward")
+_BACKWARDS: Final[tuple[PartName, ...]] = ("first_backward", "backward", "last_backward", "message")
+_INPUT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_input_backward", "input_backward", "last_input_backward")
+_WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward", "weight_message")
 
 
 class StageRoom(NamedTuple):
@@ -53,7 +58,7 @@ class StageRoom(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderProblem:
-    """Stages on their devices, of which every micro-batch passes each by F, I and W."""
+    """Stages on their devices, of which every micro-batch passes each by F, I and W, or by F and B."""
 
     chunks: tuple[tuple[int, ...], ...]
     """Per device its stages, in the order of the chain."""
@@ -63,6 +68,8 @@ class OrderProblem:
     """Per stage."""
     rooms: tuple[StageRoom, ...]
     """Per stage."""
+    is_whole: tuple[bool, ...]
+    """Per stage, whether its backwards run in one piece: then nothing is held between halves."""
     caps_bytes: tuple[float, ...]
     """Per device."""
     own_us: tuple[float, ...]
@@ -96,23 +103,25 @@ class Rules:
     """Which of a device's forwards comes first."""
 
 
-def room_of(always: float, parts: FloatArray) -> StageRoom:
+def room_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageRoom:
     """What a stage takes.
 
     Args:
         always: Bytes that are there whatever runs.
         parts: Bytes of each of `planner.core.cost.moments.PARTS`.
+        is_whole: Whether its backwards run in one piece.
     """
     part = dict(zip(PARTS, parts.tolist(), strict=True))
     held = max(part["held"], part["kept"])
-    running = max(part["forward"], part["last_forward"], part["first_input_backward"], part["input_backward"])
-    weight = max(part["first_weight_backward"], part["weight_backward"], part["weight_message"])
+    between = 0.0 if is_whole else part["weight_held"]
+    running = max(part[name] for name in (*_FORWARDS, *(_BACKWARDS if is_whole else _INPUT_BACKWARDS)))
+    weight = 0.0 if is_whole else max(part[name] for name in _WEIGHT_BACKWARDS)
     transfers = part["input"] + part["output_gradient"] + part["input_gradient"]
     return StageRoom(
         always=always + part["gradients"] + part["casts"] + transfers,
         held=held,
-        between=part["weight_held"],
-        above=max(0.0, running - held, weight - part["weight_held"]),
+        between=between,
+        above=max(0.0, running - held, weight - between),
     )
 
 
@@ -193,7 +202,7 @@ class _Walk(ABC):
             # Whoever has become busy meanwhile is woken when it is free.
             if now_us >= self.free_us[device]:
                 self.turn(device, now_us)
-        if self.num_done < 3 * len(self.device) * self.num:
+        if self.num_done < self.num * sum(2 if whole else 3 for whole in self.problem.is_whole):
             return None
         spans = zip(self.free_us, self.begins_us, self.problem.own_us, strict=True)
         return Lists(self.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
@@ -203,6 +212,7 @@ class _Walk(ABC):
         """Runs something on a free device, or waits."""
 
     def forward(self, device: int, stage: int, now_us: float) -> None:
+        """F of the stage's next micro-batch."""
         micro_batch = self.num_forwards[stage]
         self.num_forwards[stage] += 1
         self.forwards[stage].popleft()
@@ -214,6 +224,10 @@ class _Walk(ABC):
             self.gradients[stage].append(end_us)
 
     def input_backward(self, device: int, stage: int, now_us: float) -> None:
+        """I of the stage's next micro-batch."""
+        if self.problem.is_whole[stage]:
+            self.backward(device, stage, now_us)
+            return
         times, micro_batch = self.problem.times[stage], self.num_inputs[stage]
         self.num_inputs[stage] += 1
         self.gradients[stage].popleft()
@@ -225,13 +239,27 @@ class _Walk(ABC):
         if stage > 0:
             self.sent(stage, stage - 1, end_us, self.gradients)
 
+    def backward(self, device: int, stage: int, now_us: float) -> None:
+        """Both halves in one piece."""
+        times, micro_batch = self.problem.times[stage], self.num_inputs[stage]
+        self.num_inputs[stage] += 1
+        self.num_weights[stage] += 1
+        self.gradients[stage].popleft()
+        self.left[device] += self.size[stage]
+        duration_us = times.last_backward_us if micro_batch == self.num - 1 else times.backward_us
+        end_us = self.ran(device, (stage, "B", micro_batch), now_us, duration_us)
+        if stage > 0:
+            self.sent(stage, stage - 1, end_us, self.gradients)
+
     def weight_backward(self, device: int, stage: int, now_us: float) -> None:
+        """W of the stage's next micro-batch."""
         micro_batch = self.num_weights[stage]
         self.num_weights[stage] += 1
         self.left[device] += self.problem.rooms[stage].between
         self.ran(device, (stage, "W", micro_batch), now_us, self.problem.times[stage].weight_backward_us)
 
     def ran(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
+        """Puts an act into the device's list; when it ends."""
         if not self.rows[device]:
             self.begins_us[device] = now_us
         self.rows[device].append(act)
@@ -241,6 +269,7 @@ class _Walk(ABC):
         return end_us
 
     def sent(self, stage: int, target: int, end_us: float, arrivals: Sequence[deque[float]]) -> None:
+        """Moves what a stage made to where it is needed."""
         device, other = self.device[stage], self.device[target]
         arrival_us = end_us
         if device != other:
@@ -305,7 +334,7 @@ class _ByWishes(_Walk):
 
     def __init__(self, problem: OrderProblem, wishes: Sequence[Sequence[Act]], lookahead: int, patience: float) -> None:
         super().__init__(problem)
-        self.left_over = [list(row) for row in wishes]
+        self.left_over = [list(_in_halves(row, problem.is_whole)) for row in wishes]
         self.lookahead, self.patience = lookahead, patience
 
     def turn(self, device: int, now_us: float) -> None:
@@ -344,3 +373,12 @@ class _ByWishes(_Walk):
             if self.left[device] < self.spare[stage]:
                 return inf
         return arrivals[0] if arrivals and micro_batch == done else inf
+
+
+def _in_halves(row: Sequence[Act], is_whole: Sequence[bool]) -> Iterator[Act]:
+    """Wishes with I for all that gradients wait for, and a W behind it where there was none; without W in one piece."""
+    for stage, kind, micro_batch in row:
+        if kind != "W" or not is_whole[stage]:
+            yield stage, "I" if kind == "B" else kind, micro_batch
+        if kind == "B" and not is_whole[stage]:
+            yield stage, "W", micro_batch

@@ -72,8 +72,14 @@ class Many:
         vars(other)["_parts"] = self._parts
         return other
 
-    def order_problem(self, cuts: IntArray, choices: IntArray) -> OrderProblem:
-        """What lists are made for: one partition, with cuts of shape (S+1,) and choices of shape (S,)."""
+    def order_problem(self, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
+        """What lists are made for: one partition, with cuts of shape (S+1,) and choices of shape (S,).
+
+        Args:
+            cuts: Of the partition.
+            choices: Of the partition.
+            is_whole: Whether backwards run in one piece.
+        """
         cuts, choices = cuts[None], choices[None]
         busy, halves, crossing, own = self._times(cuts, choices)
         _, always, parts = self._bytes(cuts, choices)
@@ -91,7 +97,8 @@ class Many:
                 )
                 for s in range(self.num_stages)
             ),
-            rooms=tuple(room_of(float(always[0, s]), parts[0, s]) for s in range(self.num_stages)),
+            rooms=tuple(room_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(self.num_stages)),
+            is_whole=(is_whole,) * self.num_stages,
             caps_bytes=self.case.caps_bytes[: self.num_devices],
             own_us=tuple(own[0].tolist()),
         )

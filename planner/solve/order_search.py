@@ -156,8 +156,9 @@ def least_period_us(problem: OrderProblem) -> float:
 
 
 def _work_us(times: StageTimes, micro_batches: int) -> float:
-    every = times.forward_us + times.input_backward_us + times.weight_backward_us
-    return micro_batches * every - times.input_backward_us + times.last_input_backward_us
+    spared = times.recompute_us - times.last_recompute_us
+    halves = times.input_backward_us + times.weight_backward_us
+    return micro_batches * (times.forward_us + min(times.backward_us, halves)) - spared
 
 
 def _way_us(times: Sequence[StageTimes], stage: int) -> float:

@@ -1,5 +1,6 @@
 """From what was asked to the plan: over schedules, replicas, micro-batch counts and cuts, with a certificate."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isqrt
@@ -9,7 +10,7 @@ from planner.core.cost.costs import CostTable, covers
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED, Listed, Schedule, schedules_for
+from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED, Schedule, schedules_for
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
 from planner.core.values.plan import Inputs, Plan, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
@@ -30,6 +31,9 @@ __all__ = ["Request", "Solver", "cases_of", "faster_plan", "micro_batch_counts",
 
 MOST_ACTIONS_OF_AUTO: Final = 1_200_000
 """Some seconds for each schedule."""
+
+MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
+"""About ten seconds, for all cases where a schedule is to be searched."""
 
 MOST_WORK: Final = 20_000
 """Layers times devices, beyond which nothing is solved beside the question itself."""
@@ -107,32 +111,44 @@ class _Searched(NamedTuple):
 def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float = inf) -> _Searched:
     """The best of all cases that beats `upper_us`."""
     is_open = request.inputs.schedule == "auto"
-    left = (
-        None if not is_open or request.actions is None else dict.fromkeys((*SCHEDULES, SEARCHED.name), request.actions)
-    )
+    left = _budgets(request)
+    unseen = Counter(case.schedule.name for case in cases)
     best: Answer | None = None
     bound_us, complete = inf, True
     # The most promising case first: its plan rules most others out by their bounds. Where the schedule is left open,
     # GPipe comes before all others: its best plan is soon known and proven, whatever effort and time they may take.
     for case in sorted(cases, key=_promise if is_open else _bound):
+        unseen[case.schedule.name] -= 1
         if case.bound_us >= upper_us:
             continue
-        if left is not None and not case.schedule.has_closed_form and case.ideal_us >= upper_us:
+        if is_open and left and not case.schedule.has_closed_form and case.ideal_us >= upper_us:
             bound_us = min(bound_us, case.bound_us)  # hardly worth the effort, but that proves nothing
             continue
-        most_actions = None if left is None else left[case.schedule.name]
+        most_actions = left.get(case.schedule.name)
+        if most_actions is not None and case.schedule.is_to_be_made:
+            # A search for lists ends when its effort does: each case has its share.
+            most_actions //= unseen[case.schedule.name] + 1
         try:
             answer = _answer(case, request, deadline, upper_us=upper_us, most_actions=most_actions)
         except OutOfTimeError:
             complete = False
             bound_us = min(bound_us, case.bound_us)
             continue
-        if left is not None:
+        if left:
             left[case.schedule.name] -= answer.actions
         bound_us = min(bound_us, answer.lower_bound_us)
         if answer.partition is not None and answer.step_us < upper_us:
             best, upper_us = answer, answer.step_us
     return _Searched(best, bound_us, complete)
+
+
+def _budgets(request: Request) -> dict[ScheduleName, int]:
+    """By schedule, how many actions may be simulated for all of its cases; as many as it takes for those left out."""
+    if request.inputs.schedule == SEARCHED.name:
+        return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
+    if request.inputs.schedule != "auto" or request.actions is None:
+        return {}
+    return dict.fromkeys((*SCHEDULES, SEARCHED.name), request.actions)
 
 
 def _bound(case: Case) -> tuple[float, ...]:
@@ -262,7 +278,7 @@ def _schedules(
         # before that was tried; but nobody who gives the cuts means it.
         if inputs.chunks == 1 and len(schedules) > 1 and request.balance is not None:
             continue
-        several = [1] if isinstance(schedule, Listed) else range(2, _MOST_CHUNKS + 1)
+        several = range(1 if schedule.is_to_be_made else 2, _MOST_CHUNKS + 1)
         for chunks in [inputs.chunks] if inputs.chunks else several:
             if num_layers >= 2 * chunks and devices >= 2:
                 yield schedule, chunks, min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)

@@ -8,7 +8,6 @@ is bounded, what costs more than is left of it is not begun: the bound of what w
 
 from math import inf
 
-from planner.core.schedule import Listed
 from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
@@ -38,7 +37,7 @@ def simulated_answer(
     """
     progress = Progress(case=case, effort=Effort(most_actions), deadline=deadline, upper_us=upper_us)
     search = search_one_chunk if case.schedule.is_one_forward_one_backward else search_several_chunks
-    if isinstance(case.schedule, Listed) and not case.schedule.rows:
+    if case.schedule.is_to_be_made:
         search = search_cuts_and_lists
     try:
         search(progress)

@@ -77,6 +77,8 @@ class Schedule(ABC):
     """Which these are."""
     is_forwards_first: ClassVar[bool] = False
     """Whether all forwards of a step come before its first backward on every device."""
+    is_to_be_made: bool = False
+    """Whether its lists are yet to be made, for the stages that the solver cuts."""
     splits_backward: ClassVar[bool] = False
     """Whether backwards come in halves, I and W, all or some of them."""
     has_closed_form: ClassVar[bool] = False

@@ -29,6 +29,7 @@ class Listed(Schedule):
     def __init__(self, rows: tuple[tuple[Action, ...], ...] = (), *, meant_for: Placement = "loop") -> None:
         self.rows = rows
         self._meant_for = meant_for
+        self.is_to_be_made = not rows
 
     def __eq__(self, other: object) -> bool:
         """Whether the lists are the same, or will be of the same placement."""
