@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from planner.core.errors import FileError
+from planner.core.values.balance import Balance
+from planner.core.values.plan import Plan
 from planner.core.values.printable import spelled_out
 from planner.core.values.run_report import RunReport
 from planner.files.canonical import to_plain
@@ -21,6 +23,10 @@ from planner.files.strict_yaml import StrictLoader
 
 class _Line(dict[str, Any]):
     """A mapping that is written on one line."""
+
+
+class _Lines(list[Any]):
+    """A list that is written with an item to a line."""
 
 
 _OLD_COMMAND = "##["
@@ -47,6 +53,7 @@ def _string(dumper: _Dumper, text: str) -> yaml.Node:
 
 _Dumper.add_representer(str, _string)
 _Dumper.add_representer(_Line, lambda dumper, line: dumper.represent_mapping("tag:yaml.org,2002:map", line, True))
+_Dumper.add_representer(_Lines, lambda dumper, lines: dumper.represent_sequence("tag:yaml.org,2002:seq", lines, False))
 
 
 def json_text(value: Any) -> str:
@@ -64,7 +71,9 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         text = json.dumps(plain, indent=2, allow_nan=False)
         return text.replace("\x7f", r"\u007f").replace(_OLD_COMMAND, r"#\u0023[") + "\n"
     for key, item in plain.items():
-        if isinstance(item, dict) and not any(isinstance(v, dict) for v in item.values()):
+        if isinstance(value, Plan | Balance) and key == "order":
+            plain[key] = _Lines(item)
+        elif isinstance(item, dict) and not any(isinstance(v, dict) for v in item.values()):
             plain[key] = _Line(item)
         elif isinstance(item, list) and any(isinstance(entry, dict) for entry in item):
             plain[key] = [_Line(entry) for entry in item]

@@ -6,13 +6,14 @@ any machine. A list counts only if it keeps the caps by the law of memory itself
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil, inf
+from math import ceil, inf, prod
 from typing import NamedTuple
 
 from planner.core.cost.simulate import StageTimes, period_us
-from planner.core.schedule import Action
+from planner.core.schedule import Action, Letter
 from planner.solve.list_scheduling import Lists, OrderProblem, Rules, followed, listed
 
 __all__ = ["FoundOrder", "Orders", "least_period_us"]
@@ -58,6 +59,8 @@ class Orders:
 
     def search(self, most_actions: int) -> FoundOrder | None:
         """The best lists that so much effort finds; None where none keep the caps."""
+        if self._tries_all(most_actions):
+            return self.best
         self._follow(most_actions)
         if self._is_proven():
             return self.best
@@ -81,6 +84,25 @@ class Orders:
             changed = _changed(best, rng)
             best = changed if self._tries(changed) else best
         return self.best
+
+    def _tries_all(self, most_actions: int) -> bool:
+        """Tries every order of every device, if they are few enough; then nothing is better."""
+        problem = self._problem
+        if len(problem.chunks) != len(problem.times):
+            return False
+        every = [
+            _all_orders(stage, problem.micro_batches, problem.is_whole[stage]) for stage in range(len(problem.times))
+        ]
+        if any(orders is None for orders in every):
+            return False
+        actions = sum(2 if whole else 3 for whole in problem.is_whole) * problem.micro_batches
+        if prod(len(orders) for orders in every if orders is not None) * actions > most_actions:
+            return False
+        for rows in product(*(orders for orders in every if orders is not None)):
+            with suppress(ValueError):  # they wait for each other
+                self._simulated(rows)
+            self.spent += actions
+        return True
 
     def _follow(self, most_actions: int) -> None:
         for rows, lookahead, patience in product(self._models, _LOOKAHEAD, _PATIENCE[:3]):
@@ -110,7 +132,9 @@ class Orders:
         self.spent += 3 * len(self._problem.times) * self._problem.micro_batches
         if lists is None or (self.best is not None and lists.period_us >= self.best.period_us * (1 - 1e-12)):
             return False
-        rows = lists.actions()
+        return self._simulated(lists.actions())
+
+    def _simulated(self, rows: Rows) -> bool:
         found_us = period_us(rows, self._problem.times, self._problem.own_us)
         if (self.best is not None and found_us >= self.best.period_us) or not self._fits(rows):
             return False
@@ -153,6 +177,31 @@ def least_period_us(problem: OrderProblem) -> float:
 
 
 # Private functions
+
+
+_MOST_ORDERS = 3
+"""Micro-batches of which all orders on a device are listed: 42 of F, I and W."""
+
+
+def _all_orders(stage: int, micro_batches: int, is_whole: bool) -> list[tuple[Action, ...]] | None:  # noqa: FBT001
+    """Every order of a stage's actions that runs each kind from the first micro-batch to the last.
+
+    Micro-batches are alike, so that no other order is better; of more than a few there are too many.
+    """
+    if micro_batches > _MOST_ORDERS:
+        return None
+    kinds: tuple[Letter, ...] = ("F", "B") if is_whole else ("F", "I", "W")
+    orders: list[tuple[Action, ...]] = []
+
+    def go_on(row: tuple[Action, ...], done: tuple[int, ...]) -> None:
+        if len(row) == len(kinds) * micro_batches:
+            orders.append(row)
+        for n, kind in enumerate(kinds):
+            if done[n] < (done[n - 1] if n else micro_batches):
+                go_on((*row, Action(stage, kind, done[n])), (*done[:n], done[n] + 1, *done[n + 1 :]))
+
+    go_on((), (0,) * len(kinds))
+    return orders
 
 
 def _work_us(times: StageTimes, micro_batches: int) -> float:
