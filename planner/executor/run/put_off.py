@@ -144,9 +144,15 @@ class Embedding:
         return torch.ops.aten.embedding_backward(gradient, of.x, *options), None
 
 
+def weight_in(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call of one of `OPERATORS` has in the place of the weight; None for nothing."""
+    names, place, _ = OPERATORS[function]
+    return args[place] if place < len(args) else kwargs.get(names[place])
+
+
 def use_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use | None:
     """The use of a weight that a call of one of `OPERATORS` is; None where it is none that is known here."""
-    names, make = OPERATORS[function]
+    names, _, make = OPERATORS[function]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     # With an `out=`, say. What is called wrongly torch says better.
     if len(args) > len(names) or not arguments.keys() <= set(names):
@@ -167,6 +173,8 @@ class _Form(NamedTuple):
 
     names: tuple[str, ...]
     """The names of its arguments, in order."""
+    weight: int
+    """The place of the weight among them."""
     use: Callable[[_Arguments], Use | None]
 
 
@@ -256,17 +264,17 @@ _TRANSPOSED: Final = (functional.conv_transpose1d, functional.conv_transpose2d, 
 _FILTER: Final = ("input", "weight", "bias", "stride", "padding")
 
 OPERATORS: Final[Mapping[Any, _Form]] = {
-    functional.linear: _Form(("input", "weight", "bias"), _linear),
-    Tensor.matmul: _Form(("input", "other"), partial(_matmul, "other")),  # `@`, too
-    torch.matmul: _Form(("input", "other"), partial(_matmul, "other")),
-    Tensor.mm: _Form(("input", "mat2"), partial(_matmul, "mat2")),
-    torch.mm: _Form(("input", "mat2"), partial(_matmul, "mat2")),
-    Tensor.addmm: _Form(("input", "mat1", "mat2", "beta", "alpha"), _addmm),
-    torch.addmm: _Form(("input", "mat1", "mat2", "beta", "alpha"), _addmm),
-    torch.embedding: _Form(("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"), _embedding),
-    **{call: _Form((*_FILTER, "dilation", "groups"), partial(_convolution, call, False)) for call in _CONVOLUTIONS},
+    functional.linear: _Form(("input", "weight", "bias"), 1, _linear),
+    Tensor.matmul: _Form(("input", "other"), 1, partial(_matmul, "other")),  # `@`, too
+    torch.matmul: _Form(("input", "other"), 1, partial(_matmul, "other")),
+    Tensor.mm: _Form(("input", "mat2"), 1, partial(_matmul, "mat2")),
+    torch.mm: _Form(("input", "mat2"), 1, partial(_matmul, "mat2")),
+    Tensor.addmm: _Form(("input", "mat1", "mat2", "beta", "alpha"), 2, _addmm),
+    torch.addmm: _Form(("input", "mat1", "mat2", "beta", "alpha"), 2, _addmm),
+    torch.embedding: _Form(("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"), 0, _embedding),
+    **{call: _Form((*_FILTER, "dilation", "groups"), 1, partial(_convolution, call, False)) for call in _CONVOLUTIONS},
     **{
-        call: _Form((*_FILTER, "output_padding", "groups", "dilation"), partial(_convolution, call, True))
+        call: _Form((*_FILTER, "output_padding", "groups", "dilation"), 1, partial(_convolution, call, True))
         for call in _TRANSPOSED
     },
 }

@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from planner.executor.run.put_off import OPERATORS, Operands, Operator, Use, use_of
+from planner.executor.run.put_off import OPERATORS, Operands, Operator, Use, use_of, weight_in
 from planner.executor.run.replicas import ReplicaGradients
 
 __all__ = ["PutOff", "SplitBackward"]
@@ -128,7 +128,8 @@ class SplitBackward:
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `function`, one of `OPERATORS`, returns; so that the gradients of its weight can be put off."""
-        use = use_of(function, args, kwargs)
+        # Most of what a model multiplies is no weight, and a forward waits for what is looked at here.
+        use = use_of(function, args, kwargs) if _is_trained(weight_in(function, args, kwargs)) else None
         if use is None or not _can_be_put_off(use.operands):
             return function(*args, **kwargs)
         operands = use.operands
@@ -169,14 +170,14 @@ class _Seeing(TorchFunctionMode):
     ) -> Any:
         """What `func` returns."""
         kwargs = kwargs or {}
-        # Other kinds of tensor have their own ways; and what is compiled is compiled without this mode.
-        if not _PLAIN.issuperset(types) or torch.compiler.is_compiling():
+        # What is compiled is compiled without this mode.
+        if torch.compiler.is_dynamo_compiling() or func not in _SEEN:
             return func(*args, **kwargs)
-        if func in OPERATORS:
-            return self._split.call(func, args, kwargs)
+        if not _PLAIN.issuperset(types):
+            return func(*args, **kwargs)  # other kinds of tensor have their own ways
         inner = _SEEN_THROUGH.get(func)
         if inner is None:
-            return func(*args, **kwargs)
+            return self._split.call(func, args, kwargs)
         with self:
             return inner(*args, **kwargs)
 
@@ -187,8 +188,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: SplitBackward, use: Use, *tensors: Any) -> Tensor:
         operands = Operands._make(tensors)
-        ctx.split, ctx.operator, ctx.weights = split, use.operator, operands[1:]
-        ctx.leaves = tuple(p for p in use.operands[1:] if p is not None and p.requires_grad)
+        ctx.split, ctx.use, ctx.weights = split, use, operands[1:]
         # As much as torch keeps: the weight is needed for the gradient of the input alone.
         ctx.save_for_backward(operands.x, operands.weight if operands.x.requires_grad else None)
         ctx.set_materialize_grads(False)
@@ -206,14 +206,15 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
-        wanted = "" if torch.is_grad_enabled() else _wanted(ctx.leaves, is_split=ctx.split.collected is not None)
+        wanted = "" if torch.is_grad_enabled() else _wanted(ctx.use, is_split=ctx.split.collected is not None)
         if not wanted:
             return None, None, *_replayed(ctx, gradient, x)
         _, _, needs_x, _, needs_bias = ctx.needs_input_grad
-        of_input = ctx.operator.input_gradient(gradient, Operands(x, weight, None)) if needs_x else None
+        operator = ctx.use.operator
+        of_input = operator.input_gradient(gradient, Operands(x, weight, None)) if needs_x else None
         if wanted == "later":
             use = _Later(
-                operator=ctx.operator,
+                operator=operator,
                 # Without the graph that x came from.
                 operands=Operands(x.detach(), ctx.weights[0], ctx.weights[1] if needs_bias else None),
                 gradient=gradient,
@@ -250,9 +251,9 @@ def _start_of(use: _Later) -> Tensor:
 
 
 def _can_be_put_off(operands: Operands) -> bool:
-    """Whether the gradients of weight and bias can be computed later; what the operands are is not known yet."""
-    x, weight, bias = operands
-    if not _is_trained(weight) or type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
+    """Whether the gradients of a trained weight and of a bias can be computed later; what x is is not known yet."""
+    x, _, bias = operands
+    if type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
         return False
     if bias is not None and not _is_trained(bias) and bias.requires_grad:
         return False
@@ -267,9 +268,12 @@ def _is_trained(weight: Any) -> bool:
     if type(weight) is not nn.Parameter or not weight.requires_grad or not weight.is_leaf or weight.is_complex():
         return False
     # A hook would be called in I, with nothing. That of replicas counts, and begins to count with the last W.
-    hooks = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
-    others = [hook for hook in hooks.values() if not isinstance(getattr(hook, "__self__", None), ReplicaGradients)]
-    return not weight._backward_hooks and not others
+    hooks = weight._post_accumulate_grad_hooks
+    return not weight._backward_hooks and (not hooks or all(map(_is_of_replicas, hooks.values())))
+
+
+def _is_of_replicas(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -277,8 +281,9 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _wanted(leaves: Sequence[nn.Parameter], *, is_split: bool) -> str:
-    """What the backward that runs now wants of the gradients of `leaves`: "later", "never", or at once (empty)."""
+def _wanted(use: Use, *, is_split: bool) -> str:
+    """What the backward that runs now wants of the gradients of weights: "later", "never", or at once (empty)."""
+    leaves = [parameter for parameter in use.operands[1:] if parameter is not None and parameter.requires_grad]
     try:
         answers = {torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in leaves}
     except RuntimeError:  # says it of a leaf whose gradient is to be returned, not added up
@@ -295,7 +300,7 @@ def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...
     with torch.enable_grad():
         # Views: one and the same tensor may be several of them, and each has its own gradient.
         operands = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, *ctx.weights)]
-        result = ctx.operator.forward(Operands._make(operands))
+        result = ctx.use.operator.forward(Operands._make(operands))
         inputs = [tensor for tensor, need in zip(operands, needed, strict=True) if tensor is not None and need]
         made = iter(torch.autograd.grad(result, inputs, gradient, create_graph=create_graph))
     return tuple(next(made) if need else None for need in needed)
@@ -324,3 +329,4 @@ _SEEN_THROUGH: Final = {
     function: _unasked(function)
     for function in (functional.embedding, functional.multi_head_attention_forward, *_BACKWARDS)
 }
+_SEEN: Final = frozenset((*OPERATORS, *_SEEN_THROUGH))
