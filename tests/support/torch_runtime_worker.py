@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import schedule_of
 from planner.executor import Pipeline
 
-_KINDS = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+_KINDS = {
+    "F": _ComputationType.FORWARD,
+    "B": _ComputationType.FULL_BACKWARD,
+    "I": _ComputationType.BACKWARD_INPUT,
+    "W": _ComputationType.BACKWARD_WEIGHT,
+}
 
 
 def main() -> None:
@@ -43,8 +48,8 @@ def _gradients_of_torch(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> 
     size = balance.batch // balance.micro_batches
     chunks = num_stages // num_devices
     stages = []
-    for chunk in range(chunks):
-        index = chunk * num_devices + rank
+    schedule = schedule_of(balance.schedule, balance.order)
+    for index in schedule.stages_on(rank, num_devices, chunks):
         module = nn.Sequential()
         for name in balance.stages[index].layers:
             module.add_module(name, model.get_submodule(name))
@@ -52,7 +57,7 @@ def _gradients_of_torch(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> 
         sent = torch.zeros(size, inputs.shape[1], requires_grad=True)
         given: dict[str, Any] = {"input_args": received, "output_args": sent}
         stages.append(PipelineStage(module, index, num_stages, torch.device("cpu"), **given))
-    actions = SCHEDULES[balance.schedule].actions(num_devices, balance.micro_batches, chunks)
+    actions = schedule.actions(num_devices, balance.micro_batches, chunks)
     # What is computed when is ours; torch adds transfers of its own, of which it asks for more from release to release.
     rows: dict[int, list[_Action | None]] = {
         device: [_Action(x.stage, _KINDS[x.kind], x.micro_batch) for x in row] for device, row in enumerate(actions)
@@ -62,7 +67,7 @@ def _gradients_of_torch(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> 
     runtime._prepare_schedule_with_comms(rows)
     losses: list[Tensor] = []
     first = (inputs,) if rank == 0 else ()
-    last = {"target": targets, "losses": losses} if rank == num_devices - 1 else {}
+    last = {"target": targets, "losses": losses} if pipeline.is_last else {}
     runtime.step(*first, **last)
     return {
         name: p.grad / balance.micro_batches

@@ -48,10 +48,14 @@ class Place:
         """Whether it runs the last stage, and needs targets."""
         return self.stages[-1] == self.num_stages - 1
 
+    def position_of(self, stage: int) -> int:
+        """Where in the pipeline `stage` is run."""
+        return device_of(stage, self.num_devices, self.placement)
+
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """The process that runs `stage`, in this replica unless another one is given."""
         replica = self.replica if replica is None else replica
-        return replica * self.num_devices + self.order[device_of(stage, self.num_devices, self.placement)]
+        return replica * self.num_devices + self.order[self.position_of(stage)]
 
 
 def place_of(balance: Balance, rank: int, num_processes: int) -> Place:

@@ -1,7 +1,8 @@
 """Numbers that the last stage knows, on every rank of its pipeline.
 
-They go from process to process, last to first, behind the gradients: a process waits only for the one whose gradients
-it has just received, never for one that is still at work for it, as a broadcast would make it wait.
+They go from process to process, from the one with the last stage to the other end, behind the gradients: a process
+waits only for the one whose gradients it has just received, never for one that is still at work for it, as a broadcast
+would make it wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,17 +25,19 @@ class Relay:
     def everywhere(self, values: Sequence[Tensor | float], count: int) -> list[float]:
         """The sums over all replicas of so many `values`, which are those with the last stage."""
         place = self._place
+        # The last stage is with the last device of a loop; a V ends where it began.
+        onwards = -1 if place.position_of(place.num_stages - 1) else 1
         if place.is_last:
             numbers = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device) for v in values])
             if self._groups.replicas is not None:
                 dist.all_reduce(numbers, group=self._groups.replicas)
         else:
             numbers = torch.empty(count, dtype=torch.float64, device=self._device)
-            for work in self._transfer(dist.irecv, numbers, place.position + 1):
+            for work in self._transfer(dist.irecv, numbers, place.position - onwards):
                 work.wait()
-        if place.position > 0:
+        if 0 <= place.position + onwards < place.num_devices:
             self._wait()  # for those of the step before
-            self._sent = self._transfer(dist.isend, numbers, place.position - 1), numbers
+            self._sent = self._transfer(dist.isend, numbers, place.position + onwards), numbers
         sums: list[float] = numbers.tolist()
         return sums
 
@@ -48,7 +51,7 @@ class Relay:
 
     def _transfer(self, operation: Callable[..., Any], numbers: Tensor, position: int) -> list[dist.Work]:
         # As the engine transfers, so that NCCL needs no communicator, and no memory, for a pair of ranks alone.
-        peer = self._place.rank_of(position)
+        peer = self._place.rank_of(position)  # stage k < K is with device k, in a loop and in a V
         works: list[dist.Work] = dist.batch_isend_irecv(
             [dist.P2POp(operation, numbers, peer, group=self._groups.pipeline)]
         )
