@@ -56,7 +56,7 @@ def test_two_stages(tmp_path: Path) -> None:
         )
     ]
     cases += [
-        Case(model=RESNET, balance=(9, 9), settings=small, schedule="1f1b", later=1, micro_batches=2),
+        Case(model=RESNET, balance=(9, 9), settings=small, schedule="zb-h1", micro_batches=2),
         Case(model=LEFT_BEHIND, balance=(3, 5), recompute="always", schedule="1f1b", later=2, steps=2),
     ]
     for case, result in results_of(cases, tmp_path):
@@ -103,11 +103,23 @@ def test_three_stages(tmp_path: Path) -> None:
 def test_several_stages_on_a_rank(tmp_path: Path) -> None:
     """Parameters that they share; dropout, batch normalisation, smaller mini-batches, evaluation, clipping."""
     pytest.importorskip("transformers")
-    common = {"schedule": "interleaved", "chunks": 2, "steps": 2}
+    common = {"chunks": 2, "steps": 2}
     cases = [
-        Case(model=TRANSFORMER, balance=(1, 1, 1, 1), settings=SMALL, recompute="always", later=1, **common),
-        Case(model=AWKWARD, balance=(1, 3, 2, 2), later=3, **common),
-        Case(model=GPT2, balance=(1, 1, 1, 2), recompute="except-last", later=99, **common),
+        Case(
+            model=TRANSFORMER,
+            balance=(1, 1, 1, 1),
+            settings=SMALL,
+            schedule="interleaved",
+            recompute="always",
+            later=1,
+            **common,
+        ),
+        Case(model=AWKWARD, balance=(1, 3, 2, 2), schedule="interleaved", later=3, **common),
+        Case(model=GPT2, balance=(1, 1, 1, 2), schedule="zbv", recompute="except-last", **common),
+        Case(model=GPT2, balance=(1, 1, 1, 2), schedule="interleaved-zb", **common),
+        Case(model=AWKWARD, balance=(1, 3, 2, 2), schedule="v-half", recompute="always", **common),
+        Case(model=TRANSFORMER, balance=(1, 1, 1, 1), settings=SMALL, schedule="v-min", **common),
+        Case(model=TRANSFORMER, balance=(1, 1, 1, 1), settings=SMALL, schedule="dualpipev", **common),
         Case(
             model=EVERYDAY,
             balance=(2, 3, 2, 2),
@@ -116,8 +128,8 @@ def test_several_stages_on_a_rank(tmp_path: Path) -> None:
             micro_batches=6,
             sizes=(12, 10, 4),
             evaluate=11,
-            later=2,
             clip=0.3,
+            schedule="zbv",
             **common,
         ),
     ]
@@ -135,8 +147,9 @@ def test_replicas(tmp_path: Path) -> None:
     cases = [
         Case(model=TRANSFORMER, balance=(2, 2), settings=SMALL, schedule="1f1b", later=1, **common),
         Case(model=AWKWARD, balance=(1, 3, 2, 2), schedule="interleaved", chunks=2, later=99, **common),
+        Case(model=AWKWARD, balance=(1, 3, 2, 2), schedule="zbv", chunks=2, **common),
         Case(model=FROZEN, balance=(3, 4), dtype="fp16-mixed", later=2, **common),
-        Case(model=EVERYDAY, balance=(5, 4), batch=24, schedule="1f1b", later=2, calls=2, clip=0.3, **common),
+        Case(model=EVERYDAY, balance=(5, 4), batch=24, schedule="zb-h1", calls=2, clip=0.3, **common),
     ]
     for case, result in results_of(cases, tmp_path):
         assert result["replicas_differ"] == [], case

@@ -35,7 +35,6 @@ from planner.model.autocast import layers_in
 from planner.model.calling import arguments_of
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import convert
-from tests.support.in_halves import in_halves
 from tests.support.one_piece import Drawing, Once
 
 Calls = list[list[list[Batch]]]
@@ -52,11 +51,6 @@ def main() -> None:
 
 
 def _run(case: dict[str, Any]) -> dict[str, Any]:
-    with in_halves(case["schedule"], case["later"]):
-        return _trained(case)
-
-
-def _trained(case: dict[str, Any]) -> dict[str, Any]:
     pipeline = Pipeline(case["balance"], seed=case["seed"])
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case["decay"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.schedule import SCHEDULES, Listed, texts_of
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute, ScheduleName
@@ -20,6 +21,7 @@ from planner.core.values.profile import Model, Setting
 from planner.executor.build.building import build_structure
 from planner.files import write
 from planner.model.load import load_model
+from tests.support.in_halves import in_halves
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -69,13 +71,20 @@ def write_balance(case: Case, path: Path) -> None:
     """The balance configuration of `case`."""
     loaded = load_model(str(case.model), settings={name: str(value) for name, value in case.settings})
     names = build_structure(loaded).names
+    schedule = SCHEDULES[case.schedule]
+    if case.later is not None:
+        num_devices = len(case.balance) // case.chunks
+        whole = schedule.actions(num_devices, case.micro_batches, case.chunks)
+        schedule = Listed(in_halves(whole, case.later))
     stages = enumerate(pairwise(accumulate(case.balance, initial=0)))
     balance = Balance(
         plan_digest="sha256:test",
         model=Model(source=f"{case.model}:build_model", settings=dict(case.settings)),
         dtype=case.dtype,
-        schedule=case.schedule,
+        schedule=schedule.name,
+        order=texts_of(schedule.rows) if isinstance(schedule, Listed) else (),
         chunks=case.chunks,
+        placement=schedule.placement,
         replicas=case.replicas,
         batch=case.batch,
         micro_batches=case.micro_batches,
@@ -119,7 +128,7 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
     for n, case in enumerate(cases):
         path = folder / f"balance_{n}.yaml"
         write_balance(case, path)
-        asked = ("seed", "steps", "sizes", "pieces", "calls", "clip", "decay", "evaluate", "schedule", "later")
+        asked = ("seed", "steps", "sizes", "pieces", "calls", "clip", "decay", "evaluate")
         described.append({"balance": str(path), **{name: getattr(case, name) for name in asked}})
     (folder / "cases.json").write_text(json.dumps(described))
     worker = str(ROOT / "tests/support/gradient_worker.py")

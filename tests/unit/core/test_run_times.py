@@ -57,6 +57,36 @@ def test_chunks_of_one_process_hand_over_in_place():
     assert waits.bubble() == 0
 
 
+def i(stage, micro_batch, start, end):
+    return RunSpan("input backward", stage, micro_batch, start * 1000, end * 1000)
+
+
+def w(stage, micro_batch, start, end):
+    return RunSpan("weight backward", stage, micro_batch, start * 1000, end * 1000)
+
+
+def test_half_a_backward_waits_for_the_half_or_the_whole_of_the_next_stage():
+    """Gradients of weights wait for nobody; a gap in front of them is the engine's."""
+    one = [f(0, 0, 0, 10), f(0, 1, 10, 20), i(0, 0, 36, 40), b(0, 1, 60, 70), w(0, 0, 72, 80)]
+    two = [f(1, 0, 12, 20), i(1, 0, 20, 34), b(1, 1, 34, 55)]
+    waits = waits_of({0: one, 1: two})
+    crossed = {(t.kind, t.stage, t.micro_batch): (t.start_ns // 1000, t.end_ns // 1000) for t in waits.transfers}
+    assert crossed == {
+        ("forward", 1, 0): (10, 12),
+        ("backward", 0, 0): (34, 36),
+        ("backward", 0, 1): (55, 60),
+    }
+    assert waits.overhead_ns == (0, 2000, 0, 0)
+
+
+def test_the_halves_of_a_backward_count_as_one():
+    """However far apart they are."""
+    spans = [f(0, 0, 0, 10), i(0, 0, 10, 14), f(0, 1, 14, 24), b(0, 1, 24, 34), w(0, 0, 34, 40)]
+    assert typical_us([spans], "backward", 0) == 10.0
+    assert typical_us([spans], "input backward", 0) == 4.0
+    assert typical_us([spans], "recompute", 0) == 0.0
+
+
 def test_medians_over_steps():
     """A slow step does not count, and a step that not every process recorded is left out."""
 

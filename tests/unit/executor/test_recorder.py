@@ -1,6 +1,7 @@
 """What a run took: warm-up left out, memory from the second step, peaks of the allocator."""
 
 import time
+from typing import Literal
 
 import pytest
 import torch
@@ -110,11 +111,12 @@ def test_a_run_of_one_step_has_a_peak_too() -> None:
     assert recorder.peak.tensor_bytes >= 5000
 
 
-def test_recomputation_lies_in_its_backward(recorder: Recorder) -> None:
+@pytest.mark.parametrize("kind", ["backward", "input backward"])
+def test_recomputation_lies_in_its_backward(recorder: Recorder, kind: Literal["backward", "input backward"]) -> None:
     """What may be recomputation is noted only while a backward is timed, with that one's micro-batch."""
     with recorder.step():
         recorder.timed("forward", lambda: recorder.timed_again(lambda: 1, stage=2), stage=2, micro_batch=3)
-        assert recorder.timed("backward", lambda: recorder.timed_again(lambda: 7, stage=2), stage=2, micro_batch=3) == 7
+        assert recorder.timed(kind, lambda: recorder.timed_again(lambda: 7, stage=2), stage=2, micro_batch=3) == 7
         with recorder.optimizer(stage=2):
             pass
     recorder.close()
@@ -122,7 +124,7 @@ def test_recomputation_lies_in_its_backward(recorder: Recorder) -> None:
     assert [(s.kind, s.stage, s.micro_batch) for s in step.spans] == [
         ("forward", 2, 3),
         ("recompute", 2, 3),
-        ("backward", 2, 3),
+        (kind, 2, 3),
         ("optimizer", 2, 0),
     ]
     _, again, backward, optimizer = step.spans
