@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run import replicas as replicas_module
 from planner.executor.run.replicas import ReplicaGradients
+from planner.executor.run.split import SplitBackward
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +135,28 @@ def test_earlier_gradients_count_once(sent: Sent, *, keeps: bool) -> None:
     assert sent == ["part", "part", "4", "16"]
     assert model.bias.grad is not None
     assert torch.equal(model.bias.grad, torch.full((4,), 3.0 if keeps else 2.0))
+
+
+def test_weights_that_are_put_off_go_out_with_the_last_w(sent: Sent) -> None:
+    """What is done in I is there by then, too, and waits for them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    gradients, split = ReplicaGradients([model.parameters()], group(), keeps_earlier=True), SplitBackward()
+    expected = torch.autograd.grad(2 * model(torch.ones(2, 4)).square().sum(), [*model.parameters()])
+    for _ in range(2):
+        kept = []
+        for _ in range(2):
+            with split.splitting():
+                loss = model(torch.ones(2, 4)).square().sum()
+            kept.append(split.backward_input([loss], [torch.ones(())]))
+        assert [len(put_off) for put_off in kept] == [2, 2]
+        split.backward_weight(kept[0])
+        assert sent == []
+        with gradients.last_backward(0):
+            split.backward_weight(kept[1])
+        gradients.finish()
+        assert sent == ["4", "16", "12", "16"]
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            assert parameter.grad is not None
+            assert torch.allclose(parameter.grad, gradient)
+        sent.clear()
+        model.zero_grad()
