@@ -188,7 +188,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: SplitBackward, use: Use, *tensors: Any) -> Tensor:
         operands = Operands._make(tensors)
-        ctx.split, ctx.use, ctx.weights = split, use, operands[1:]
+        # No tensor but weights: what is kept of x, a checkpoint may want to drop.
+        ctx.split, ctx.operator, ctx.leaves, ctx.weights = split, use.operator, use.operands[1:], operands[1:]
         # As much as torch keeps: the weight is needed for the gradient of the input alone.
         ctx.save_for_backward(operands.x, operands.weight if operands.x.requires_grad else None)
         ctx.set_materialize_grads(False)
@@ -206,15 +207,14 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
-        wanted = "" if torch.is_grad_enabled() else _wanted(ctx.use, is_split=ctx.split.collected is not None)
+        wanted = "" if torch.is_grad_enabled() else _wanted(ctx.leaves, is_split=ctx.split.collected is not None)
         if not wanted:
             return None, None, *_replayed(ctx, gradient, x)
         _, _, needs_x, _, needs_bias = ctx.needs_input_grad
-        operator = ctx.use.operator
-        of_input = operator.input_gradient(gradient, Operands(x, weight, None)) if needs_x else None
+        of_input = ctx.operator.input_gradient(gradient, Operands(x, weight, None)) if needs_x else None
         if wanted == "later":
             use = _Later(
-                operator=operator,
+                operator=ctx.operator,
                 # Without the graph that x came from.
                 operands=Operands(x.detach(), ctx.weights[0], ctx.weights[1] if needs_bias else None),
                 gradient=gradient,
@@ -281,11 +281,11 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _wanted(use: Use, *, is_split: bool) -> str:
+def _wanted(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
     """What the backward that runs now wants of the gradients of weights: "later", "never", or at once (empty)."""
-    leaves = [parameter for parameter in use.operands[1:] if parameter is not None and parameter.requires_grad]
+    trained = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     try:
-        answers = {torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in leaves}
+        answers = {torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in trained}
     except RuntimeError:  # says it of a leaf whose gradient is to be returned, not added up
         return ""
     if answers == {False}:
@@ -300,7 +300,7 @@ def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...
     with torch.enable_grad():
         # Views: one and the same tensor may be several of them, and each has its own gradient.
         operands = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, *ctx.weights)]
-        result = ctx.use.operator.forward(Operands._make(operands))
+        result = ctx.operator.forward(Operands._make(operands))
         inputs = [tensor for tensor, need in zip(operands, needed, strict=True) if tensor is not None and need]
         made = iter(torch.autograd.grad(result, inputs, gradient, create_graph=create_graph))
     return tuple(next(made) if need else None for need in needed)

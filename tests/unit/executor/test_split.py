@@ -444,6 +444,30 @@ def test_only_what_w_needs_is_held() -> None:
     assert put_off == []
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_a_forward_holds_no_more_than_it_would(dtype: torch.dtype | None) -> None:
+    """Nothing within a checkpoint, and of what autocast casts the copy alone."""
+    held: list[weakref.ref[Tensor]] = []
+
+    class Noted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.float() * 1
+            held.append(weakref.ref(x))
+            return x
+
+    inner = nn.Sequential(Noted(), nn.Linear(6, 6), Noted(), nn.Linear(6, 6))
+    autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+    split = SplitBackward()
+    x = torch.randn(4, 6, requires_grad=True)
+    with autocast, split.splitting():
+        checkpointed = checkpoint(inner, x, use_reentrant=False)
+        assert [one() for one in held] == [None, None]
+        plain = inner(x)
+    assert [one() is None for one in held[2:]] == [dtype is not None] * 2
+    assert checkpointed.requires_grad
+    assert plain.requires_grad
+
+
 def sizes(put_off: PutOff) -> Iterator[int]:
     return (tensor.nbytes for use in put_off for tensor in (use.operands.x, use.gradient))
 
