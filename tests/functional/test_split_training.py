@@ -14,6 +14,7 @@ from tests.functional.test_training import (
     FROZEN,
     GPT2,
     LEFT_BEHIND,
+    OVERFLOWING,
     SMALL,
     TRANSFORMER,
 )
@@ -98,6 +99,25 @@ def test_three_stages(tmp_path: Path) -> None:
         is_in_order = case.model not in {AWKWARD, BRANCHING, GPT2} and case.dtype != "fp16-mixed"
         assert result["split_loss"] < (1e-3 if case.dtype == "fp16-mixed" else 1e-6), case
         assert result["split_relative"] <= (0.0 if is_in_order else 0.02 if case.dtype else 1e-5), case
+
+
+def test_overflows_are_found_behind_the_last_w(tmp_path: Path) -> None:
+    """All stages skip the step, accumulated from two pieces and clipped."""
+    case = Case(
+        model=OVERFLOWING,
+        balance=(1, 1, 1),
+        schedule="1f1b",
+        later=2,
+        dtype="fp16-mixed",
+        steps=4,
+        seed=3,
+        pieces=2,
+        clip=0.01,
+    )
+    ((_, result),) = results_of([case], tmp_path)
+    assert result["skipped"] == [[False, True, False, False]] * 3
+    assert result["split_parameter"] < 1e-6
+    assert result["split_norm"] < 1e-5
 
 
 def test_several_stages_on_a_rank(tmp_path: Path) -> None:
