@@ -120,6 +120,16 @@ def test_overflows_are_found_behind_the_last_w(tmp_path: Path) -> None:
     assert result["split_norm"] < 1e-5
 
 
+def test_a_smaller_mini_batch_runs_what_there_is_of_the_lists(tmp_path: Path) -> None:
+    """Lists that were made for all of its micro-batches."""
+    case = Case(
+        model=EVERYDAY, balance=(5, 4), schedule="1f1b", later=1, batch=12, micro_batches=6, sizes=(12, 8), steps=2
+    )
+    ((_, result),) = results_of([case], tmp_path)
+    assert result["split_all_relative"] == 0.0
+    assert result["split_buffer"] < 1e-6
+
+
 def test_several_stages_on_a_rank(tmp_path: Path) -> None:
     """Parameters that they share; dropout, batch normalisation, smaller mini-batches, evaluation, clipping."""
     pytest.importorskip("transformers")

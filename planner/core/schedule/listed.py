@@ -73,8 +73,8 @@ class Listed(Schedule):
         return texts_of(self.rows)
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """The list of the device."""
-        return self.rows[device]  # `refuse` has seen that there are as many
+        """The list of the device; of fewer micro-batches, as a last mini-batch may have them, what there is."""
+        return tuple(action for action in self.rows[device] if action.micro_batch < micro_batches)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raises where the lists are of another pipeline."""
