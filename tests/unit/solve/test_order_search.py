@@ -141,7 +141,7 @@ def slow_period(rows: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
         t = times[a.stage]
         duration = {"F": t.forward_us, "I": t.input_backward_us, "W": t.weight_backward_us}[a.kind]
         begin = max(free[d], arrived[a.kind, a.stage, a.micro_batch])
-        starts[d] = begin if starts[d] != starts[d] else starts[d]  # noqa: PLR0124 - not a number yet
+        starts[d] = begin if starts[d] != starts[d] else starts[d]
         end = free[d] = begin + duration
         if a.kind == "I":
             arrived["W", a.stage, a.micro_batch] = end
