@@ -141,6 +141,6 @@ def _predicted_us(partition: Partition, cluster: Cluster, costs: ChainCosts, bou
 
 def _reserve(plan: Plan, report: RunReport) -> int:
     """The most that any device had in use beyond the peak that is predicted for its allocator."""
-    runs, count = stage_runs(report), plan.num_devices
-    measured = [max((run.peak_bytes + run.outside_bytes for run in runs[d::count]), default=0) for d in range(count)]
+    used = {run.index: run.peak_bytes + run.outside_bytes for run in stage_runs(report)}
+    measured = [max(used.get(stage.index, 0) for stage in chunks) for chunks in plan.by_device()]
     return max(0, *(has - need for has, need in zip(measured, peak_bytes_of(plan), strict=True)))

@@ -91,8 +91,8 @@ def judge(
     if not is_same("step_us", plan.predicted.step_us, now.predicted.step_us):
         # The certificate was for other cuts, or another profile.
         now = build_plan(costs, partition, inputs=inputs, solver=SolverReport(method="given", status="given"))
-    for place in range(now.num_devices):
-        findings.extend(_memory_findings(now.stages[place :: now.num_devices], headroom))
+    for chunks in now.by_device():
+        findings.extend(_memory_findings(chunks, headroom))
     findings.extend(_unproven(profile, now))
     if not stale and memory_bytes is None:
         findings.extend(_edited(plan, now))
@@ -189,7 +189,7 @@ def _renamed(plan: Plan, partition: Partition, profile: Profile) -> Finding | No
 
 
 def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
-    """What there is to say of a device's memory; `chunks` are its stages, one but for interleaved schedules."""
+    """What there is to say of a device's memory; `chunks` are its stages, one unless it runs several chunks."""
     stage, cap = chunks[0], chunks[0].memory_bytes
     need = sum(chunk.memory.total for chunk in chunks)
     if len(chunks) == 1:

@@ -129,11 +129,12 @@ def _times(plan: Plan, report: RunReport) -> Iterator[Compared]:
 
 
 def _peaks(plan: Plan, report: RunReport) -> Iterator[Compared]:
-    runs = stage_runs(report)[: len(plan.stages)]
-    for device, need in enumerate(peak_bytes_of(plan)[: len(runs)]):
+    runs = {run.index: run for run in stage_runs(report)}
+    for device, (chunks, need) in enumerate(zip(plan.by_device(), peak_bytes_of(plan), strict=True)):
         # All chunks of a device share its allocator.
-        peak = max(run.peak_bytes for run in runs[device :: plan.num_devices])
-        yield Compared(what="peak_bytes", index=device, predicted=need, measured=peak)
+        peaks = [runs[stage.index].peak_bytes for stage in chunks if stage.index in runs]
+        if peaks:
+            yield Compared(what="peak_bytes", index=device, predicted=need, measured=max(peaks))
 
 
 def _judged(row: Compared, tolerance: Tolerance, *, are_times_judged: bool) -> Compared:

@@ -265,6 +265,10 @@ class Plan:
         """The stages that `device` of a pipeline, counted in pipeline order, runs."""
         return tuple(self.stages[s] for s in stages_on(device, self.num_devices, self.chunks, self.placement))
 
+    def by_device(self) -> tuple[tuple[Stage, ...], ...]:
+        """The stages of every device of one pipeline, in pipeline order."""
+        return tuple(self.chunks_of(device) for device in range(self.num_devices))
+
     def device_bytes(self) -> tuple[int, ...]:
         """Peak memory of every device of one pipeline, in pipeline order."""
-        return tuple(sum(s.memory.total for s in self.chunks_of(d)) for d in range(self.num_devices))
+        return tuple(sum(stage.memory.total for stage in chunks) for chunks in self.by_device())

@@ -13,7 +13,7 @@ _MANY = 24
 
 def memory_section(plan: Plan) -> Section:
     """A bar per device."""
-    devices = device_memory(plan.stages, plan.num_devices)
+    devices = device_memory(plan.by_device())
     most, cap = max(d.total_bytes for d in devices), max(d.cap_bytes for d in devices)
     full = max(most, cap) if most * 4 >= cap else most
     rows = [_row(device, full) for device in devices]

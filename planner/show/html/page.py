@@ -96,7 +96,7 @@ def run_html(report: RunReport) -> str:
 
 def _figures(plan: Plan) -> list[_Figure]:
     predicted = plan.predicted
-    nearest = fullest(device_memory(plan.stages, plan.num_devices))
+    nearest = fullest(device_memory(plan.by_device()))
     return [
         ("step", format_us(predicted.step_us), _certificate(plan)),
         ("samples/s", rate(predicted.samples_per_s), f"batch {plan.inputs.batch}"),

@@ -29,20 +29,20 @@ _COLORS = {
 _ENOUGH_TO_SEE = 0.25
 
 
-def memory_parts(stages: Sequence[Stage], style: Style, *, num_devices: int) -> list[RenderableType]:
+def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[RenderableType]:
     """A bar per device, stacked by kind of memory, with the device's cap marked, and a legend.
 
-    Where every device needs far less than the largest cap, the bars are drawn to the largest need instead. `stages` are
-    those of the whole pipeline, in order; stage s runs on device s modulo K = `num_devices`.
+    Where every device needs far less than the largest cap, the bars are drawn to the largest need instead. `devices`
+    are the stages of each device of the pipeline.
     """
-    needs = device_memory(stages, num_devices)
+    needs = device_memory(devices)
     need, cap = max(n.total_bytes for n in needs), max(n.cap_bytes for n in needs)
     to_caps = need >= cap * _ENOUGH_TO_SEE
     margin = max(len(n.label) for n in needs)
     numbers = _numbers(needs, style)
     room = style.columns - margin - max(number.cell_len for number in numbers) - 4
     scale = room / max(1, need, cap if to_caps else 0)
-    title = heading(f"memory per {place_word(len(stages) // num_devices)}")
+    title = heading(f"memory per {place_word(len(devices[0]))}")
     if not to_caps:
         title.append(f", bars to the largest need ({format_bytes(need)}): the caps lie far to the right", "not bold")
     rows = [

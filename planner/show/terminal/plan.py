@@ -36,7 +36,7 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[Re
         [flow([note], style) for note in notes if note],
         [stages_drawn(plan, style)],
         [recomputed_layers(stage, style) for stage in plan.stages if stage.recompute == "layers"],
-        memory_parts(plan.stages, style, num_devices=plan.num_devices),
+        memory_parts(plan.by_device(), style),
         timeline_parts(events, plan.num_devices, style) if events else [],
         frontier_parts(plan, style),
         insight_parts(plan, style),

@@ -28,8 +28,7 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
     if verdict.difference is not None:
         parts += [*difference_parts(verdict.difference, style), BLANK]
     if verdict.plan is not None:
-        plan = verdict.plan
-        parts += [*memory_parts(plan.stages, style, num_devices=plan.num_devices), BLANK]
+        parts += [*memory_parts(verdict.plan.by_device(), style), BLANK]
     return render(style, *parts, _answer(verdict))
 
 

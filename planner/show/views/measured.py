@@ -42,7 +42,7 @@ def is_over(row: Compared, plan: Plan) -> bool:
     """Whether it is a measured peak above what the cap leaves beside the reserve."""
     if row.what != "peak_bytes" or row.index is None:
         return False
-    chunks = plan.stages[row.index :: plan.num_devices]
+    chunks = plan.chunks_of(row.index)
     # The reserve is for what the device's allocator does not see, so the report does not hold it either.
     return row.measured > chunks[0].memory_bytes - sum(stage.memory.reserve for stage in chunks)
 

@@ -37,16 +37,12 @@ class DeviceMemory:
         return f"{format_bytes(self.total_bytes)} of {format_bytes(self.cap_bytes)}"
 
 
-def device_memory(stages: Sequence[Stage], num_devices: int) -> tuple[DeviceMemory, ...]:
-    """What all chunks of every device need together; stage s runs on device s modulo K = `num_devices`."""
-    called = place_word(len(stages) // num_devices)
+def device_memory(devices: Sequence[Sequence[Stage]]) -> tuple[DeviceMemory, ...]:
+    """What every device needs; `devices` are the stages of each, whose memory adds up."""
+    called = place_word(len(devices[0]))
     return tuple(
-        DeviceMemory(
-            label=f"{called} {device}",
-            memory=_sum(stages[device::num_devices]),
-            cap_bytes=stages[device].memory_bytes,
-        )
-        for device in range(num_devices)
+        DeviceMemory(label=f"{called} {device}", memory=_sum(chunks), cap_bytes=chunks[0].memory_bytes)
+        for device, chunks in enumerate(devices)
     )
 
 

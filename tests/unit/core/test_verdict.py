@@ -299,3 +299,15 @@ def test_the_verdict_keeps_what_was_asked() -> None:
     assert verdict.plan is not None
     assert isinstance(verdict.plan.inputs, Inputs)
     assert verdict.plan.inputs == plan.inputs
+
+
+def test_chunks_of_a_v_are_added_up_by_device() -> None:
+    """Under caps that every device of a V just meets a plan fits, however much two chunks of one place would need."""
+    inputs = dataclasses.replace(inputs_of(2, 4), schedule="zbv", chunks=2)
+    plan = solve(six_layers(), Request(inputs=inputs, balance=(3, 1, 1, 1), micro_batches=4))
+    needs = plan.device_bytes()
+    verdict = judge(plan, six_layers(), profile_digest=DIGEST, memory_bytes=needs)
+    assert verdict.fits
+    assert plan.stages[0].memory.total + plan.stages[2].memory.total != needs[0]
+    verdict = judge(plan, six_layers(), profile_digest=DIGEST, memory_bytes=(needs[0] - 1, needs[1]))
+    assert "device 0 (stages 0, 3)" in verdict.findings[0].message

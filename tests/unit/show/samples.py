@@ -52,8 +52,9 @@ def style(width: int = 84, *, unicode: bool = True, color: bool = False, wrap: b
 
 
 def memory_text(stages: Sequence[Stage], how: Style, *, num_devices: int | None = None) -> str:
-    """The bars of memory alone; as many devices as stages, unless told otherwise."""
-    return render(how, *memory_parts(stages, how, num_devices=num_devices or len(stages)))
+    """The bars of memory alone; as many devices as stages, unless told otherwise, and the chunks of a device a loop."""
+    count = num_devices or len(stages)
+    return render(how, *memory_parts([stages[device::count] for device in range(count)], how))
 
 
 def timeline_text(events: Sequence[Event], num_devices: int, how: Style) -> str:
@@ -144,6 +145,11 @@ def plan(
 def interleaved(*, cap: int = 120 * MIB) -> Plan:
     """Two chunks on each of three devices."""
     return plan((1,) * 6, micro_batches=6, schedule="interleaved", chunks=2, cap=cap)
+
+
+def in_a_v(*, cap: int = 120 * MIB) -> Plan:
+    """Backwards in halves, two chunks on each of three devices, placed as a V."""
+    return plan((1,) * 6, micro_batches=6, schedule="zbv", chunks=2, cap=cap)
 
 
 def unlike() -> Plan:
@@ -275,6 +281,7 @@ EVERYTHING: dict[str, Callable[[Style], str]] = {
     "plan over its caps": lambda s: plan_text(plan(cap=40 * MIB), (), s),
     "plan far below its caps": lambda s: plan_text(plan(cap=10**15, recompute="except-last"), (), s),
     "interleaved plan": lambda s: plan_text(interleaved(), events_of(interleaved()), s),
+    "plan in a V": lambda s: plan_text(in_a_v(), events_of(in_a_v()), s),
     "plan with replicas": lambda s: plan_text(plan(replicas=2, devices=8), (), s),
     "plan without a cut": lambda s: plan_text(plan((6,), replicas=3), (), s),
     "plan on unlike devices": lambda s: plan_text(unlike(), events_of(unlike()), s),

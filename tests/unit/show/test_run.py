@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from planner.core.judge.verification import compared_of
 from planner.show import comparison_text, run_text
-from tests.unit.show.samples import MIB, interleaved, plan, report, style
+from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, report, style
 
 WIDE = style(120, wrap=False)
 
@@ -95,3 +96,13 @@ def test_a_run_that_only_warmed_up():
     assert "step 5.000 ms, median of 1 warm-up included" in run_text(short, None, WIDE)
     empty = replace(report(plan()), step_us=(), losses=())
     assert "no step was timed" in run_text(empty, plan(), WIDE)
+
+
+def test_peaks_of_a_v_are_compared_by_device():
+    """The two ends of the chain share a device: each device's need stands beside the highest peak of its chunks."""
+    planned = in_a_v()
+    run = report(planned)
+    peaks = [row for row in compared_of(planned, run) if row.what == "peak_bytes"]
+    assert [row.predicted for row in peaks] == list(planned.device_bytes())
+    measured = [stage.peak_bytes for stage in run.stages]
+    assert [row.measured for row in peaks] == [max(measured[d], measured[5 - d]) for d in range(3)]
