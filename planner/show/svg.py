@@ -1,7 +1,8 @@
 """The timeline of one step as SVG: by itself in a file, or within the HTML report, where it is what gets printed.
 
-A row per device. Sends are thin lines at the row's edge towards the neighbour they go to. Boxes of one look are one
-path per row, and boxes too thin to be seen apart become one, so that the size is bounded by what can be seen.
+A row per device, its bubble behind it. Sends are thin lines at the row's edge towards the neighbour they go to. Boxes
+of one look are one path per row, and boxes too thin to be seen apart become one, so that the size is bounded by what
+can be seen.
 """
 
 from collections import defaultdict
@@ -11,11 +12,22 @@ from string import Template
 
 from planner.core.cost.step import Span, Step
 from planner.show.markup import element, number, safe
-from planner.show.views.numbers import place_word, time_ticks
-from planner.show.views.spans import BY_LABEL, ink_rules, kind_rules, legend_looks, look_of, number_of
+from planner.show.views.numbers import percent, place_word, time_ticks
+from planner.show.views.spans import (
+    BUBBLE_WORDS,
+    BY_LABEL,
+    bubbles_of,
+    ink_rules,
+    kind_rules,
+    legend_looks,
+    look_of,
+    number_of,
+    redone_look,
+)
 
 _WIDTH = 1200.0
-_RIGHT = 12.0
+_RIGHT = 52.0
+"""Room for the bubbles."""
 _AXIS = 30.0
 _LEGEND = 30.0
 _TALLEST, _LOWEST = 26.0, 7.0
@@ -56,6 +68,11 @@ class _Frame:
         return 6 + device * self.row
 
     @property
+    def every(self) -> int:
+        """Which rows are named: all, or where they are low one of so many."""
+        return 1 if self.row >= 11 else 4 if self.row >= 8 else 8
+
+    @property
     def bottom(self) -> float:
         return self.y(self.step.num_devices)
 
@@ -90,6 +107,7 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
     for span in step.spans:
         by_device[span.device].append(span)
     parts += [_row(frame, device, by_device[device], name) for device in range(step.num_devices)]
+    parts.append(_bubbles(frame))
     if standalone:
         parts.append(_legend(frame))
     return element(
@@ -143,10 +161,9 @@ def _axis(frame: _Frame) -> str:
 
 def _row(frame: _Frame, device: int, spans: Sequence[Span], name: str) -> str:
     y, height = frame.y(device), frame.row
-    every = 1 if height >= 11 else 4 if height >= 8 else 8
     label = f"{name} {device}"
     parts = [element("title", label)]
-    if device % every == 0:
+    if device % frame.every == 0:
         middle = y + height / 2 + 3.8
         parts.append(element("text", label, x=frame.left - 8, y=middle, text_anchor="end"))
     # A box is a thick line: that is the shortest way to say it.
@@ -162,6 +179,15 @@ def _row(frame: _Frame, device: int, spans: Sequence[Span], name: str) -> str:
         parts.append(f'<path {paint} {place} d="{"".join(drawn)}"/>')
     parts += _labels(frame, spans) if height >= 11 else []
     return element("g", *parts, class_="row")
+
+
+def _bubbles(frame: _Frame) -> str:
+    texts = [
+        element("text", percent(share), x=_WIDTH - 6, y=frame.y(device) + frame.row / 2 + 3.8, text_anchor="end")
+        for device, share in enumerate(bubbles_of(frame.step))
+        if device % frame.every == 0
+    ]
+    return element("g", element("title", safe(BUBBLE_WORDS)), *texts, class_="bubbles")
 
 
 _Box = tuple[str, float, float]
@@ -224,11 +250,11 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
 def _legend(frame: _Frame) -> str:
     x, y, parts = frame.left, frame.bottom + _AXIS + 2, []
     for look, words in legend_kinds(frame.step):
-        paint = "b0" if look == "again" else look
+        paint = redone_look(frame.step) if look == "again" else look
         parts.append(_rect(paint, x=x, y=y, width=18, height=11))
         if look == "again":
             parts.append(f'<rect style="fill:url(#again)" x="{number(x)}" y="{number(y)}" width="18" height="11"/>')
         parts.append(element("text", safe(words), x=x + 24, y=y + 9.5))
         x += 44 + 5.4 * len(words)
-    parts.append(element("text", "blank: idle", x=x, y=y + 9.5))
+    parts.append(element("text", safe(f"blank: idle; at the right: {BUBBLE_WORDS}"), x=x, y=y + 9.5))
     return element("g", *parts, class_="legend")

@@ -86,17 +86,18 @@ BACKWARD: Final = Kind(
     terminal=((214, 172), (228, 185), (218, 175), (254, 249)),
     terminal_ink=16,
 )
-# The halves: the one that others wait for in the warm colour of a backward, the other in one that steps back.
+# The halves: the one that others wait for in red and mauve, the other in pale blue and sand, which step back. Of four
+# kinds in two chunks the most alike, also for eyes that lack a cone, are the forwards and the backwards of two chunks.
 INPUT_BACKWARD: Final = Kind(
     letter="I",
     label="input backward",
     direction=-1,
     flow="B",
     follows="F",
-    paper=("#f2a65a", "#e6cb5c", "#e7a3c4", "#bcc4cc"),
-    ink="#2b1700",
-    terminal=((214, 172), (228, 185), (218, 175), (254, 249)),
-    terminal_ink=16,
+    paper=("#cf4520", "#96588f", "#96602c", "#805a5a"),
+    ink="#fff",
+    terminal=((160, 124), (133, 96), (130, 94), (95, 131)),
+    terminal_ink=231,
 )
 WEIGHT_BACKWARD: Final = Kind(
     letter="W",
@@ -104,9 +105,9 @@ WEIGHT_BACKWARD: Final = Kind(
     direction=0,
     flow=None,
     follows="B",
-    paper=("#8fb98b", "#a9c77f", "#c9b8de", "#d9dee3"),
-    ink="#0d2410",
-    terminal=((108, 65), (150, 107), (183, 146), (252, 247)),
+    paper=("#a9dbe6", "#d6d3b4", "#d0c4e8", "#e2e6ea"),
+    ink="#10262b",
+    terminal=((152, 116), (187, 144), (189, 146), (255, 251)),
     terminal_ink=16,
 )
 

@@ -40,8 +40,8 @@
     for (let n = 0; n < flat.length; n += 4) {
       at += flat[n + 2];
       const kind = flat[n] % LABELS.length, chunk = Math.floor(flat[n] / LABELS.length);
-      const stage = chunk * K + device, micro = flat[n + 1];
-      const again = kind === data.redone && !(micro === data.last && spared.has(stage)) ? data.again[stage] || 0 : 0;
+      const stage = data.places[device][chunk], micro = flat[n + 1];
+      const again = data.redone.includes(kind) && !(micro === data.last && spared.has(stage)) ? data.again[stage] || 0 : 0;
       const box = { device, kind, chunk, stage, micro, start: at, end: at + flat[n + 3], again };
       (kind === FORTH || kind === BACK ? boxes.sends : boxes.compute).push(box);
     }
@@ -61,11 +61,11 @@
   const AXIS = 26, TOP = 4;
   const context = canvas.getContext("2d");
   const view = { from: 0, to: data.end };
-  let width = 0, left = 0, chosen = null, queued = false;
+  let width = 0, left = 0, right = 0, chosen = null, queued = false;
 
   const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
-  const x = (time) => left + (time - view.from) / (view.to - view.from) * (width - left - 6);
-  const timeAt = (px) => view.from + (px - left) / (width - left - 6) * (view.to - view.from);
+  const x = (time) => left + (time - view.from) / (view.to - view.from) * (width - left - right);
+  const timeAt = (px) => view.from + (px - left) / (width - left - right) * (view.to - view.from);
   const unit = data.end < 1e4 ? ["us", 10] : data.end < 1e8 ? ["ms", 1e4] : ["s", 1e7];
 
   function hatch() {
@@ -95,6 +95,7 @@
     context.font = "11px " + font;
     left = context.measureText(data.row + " " + (K - 1)).width + 12;
     if (width < 560) left = Math.max(28, context.measureText(String(K - 1)).width + 10);
+    right = Math.max(...data.bubbles.map((text) => context.measureText(text).width)) + 12;
     context.textBaseline = "middle";
     axis();
     const every = rowHeight >= 11 ? 1 : rowHeight >= 8 ? 4 : 8;
@@ -103,10 +104,12 @@
       context.textAlign = "right";
       const name = width < 560 ? String(device) : data.row + " " + device;
       context.fillText(name, left - 7, TOP + (device + 0.5) * rowHeight);
+      context.fillStyle = css("--soft");
+      context.fillText(data.bubbles[device], width - 3, TOP + (device + 0.5) * rowHeight);
     }
     context.save();
     context.beginPath();
-    context.rect(left, 0, width - left, TOP + K * rowHeight);
+    context.rect(left, 0, width - left - right + 1, TOP + K * rowHeight);
     context.clip();
     const colors = { r: css("--r"), o: css("--o"), s: css("--s"), again: hatch() };
     rows.forEach((row, device) => drawRow(row, TOP + device * rowHeight, colors));
@@ -114,7 +117,7 @@
   }
 
   function axis() {
-    const span = view.to - view.from, most = Math.max(2, Math.floor((width - left) / 90));
+    const span = view.to - view.from, most = Math.max(2, Math.floor((width - left - right) / 90));
     const power = 10 ** Math.floor(Math.log10(span / most));
     const step = [1, 2, 5, 10].map((m) => m * power).find((s) => span / s <= most) || 10 * power;
     context.strokeStyle = css("--line");
@@ -213,7 +216,7 @@
 
   function boxAt(px, py) {
     const device = Math.floor((py - TOP) / rowHeight), at = timeAt(px), slack = (view.to - view.from) / width;
-    if (px < left || device < 0 || device >= K) return null;
+    if (px < left || px > width - right || device < 0 || device >= K) return null;
     const inRow = (py - TOP) / rowHeight - device, row = rows[device];
     const covers = (box) => box.start - slack <= at && at <= box.end + slack;
     const kind = rowHeight < 11 ? null : inRow < 0.14 ? BACK : inRow > 0.86 ? FORTH : null;
@@ -240,7 +243,7 @@
   });
   canvas.addEventListener("pointermove", (event) => {
     if (!drag) { hover(event); return; }
-    const shift = (drag.px - event.clientX) / (width - left) * (view.to - view.from);
+    const shift = (drag.px - event.clientX) / (width - left - right) * (view.to - view.from);
     drag.moved ||= Math.abs(drag.px - event.clientX) > 3;
     show(drag.from + shift, drag.from + shift + view.to - view.from);
     tip.hidden = true;

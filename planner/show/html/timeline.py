@@ -3,7 +3,7 @@
 import json
 
 from planner.core.cost.step import Span, Step
-from planner.core.schedule.kinds import BACKWARD
+from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.units import format_us
@@ -11,7 +11,7 @@ from planner.show.html.parts import Section, legend, note
 from planner.show.markup import element
 from planner.show.svg import has_lanes, legend_kinds, timeline_svg
 from planner.show.views.numbers import layer_range, percent, place_word
-from planner.show.views.spans import BY_LABEL
+from planner.show.views.spans import BUBBLE_WORDS, BY_LABEL, REDONE, bubbles_of, redone_look
 
 _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
 """Kinds of spans; in the data a kind is its place in this list."""
@@ -41,15 +41,29 @@ def timeline_section(plan: Plan, step: Step | None) -> Section:
     )
     keys = "Drag to move, double-click or Ctrl+wheel to zoom; or arrow keys, + and −, 0."  # noqa: RUF001
     live = element("div", controls, canvas, element("p", keys, class_="note"), class_="live", hidden="")
-    bubble, ideal = percent(plan.predicted.bubble), percent(plan.predicted.ideal_bubble)
-    lead = f"One step, {format_us(step.pipeline_us)} up to the last backward. Blank is idle: {bubble} of the devices' "
-    lead += f"time (equal stages: {ideal})."
     return Section(
         anchor="timeline",
         title="Timeline",
-        lead=lead,
-        body=element("div", picture, live, legend(legend_kinds(step)), class_="timeline-box"),
+        lead=_lead(plan, step),
+        body=element("div", picture, live, legend(_looks(step)), class_="timeline-box"),
     )
+
+
+def _lead(plan: Plan, step: Step) -> str:
+    bubble, ideal = percent(plan.predicted.bubble), percent(plan.predicted.ideal_bubble)
+    lead = f"One step, {format_us(step.pipeline_us)} up to the last backward."
+    if schedule_of(plan.schedule, plan.order).splits_backward:
+        every = format_us(plan.predicted.step_us)
+        lead += f" Who is done begins the next one: one follows every {every}, of which {bubble} is idle (blank)."
+    else:
+        lead += f" Blank is idle: {bubble} of the devices' time (equal stages: {ideal})."
+    return f"{lead} At the right: {BUBBLE_WORDS}."
+
+
+def _looks(step: Step) -> list[tuple[str, str]]:
+    # Recomputation is drawn over what it belongs to.
+    below = {"again": f"again {redone_look(step)}"}
+    return [(below.get(look, look), words) for look, words in legend_kinds(step)]
 
 
 def timeline_data(plan: Plan, step: Step) -> str:
@@ -63,17 +77,18 @@ def timeline_data(plan: Plan, step: Step) -> str:
         free[span.device] = _append(rows[span.device], span, step, free[span.device])
     again = sorted({(span.stage, round(span.recompute_us * 10)) for span in step.spans if span.recompute_us > 0})
     last = step.micro_batches - 1
-    spared = sorted(
-        s.stage for s in step.spans if s.kind == BACKWARD.label and s.micro_batch == last and not s.recompute_us
-    )
+    spared = sorted(s.stage for s in step.spans if s.kind in REDONE and s.micro_batch == last and not s.recompute_us)
+    places = [sorted({s.stage for s in step.spans if s.device == d}) for d in range(step.num_devices)]
     data = {
         "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
         "labels": ["optimizer step" if kind == "optimizer" else kind for kind in _KINDS],
-        "redone": _KINDS.index(BACKWARD.label),
+        "redone": [_KINDS.index(label) for label in sorted(REDONE)],
         "row": place_word(step.chunks),
         "chunks": step.chunks,
         "last": last,
         "end": round(step.end_us * 10),
+        "places": places,
+        "bubbles": [percent(share) for share in bubbles_of(step)],
         "stages": [printable(layer_range(s.first, s.last, s.layers)) for s in plan.stages],
         "again": dict(again),
         "spared": spared,

@@ -25,8 +25,11 @@ class Glyphs:
     origin: str = "├"
     tick: str = "┼"
     cap: str = "│"
-    boxes: tuple[str, ...] = ("░▒", "▓█")
-    """Per kind of what devices compute the fills of a device's chunks, which take turns."""
+    boxes: tuple[str, ...] = ("░▒", "▓█", "▓█", "─═")
+    """Per kind of what devices compute the fills of a device's chunks, which take turns.
+
+    A backward and the half of it that others wait for look alike: letters tell them apart.
+    """
     shades: str = "·░▒▓█"
     """From light to dark, five of them."""
     memory: str = "█▓▒▀▚░▄▌·"
@@ -44,7 +47,7 @@ ASCII: Final = Glyphs(
     origin="+",
     tick="+",
     cap="|",
-    boxes=("-=", "#%"),
+    boxes=("-=", "#%", "#%", ".:"),
     shades=".:=%#",
     memory="#=%bc:~*.",
 )

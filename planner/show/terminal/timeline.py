@@ -1,12 +1,13 @@
 """The timeline of one step (Gantt chart): a row per device, device 0 on top, time to the right, idle left blank.
 
-    stage 0 F0░░F1░░F2░░            B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓
-    stage 1     F0░░F1░░F2░░B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓
+    stage 0 F0░░F1░░F2░░            B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓ 25.0 %
+    stage 1     F0░░F1░░F2░░B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓          0.0 %
 
 A letter begins each box and the micro-batch follows, where there is room; without room the fill alone tells forward
 from backward. Where devices run several chunks, rows are called devices, `F0.1` is micro-batch 0 on the device's
 chunk 1, and chunks take turns in fill, and in colour in hue. Boxes are exactly to scale: start and end are rounded to
-columns, so boxes never overlap and a box thinner than a column may vanish.
+columns, so boxes never overlap and a box thinner than a column may vanish. At the end of a row stands its bubble: the
+share of time from its first box to its last in which the device computes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,18 +19,19 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.cost.simulate import Event
-from planner.core.schedule.kinds import BACKWARD, KINDS, Kind
+from planner.core.schedule.kinds import KINDS, WEIGHT_BACKWARD, Kind
 from planner.core.values.units import format_us
 from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Glyphs, Style
 from planner.show.views.numbers import percent, place_word, time_ticks
-from planner.show.views.spans import HUES
+from planner.show.views.spans import BUBBLE_WORDS, HUES, REDONE, bubble_of
 
 _BY_LETTER: Mapping[str, Kind] = {kind.letter: kind for kind in KINDS.values()}
 """What devices compute, as events name it; what else an event may be is a transfer."""
 
 _MIN_TICK_COLUMNS = 10
-_REMARKS: Mapping[str, str] = {BACKWARD.letter: " with any recomputation"}
+_REMARK = " with any recomputation"
+_BUBBLE_COLUMNS = len(" 17.9 %")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +88,15 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
     # One stage per device: the row is called what tables call it.
     called = place_word(chunks)
     margin = len(f"{called} {num_devices - 1} ")
-    scale = Scale(total_us=total_us, columns=style.columns - margin)
+    scale = Scale(total_us=total_us, columns=style.columns - margin - _BUBBLE_COLUMNS)
     title = heading("timeline of one step").append(f", {format_us(total_us)} up to the last backward", "not bold")
+    if any(event.kind == WEIGHT_BACKWARD.letter for event in computing):
+        title.append(", which overlaps with the next step", "not bold")
     devices = [boxes_of(computing, device, scale, num_devices) for device in range(num_devices)]
     rows = [
-        Text(f"{called} {device}".ljust(margin)).append_text(_row(boxes, style.glyphs))
+        Text(f"{called} {device}".ljust(margin)).append_text(
+            _row(boxes, scale, style.glyphs, _bubble(computing, device))
+        )
         for device, boxes in enumerate(devices)
     ]
     legend = _legend(style, idle=idle_share(computing, num_devices), boxes=list(chain(*devices)), chunks=chunks)
@@ -121,18 +127,23 @@ def idle_share(events: Sequence[Event], num_devices: int) -> float:
     return 1 - busy_us / (num_devices * total_us)
 
 
-def _row(boxes: Sequence[Box], glyphs: Glyphs) -> Text:
+def _bubble(events: Sequence[Event], device: int) -> str:
+    share = bubble_of((event.start_us, event.end_us) for event in events if event.device == device)
+    return percent(share).rjust(_BUBBLE_COLUMNS)
+
+
+def _row(boxes: Sequence[Box], scale: Scale, glyphs: Glyphs, bubble: str) -> Text:
     row = Text()
     for box in boxes:
         row.append(" " * (box.start - len(row)))
         label = _label(box)
         row.append(label, _look(box, _BY_LETTER[box.kind].terminal_ink, bold=True))
         row.append(_fill(box, glyphs) * (box.end - box.start - len(label)), _look(box))
-    return row
+    return row.append(" " * (scale.columns - len(row)) + bubble)
 
 
 def _fill(box: Box, glyphs: Glyphs) -> str:
-    fills = glyphs.boxes[list(_BY_LETTER).index(box.kind) % len(glyphs.boxes)]
+    fills = glyphs.boxes[list(_BY_LETTER).index(box.kind)]
     return fills[(box.chunk or 0) % len(fills)]
 
 
@@ -178,7 +189,8 @@ def _axis(scale: Scale, margin: int, glyphs: Glyphs) -> list[Text]:
 def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> Text:
     kinds = [kind for kind in KINDS.values() if any(box.kind == kind.letter for box in boxes)]
     samples: list[Text | str] = [
-        Text.assemble(_sample(kind, 0, style.glyphs), f" {kind.label}{_REMARKS.get(kind.letter, '')}") for kind in kinds
+        Text.assemble(_sample(kind, 0, style.glyphs), f" {kind.label}{_REMARK if kind.label in REDONE else ''}")
+        for kind in kinds
     ]
     samples += [
         Text.assemble(*(_sample(kind, chunk, style.glyphs) for kind in kinds), f" chunk {chunk}")
@@ -188,7 +200,8 @@ def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> 
         samples.append("number: micro-batch" + (".chunk" if chunks > 1 else ""))
     elif any(map(_has_short_number, boxes)):
         samples.append("number: micro-batch")
-    return flow([*samples, f"blank: idle {percent(idle)}"], style, gap="   ")
+    said = [f"blank: idle {percent(idle)}", f"at the right: {BUBBLE_WORDS}"]
+    return flow([*samples, *said], style, gap="   ")
 
 
 def _sample(kind: Kind, chunk: int, glyphs: Glyphs) -> Text:

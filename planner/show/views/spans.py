@@ -4,7 +4,7 @@ A look is a class of the style sheets: the small letter of a kind with the hue o
 transfers, `o` for the optimizer, `again` for recomputation, which is drawn over its backward.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from planner.core.cost.step import Span, Step
@@ -15,6 +15,40 @@ BY_LABEL: Final[Mapping[str, Kind]] = {kind.label: kind for kind in KINDS.values
 
 HUES: Final = min(len(kind.paper) for kind in KINDS.values())
 """Looks that chunks take turns in."""
+
+
+BUBBLE_WORDS: Final = "bubble, from a row's first box to its last"
+REDONE: Final = frozenset(kind.label for kind in KINDS.values() if kind.direction < 0)
+"""The kinds within which activations are computed again."""
+
+
+def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
+    """Share of a device's time, from the start of the first of its actions to the end of the last, without any.
+
+    Args:
+        busy_us: Start and end of each action, in microseconds.
+    """
+    spans = tuple(busy_us)
+    if not spans:
+        return 0.0
+    starts, ends = zip(*spans, strict=True)
+    whole_us = max(ends) - min(starts)
+    return max(0.0, 1 - (sum(ends) - sum(starts)) / whole_us) if whole_us > 0 else 0.0
+
+
+def bubbles_of(step: Step) -> list[float]:
+    """The bubble of each device."""
+    busy: list[list[tuple[float, float]]] = [[] for _ in range(step.num_devices)]
+    for span in step.spans:
+        if span.kind in BY_LABEL:
+            busy[span.device].append((span.start_us, span.end_us))
+    return [bubble_of(spans) for spans in busy]
+
+
+def redone_look(step: Step) -> str:
+    """The look of what recomputation is drawn over, on a device's first chunk."""
+    there = {span.kind for span in step.spans if span.recompute_us > 0}
+    return next((_look(kind, 0) for label, kind in BY_LABEL.items() if label in there), "")
 
 
 def look_of(span: Span, num_devices: int) -> str:

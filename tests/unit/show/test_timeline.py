@@ -6,14 +6,21 @@ from itertools import pairwise
 import pytest
 
 from planner.core.cost.simulate import Event, StageTimes, simulate
-from planner.core.schedule import SCHEDULES
+from planner.core.schedule import KINDS, SCHEDULES
 from planner.show.terminal.timeline import Scale, boxes_of, idle_share
-from tests.unit.show.samples import equal_stages, events_of, plan, style, timeline_text
+from tests.unit.show.samples import equal_stages, events_of, in_a_v, plan, style, timeline_text
 
 
 def rows(text):
-    """What stands right of each device's label."""
-    return [line.split(" ", 2)[2] for line in text.splitlines() if line.startswith(("stage ", "device "))]
+    """What stands right of each device's label, but for its bubble."""
+    drawn = [line.split(" ", 2)[2] for line in text.splitlines() if line.startswith(("stage ", "device "))]
+    return [row[: -len(" 17.9 %")].rstrip() for row in drawn]
+
+
+def bubbles(text):
+    """What stands at the end of each device's row."""
+    drawn = [line for line in text.splitlines() if line.startswith(("stage ", "device "))]
+    return [line[-len("17.9 %") :] for line in drawn]
 
 
 def uneven(num_stages=4, micro_batches=6):
@@ -64,7 +71,7 @@ def test_boxes_are_to_scale_and_apart(columns):
 def test_a_picture_by_hand():
     """K = 2, M = 2, in columns of exactly one millisecond."""
     events = equal_stages(2, 2, forward_us=6000.0)
-    text = timeline_text(events, 2, style(8 + 54))
+    text = timeline_text(events, 2, style(8 + 54 + 7))
     assert rows(text) == [
         "F0░░░░F1░░░░" + " " * 18 + "B0▓▓▓▓▓▓▓▓▓▓B1▓▓▓▓▓▓▓▓▓▓",
         " " * 6 + "F0░░░░F1░░░░B0▓▓▓▓▓▓▓▓▓▓B1▓▓▓▓▓▓▓▓▓▓",
@@ -78,7 +85,7 @@ def test_a_picture_by_hand():
 
 def test_an_interleaved_picture_by_hand():
     """K = 2, M = 2, V = 2, in columns of exactly one millisecond: a row per device, chunks told apart."""
-    text = timeline_text(interleaved(2, 2, 2), 2, style(9 + 60))
+    text = timeline_text(interleaved(2, 2, 2), 2, style(9 + 60 + 7))
     title, first, second, *_ = text.splitlines()
     assert title == "timeline of one step, 60.0 ms up to the last backward"
     assert (first[:9], second[:9]) == ("device 0 ", "device 1 ")
@@ -95,7 +102,7 @@ def test_boxes_of_all_chunks_are_numbered_or_none():
     scale = Scale(total_us=40.0, columns=30)
     boxes = boxes_of(interleaved(2, 2, 2, forward_us=4.0), 0, scale, 2)
     assert {box.room for box in boxes} == {3}
-    drawn = rows(timeline_text(interleaved(2, 2, 2), 2, style(60)))
+    drawn = rows(timeline_text(interleaved(2, 2, 2), 2, style(60 + 7)))
     assert all(re.fullmatch(r"( *([FB]\d\.\d)[░▒▓█]+)+", row) for row in drawn)
     narrow = timeline_text(interleaved(4, 8, 2), 4, style(84))
     assert not re.search(r"[FB]\d", narrow)
@@ -104,11 +111,11 @@ def test_boxes_of_all_chunks_are_numbered_or_none():
 
 def test_chunks_without_room_for_their_number():
     """Where only the micro-batch finds room, with some fill behind it that tells the chunk, it stands alone."""
-    text = timeline_text(interleaved(2, 4, 2), 2, style(9 + 54))
+    text = timeline_text(interleaved(2, 4, 2), 2, style(9 + 54 + 7))
     assert all(re.fullmatch(r"( *([FB]\d)[░▒▓█]+)+", row) for row in rows(text))
     assert "number: micro-batch " in text
     chunks = interleaved(1, 1, 3)
-    (row,) = rows(timeline_text(chunks, 1, style(9 + 60, unicode=False)))
+    (row,) = rows(timeline_text(chunks, 1, style(9 + 60 + 7, unicode=False)))
     assert [fill for fill, _ in re.findall(r"((\W)\2)\2*", row)] == ["--", "==", "--", "##", "%%", "##"]
 
 
@@ -125,7 +132,7 @@ def test_chunks_have_hues_of_their_own_in_colour():
 
 def test_ascii_picture():
     """In ASCII forward and backward differ by letter and by fill."""
-    drawn = rows(timeline_text(equal_stages(2, 2), 2, style(62, unicode=False)))
+    drawn = rows(timeline_text(equal_stages(2, 2), 2, style(62 + 7, unicode=False)))
     assert drawn[0].startswith("F0----F1----  ")
     assert drawn[0].endswith("  B0##########B1##########")
 
@@ -171,3 +178,30 @@ def test_nothing_to_draw():
     assert "nothing takes any time" in timeline_text((), 2, style())
     still = [Event(kind="F", stage=0, device=0, micro_batch=0, start_us=0.0, end_us=0.0)]
     assert "nothing takes any time" in timeline_text(still, 1, style())
+
+
+def test_the_bubble_of_a_device_stands_behind_its_row():
+    """K = 2, M = 2, F = 6, B = 12: the first stage waits for the last one to get its backward, the last for nothing."""
+    text = timeline_text(equal_stages(2, 2, forward_us=6000.0), 2, style(80))
+    assert bubbles(text) == ["33.3 %", " 0.0 %"]
+    assert "bubble, from a row's first box to its last" in text
+
+
+@pytest.mark.parametrize("unicode", [True, False])
+def test_halves_and_chunks_are_told_apart(unicode):
+    """A backward's halves on two chunks of a V have fills of their own, without colour, and every kind its legend."""
+    planned = in_a_v()
+    text = timeline_text(events_of(planned), 3, style(240, unicode=unicode))
+    fills = {(kind, chunk): fill for kind, chunk, fill in re.findall(r"([FIW])\d\.([01])(\S)", text)}
+    assert len(fills) == len(set(fills.values())) == 6
+    assert "input backward with any recomputation" in text
+    assert "weight backward" in text
+    assert "overlaps with the next step" in text
+
+
+def test_halves_have_colours_of_their_own():
+    """In colour the papers of all four kinds differ, on every chunk and in both shades."""
+    papers = [paper for kind in KINDS.values() for hue in kind.terminal for paper in hue]
+    assert len(papers) == len(set(papers))
+    hues = [paper for kind in KINDS.values() for paper in kind.paper]
+    assert len(hues) == len(set(hues))
