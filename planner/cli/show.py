@@ -117,7 +117,8 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, *, file: s
     if isinstance(value, RunReport):
         return run_text(value, plan, style)
     assert plan is not None
-    text = plan_text(plan, events_of(plan, profile_for(value, file, profile).profile), style)
+    source = profile_for(value, file, profile).profile
+    text = plan_text(plan, events_of(plan, source), style, step=step_of_plan(plan, source))
     return text if report is None else f"{text}\n\n{comparison_text(plan, report, style)}"
 
 

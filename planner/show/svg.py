@@ -29,7 +29,7 @@ _WIDTH = 1200.0
 _RIGHT = 52.0
 """Room for the bubbles."""
 _AXIS = 30.0
-_LEGEND = 30.0
+_LEGEND, _LEGEND_LINE = 30.0, 18.0
 _TALLEST, _LOWEST = 26.0, 7.0
 _HEIGHT = 560.0
 _LETTER = 5.6
@@ -97,7 +97,8 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
         left=14 + 6.4 * len(f"{name} {step.num_devices - 1}"),
         row=_row_height(step),
     )
-    height = frame.bottom + _AXIS + (_LEGEND if standalone else 0)
+    legend_height = _LEGEND + (len(_legend_rows(step)) - 1) * _LEGEND_LINE
+    height = frame.bottom + _AXIS + (legend_height if standalone else 0)
     # A page may hold other pictures: only this one's patterns have this name.
     parts = [element("title", safe(title)), _pattern()]
     if standalone:
@@ -247,14 +248,36 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
         yield f'<text class="on-{kind.letter.lower()}" {place}>{text}</text>'
 
 
+def _legend_rows(step: Step) -> list[list[tuple[str, str]]]:
+    """Class and words of every look, and what has none, on as many lines as they need."""
+    items = [*legend_kinds(step), ("", "blank: idle"), ("", f"at the right: {BUBBLE_WORDS}")]
+    rows: list[list[tuple[str, str]]] = [[]]
+    for item in items:
+        if sum(map(_legend_width, [*rows[-1], item])) > _WIDTH - 2 * _RIGHT:
+            rows.append([])
+        rows[-1].append(item)
+    return rows
+
+
+def _legend_width(item: tuple[str, str]) -> float:
+    look, words = item
+    return (44 if look else 20) + 5.4 * len(words)
+
+
 def _legend(frame: _Frame) -> str:
-    x, y, parts = frame.left, frame.bottom + _AXIS + 2, []
-    for look, words in legend_kinds(frame.step):
-        paint = redone_look(frame.step) if look == "again" else look
-        parts.append(_rect(paint, x=x, y=y, width=18, height=11))
-        if look == "again":
-            parts.append(f'<rect style="fill:url(#again)" x="{number(x)}" y="{number(y)}" width="18" height="11"/>')
-        parts.append(element("text", safe(words), x=x + 24, y=y + 9.5))
-        x += 44 + 5.4 * len(words)
-    parts.append(element("text", safe(f"blank: idle; at the right: {BUBBLE_WORDS}"), x=x, y=y + 9.5))
+    parts = []
+    for n, row in enumerate(_legend_rows(frame.step)):
+        x, y = frame.left, frame.bottom + _AXIS + 2 + n * _LEGEND_LINE
+        for item in row:
+            look, words = item
+            parts += _sample(frame, look, x, y)
+            parts.append(element("text", safe(words), x=x + (24 if look else 0), y=y + 9.5))
+            x += _legend_width(item)
     return element("g", *parts, class_="legend")
+
+
+def _sample(frame: _Frame, look: str, x: float, y: float) -> Iterator[str]:
+    if look:
+        yield _rect(redone_look(frame.step) if look == "again" else look, x=x, y=y, width=18, height=11)
+    if look == "again":
+        yield f'<rect style="fill:url(#again)" x="{number(x)}" y="{number(y)}" width="18" height="11"/>'

@@ -1,18 +1,25 @@
 """Memory per device against its cap, stacked by kind."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
+from planner.core.cost.step import Step
 from planner.core.values.plan import Plan
-from planner.core.values.units import format_bytes
-from planner.show.html.parts import Section, bar, legend, scroll
+from planner.core.values.units import format_bytes, format_us
+from planner.show.html.parts import Section, bar, legend, note, scroll
 from planner.show.markup import element, number
+from planner.show.views.held import held_bytes
 from planner.show.views.memory import DeviceMemory, device_memory, fullest, kind_words, kinds_there
 from planner.show.views.numbers import place_word
 
 _ROOM_FOR_WORDS = 0.13
 _MANY = 24
+_COLUMNS = 480
+"""Of a step, each as high as the most that was held in it."""
 
 
-def memory_section(plan: Plan) -> Section:
-    """A bar per device."""
+def memory_section(plan: Plan, step: Step | None) -> Section:
+    """A bar per device; with a step what each device holds over its time."""
     devices = device_memory(plan.by_device())
     most, cap = max(d.total_bytes for d in devices), max(d.cap_bytes for d in devices)
     full = max(most, cap) if most * 4 >= cap else most
@@ -27,7 +34,41 @@ def memory_section(plan: Plan) -> Section:
     bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars")
     body = scroll(bars, "memory of every device") if len(rows) > _MANY else bars
     body += legend((f"m-{kind}", kind_words(kind)) for kind in kinds_there(devices))
+    if step is not None and step.pipeline_us > 0:
+        body += _over_time(devices, step, full)
     return Section(anchor="memory", title="Memory", lead=lead, body=body)
+
+
+def _over_time(devices: Sequence[DeviceMemory], step: Step, full: int) -> str:
+    held = held_bytes(step, columns=_COLUMNS, end_us=step.pipeline_us)
+    rows = [_held_row(device, levels, full) for device, levels in zip(devices, held, strict=True)]
+    bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars held")
+    words = f"Over the step, {format_us(step.pipeline_us)} from left to right; the line is the cap."
+    return note(words) + (scroll(bars, "memory over time") if len(rows) > _MANY else bars)
+
+
+def _held_row(device: DeviceMemory, levels: Sequence[int], full: int) -> str:
+    # Steps from column to column; equal neighbours are one.
+    edges = [(0, levels[0]), *((n, now) for n, (before, now) in enumerate(pairwise(levels), 1) if now != before)]
+    steps = "".join(f"H{n}V{number(100 - size / full * 100)}" for n, size in edges)
+    area = element("path", d=f"M0 100{steps}H{len(levels)}V100Z", class_="m-in_flight")
+    parts = [area]
+    if device.cap_bytes <= full:
+        y = 100 - device.cap_bytes / full * 100
+        drawn = f"M0 {number(y)}H{len(levels)}"
+        look = "over" if device.is_over else "cap"
+        parts.append(element("path", d=drawn, class_=look, vector_effect="non-scaling-stroke"))
+    words = f"{device.label}: at most {device.need_of_cap}"
+    picture = element(
+        "svg", *parts, viewBox=f"0 0 {len(levels)} 100", preserveAspectRatio="none", role="img", aria_label=words
+    )
+    return element(
+        "div",
+        element("b", device.label),
+        element("div", picture, class_="track"),
+        element("span", f"at most {format_bytes(device.total_bytes)}"),
+        class_="bar",
+    )
 
 
 def _row(device: DeviceMemory, full: int) -> str:

@@ -24,7 +24,7 @@ from planner.show.markup import element, safe
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest
 from planner.show.views.numbers import method_name, not_measured, percent, rate
-from planner.show.views.plan import claim, headline, stage_table
+from planner.show.views.plan import claim, headline, ideal_bubble, stage_table
 from planner.show.views.spans import ink_rules, kind_rules
 
 _MANY = 24
@@ -41,7 +41,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
     """
     sections = [
         timeline_section(plan, step),
-        memory_section(plan),
+        memory_section(plan, step),
         _stages(plan),
         frontier_section(plan),
         layers_section(profile, plan),
@@ -100,7 +100,7 @@ def _figures(plan: Plan) -> list[_Figure]:
     return [
         ("step", format_us(predicted.step_us), _certificate(plan)),
         ("samples/s", rate(predicted.samples_per_s), f"batch {plan.inputs.batch}"),
-        ("bubble", percent(predicted.bubble), f"ideal {percent(predicted.ideal_bubble)}"),
+        ("bubble", percent(predicted.bubble), ideal_bubble(plan)),
         ("peak memory", format_bytes(nearest.total_bytes), f"{nearest.share} of its cap"),
         ("recompute", percent(predicted.recompute_share), f"imbalance {predicted.imbalance:.2f}"),
     ]

@@ -6,30 +6,35 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.cost.simulate import Event
+from planner.core.cost.step import Step
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Insight, Noise, Plan, WhatIf
 from planner.core.values.units import counted, format_bytes, format_us
 from planner.show.terminal.frontier import frontier_parts
+from planner.show.terminal.held import held_parts
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.rendering import BLANK, facts, flow, heading, plain, render
 from planner.show.terminal.stages import recomputed_layers, stages_drawn
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.numbers import method_name, not_measured, percent, place_word
-from planner.show.views.plan import claim, figures, has_unlike_devices, headline
+from planner.show.views.plan import claim, figures, has_unlike_devices, headline, ideal_bubble
 
 _LEAST_GAP = 0.0005
 """A smaller gap would be shown as none."""
 
 
-def plan_text(plan: Plan, events: Sequence[Event], style: Style) -> str:
-    """Everything a plan says. `events` are those of one step under it; without any the timeline is left out."""
-    sections = _sections(plan, events, style)
+def plan_text(plan: Plan, events: Sequence[Event], style: Style, *, step: Step | None = None) -> str:
+    """Everything a plan says. `events` are those of one step under it; without any the timeline is left out.
+
+    With the `step` drawn out there is the memory of every device over its time as well.
+    """
+    sections = _sections(plan, events, style, step)
     parts = [part for section in sections if section for part in (*section, BLANK)]
     return render(style, *parts[:-1])
 
 
-def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[RenderableType]]:
+def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | None) -> list[list[RenderableType]]:
     notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _unused(plan)]
     return [
         [heading(plain(headline(plan), style)), _figures(plan, style), Text(_status(plan, style))],
@@ -38,6 +43,7 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[Re
         [recomputed_layers(stage, style) for stage in plan.stages if stage.recompute == "layers"],
         memory_parts(plan.by_device(), style),
         timeline_parts(events, plan.num_devices, style) if events else [],
+        held_parts(plan, step, style) if step else [],
         frontier_parts(plan, style),
         insight_parts(plan, style),
     ]
@@ -49,7 +55,7 @@ def _figures(plan: Plan, style: Style) -> Text:
     said = [
         step,
         speed,
-        f"{bubble} (ideal {percent(predicted.ideal_bubble)})",
+        f"{bubble} ({ideal})" if (ideal := ideal_bubble(plan)) else bubble,
         f"imbalance {predicted.imbalance:.2f}",
         f"recompute {percent(predicted.recompute_share)}",
     ]

@@ -32,6 +32,8 @@ class Glyphs:
     """
     shades: str = "·░▒▓█"
     """From light to dark, five of them."""
+    levels: str = "▁▂▃▄▅▆▇█"
+    """From low to high."""
     memory: str = "█▓▒▀▚░▄▌·"
     """One fill for each kind of `StageMemory.items()`, in that order."""
 
@@ -49,6 +51,7 @@ ASCII: Final = Glyphs(
     cap="|",
     boxes=("-=", "#%", "#%", ".:"),
     shades=".:=%#",
+    levels="_.-:=+*#",
     memory="#=%bc:~*.",
 )
 

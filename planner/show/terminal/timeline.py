@@ -31,7 +31,8 @@ _BY_LETTER: Mapping[str, Kind] = {kind.letter: kind for kind in KINDS.values()}
 
 _MIN_TICK_COLUMNS = 10
 _REMARK = " with any recomputation"
-_BUBBLE_COLUMNS = len(" 17.9 %")
+BUBBLE_COLUMNS = len(" 17.9 %")
+"""What stands behind a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
     # One stage per device: the row is called what tables call it.
     called = place_word(chunks)
     margin = len(f"{called} {num_devices - 1} ")
-    scale = Scale(total_us=total_us, columns=style.columns - margin - _BUBBLE_COLUMNS)
+    scale = Scale(total_us=total_us, columns=style.columns - margin - BUBBLE_COLUMNS)
     title = heading("timeline of one step").append(f", {format_us(total_us)} up to the last backward", "not bold")
     if any(event.kind == WEIGHT_BACKWARD.letter for event in computing):
         title.append(", which overlaps with the next step", "not bold")
@@ -129,7 +130,7 @@ def idle_share(events: Sequence[Event], num_devices: int) -> float:
 
 def _bubble(events: Sequence[Event], device: int) -> str:
     share = bubble_of((event.start_us, event.end_us) for event in events if event.device == device)
-    return percent(share).rjust(_BUBBLE_COLUMNS)
+    return percent(share).rjust(BUBBLE_COLUMNS)
 
 
 def _row(boxes: Sequence[Box], scale: Scale, glyphs: Glyphs, bubble: str) -> Text:

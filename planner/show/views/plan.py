@@ -32,6 +32,13 @@ def figures(plan: Plan) -> tuple[str, str, str]:
     )
 
 
+def ideal_bubble(plan: Plan) -> str:
+    """The bubble of equal stages in words; nothing of schedules that split the backward, whose W fill it."""
+    if schedule_of(plan.schedule, plan.order).splits_backward:
+        return ""
+    return f"ideal {percent(plan.predicted.ideal_bubble)}"
+
+
 def claim(plan: Plan) -> str:
     """What the solver proved; nothing of cuts that were given."""
     solver, asked = plan.solver, plan.inputs.schedule

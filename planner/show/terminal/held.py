@@ -1,0 +1,49 @@
+"""Memory of every device over the time of a step, beneath the timeline and to its scale of time."""
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from planner.core.cost.step import Step
+from planner.core.values.plan import Plan
+from planner.core.values.units import format_bytes
+from planner.show.terminal.rendering import heading
+from planner.show.terminal.style import Style
+from planner.show.terminal.timeline import BUBBLE_COLUMNS
+from planner.show.views.held import held_bytes
+from planner.show.views.memory import share_of_cap
+from planner.show.views.numbers import place_word
+
+_ENOUGH_TO_SEE = 0.25
+
+
+def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
+    """A row per device, as high as the share of its cap that it holds; its peak's share at the right.
+
+    Where no device ever holds a quarter of its cap, a full row is the largest need instead.
+    """
+    if step.pipeline_us <= 0:
+        return []
+    called, caps = place_word(plan.chunks), [chunks[0].memory_bytes for chunks in plan.by_device()]
+    margin = len(f"{called} {plan.num_devices - 1} ")
+    columns = style.columns - margin - BUBBLE_COLUMNS
+    needs = plan.device_bytes()
+    title = heading("memory over the step")
+    if all(need < cap * _ENOUGH_TO_SEE for need, cap in zip(needs, caps, strict=True)):
+        title.append(f", up to the largest need ({format_bytes(max(needs))})", "not bold")
+        full = [max(1, *needs)] * len(caps)
+    else:
+        title.append(", up to the cap of each device", "not bold")
+        full = [max(1, cap) for cap in caps]
+    rows: list[RenderableType] = [title]
+    for device, held in enumerate(held_bytes(step, columns=columns, end_us=step.pipeline_us)):
+        row = Text(f"{called} {device}".ljust(margin))
+        row.append("".join(_level(size, full[device], style) for size in held), "color(172)")
+        share = share_of_cap(needs[device], caps[device]).rjust(BUBBLE_COLUMNS)
+        rows.append(row.append(share, "bold red" if needs[device] > caps[device] else ""))
+    return rows
+
+
+def _level(size: int, full: int, style: Style) -> str:
+    levels = style.glyphs.levels
+    # Only what fills its cap, or is over it, is drawn full.
+    return levels[min(len(levels) - 1, size * (len(levels) - 1) // full)]
