@@ -161,7 +161,7 @@ class SolverOptions:
 class SolveOptions(SolverOptions):
     """What `solve` takes beside the profile."""
 
-    frontier: Annotated[bool, Option("", "Show the best plan for every M.", _SEARCH)] = False
+    frontier: Annotated[bool, Option("", "Show the best plan for every M and under every schedule.", _SEARCH)] = False
     explain: Annotated[
         bool, Option("", "Show what binds, what would help, and what noise does to the plan.", _SEARCH)
     ] = False

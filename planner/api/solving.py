@@ -34,7 +34,7 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
     """
     # `planner.solve` is imported where a plan is made, not by the help of commands.
     from planner.api.asked import request_of  # noqa: PLC0415
-    from planner.solve import frontier_of, insight_of  # noqa: PLC0415
+    from planner.solve import frontier_of, insight_of, trade_off_of  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
 
     source = profile_of(profile)
@@ -48,7 +48,8 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
     request = request_of(read, reference(source, output or NOWHERE), options)
     plan = solve_plan(read, request)
     if options.frontier:
-        plan = replace(plan, frontier=frontier_of(read, request))
+        schedules = trade_off_of(read, plan, micro_batches=request.micro_batches)
+        plan = replace(plan, frontier=frontier_of(read, request), schedules=schedules)
     if options.explain:
         plan = replace(plan, insight=insight_of(read, request, plan))
     if output is not None:
@@ -68,6 +69,16 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
         return None
     fixed = None if options.micro_batches == "auto" else plan.micro_batches
     return faster_schedule(profile, plan, micro_batches=fixed, time_limit_s=min(MOST_HINT_S, left_s))
+
+
+def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
+    """`plan` with what each schedule would give, if `options` left the schedule open."""
+    from planner.solve import trade_off_of  # noqa: PLC0415 - numpy only where plans are made
+
+    if plan.schedules:
+        return plan
+    fixed = None if options.micro_batches == "auto" else plan.micro_batches
+    return replace(plan, schedules=trade_off_of(profile, plan, micro_batches=fixed))
 
 
 def _files_of(options: SolveOptions) -> tuple[str | None, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from planner import api, files
 from planner.api.options import SolveOptions, values_of
 from planner.api.reading import profile_of
-from planner.api.solving import PLAN_HEADER, faster_schedule_for
+from planner.api.solving import PLAN_HEADER, faster_schedule_for, with_schedules
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Output, ProfileFile, Quiet, check_format
 from planner.cli.plans import events_of
@@ -44,7 +44,11 @@ def solve(
         console.result(files.dump(plan, as_json=as_json, header=PLAN_HEADER))
         return
     read = source.profile
-    console.result(files.json_text(plan) if as_json else plan_text(plan, events_of(plan, read), style_for_stdout()))
+    if as_json:
+        console.result(files.json_text(plan))
+    else:
+        shown = plan if quiet else with_schedules(read, plan, options)
+        console.result(plan_text(shown, events_of(plan, read), style_for_stdout()))
     _notes(console, plan.inputs, read, extrapolated=options.extrapolate)
     if not quiet:
         _faster(console, plan, faster_schedule_for(read, plan, options, spent_s=time.monotonic() - began_s))

@@ -265,7 +265,7 @@ def _legend_width(item: tuple[str, str]) -> float:
 
 
 def _legend(frame: _Frame) -> str:
-    parts = []
+    parts: list[str] = []
     for n, row in enumerate(_legend_rows(frame.step)):
         x, y = frame.left, frame.bottom + _AXIS + 2 + n * _LEGEND_LINE
         for item in row:

@@ -9,6 +9,7 @@ from planner.solve.insight import frontier_of, insight_of
 from planner.solve.remedy import what_would_fit
 from planner.solve.search import Request, Solver, solve
 from planner.solve.sweep import sweep_of
+from planner.solve.trade_off import trade_off_of
 
 __all__ = [
     "MOST_HINT_S",
@@ -20,6 +21,7 @@ __all__ = [
     "insight_of",
     "solve",
     "sweep_of",
+    "trade_off_of",
     "what_would_fit",
 ]
 

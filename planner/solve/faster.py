@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Final
 
 from planner.core.errors import PlannerError
+from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.solve.search import MOST_WORK, Request, faster_plan
+from planner.solve.search import MOST_WORK, Request, plan_under
 
 __all__ = ["MOST_HINT_S", "faster_schedule"]
 
@@ -45,6 +46,6 @@ def faster_schedule(
     request = Request(inputs=every, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=_ACTIONS)
     upper_us = plan.predicted.step_us * (1 - _LEAST_GAIN)
     try:
-        return faster_plan(profile, request, upper_us=upper_us, without=inputs.schedule)
+        return plan_under({*SCHEDULES, SEARCHED.name} - {inputs.schedule}, profile, request, upper_us=upper_us)
     except PlannerError:
         return None  # other schedules cannot do what was asked

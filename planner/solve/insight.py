@@ -19,7 +19,7 @@ from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_us
 from planner.solve.search import Request, cases_of, solve
 
-__all__ = ["frontier_of", "insight_of"]
+__all__ = ["frontier_of", "insight_of", "point_of"]
 
 _DRAWS = 20
 _GIGABYTE = 10**9
@@ -33,24 +33,28 @@ def frontier_of(profile: Profile, request: Request) -> tuple[FrontierPoint, ...]
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
     for replicas, m in questions:
         size = request.inputs.batch // (m * replicas)
-        point = FrontierPoint(micro_batches=m, micro_batch_size=size, replicas=replicas, fits=False)
         inputs = replace(request.inputs, replicas=replicas)
         plan = _solved(profile, replace(request, inputs=inputs, micro_batches=m))
-        if plan is not None:
-            predicted = plan.predicted
-            point = replace(
-                point,
-                fits=True,
-                schedule=plan.schedule,
-                devices=plan.num_devices,
-                step_us=predicted.step_us,
-                samples_per_s=predicted.samples_per_s,
-                bubble=predicted.bubble,
-                peak_bytes=max(plan.device_bytes()),
-                recompute_share=predicted.recompute_share,
-            )
-        points.append(point)
+        none = FrontierPoint(micro_batches=m, micro_batch_size=size, replicas=replicas, fits=False)
+        points.append(none if plan is None else point_of(plan))
     return tuple(points)
+
+
+def point_of(plan: Plan) -> FrontierPoint:
+    """The figures of a plan as a point of a trade-off."""
+    predicted = plan.predicted
+    return FrontierPoint(
+        micro_batches=plan.micro_batches,
+        micro_batch_size=plan.micro_batch_size,
+        replicas=plan.replicas,
+        schedule=plan.schedule,
+        devices=plan.num_devices,
+        step_us=predicted.step_us,
+        samples_per_s=predicted.samples_per_s,
+        bubble=predicted.bubble,
+        peak_bytes=max(plan.device_bytes()),
+        recompute_share=predicted.recompute_share,
+    )
 
 
 def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:

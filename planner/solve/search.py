@@ -1,7 +1,7 @@
 """From what was asked to the plan: over schedules, replicas, micro-batch counts and cuts, with a certificate."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isqrt
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -27,7 +27,7 @@ from planner.solve.simulated import simulated_answer
 if TYPE_CHECKING:
     from planner.core.cost.chain_costs import ChainCosts
 
-__all__ = ["Request", "Solver", "cases_of", "faster_plan", "micro_batch_counts", "solve"]
+__all__ = ["Request", "Solver", "cases_of", "micro_batch_counts", "plan_under", "solve"]
 
 MOST_ACTIONS_OF_AUTO: Final = 1_200_000
 """Some seconds for each schedule."""
@@ -92,10 +92,12 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None)
     return _plan(_tie_broken(best, deadline), min(bound_us, best.step_us), request)
 
 
-def faster_plan(profile: Profile, request: Request, *, upper_us: float, without: ScheduleName) -> Plan | None:
-    """The best plan found under any schedule but one, if it beats `upper_us`; raises `UsageError` as `solve`."""
+def plan_under(
+    schedules: Collection[ScheduleName], profile: Profile, request: Request, *, upper_us: float
+) -> Plan | None:
+    """The best plan found under any of `schedules`, if it beats `upper_us`; raises `UsageError` as `solve`."""
     _check_request(profile, request)
-    cases = [case for case in cases_of(profile, request) if case.schedule.name != without]
+    cases = [case for case in cases_of(profile, request) if case.schedule.name in schedules]
     best, bound_us, _ = _searched(cases, request, Deadline.after(request.time_limit_s), upper_us=upper_us)
     return None if best is None else _plan(best, min(bound_us, best.step_us), request)
 

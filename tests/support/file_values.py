@@ -177,6 +177,7 @@ def fullest_plan() -> Plan:
         replicas=2,
         stages=stages,
         frontier=(FrontierPoint(micro_batches=2, micro_batch_size=4, replicas=2, devices=2, step_us=1.5, bubble=0.25),),
+        schedules=(FrontierPoint(micro_batches=2, micro_batch_size=4, schedule="1f1b", devices=2, step_us=1.5),),
         insight=Insight(
             pace="stage 0",
             tightest_device=1,

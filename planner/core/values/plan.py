@@ -249,6 +249,8 @@ class Plan:
     predicted: Predicted
     frontier: tuple[FrontierPoint, ...] = ()
     """The trade-off over M, where it was asked for."""
+    schedules: tuple[FrontierPoint, ...] = ()
+    """What each schedule would give, where that was asked for; without a plan, `fits` is false."""
     insight: Insight | None = None
     """An explanation, where it was asked for."""
 

@@ -19,6 +19,7 @@ from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
 from planner.show.html.memory import memory_section
 from planner.show.html.parts import Section, definitions, scroll, view
+from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
 from planner.show.views.measured import pipeline_words
@@ -44,6 +45,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
         memory_section(plan, step),
         _stages(plan),
         frontier_section(plan),
+        *filter(None, [schedules_section(plan)]),
         layers_section(profile, plan),
         measured_section(plan, report),
         *([run_section(report)] if report else []),

@@ -6,7 +6,7 @@ from planner.core.values.plan import Plan
 from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import GAP, drawn, fitted, width_of
-from planner.show.views.plan import frontier_table, has_several_replicas
+from planner.show.views.plan import frontier_table, has_several_replicas, schedules_table, untried
 from planner.show.views.table import Column, Table
 
 _SHORTEST_BAR = 8
@@ -29,6 +29,18 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
     view = Table(columns=(*view.columns, *bars))
     title = f"the best plan for each number of micro-batches{' and replicas' if several else ''}"
     return [heading(title), drawn(view, style), _legend(view, style)]
+
+
+def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
+    """A row per schedule; nothing where the plan has no such figures."""
+    if not plan.schedules:
+        return []
+    view = fitted(schedules_table(plan), style)
+    shown = drawn(view, style, {"schedule": (f" {style.glyphs.mark}", "")})
+    words = untried(plan)
+    remarks = [f"{style.glyphs.mark} this plan; others as far as a short search goes", *([words] if words else [])]
+    said = [flow(remark.split(), style, gap=" ") for remark in remarks]
+    return [heading("what each schedule would give"), shown, *said]
 
 
 def _with_marks(view: Table, style: Style) -> Table:

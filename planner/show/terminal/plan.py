@@ -10,7 +10,7 @@ from planner.core.cost.step import Step
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Insight, Noise, Plan, WhatIf
 from planner.core.values.units import counted, format_bytes, format_us
-from planner.show.terminal.frontier import frontier_parts
+from planner.show.terminal.frontier import frontier_parts, schedules_parts
 from planner.show.terminal.held import held_parts
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.rendering import BLANK, facts, flow, heading, plain, render
@@ -45,6 +45,7 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | No
         timeline_parts(events, plan.num_devices, style) if events else [],
         held_parts(plan, step, style) if step else [],
         frontier_parts(plan, style),
+        schedules_parts(plan, style),
         insight_parts(plan, style),
     ]
 

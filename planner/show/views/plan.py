@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from operator import attrgetter
 
-from planner.core.schedule import schedule_of
+from planner.core.schedule import SPLITTING, schedule_of
 from planner.core.values.plan import FrontierPoint, Plan, Stage
 from planner.core.values.units import counted, format_us
 from planner.show.views.memory import share_of_cap
@@ -126,6 +126,32 @@ def frontier_table(plan: Plan) -> Table:
         column("peak", "peak per\ndevice", _fitting("peak_bytes"), "bytes"),
         column("recompute", "recompute", _fitting("recompute_share"), "percent", goes=5),
     )
+
+
+def schedules_table(plan: Plan) -> Table:
+    """A row per schedule that was tried; that of the plan is marked."""
+    points, cap = plan.schedules, max(plan.inputs.memory_bytes)
+    marked = frozenset(n for n, point in enumerate(points) if point.schedule == plan.schedule)
+    return table(
+        points,
+        column("schedule", "schedule", lambda p: schedule_of(p.schedule).title, marked=marked),
+        column("micro_batches", "M", _fitting("micro_batches"), "count", goes=2),
+        column("devices", "devices", _fitting("devices"), "count", goes=1),
+        column("step", "step", _fitting("step_us", "none found"), "us", per="step"),
+        column("bubble", "bubble", _fitting("bubble"), "percent"),
+        column("peak", "peak of the\nfullest device", _fitting("peak_bytes"), "bytes"),
+        column("share", "of its cap", lambda p: share_of_cap(p.peak_bytes, cap) if p.fits else None, "share"),
+        column("fits", "fits", lambda p: "yes" if p.fits else "no"),
+    )
+
+
+def untried(plan: Plan) -> str:
+    """Which schedules in halves the table has no row for, and why, in words; empty if it has them all."""
+    tried = {point.schedule for point in plan.schedules}
+    missing = [schedule.title for schedule in SPLITTING if schedule.name not in tried]
+    if not missing:
+        return ""
+    return f"not tried, for want of measured halves of backwards or of layers: {', '.join(missing)}"
 
 
 def _fitting(field: str, otherwise: str | None = None) -> Callable[[FrontierPoint], Value]:

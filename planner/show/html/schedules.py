@@ -1,0 +1,81 @@
+"""The trade-off over schedules: what each would give, bubble against memory as a picture and all figures as a table."""
+
+from collections.abc import Sequence
+
+from planner.core.schedule import schedule_of
+from planner.core.values.plan import FrontierPoint, Plan
+from planner.core.values.units import format_bytes
+from planner.show.html.parts import Section, figure, line, note, view
+from planner.show.markup import element, number, safe
+from planner.show.views.numbers import percent
+from planner.show.views.plan import schedules_table, untried
+
+_TOP, _BOTTOM = 16.0, 210.0
+_LEFT, _RIGHT = 8.0, 78.0
+"""In percent of the width: behind the points there is room for their names."""
+_LINE = 13.0
+"""Names closer than this would lie one over the other."""
+
+
+def schedules_section(plan: Plan) -> Section | None:
+    """The picture and the table; None where the plan has no such figures."""
+    points = [point for point in plan.schedules if point.fits]
+    if not points:
+        return None
+    lead = "The best plan found under each schedule with little effort; the diamond is this plan."
+    body = _scatter(plan, points) + view(schedules_table(plan), marks={"schedule": " ◆"})
+    words = untried(plan)
+    return Section(
+        anchor="schedules", title="Trade-off over schedules", lead=lead, body=body + (note(words) if words else "")
+    )
+
+
+def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
+    """Bubble to the right, peak of the fullest device upwards, both from zero."""
+    widest = max(point.bubble for point in points) or 1.0
+    highest, cap = max(point.peak_bytes for point in points) or 1, max(plan.inputs.memory_bytes)
+    # A cap far above all points would press them flat.
+    top = max(highest, cap) if cap <= 2 * highest else highest
+
+    def x(bubble: float) -> float:
+        return _LEFT + bubble / widest * (_RIGHT - _LEFT)
+
+    def y(size: float) -> float:
+        return _BOTTOM - size / top * (_BOTTOM - _TOP)
+
+    parts = [line("axis", (_LEFT, 100), (_BOTTOM, _BOTTOM)), line("axis", (_LEFT, _LEFT), (_TOP, _BOTTOM))]
+    parts += [_text(x(share), _BOTTOM + 15, percent(share), "middle") for share in (0.0, widest)]
+    title = "bubble (to the right) against the peak of the fullest device (upwards)"
+    if cap <= top:
+        parts.append(line("limit", (_LEFT, 100), (y(cap), y(cap))))
+        title += f"; dashed: cap {format_bytes(cap)}"
+    written: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda point: -point.peak_bytes):
+        place = x(point.bubble), y(point.peak_bytes)
+        name, beside = schedule_of(point.schedule).title, _free(place, written)
+        written.append(beside)
+        tip = f"{name}: bubble {percent(point.bubble)}, {format_bytes(point.peak_bytes)}"
+        parts += _point(place, tip, chosen=point.schedule == plan.schedule)
+        parts.append(_text(place[0] + 1.2, beside[1] + 4, name, "start"))
+    return figure(title, *parts, height=_BOTTOM + 22, label=f"{title} of {len(points)} schedules")
+
+
+def _free(place: tuple[float, float], written: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The nearest place further down at which a name lies over no other one."""
+    x, y = place
+    for other_x, other_y in sorted(written, key=lambda other: other[1]):
+        if abs(other_x - x) < 20 and abs(other_y - y) < _LINE:
+            y = other_y + _LINE
+    return x, y
+
+
+def _point(place: tuple[float, float], tip: str, *, chosen: bool) -> list[str]:
+    x, y = place
+    if chosen:
+        return [_text(x, y + 5, "◆", "middle", look="mark", tip=tip)]
+    return [element("circle", element("title", safe(tip)), cx=f"{number(x)}%", cy=y, r=3.5)]
+
+
+def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None, tip: str = "") -> str:
+    inner = (element("title", safe(tip)) if tip else "") + safe(text)
+    return element("text", inner, class_=look, x=f"{number(x)}%", y=y, text_anchor=anchor)

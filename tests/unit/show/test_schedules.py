@@ -1,0 +1,76 @@
+"""The trade-off over schedules, in the terminal and in the report."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+from planner.core.values.plan import FrontierPoint
+from planner.show import plan_text
+from planner.show.html import plan_html
+from tests.unit.show.samples import MIB, in_a_v, profile, step_of_sample, style
+
+_FIGURES = (("gpipe", 40e3, 0.3, 100), ("1f1b", 39e3, 0.25, 60), ("zbv", 30e3, 0.02, 60))
+
+
+def compared():
+    """Four schedules, one of which found no plan."""
+    points = [
+        FrontierPoint(
+            micro_batches=6,
+            micro_batch_size=1,
+            schedule=name,
+            devices=3,
+            step_us=step_us,
+            bubble=bubble,
+            peak_bytes=size * MIB,
+        )
+        for name, step_us, bubble, size in _FIGURES
+    ]
+    none = FrontierPoint(micro_batches=0, micro_batch_size=0, schedule="v-min", fits=False)
+    return replace(in_a_v(), schedules=(*points, none))
+
+
+def lines():
+    text = plan_text(compared(), (), style(100))
+    return text[text.index("what each schedule would give") :].splitlines()
+
+
+def test_a_row_per_schedule():
+    """Step, bubble, peak of the fullest device and its share of the cap; the plan's is marked."""
+    rows = {re.split(r" {2,}", line)[0]: line.split() for line in lines()}
+    assert rows["GPipe"][-8:] == ["40.00", "30.0", "%", "100", "MiB", "83", "%", "yes"]
+    assert rows["ZB-V ◀"][-1] == "yes"
+    assert {"none", "found", "no"} <= set(rows["V-Min"])
+
+
+def test_what_was_not_tried_is_said():
+    """By name; and not what has a row."""
+    (remark,) = [line for line in lines() if line.startswith("not tried")]
+    words = " ".join(lines()[lines().index(remark) :])
+    assert "ZB-H1" in words
+    assert "DualPipeV" in words
+    assert "V-Min" not in words
+
+
+def test_the_report_has_a_picture_and_the_numbers():
+    """A point for each schedule that has a plan, the plan's a diamond; a plan without such figures has no section."""
+    planned = compared()
+    page = plan_html(planned, profile(), step_of_sample(planned), None, digest="sha256:1")
+    section = page[page.index('<section id="schedules"') :]
+    section = section[: section.index("</section>")]
+    assert section.count("<circle") == 2
+    assert "ZB-V: bubble 2.0 %, 60.0 MiB" in section
+    assert "none found" in section
+    bare = plan_html(in_a_v(), profile(), step_of_sample(in_a_v()), None, digest="sha256:1")
+    assert 'id="schedules"' not in bare
+
+
+def test_names_of_points_at_one_place_do_not_cover_each_other():
+    """Two schedules with the same bubble and peak have their names one below the other."""
+    planned = compared()
+    same = tuple(replace(p, bubble=0.1, peak_bytes=MIB) for p in planned.schedules if p.fits)
+    page = plan_html(replace(planned, schedules=same), None, None, None, digest="sha256:1")
+    places = re.findall(r'y="([\d.]+)" text-anchor="start">(?:GPipe|1F1B|ZB-V)<', page)
+    heights = sorted(float(place) for place in places)
+    assert len(heights) == 3
+    assert all(later - sooner >= 12 for sooner, later in pairwise(heights))
