@@ -91,8 +91,8 @@ class LabelSearch:
     def __init__(self, problem: ChainProblem, law: Law, *, deadline: Deadline = NEVER) -> None:
         self.problem = problem
         self.law = law
-        self.best_so_far: ChainCuts | None = None
-        """The fastest partition, also where time has run out."""
+        self.is_exhaustive = True
+        """Whether the last run left out nothing for its number of labels."""
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.fastest
         self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
@@ -102,6 +102,10 @@ class LabelSearch:
         """Below the step time of every partition; infinite if none fits."""
         empty = self._root()
         return float(self.law.bound_us(tuple(empty.numbers), self._ahead(empty.first, self.problem.num_stages))[0])
+
+    def least_of_chain(self) -> dict[str, float]:
+        """The least that all layers cost, by what the law needs."""
+        return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
         """The partition with the smallest time under the law, or None if none is faster than `upper_us`."""
@@ -144,6 +148,7 @@ class LabelSearch:
         most_labels: int | None = None,
         best_rank: tuple[float, ...] | None = None,
         most_in_level: float = np.inf,
+        enough_in_all: float = 0,
     ) -> ChainCuts | None:
         """The partition that ranks first under the law, of those faster than `upper_us`; None if there is none.
 
@@ -152,16 +157,21 @@ class LabelSearch:
             most_labels: How many labels to keep of each first layer; the answer need not be the first then.
             best_rank: Only partitions that rank before this are looked for.
             most_in_level: With more labels of one stage count than this, the search ends with what it has.
+            enough_in_all: It goes on nevertheless until it has so many of all stage counts.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
+        self.is_exhaustive = most_labels is None
+        in_all = 0
         for level in range(self.problem.num_stages):
             labels = self._next_level(levels[-1], level, _Wanted(upper_us, best_rank))
             # To find the undominated ones of so many is what takes long: hopeless levels are not begun.
-            if len(labels.first) > 20 * most_in_level:
-                break
-            levels.append(self._reduced(labels, most_labels))
-            if len(levels[-1].first) > most_in_level:
+            is_hopeless = len(labels.first) > max(20 * most_in_level, enough_in_all)
+            if not is_hopeless:
+                levels.append(self._reduced(labels, most_labels))
+                in_all += len(levels[-1].first)
+            if is_hopeless or (len(levels[-1].first) > most_in_level and in_all > enough_in_all):
+                self.is_exhaustive = False
                 break
             rank, index = self._first_of_complete(levels[-1])
             if rank is not None and (best_rank is None or rank < best_rank):
@@ -170,7 +180,6 @@ class LabelSearch:
                 # Where ranks tell plans of equal time apart, the time to beat stays what it was.
                 if self.law.rank_is_time:
                     upper_us = best.step_us
-                    self.best_so_far = best
         return best
 
     def all_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
@@ -204,20 +213,27 @@ class LabelSearch:
     # ---- bounds
 
     def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
-        """By what the law needs: the least that layers 0..i-1 cost in r stages (at most, or exactly), at [r][i]."""
-        start = np.where(np.arange(self.problem.num_layers + 1) == 0, 0.0, np.inf)
+        """By what the law needs: the least that layers 0..i-1 cost in r stages (at most, or exactly), at [r][i].
+
+        Where r stages do not reach, or those that are left do not reach from the end, it is infinite.
+        """
+        num, width, most = self.problem.num_layers, self.problem.width, self.problem.num_stages
+        start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
         least = {name: [start] for name in self.law.needs}
-        rows: dict[str, FloatArray] = {}
-        for count in range(1, self.problem.num_stages + 1):
+        columns: dict[str, FloatArray] = {}
+        for count in range(1, most + 1):
             self._deadline.check()
-            if not rows or self.problem.exact:
+            if not columns or self.problem.exact:
                 # With a given number of stages, the foremost of the chain are those of the highest levels; else a
                 # stage may come to lie on any level.
-                levels = [self.problem.num_stages - count] if self.problem.exact else range(self.problem.num_stages)
-                rows = self._least_of_stages(levels)
+                levels = [most - count] if self.problem.exact else range(most)
+                # Minima over the first axis take a fraction of the time.
+                columns = {name: np.ascontiguousarray(row.T) for name, row in self._least_of_stages(levels).items()}
+            ends = slice(max(0, num - (most - count) * width), min(num, count * width) + 1)
             for name, (join, _) in self.law.needs.items():
                 before = least[name][-1]
-                longer = join(windows_before(before, self.problem.width), rows[name]).min(axis=1)
+                longer = np.full(num + 1, np.inf)
+                longer[ends] = join(windows_before(before, width).T[:, ends], columns[name][:, ends]).min(axis=0)
                 least[name].append(longer if self.problem.exact else np.minimum(longer, before))
         return least
 
@@ -355,16 +371,19 @@ def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -
 
     Complexity: O(n) per round, and as many rounds as the largest group has undominated rows.
     """
-    left = np.arange(len(group))
+    left, raised = np.arange(len(group)), numbers * (1 + RELATIVE)
     kept: list[IndexArray] = []
     while len(left) and (most is None or len(kept) < most):
         # The first row left of each group is dominated by none; it takes out those that it dominates.
-        head = np.flatnonzero(np.diff(group[left], prepend=-1))
-        leaders = left[head]
-        kept.append(leaders)
-        owner = np.repeat(leaders, np.diff(head, append=len(left)))
+        is_head = np.ones(len(left), dtype=bool)
+        np.not_equal(group[1:], group[:-1], out=is_head[1:])
+        owner = np.cumsum(is_head) - 1
+        kept.append(left[is_head])
         alive = np.zeros(len(left), dtype=bool)
-        for number in numbers:
-            alive |= number[owner] > number[left] * (1 + RELATIVE)
-        left = left[alive]
+        for number, limit in zip(numbers, raised, strict=True):
+            alive |= number[is_head][owner] > limit
+        # What is left is copied together: in many rounds, to look it up again and again would take longest.
+        stays = np.flatnonzero(alive)
+        left, group = left[stays], group[stays]
+        numbers, raised = numbers.take(stays, axis=1), raised.take(stays, axis=1)
     return np.sort(np.concatenate(kept)) if kept else left

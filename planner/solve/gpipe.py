@@ -8,6 +8,7 @@ import numpy as np
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.stage_time import CHOICES
 from planner.solve.answer import Answer
+from planner.solve.bottlenecks import BottleneckSearch
 from planner.solve.case import Case
 from planner.solve.chain_dp import ChainCuts, LabelSearch
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
@@ -75,29 +76,41 @@ def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         OutOfTimeError: `deadline` passed before anything was found.
     """
     best: ChainCuts | None = None
-    bound_us = np.inf
-    windows = Windows(case)
-    search: LabelSearch | None = None
+    bound_us = case.bound_us
+    windows, is_wide = Windows(case), False
+    search: BottleneckSearch | None = None
     try:
+        # A first plan tells how long its betters' stages can be: only then is it worth while to search for the best.
         while windows.widen(upper_us):
             for search in gpipe_searches(case, windows.width, deadline):
-                best = search.best(upper_us=upper_us) or best
+                best = _faster(best, search.first(upper_us=upper_us))
                 upper_us = best.step_us if best is not None else upper_us
+        searches = (search,) if case.alike and search else gpipe_searches(case, windows.width, deadline)
+        is_wide = True
+        for search in searches:
+            best = _faster(best, search.best(upper_us=upper_us))
+            upper_us = best.step_us if best is not None else upper_us
+        bound_us = upper_us
     except OutOfTimeError:
-        last = search.best_so_far if search is not None else None
-        best = min(filter(None, (best, last)), key=lambda cuts: cuts.step_us, default=None)
+        best = _faster(best, search.best_so_far if search is not None else None)
         if best is None:
             raise
-        bound_us = case.bound_us
+        # One search for every stage count, of all stages that a faster plan can have, knows what none can beat.
+        if case.alike and is_wide and search is not None:
+            bound_us = max(bound_us, search.bound_us)
     if best is None:
         return Answer(case, None, np.inf, upper_us, DYNAMIC_PROGRAMME)
     return Answer(case, partition_of(case, best), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMME)
 
 
-def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[LabelSearch]:
+def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None:
+    return min(filter(None, (best, other)), key=lambda cuts: cuts.step_us, default=None)
+
+
+def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
     """The searches that together look at every stage count, for stages of at most `width` layers."""
     for count in _stage_counts(case):
-        yield LabelSearch(case.problem(count, width=width), GPipeLaw(case.micro_batches), deadline=deadline)
+        yield BottleneckSearch(case.problem(count, width=width), case.micro_batches, deadline=deadline)
 
 
 def _stage_counts(case: Case) -> Iterator[int]:

@@ -50,7 +50,7 @@ import numpy as np
 
 from planner.core.cost.stage_time import tail_in_front_us
 from planner.solve.arrays import BoolArray, FloatArray
-from planner.solve.problem import Stages
+from planner.solve.problem import Bottlenecks, Stages
 
 __all__ = ["Ahead", "GPipeLaw", "Law", "OneForwardOneBackwardLaw", "TiedLaw"]
 
@@ -119,14 +119,31 @@ class Law(Protocol):
 
 
 class GPipeLaw:
-    """Labels (f, x, a, d, u)."""
+    """Labels (f, x, a, d, u).
+
+    Args:
+        micro_batches: M.
+        floor: Below the largest forward and backward time of every plan that is looked for, if that is known: then
+            nothing is worked out for each layer about the largest in front.
+    """
 
     size = 5
     rank_is_time = True
-    needs = _needs("forward", "backward")
 
-    def __init__(self, micro_batches: int) -> None:
+    def __init__(self, micro_batches: int, floor: Bottlenecks | None = None) -> None:
         self._M = micro_batches
+        self._floor = floor
+
+        def passes(stages: Stages) -> FloatArray:
+            backward = stages.backward if micro_batches > 1 else stages.last_backward
+            return stages.forward + backward + 2 * stages.link
+
+        # First the sum, which tells what can be reached: it is infinite where the others are.
+        self.needs = {"passes": Least(np.add, passes), **({} if floor else _needs("forward", "backward"))}
+
+    def _largest_ahead(self, ahead: Ahead) -> tuple[FloatArray | float, FloatArray | float]:
+        """Below the largest f and x of the completed label."""
+        return self._floor or (ahead.least["forward"], ahead.least["backward"])
 
     def extend(self, label: Label, stages: Stages, level: int) -> Label:  # noqa: ARG002 - GPipe's stages are all alike
         """Puts the link behind the stage in front first, then the stage: machines of a flow shop one by one."""
@@ -149,17 +166,23 @@ class GPipeLaw:
     def raised(self, label: Label, ahead: Ahead) -> Label:
         """Whatever f and x are below the smallest possible ones in front, the whole plan has those."""
         f, x, a, d, u = label
-        f, x = np.maximum(f, ahead.least["forward"]), np.maximum(x, ahead.least["backward"])
+        forward, backward = self._largest_ahead(ahead)
+        f, x = np.maximum(f, forward), np.maximum(x, backward)
         return f, x, a, d, _raised_tail(u, ahead)
 
     def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
-        """T with the smallest possible work, f and x in front."""
-        f, _, a, d, u = label
-        if self._M > 1:
+        """T with the smallest possible sums, f and x in front."""
+        f, x, a, d, u = label
+        forward, backward = self._largest_ahead(ahead)
+        f, x = np.maximum(f, forward), np.maximum(x, backward)
+        if self._M == 1:
+            d = d + ahead.least["passes"]
+        else:
             # The last micro-batch follows the others through the slowest stage in front, if it is in front.
-            d = np.maximum(d, a + (self._M - 1) * ahead.least["backward"])
-        f = np.maximum(f, ahead.least["forward"])
-        return d + ahead.work_us + _times(self._M - 1, f) + np.where(ahead.some, ahead.own_us, u)
+            d = d if self._floor else np.maximum(d, a + (self._M - 1) * backward)
+            # Or through all of them, behind what the others compute again.
+            d = np.maximum(d + ahead.work_us, a + ahead.least["passes"] + _times(self._M - 2, x))
+        return d + _times(self._M - 1, f) + np.where(ahead.some, ahead.own_us, u)
 
     def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
         return (bound_us,)

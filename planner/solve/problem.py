@@ -1,7 +1,7 @@
 """One question for the label programme: where to cut a chain for M micro-batches, with everything as arrays."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from planner.core.values.cluster import Link
 from planner.solve.arrays import ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.tables import NOWHERE
 
-__all__ = ["ChainProblem", "DeviceTable", "LinkTimes", "Stages"]
+__all__ = ["NO_LIMIT", "Bottlenecks", "ChainProblem", "DeviceTable", "LinkTimes", "Stages"]
 
 
 class Stages(NamedTuple):
@@ -44,6 +44,16 @@ class Stages(NamedTuple):
         """Single stages, in arrays of shape (m,)."""
         width = self.first.shape[1]
         return Stages(*(field[row, column if field.shape[1] == width else 0] for field in self))
+
+
+class Bottlenecks(NamedTuple):
+    """The largest times of a plan's stages and links, in microseconds."""
+
+    forward_us: float
+    backward_us: float
+
+
+NO_LIMIT: Final = Bottlenecks(np.inf, np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +98,12 @@ class DeviceTable:
         """Layers of the longest stage."""
         return int(self.choice.shape[1])
 
+    def narrowed(self, width: int) -> "DeviceTable":
+        """The table without stages of more than `width` layers."""
+        begin = self.width - width
+        again_us, peaks = (None if table is None else table[:, begin:] for table in (self.again_us, self.bytes))
+        return DeviceTable(speed=self.speed, choice=self.choice[:, begin:], again_us=again_us, bytes=peaks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainProblem:
@@ -105,6 +121,8 @@ class ChainProblem:
     """Per level, the ways to run its stage."""
     links: tuple[LinkTimes, ...]
     """Behind the stage of each level, and in front of the last."""
+    most: Bottlenecks = NO_LIMIT
+    """What no stage, and no link behind one, may exceed."""
 
     @property
     def num_layers(self) -> int:
@@ -126,6 +144,19 @@ class ChainProblem:
         """Highest speed of a device."""
         return max(table.speed for ways in self.tables for table in ways)
 
+    def within(self, most: Bottlenecks) -> "ChainProblem":
+        """The same without the stages that take longer, in windows as short as they leave."""
+        ends = np.arange(1, self.num_layers + 1)
+        # Sums in another order differ by rounding: the window may be a layer too wide, never too narrow.
+        limits = [limit_us * self.fastest * (1 + 1e-9) for limit_us in most]
+        firsts = [
+            np.searchsorted(sums, sums[1:] - limit)
+            for sums, limit in zip((self.sums.forward_us, self.sums.backward_us), limits, strict=True)
+        ]
+        width = int(np.clip((ends - np.maximum(*firsts)).max(), 1, self.width))
+        narrowed = {id(ways): tuple(table.narrowed(width) for table in ways) for ways in self.tables}
+        return replace(self, most=most, tables=tuple(narrowed[id(ways)] for ways in self.tables))
+
     def stages(self, level: int, way: int, ends: IntArray) -> Stages:
         """The stages of a level that end at each of `ends`, run in one of the ways of that level."""
         table, behind, before = self.tables[level][way], self.links[level], self.links[level + 1]
@@ -137,8 +168,13 @@ class ChainProblem:
         busy = self.sums.busy_times(
             first, end, choice, speed=table.speed, layers_us=0.0 if table.again_us is None else table.again_us[ends]
         )
+        receive, receive_back = before.receive_us[first], behind.receive_us[end]
+        link = behind.on_link_us[end]
+        if np.isfinite(min(self.most)):
+            fits = fits & (np.maximum(busy.forward_us + receive, link) <= self.most.forward_us)
+            fits &= np.maximum(busy.backward_us + receive_back, link) <= self.most.backward_us
         nowhere = np.where(fits, 0.0, np.inf)
-        receive, receive_back = before.receive_us[first] + nowhere, behind.receive_us[end] + nowhere
+        receive, receive_back = receive + nowhere, receive_back + nowhere
         return Stages(
             first=first,
             end=end,
@@ -147,7 +183,7 @@ class ChainProblem:
             backward=busy.backward_us + receive_back,
             last_backward=busy.last_backward_us + receive_back,
             hidden_us=hidden_us(busy, behind.crossing_us[end]),
-            link=behind.on_link_us[end],
+            link=link,
             own_us=self.sums.own_us(first, end, table.speed),
             sent_bytes=self.sums.crossing_bytes[end],
             peak_bytes=np.zeros(end.shape) if table.bytes is None else table.bytes[ends],

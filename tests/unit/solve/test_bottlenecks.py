@@ -1,0 +1,112 @@
+"""Branch and bound over the largest forward and backward times: exact wherever boxes are cut, with true bounds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.core.values.cluster import Link
+from planner.core.values.plan import RecomputePolicy
+from planner.solve import Request, bottlenecks
+from planner.solve.bottlenecks import BottleneckSearch
+from planner.solve.case import Case
+from planner.solve.chain_dp import LabelSearch
+from planner.solve.deadline import OutOfTimeError
+from planner.solve.laws import GPipeLaw
+from planner.solve.problem import Bottlenecks
+from planner.solve.search import cases_of
+from tests.support.chains import random_profile
+from tests.support.profiles import inputs_of
+
+
+class Checks:
+    """A deadline that is over after so many looks."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def check(self) -> None:
+        """Raises `OutOfTimeError` if it is over."""
+        self.left -= 1
+        if self.left < 0:
+            raise OutOfTimeError
+
+
+def case_of(seed: int, policy: RecomputePolicy = "auto", *, micro_batches: int = 8) -> Case:
+    """Twelve layers on four devices, with a cap that makes stages recompute; every other time devices differ."""
+    link = Link(latency_us=3.0, bytes_per_s=1e6, blocking=seed % 4 < 2)
+    inputs = inputs_of(4, micro_batches, memory_bytes=9000 + 500 * seed, recompute=policy, link=link)
+    if seed % 2:
+        inputs = replace(inputs, speeds=(1.0, 2.0, 1.0, 1.5))
+    (case,) = cases_of(random_profile(seed, 12), Request(inputs=inputs, micro_batches=micro_batches))
+    return case
+
+
+@pytest.fixture
+def _cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts boxes in two that have more than one label."""
+    monkeypatch.setattr(bottlenecks, "_MOST_LABELS", 1)
+    monkeypatch.setattr(bottlenecks, "_ENOUGH_LABELS", 1)
+
+
+@pytest.mark.usefixtures("_cut_at_once")
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+@pytest.mark.parametrize("policy", ["auto", "never", "always"])
+@pytest.mark.parametrize("seed", range(6))
+def test_boxes_hold_the_fastest_partition(seed: int, policy: RecomputePolicy, micro_batches: int) -> None:
+    """The step time of the label programme alone, which knows nothing of boxes; and it ends with a proof."""
+    case = case_of(seed, policy, micro_batches=micro_batches)
+    problem = case.problem(4, width=12)
+    alone = LabelSearch(problem, GPipeLaw(micro_batches)).run(upper_us=np.inf)
+    search = BottleneckSearch(problem, micro_batches)
+    best = search.best()
+    assert (best is None) == (alone is None)
+    if best is not None and alone is not None:
+        assert best.step_us == pytest.approx(alone.step_us, rel=1e-11)
+        assert search.bound_us == best.step_us
+        assert search.best(upper_us=best.step_us) == best
+
+
+@pytest.mark.usefixtures("_cut_at_once")
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_is_true_whenever_time_runs_out(seed: int) -> None:
+    """It rises while boxes are searched, and never above the best partition."""
+    case = case_of(seed)
+    problem = case.problem(4, width=12)
+    best = BottleneckSearch(problem, 8).best()
+    assert best is not None
+    bounds = []
+    for looks in range(4, 400):
+        checks = Checks(looks)
+        try:
+            search = BottleneckSearch(problem, 8, deadline=checks)  # type: ignore[arg-type] - only `check` is called
+        except OutOfTimeError:
+            continue
+        try:
+            search.best()
+        except OutOfTimeError:
+            assert search.best_so_far is None or search.best_so_far.step_us >= best.step_us * (1 - 1e-12)
+        bounds.append(search.bound_us)
+    assert bounds == sorted(bounds)
+    assert bounds[0] < bounds[-1]
+    assert max(bounds) <= best.step_us * (1 + 1e-9)
+
+
+def test_a_problem_within_bottlenecks_has_the_same_stages_but_longer_ones() -> None:
+    """In a window that is as narrow as they leave, on devices of unequal speed and over blocking links."""
+    case = case_of(1)
+    problem = case.problem(4, width=12)
+    ends = np.arange(13)
+    for level in range(4):
+        stages = problem.stages(level, 0, ends)
+        fits = np.isfinite(stages.forward)
+        most = Bottlenecks(float(np.median(stages.forward[fits])), float(np.median(stages.backward[fits])))
+        within = problem.within(most)
+        some = within.stages(level, 0, ends)
+        narrow = slice(problem.width - within.width, None)
+        link = np.broadcast_to(stages.link, stages.forward.shape)
+        kept = fits & (np.maximum(stages.forward, link) <= most[0]) & (np.maximum(stages.backward, link) <= most[1])
+        assert within.width < problem.width
+        assert np.isfinite(some.forward).tolist() == kept[:, narrow].tolist()
+        assert not kept[:, : problem.width - within.width].any()
+        assert some.backward[kept[:, narrow]].tolist() == stages.backward[kept].tolist()
