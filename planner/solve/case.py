@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import CostsAtSize
 from planner.core.cost.moments import stage_moments
 from planner.core.cost.stage_time import LAYERS, ChainSums
 from planner.core.schedule import Loads, Schedule
@@ -54,7 +55,7 @@ class Rules:
 class Case:
     """Where to cut a chain for M micro-batches on at most `num_devices` devices in a row."""
 
-    costs: ChainCosts
+    costs_at_size: CostsAtSize
     cluster: Cluster
     schedule: Schedule
     micro_batches: int
@@ -66,6 +67,11 @@ class Case:
     layers: LayerTimes | None = None
     """What recomputing single layers costs; needed where the policy is `layers`."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def costs(self) -> ChainCosts:
+        """What layers cost in a micro-batch; bounds do without it."""
+        return self.costs_at_size.costs
 
     @cached_property
     def alike(self) -> bool:
@@ -95,19 +101,19 @@ class Case:
     @property
     def work_us(self) -> float:
         """Forward and backward of one micro-batch through all layers on the fastest device."""
-        return float(self.costs.forward_us.sum() + self.least_backward_us.sum()) / self.fastest
+        return float(self.costs_at_size.forward_us.sum() + self.least_backward_us.sum()) / self.fastest
 
     @cached_property
     def least_backward_us(self) -> FloatArray:
         """Per layer, no schedule of this kind takes less for a backward, in one piece or in halves; shape (L,)."""
         if not self.schedule.splits_backward:
-            return self.costs.backward_us
+            return self.costs_at_size.backward_us
         return np.minimum(self.costs.backward_us, self.costs.halves.input_us + self.costs.halves.weight_us)
 
     @cached_property
     def bound_us(self) -> float:
         """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here."""
-        forward_us, backward_us = self.costs.forward_us, self.least_backward_us
+        forward_us, backward_us = self.costs_at_size.forward_us, self.least_backward_us
         bottlenecks = (self._bottleneck_us(times) for times in (forward_us, backward_us, forward_us + backward_us))
         return self.schedule.bound_us(Loads(self.work_us, *bottlenecks), self.micro_batches, self.chunks)
 
@@ -119,7 +125,7 @@ class Case:
         """
         if self.schedule.splits_backward:
             return self.bound_us
-        pair = self._bottleneck_us(self.costs.forward_us + self.least_backward_us)
+        pair = self._bottleneck_us(self.costs_at_size.forward_us + self.least_backward_us)
         return self.micro_batches * pair + self.work_us * (1 - 1 / self.num_devices) / self.chunks
 
     def _bottleneck_us(self, times: FloatArray) -> float:
@@ -137,9 +143,13 @@ class Case:
         moments = stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
         key = width, moments.in_flight
         if key not in self._memory:
+            wider = [table for (_, count), table in self._memory.items() if count == key[1] and table.width > width]
+            if wider:
+                self._memory[key] = wider[0].narrowed(width)
+                return self._memory[key]
             table = MemoryTable.of(self.costs, moments, width=width, policy=self.policy)
             if any(width != other for other, _ in self._memory):
-                self._memory.clear()  # windows only grow
+                self._memory.clear()  # windows grow while a plan is looked for
             self._memory[key] = table
         return self._memory[key]
 

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isqrt
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from planner.core.cost.costs import CostTable, covers
+from planner.core.cost.costs import CostsAtSize, CostTable, covers
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
@@ -23,9 +23,6 @@ from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, t
 from planner.solve.layered import layered_answer
 from planner.solve.replicas import check_replicas, replica_counts
 from planner.solve.simulated import simulated_answer
-
-if TYPE_CHECKING:
-    from planner.core.cost.chain_costs import ChainCosts
 
 __all__ = ["Request", "Solver", "cases_of", "micro_batch_counts", "plan_under", "solve"]
 
@@ -216,17 +213,17 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
         balance=request.balance,
     )
     table = table or CostTable(profile)
-    costs: dict[tuple[int, bool], ChainCosts] = {}
+    costs: dict[tuple[int, bool], CostsAtSize] = {}
     cases = []
     for replicas in replica_counts(profile, inputs):
         for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
             key = size, replicas > 1
             if key not in costs:
-                costs[key] = table.at(size, extrapolate=inputs.extrapolate).of_replicas(replicas)
+                costs[key] = CostsAtSize(table, size, extrapolate=inputs.extrapolate, replicas=replicas)
             cases += [
                 Case(
-                    costs=costs[key],
+                    costs_at_size=costs[key],
                     cluster=cluster_of(inputs),
                     schedule=schedule,
                     micro_batches=m,
@@ -238,7 +235,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
                 )
                 for schedule, chunks, num_devices in _schedules(request, m, len(names), replicas)
                 # Nothing is recommended that nobody has measured.
-                if inputs.schedule != "auto" or not (schedule.splits_backward and costs[key].halves_assumed)
+                if inputs.schedule != "auto" or not (schedule.splits_backward and table.halves_assumed)
             ]
     if not costs:
         micro_batch_counts(profile, request)  # says why there are none, for one replica

@@ -46,6 +46,15 @@ class MemoryTable:
 
         return cls(totals=dict(zip(allowed, windowed(costs.num_layers, width, len(allowed), block), strict=True)))
 
+    @property
+    def width(self) -> int:
+        """Layers of the longest stage."""
+        return int(next(iter(self.totals.values())).shape[1])
+
+    def narrowed(self, width: int) -> "MemoryTable":
+        """The table without stages of more than `width` layers."""
+        return MemoryTable(totals={n: totals[:, self.width - width :] for n, totals in self.totals.items()})
+
     def smallest(self) -> FloatArray:
         """Least bytes each stage can do with, shape (L+1, width)."""
         smallest: FloatArray = np.minimum.reduce(list(self.totals.values()))

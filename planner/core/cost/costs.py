@@ -20,7 +20,7 @@ from planner.core.cost.ties import ties_of
 from planner.core.errors import UsageError
 from planner.core.values.profile import LayerProfile, MemoryDetail, Profile
 
-__all__ = ["CostTable", "costs_at", "covers", "saved_bytes"]
+__all__ = ["CostTable", "CostsAtSize", "costs_at", "covers", "saved_bytes"]
 
 FloatArray = NDArray[np.float64]
 
@@ -54,10 +54,11 @@ class CostTable:
         self._profile = profile
         sizes = len(profile.micro_batch_sizes)
         self._exact = all(len(layer.detail) == sizes for layer in profile.layers)
-        self._halves_assumed = not all(
+        self.halves_assumed = not all(
             layer.backward_weight_us and (layer.split if self._exact else layer.weight_held_bytes)
             for layer in profile.layers
         )
+        """Whether what a backward in halves takes or holds is assumed for some layer, not measured."""
         compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
         self._read = exact_costs if self._exact else compiled_costs if compiled else additive_costs
         self._sizes: dict[int, SizeCosts] = {}
@@ -69,6 +70,31 @@ class CostTable:
             UsageError: The profile does not cover that size (and `extrapolate` does not allow more, or cannot:
                 one profiled size has no slope).
         """
+        weighted = [(self._at(n), weight) for n, weight in self._weights(micro_batch_size, extrapolate=extrapolate)]
+        blended = {
+            name: _blend([(getattr(costs, name), weight) for costs, weight in weighted])
+            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "halves", "programs")
+        }
+        return ChainCosts(
+            micro_batch_size=micro_batch_size,
+            exact=self._exact,
+            halves_assumed=self.halves_assumed,
+            sparse=self._sparse(_blend([(costs.sparse_gradients, weight) for costs, weight in weighted])),
+            target=max(0.0, sum(weight * costs.target for costs, weight in weighted)),
+            storages=_storages(weighted),
+            relays=_relays(weighted),
+            **self._constants,
+            **blended,
+        )
+
+    def times_at(self, micro_batch_size: int, *, extrapolate: bool = False) -> tuple[FloatArray, FloatArray]:
+        """The forward and backward times of `at`, without composing what is held; raises as that."""
+        layers, weights = self._profile.layers, self._weights(micro_batch_size, extrapolate=extrapolate)
+        forward = [(np.array([layer.forward_us[n] for layer in layers]), weight) for n, weight in weights]
+        backward = [(np.array([layer.backward_us[n] for layer in layers]), weight) for n, weight in weights]
+        return _blend(forward), _blend(backward)
+
+    def _weights(self, micro_batch_size: int, *, extrapolate: bool) -> list[tuple[int, float]]:
         profile = self._profile
         if not covers(profile, micro_batch_size, extrapolate=extrapolate):
             low, high = min(profile.micro_batch_sizes), max(profile.micro_batch_sizes)
@@ -77,22 +103,7 @@ class CostTable:
                 hint="profile that size too (`gpipe-plan profile --batch-sizes`)"
                 + (", or allow `--extrapolate`" if len(profile.micro_batch_sizes) > 1 else ""),
             )
-        weighted = [(self._at(n), weight) for n, weight in _neighbours(profile.micro_batch_sizes, micro_batch_size)]
-        blended = {
-            name: _blend([(getattr(costs, name), weight) for costs, weight in weighted])
-            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "halves", "programs")
-        }
-        return ChainCosts(
-            micro_batch_size=micro_batch_size,
-            exact=self._exact,
-            halves_assumed=self._halves_assumed,
-            sparse=self._sparse(_blend([(costs.sparse_gradients, weight) for costs, weight in weighted])),
-            target=max(0.0, sum(weight * costs.target for costs, weight in weighted)),
-            storages=_storages(weighted),
-            relays=_relays(weighted),
-            **self._constants,
-            **blended,
-        )
+        return _neighbours(profile.micro_batch_sizes, micro_batch_size)
 
     @cached_property
     def _constants(self) -> dict[str, Any]:
@@ -125,6 +136,29 @@ class CostTable:
         if n not in self._sizes:
             self._sizes[n] = self._read(self._profile.layers, n)
         return self._sizes[n]
+
+
+class CostsAtSize:
+    """The costs at one micro-batch size, composed when they are asked for: many sizes are ruled out by times alone.
+
+    Args:
+        table: The profile's costs.
+        micro_batch_size: Samples of a micro-batch.
+        extrapolate: Whether sizes outside the profiled range are allowed.
+        replicas: Pipelines side by side.
+
+    Raises:
+        UsageError: As `CostTable.at`.
+    """
+
+    def __init__(self, table: CostTable, micro_batch_size: int, *, extrapolate: bool, replicas: int) -> None:
+        self._table, self._size, self._extrapolate, self._replicas = table, micro_batch_size, extrapolate, replicas
+        self.forward_us, self.backward_us = table.times_at(micro_batch_size, extrapolate=extrapolate)
+
+    @cached_property
+    def costs(self) -> ChainCosts:
+        """All of them."""
+        return self._table.at(self._size, extrapolate=self._extrapolate).of_replicas(self._replicas)
 
 
 def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:

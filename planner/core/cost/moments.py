@@ -112,7 +112,6 @@ class Moments:
     """If it is not."""
 
 
-@lru_cache(maxsize=4096)
 def stage_moments(schedule: Schedule, *, micro_batches: int, behind: int = 0) -> Moments:
     """The moments of a device that runs one stage.
 
@@ -121,7 +120,11 @@ def stage_moments(schedule: Schedule, *, micro_batches: int, behind: int = 0) ->
         micro_batches: M.
         behind: How many stages are behind this one.
     """
-    in_flight = schedule.in_flight(0, behind + 1, micro_batches)
+    return _moments_with(micro_batches, schedule.in_flight(0, behind + 1, micro_batches))
+
+
+@lru_cache(maxsize=4096)
+def _moments_with(micro_batches: int, in_flight: int) -> Moments:
     every = _fill_and_drain if in_flight == micro_batches else _steady
     alike, apart = (tuple(every(micro_batches, in_flight, last_differs=differs)) for differs in (False, True))
     return Moments(micro_batches=micro_batches, in_flight=in_flight, alike=alike, apart=apart)

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.costs import costs_at, covers
+from planner.core.cost.costs import CostsAtSize, CostTable, costs_at, covers
 from planner.core.cost.memory import stage_memory
 from planner.core.errors import UsageError
 from planner.core.values.plan import StageMemory
+from planner.solve import Request, solve
 from tests.support.chains import chain, layer, random_profile, record, tensor
 from tests.support.moments import moments_with
+from tests.support.profiles import inputs_of
 
 
 def numbers_of(record: Any) -> dict[str, Any]:
@@ -322,3 +324,30 @@ def test_a_name_that_begins_like_another_is_not_its_owner() -> None:
         layer("head", parameter_bytes=100, tied=("h.10.weight",), tied_bytes=100),
     )
     assert [(tie.first, tie.second) for tie in costs_at(profile, 1).ties] == [(0, 2)]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 4, 6])
+def test_times_are_known_before_costs_are_composed(size: int, *, exact: bool) -> None:
+    """The same to the last bit, between the profiled sizes and beyond them too."""
+    table = CostTable(random_profile(3, 7, exact=exact, sizes=(1, 4)))
+    costs = CostsAtSize(table, size, extrapolate=True, replicas=2)
+    assert costs.forward_us.tolist() == costs.costs.forward_us.tolist()
+    assert costs.backward_us.tolist() == costs.costs.backward_us.tolist()
+    assert costs.costs.bucket_bytes > 0
+
+
+def test_a_size_that_times_rule_out_is_not_composed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all the sizes there could be, memory records are read of those alone that are searched."""
+    read: list[int] = []
+    compose = CostTable.at
+
+    def at(self: CostTable, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
+        read.append(micro_batch_size)
+        return compose(self, micro_batch_size, extrapolate=extrapolate)
+
+    monkeypatch.setattr(CostTable, "at", at)
+    profile = random_profile(3, 12, sizes=(1, 64))
+    plan = solve(profile, Request(inputs=inputs_of(4, 64)))
+    assert plan.micro_batch_size in read
+    assert len(read) < 7  # divisors of the batch
