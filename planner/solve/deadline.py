@@ -1,7 +1,7 @@
 """When a search has to end: a value made where the question comes in, so that no search reads a clock itself."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
@@ -28,6 +28,10 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds until then, below 0 afterwards."""
         return self.ends_s - time.monotonic()
+
+    def share(self, part: float) -> "Deadline":
+        """The deadline after that part of the time left; NEVER where there is no limit."""
+        return NEVER if self.ends_s == inf else replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s))
 
     def check(self) -> None:
         """Raises `OutOfTimeError` if it is over."""

@@ -73,7 +73,7 @@ def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
     """The fastest partition, if it beats `upper_us`, proven unless time runs out.
 
     Raises:
-        OutOfTimeError: `deadline` passed before anything was found.
+        OutOfTimeError: `deadline` passed before anything was found, and there is nothing to beat.
     """
     best: ChainCuts | None = None
     bound_us = case.bound_us
@@ -93,13 +93,13 @@ def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         bound_us = upper_us
     except OutOfTimeError:
         best = _faster(best, search.best_so_far if search is not None else None)
-        if best is None:
+        if best is None and not np.isfinite(upper_us):
             raise
         # One search for every stage count, of all stages that a faster plan can have, knows what none can beat.
         if case.alike and is_wide and search is not None:
             bound_us = max(bound_us, search.bound_us)
     if best is None:
-        return Answer(case, None, np.inf, upper_us, DYNAMIC_PROGRAMME)
+        return Answer(case, None, np.inf, bound_us, DYNAMIC_PROGRAMME)
     return Answer(case, partition_of(case, best), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMME)
 
 

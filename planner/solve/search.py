@@ -116,7 +116,8 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
     bound_us, complete = inf, True
     # The most promising case first: its plan rules most others out by their bounds. Where the schedule is left open,
     # GPipe comes before all others: its best plan is soon known and proven, whatever effort and time they may take.
-    for case in sorted(cases, key=_promise if is_open else _bound):
+    ordered = sorted(cases, key=_promise if is_open else _bound)
+    for n, case in enumerate(ordered):
         unseen[case.schedule.name] -= 1
         if case.bound_us >= upper_us:
             continue
@@ -127,8 +128,10 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
         if most_actions is not None and case.schedule.is_to_be_made:
             # A search for lists ends when its effort does: each case has its share.
             most_actions //= unseen[case.schedule.name] + 1
+        # What no case leaves time for counts with a bound that knows no memory: half of the time is for the others.
+        share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
         try:
-            answer = _answer(case, request, deadline, upper_us=upper_us, most_actions=most_actions)
+            answer = _answer(case, request, share, upper_us=upper_us, most_actions=most_actions)
         except OutOfTimeError:
             complete = False
             bound_us = min(bound_us, case.bound_us)
