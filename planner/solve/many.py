@@ -40,7 +40,8 @@ class Many:
         cluster = case.cluster
         placement = case.schedule.placement
         devices = [device_of(s, num_devices, placement) for s in range(self.num_stages + 1)]
-        self._chunks = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
+        self.chunks = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
+        """Per device, its stages in the order of the chain."""
         self._speeds = np.array([cluster.speed(d) for d in devices[:-1]])
         links = [
             cluster.link_between(*ends, num_devices=num_devices, replicas=case.replicas) for ends in pairwise(devices)
@@ -48,7 +49,8 @@ class Many:
         times = {link: LinkTimes.of(link, case.sums).crossing_us for link in set(links)}
         self._crossing = np.stack([times[link] for link in links])
         self._blocking = np.array([link.blocking for link in links])
-        self._allowed = allowed_choices(case.policy, case.micro_batches)
+        self.allowed = allowed_choices(case.policy, case.micro_batches)
+        """Indices into `CHOICES`, from the fastest to the one that holds least."""
         share = -(-case.costs.num_layers // self.num_stages)
         self.width = min(case.costs.num_layers, _WIDEST * share)
         """Layers of the longest stage whose memory is known."""
@@ -68,7 +70,8 @@ class Many:
         """The same under another schedule with the same stages on every device, of whose memory the parts are known."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
-        vars(other).pop("actions", None)
+        for known in ("actions", "_moments"):
+            vars(other).pop(known, None)
         vars(other)["_parts"] = self._parts
         return other
 
@@ -87,7 +90,7 @@ class Many:
             name: np.broadcast_to(us, choices.shape)[0] for name, us in {**busy._asdict(), **halves._asdict()}.items()
         }
         return OrderProblem(
-            chunks=tuple(self._chunks),
+            chunks=tuple(self.chunks),
             micro_batches=self.case.micro_batches,
             times=tuple(
                 StageTimes(
@@ -122,17 +125,14 @@ class Many:
         return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
-        """By how much the worst device is over its cap, shape (N,); 0 where all fit, infinite beyond the window."""
+        """By how much each device is over its cap, shape (N, K); 0 where it fits, infinite beyond the window."""
         inside, always, every = self._bytes(cuts, choices)
-        over = np.zeros(len(cuts))
-        for device, moments in enumerate(moments_of(self.actions)):
-            chunks = list(self._chunks[device])
-            # Beyond the window parts are infinite, and 0 times that is no number: left out, and set afterwards.
-            is_known = np.asarray(inside[:, chunks].all(axis=1))
-            fixed = np.where(is_known[:, None], always[:, chunks], 0.0)
-            peaks = device_peaks(fixed, np.where(is_known[:, None, None], every[:, chunks], 0.0), moments=moments)
-            peaks = np.where(is_known, peaks, np.inf)
-            over = np.maximum(over, peaks - self.case.caps_bytes[device])
+        over = np.zeros((len(cuts), self.num_devices))
+        for device, moments in enumerate(self._moments):
+            chunks = list(self.chunks[device])
+            peaks = device_peaks(always[:, chunks], every[:, chunks], moments=moments)
+            is_known = inside[:, chunks].all(axis=1) & np.isfinite(peaks)
+            over[:, device] = np.maximum(np.where(is_known, peaks, np.inf) - self.case.caps_bytes[device], 0.0)
         return over
 
     def _times(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
@@ -141,29 +141,37 @@ class Many:
         busy = sums.busy_times(first, end, choices, speed=self._speeds)
         halves = sums.half_times(busy, first, end, speed=self._speeds)
         own = sums.own_us(first, end, self._speeds)
-        per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self._chunks], axis=1)
+        per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self.chunks], axis=1)
         return busy, halves, self._crossing[np.arange(self.num_stages), end], per_device
 
     def _bytes(self, cuts: IntArray, choices: IntArray) -> tuple[BoolArray, FloatArray, FloatArray]:
-        """Which stages are known, what is always there, and every one of their `PARTS`; infinite where not known."""
+        """Which stages are known, what is always there, and every one of their `PARTS`."""
         first, end = cuts[:, :-1], cuts[:, 1:]
         # A stage's place in the tables: its last column is a single layer, and longer ones lie further left.
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
-        place = np.where(inside, choices, self._allowed[0]), end, np.where(inside, column, 0)
-        always, *parts = (np.where(inside, part[place], np.inf) for part in self._parts)
-        shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
-        # Layers tied across chunks of one device are held once.
-        return inside, *held_once(always, np.stack(parts, axis=2), shared, exact=self.case.costs.exact)
+        # A stage beyond the window counts as one within: whoever asks sets it right.
+        place = np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)
+        bytes_of = self._parts[place]
+        always, every = bytes_of[..., 0], bytes_of[..., 1:]
+        if self.case.costs.ties:
+            # Layers tied across chunks of one device are held once.
+            shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
+            always, every = held_once(always, every, shared, exact=self.case.costs.exact)
+        return inside, always, every
 
     @cached_property
-    def _parts(self) -> tuple[FloatArray, ...]:
-        """Bytes that are always there, and of each of `PARTS`: arrays of shape (choices, L+1, width)."""
+    def _moments(self) -> list[FloatArray]:
+        """Per device, how many of each part there are at its moments."""
+        return [moments.astype(np.float64) for moments in moments_of(self.actions)]
+
+    @cached_property
+    def _parts(self) -> FloatArray:
+        """Bytes that are always there, and of each of `PARTS`: shape (choices, L+1, width, 1 + parts)."""
         num = self.case.costs.num_layers
-        shape = (len(CHOICES), num + 1, self.width)
         count = 1 + len(PARTS)
-        parts = tuple(np.full(shape, np.inf) for _ in range(count))
-        for choice in self._allowed:
+        parts = np.zeros((len(CHOICES), num + 1, self.width, count))
+        for choice in self.allowed:
 
             def block(firsts: IntArray, stop: int, choice: int = choice) -> list[FloatArray]:
                 totals = chunk_totals(
@@ -176,8 +184,7 @@ class Many:
                 )
                 return list(totals)
 
-            for part, table in zip(parts, windowed(num, self.width, count, block), strict=True):
-                part[choice] = table
+            parts[choice] = np.stack(windowed(num, self.width, count, block), axis=-1)
         return parts
 
 

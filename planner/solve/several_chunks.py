@@ -11,7 +11,7 @@ Complexity: O(V K M) for every block of partitions that are simulated at once, a
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations, islice, product
-from math import comb, inf
+from math import comb, prod
 
 import numpy as np
 
@@ -22,15 +22,19 @@ from planner.core.values.cluster import Cluster
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.chain_dp import LabelSearch
+from planner.solve.cut_search import CutSearch
+from planner.solve.fitting import Fitting
 from planner.solve.laws import GPipeLaw
-from planner.solve.many import Many, moved
+from planner.solve.many import Many
 from planner.solve.progress import BLOCK, Progress
-from planner.solve.tables import allowed_choices
 
 __all__ = ["search_several_chunks"]
 
-_PROMISING = 1.15
-"""A plan begins to be improved if it is not slower than the best by more than this."""
+_MOST_OF_ONE, _SHARE = 60_000, 4
+"""Actions that one search downhill simulates at most where effort is bounded, and its share of what is left."""
+
+_MOST_OF_ONE_ALONE = 500_000
+"""The same where it is not: a second or two."""
 
 _ORDER, _MOMENTS = 3, 10
 """What it costs to find the order of a schedule's actions, and when chunks hold most: in blocks of few partitions."""
@@ -38,7 +42,6 @@ _ORDER, _MOMENTS = 3, 10
 _CELLS = 5
 """Chunks in tables that take as long to work out as one action."""
 
-_ROUNDS = 200
 _CUTS_AT_ONCE = 256
 
 
@@ -49,21 +52,20 @@ def search_several_chunks(progress: Progress) -> None:
     # A layer may need less within a stage than by itself, but never less than what it holds all the time.
     if float((case.costs.state.always + case.costs.gradients).max()) > max(case.caps_bytes):
         return
-    choices = allowed_choices(case.policy, case.micro_batches)
     for num_devices in range(case.num_devices, 0, -1):
         least_us = max(progress.least_us(num_devices), case.bound_us)
         if least_us >= progress.upper_us:
             return
         many = Many(case, num_devices)
-        cells = (case.costs.num_layers + 1) * many.width * len(choices)
+        cells = (case.costs.num_layers + 1) * many.width * len(many.allowed)
         if not effort.pays((_ORDER + _MOMENTS + 1) * many.num_actions, cells // _CELLS):
             progress.leave_out(least_us)
             return
         if not _can_run(many):
             continue
         effort.spent += (_ORDER + _MOMENTS) * many.num_actions if effort.is_bounded else 0
-        if not _simulate_all(progress, many, choices):
-            _improve(progress, many, np.array(choices))
+        if not _simulate_all(progress, many):
+            _improve(progress, many)
             progress.leave_out(least_us)
 
 
@@ -78,23 +80,52 @@ def _can_run(many: Many) -> bool:
     return many.case.costs.num_layers >= many.num_stages and (not balance or len(balance) == many.num_stages)
 
 
-def _simulate_all(progress: Progress, many: Many, allowed: list[int]) -> bool:
-    """Simulates every partition with every recomputation; False if they are too many."""
+def _simulate_all(progress: Progress, many: Many) -> bool:
+    """Simulates every partition that may be the best; False if they are too many."""
     num_layers, num_stages = many.case.costs.num_layers, many.num_stages
     balance = many.case.rules.balance
+    most = progress.effort.affordable(many)
     num_cuts = comb(num_layers - 1, num_stages - 1) if balance is None else 1
-    if num_cuts * len(allowed) ** num_stages > progress.effort.affordable(many):
+    fitting = Fitting(many)
+    if num_cuts > most or not fitting.is_exhaustive:
         return False
     inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
-    # Every recomputation of every stage with each of the cuts.
-    options = np.array(list(product(allowed, repeat=num_stages)))
     for block in _blocks((0, *cuts, num_layers) for cuts in inner):
         cuts = block[_wanted(many.case, block)]
-        every, choices = np.repeat(cuts, len(options), axis=0), np.tile(options, (len(cuts), 1))
-        for start in range(0, len(every), BLOCK):
-            part = slice(start, start + BLOCK)
-            fits = many.over_bytes(every[part], choices[part]) <= 0
-            progress.raced(many, every[part], choices[part], fits)
+        if not len(cuts):
+            continue
+        # More recomputation is never faster.
+        choices = fitting.fastest(len(cuts))
+        cuts = cuts[progress.simulated(many, cuts, choices) < progress.upper_us]
+        if not len(cuts):
+            continue
+        choices = choices[: len(cuts)]
+        fits = (many.over_bytes(cuts, choices) <= 0).all(axis=1)
+        progress.raced(many, cuts, choices, fits)
+        for start in range(0, len(cuts) - fits.sum(), _CUTS_AT_ONCE):
+            some = cuts[~fits][start : start + _CUTS_AT_ONCE]
+            if not _simulate_choices(progress, many, fitting, some):
+                return False
+    return True
+
+
+def _simulate_choices(progress: Progress, many: Many, fitting: Fitting, cuts: IntArray) -> bool:
+    """Simulates cuts with all minimal choices; False if they are too many."""
+    every_cuts, every_choices = [], []
+    for one, over in zip(cuts, fitting.over_by_way(cuts), strict=True):
+        ways = fitting.minimal(over)
+        if prod(map(len, ways)) + len(every_cuts) > progress.effort.affordable(many):
+            return False
+        for way in product(*ways):
+            choices = np.empty(many.num_stages, dtype=np.int64)
+            for device, chunks in enumerate(many.chunks):
+                choices[list(chunks)] = fitting.ways[way[device]]
+            every_cuts.append(one)
+            every_choices.append(choices)
+    for start in range(0, len(every_cuts), BLOCK):
+        part = slice(start, start + BLOCK)
+        some = np.array(every_cuts[part])
+        progress.raced(many, some, np.array(every_choices[part]), np.full(len(some), True))
     return True
 
 
@@ -104,74 +135,28 @@ def _blocks(all_cuts: Iterable[tuple[int, ...]]) -> Iterator[IntArray]:
         yield np.array(block)
 
 
-def _improve(progress: Progress, many: Many, allowed: IntArray) -> None:
-    """Goes downhill from fairly even cuts, with the same recomputation everywhere to begin with."""
-    start = _start(progress, many)
-    if start is None:
-        return
-    for choice in allowed:
-        # The more is recomputed to begin with, the slower: the first that leads to what fits is enough.
-        if _descend(progress, many, (start[None], np.full((1, many.num_stages), choice)), allowed):
-            return
+def _improve(progress: Progress, many: Many) -> None:
+    """Goes downhill from several cuts."""
+    effort = progress.effort
+    most = min(_MOST_OF_ONE, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
+    CutSearch(progress, many, most).search(_starts(progress, many))
 
 
-def _start(progress: Progress, many: Many) -> IntArray | None:
-    """Fairly even cuts that are wanted; None where there are none."""
+def _starts(progress: Progress, many: Many) -> list[IntArray]:
+    """Fairly even cuts, and the best ones under GPipe; those that are wanted."""
     case, num_stages = many.case, many.num_stages
+    if case.rules.balance is not None:
+        return [np.array([0, *np.cumsum(case.rules.balance)])]
     even = _even(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
-    if _wanted(case, even[None])[0]:
-        return even
+    starts = [even] if _wanted(case, even[None])[0] else []
     # As a pipeline of single stages, in which everything fits, it has the same rules and the same shares.
-    roomy = Cluster(memory_bytes=(2**62,) * num_stages)
+    roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
-    problem = single.problem(num_stages, width=case.costs.num_layers, exact=True)
+    problem = single.problem(num_stages, width=many.width, exact=True)
     cuts = LabelSearch(problem, GPipeLaw(case.micro_batches), deadline=progress.deadline).min_max("backward")
-    return None if cuts is None else np.array(cuts)
-
-
-def _descend(progress: Progress, many: Many, start: tuple[IntArray, IntArray], allowed: IntArray) -> bool:
-    """Goes from one partition, its cuts and choices, downhill; whether one that fits was reached."""
-    cuts, choices = start
-    before = (inf, inf)
-    for _ in range(_ROUNDS):
-        progress.deadline.check()
-        # First of all what breaks the rules goes, then what is over by more than the best, then what is slower.
-        over = np.where(_wanted(many.case, cuts), np.maximum(many.over_bytes(cuts, choices), 0.0), inf)
-        least = float(over.min())
-        if least == inf:
-            break
-        near = np.flatnonzero(over <= least)
-        if least > 0:
-            near = near[:1]  # how fast it is does not matter yet
-            step_us = progress.simulated(many, cuts[near], choices[near])
-        else:
-            step_us = progress.raced(many, cuts[near], choices[near], np.full(len(near), True))
-        at = int(np.argmin(step_us))
-        now = (least, float(step_us[at]))
-        # No neighbour is better, or there is nothing left to look for one with.
-        if not now < before or progress.effort.left <= 0:
-            break
-        before = now
-        # What makes it fit makes it no faster.
-        if now[1] > progress.upper_us * _PROMISING:
-            break
-        cuts, choices = _neighbours(cuts[near[at]], choices[near[at]], allowed, fits=least == 0)
-        if not len(cuts):
-            break
-    return before[0] == 0
-
-
-def _neighbours(cuts: IntArray, choices: IntArray, allowed: IntArray, *, fits: bool) -> tuple[IntArray, IntArray]:
-    """All partitions with one cut moved, or with one stage's recomputation changed."""
-    other_cuts = moved(cuts)
-    # Where everything fits without recomputation, none helps.
-    stages = range(len(choices) if not fits or choices.any() else 0)
-    changed = [(*choices[:k], n, *choices[k + 1 :]) for k in stages for n in allowed if n != choices[k]]
-    other_choices = np.array(changed, dtype=np.int64).reshape(len(changed), len(choices))
-    return (
-        np.concatenate([other_cuts, np.repeat(cuts[None], len(other_choices), axis=0)]),
-        np.concatenate([np.repeat(choices[None], len(other_cuts), axis=0), other_choices]),
-    )
+    if cuts is not None and not np.array_equal(cuts, even):
+        starts.append(np.array(cuts))
+    return starts
 
 
 def _wanted(case: Case, cuts: IntArray) -> BoolArray:
