@@ -46,8 +46,11 @@ _SAME = 1e-12
 _FRUITLESS = 12
 """Restarts in a row without a better plan, after which there are no more."""
 
-_PROMISING = 1.05
-"""A partition is not begun with anew if it is slower than the best by more than this."""
+_PROMISING, _PROMISING_ALONE = 1.05, 1.25
+"""A partition is not begun with anew if it is slower than the best by more than this: bounded effort, or not."""
+
+_BATCH = 400
+"""Actions that take as long as choosing a batch and its recomputation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ class CutSearch:
         self._ends = progress.effort.spent + most_actions
         # Nothing but the question decides what is drawn.
         self._random = random.Random(0)  # noqa: S311
-        self._moves = moves(many.num_stages) if many.case.rules.balance is None else np.empty((0, many.num_stages + 1))
+        self._moves = moves(many.num_stages)[: None if many.case.rules.balance is None else 0]
 
     def search(self, starts: Sequence[IntArray]) -> bool:
         """Searches from each of some cuts, shape (S+1,); whether anything that fits was found."""
@@ -92,9 +95,10 @@ class CutSearch:
                 break
         if best is None:
             return False
+        promising = _PROMISING if self._progress.effort.is_bounded else _PROMISING_ALONE
         fruitless = 0
         while fruitless < _FRUITLESS and not self._is_over:
-            if best.over_bytes == 0 and best.step_us > self._progress.upper_us * _PROMISING:
+            if best.over_bytes == 0 and best.step_us > self._progress.upper_us * promising:
                 break
             place = self._downhill(self._shaken(best))
             fruitless = 0 if place.beats(best) else fruitless + 1
@@ -120,7 +124,7 @@ class CutSearch:
         self._random.shuffle(order)
         for first in range(0, len(order), _ROWS):
             self._progress.deadline.check()
-            cuts = place.cuts + self._moves[order[first : first + _ROWS]]
+            cuts: IntArray = place.cuts + self._moves[order[first : first + _ROWS]]
             cuts = cuts[(np.diff(cuts, axis=1) > 0).all(axis=1)]
             cuts = cuts[self._wanted(cuts)]
             if len(cuts):
@@ -154,7 +158,7 @@ class CutSearch:
             is_open = np.full((1, self._many.num_devices), True)
         if is_open is not None:
             choices = self._fitting.fitted(cuts, choices, is_open)
-        self._progress.effort.spent += self._many.num_actions
+        self._progress.effort.spent += self._many.num_actions + _BATCH
         over = self._many.over_bytes(cuts, choices).sum(axis=1)
         if over.min() > 0:
             at = int(over.argmin())
@@ -171,7 +175,8 @@ class CutSearch:
         every = np.repeat(place.choices[None], len(ways) * self._many.num_devices, axis=0)
         for device, chunks in enumerate(self._many.chunks):
             every[device * len(ways) : (device + 1) * len(ways), list(chunks)] = ways
-        return every[(every != place.choices).any(axis=1)]
+        others: IntArray = every[(every != place.choices).any(axis=1)]
+        return others
 
     def _shaken(self, place: _Place) -> _Place:
         """The partition after a few moves at random, or with a few choices at random where the cuts are fixed."""

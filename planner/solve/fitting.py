@@ -35,7 +35,7 @@ class Fitting:
     @property
     def is_exhaustive(self) -> bool:
         """Whether all ways to choose are looked at."""
-        return len(self._many.allowed) ** self._many.case.chunks <= _MOST_WAYS
+        return bool(len(self._many.allowed) ** self._many.case.chunks <= _MOST_WAYS)
 
     @cached_property
     def ways(self) -> IntArray:
@@ -87,12 +87,7 @@ class Fitting:
 
     def over_by_way(self, cuts: IntArray) -> FloatArray:
         """By how much devices are over their caps with each of `ways`, shape (N, ways, K)."""
-        many = self._many
-        every = np.empty((len(self.ways), many.num_stages), dtype=np.int64)
-        for chunks in many.chunks:
-            every[:, list(chunks)] = self.ways
-        over = many.over_bytes(np.repeat(cuts, len(every), axis=0), np.tile(every, (len(cuts), 1)))
-        return over.reshape(len(cuts), len(every), many.num_devices)
+        return self._many.over_by_way(cuts, np.searchsorted(self._many.allowed, self.ways))
 
     def _again_us(self, cuts: IntArray) -> FloatArray:
         """What devices compute again with each of `ways`, for a micro-batch and roughly; shape (N, ways, K)."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.core.cost.device_memory import chunk_totals, device_peaks, held_once, shared_bytes
+from planner.core.cost.device_memory import chunk_totals, device_peaks, device_peaks_by_choice, held_once, shared_bytes
 from planner.core.cost.moments import PARTS, moments_of
 from planner.core.cost.simulate import StageTimes, makespans
 from planner.core.cost.stage_time import CHOICES, BusyTimes, HalfTimes, hidden_us, optimizer_tail_us
@@ -85,7 +85,7 @@ class Many:
         """
         cuts, choices = cuts[None], choices[None]
         busy, halves, crossing, own = self._times(cuts, choices)
-        _, always, parts = self._bytes(cuts, choices)
+        always, parts, _ = self._bytes(cuts, choices)
         durations = {
             name: np.broadcast_to(us, choices.shape)[0] for name, us in {**busy._asdict(), **halves._asdict()}.items()
         }
@@ -126,14 +126,49 @@ class Many:
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """By how much each device is over its cap, shape (N, K); 0 where it fits, infinite beyond the window."""
-        inside, always, every = self._bytes(cuts, choices)
+        always, parts, inside = self._bytes(cuts, choices)
         over = np.zeros((len(cuts), self.num_devices))
         for device, moments in enumerate(self._moments):
             chunks = list(self.chunks[device])
-            peaks = device_peaks(always[:, chunks], every[:, chunks], moments=moments)
-            is_known = inside[:, chunks].all(axis=1) & np.isfinite(peaks)
-            over[:, device] = np.maximum(np.where(is_known, peaks, np.inf) - self.case.caps_bytes[device], 0.0)
+            peaks = device_peaks(always[:, chunks], parts[:, chunks], moments=moments)
+            over[:, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1)))
         return over
+
+    def over_by_way(self, cuts: IntArray, ways: IntArray) -> FloatArray:
+        """The same for each of W ways to choose for the chunks of a device, shape (N, W, K).
+
+        Args:
+            cuts: Shape (N, S+1).
+            ways: Indices into `allowed`, shape (W, V).
+        """
+        every = [self._bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
+        always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
+        inside = every[0][2]
+        over = np.zeros((len(cuts), len(ways), self.num_devices))
+        for device, moments in enumerate(self._moments):
+            chunks = list(self.chunks[device])
+            peaks = device_peaks_by_choice(always[:, :, chunks], parts[:, :, chunks], ways, moments=moments)
+            over[:, :, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1))[:, None])
+        return over
+
+    def _bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
+        """What stages hold always, shape (N, S), of each of `PARTS`, and which are within the window."""
+        first, end = cuts[:, :-1], cuts[:, 1:]
+        # A stage's place in the tables: its last column is a single layer, and longer ones lie further left.
+        column = first - end + self.width
+        inside = (column >= 0) & (choices >= 0)
+        # A stage beyond the window counts as a single layer here.
+        stages = self._parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
+        always, parts = stages[..., 0], stages[..., 1:]
+        if self.case.costs.ties:
+            # Layers tied across chunks of one device are held once.
+            shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
+            always, parts = held_once(always, parts, shared, exact=self.case.costs.exact)
+        return always, parts, inside
+
+    def _above(self, device: int, peaks_bytes: FloatArray, is_known: BoolArray) -> FloatArray:
+        """What is above the device's cap."""
+        return np.maximum(np.where(is_known, peaks_bytes, np.inf) - self.case.caps_bytes[device], 0.0)
 
     def _times(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
         """What stages are busy, crossing behind each, shape (N, S), and what each device does between steps, (N, K)."""
@@ -143,22 +178,6 @@ class Many:
         own = sums.own_us(first, end, self._speeds)
         per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self.chunks], axis=1)
         return busy, halves, self._crossing[np.arange(self.num_stages), end], per_device
-
-    def _bytes(self, cuts: IntArray, choices: IntArray) -> tuple[BoolArray, FloatArray, FloatArray]:
-        """Which stages are known, what is always there, and every one of their `PARTS`."""
-        first, end = cuts[:, :-1], cuts[:, 1:]
-        # A stage's place in the tables: its last column is a single layer, and longer ones lie further left.
-        column = first - end + self.width
-        inside = (column >= 0) & (choices >= 0)
-        # A stage beyond the window counts as one within: whoever asks sets it right.
-        place = np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)
-        bytes_of = self._parts[place]
-        always, every = bytes_of[..., 0], bytes_of[..., 1:]
-        if self.case.costs.ties:
-            # Layers tied across chunks of one device are held once.
-            shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
-            always, every = held_once(always, every, shared, exact=self.case.costs.exact)
-        return inside, always, every
 
     @cached_property
     def _moments(self) -> list[FloatArray]:

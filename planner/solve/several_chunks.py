@@ -100,7 +100,7 @@ def _simulate_all(progress: Progress, many: Many) -> bool:
         if not len(cuts):
             continue
         choices = choices[: len(cuts)]
-        fits = (many.over_bytes(cuts, choices) <= 0).all(axis=1)
+        fits = np.asarray((many.over_bytes(cuts, choices) <= 0).all(axis=1))
         progress.raced(many, cuts, choices, fits)
         for start in range(0, len(cuts) - fits.sum(), _CUTS_AT_ONCE):
             some = cuts[~fits][start : start + _CUTS_AT_ONCE]
@@ -111,7 +111,8 @@ def _simulate_all(progress: Progress, many: Many) -> bool:
 
 def _simulate_choices(progress: Progress, many: Many, fitting: Fitting, cuts: IntArray) -> bool:
     """Simulates cuts with all minimal choices; False if they are too many."""
-    every_cuts, every_choices = [], []
+    every_cuts: list[IntArray] = []
+    every_choices: list[IntArray] = []
     for one, over in zip(cuts, fitting.over_by_way(cuts), strict=True):
         ways = fitting.minimal(over)
         if prod(map(len, ways)) + len(every_cuts) > progress.effort.affordable(many):

@@ -30,6 +30,7 @@ __all__ = [
     "chunk_totals",
     "device_memory",
     "device_peaks",
+    "device_peaks_by_choice",
     "held_once",
     "shared_bytes",
 ]
@@ -168,7 +169,7 @@ def held_once(
     return always - shared.parameters - shared.optimizer - (0.0 if exact else shared.gradients), parts
 
 
-def device_peaks(always: FloatArray, parts: FloatArray, *, moments: IntArray) -> FloatArray:
+def device_peaks(always: FloatArray, parts: FloatArray, *, moments: IntArray | FloatArray) -> FloatArray:
     """Peak of N devices with V chunks each, in bytes; shape (N,).
 
     Args:
@@ -178,6 +179,25 @@ def device_peaks(always: FloatArray, parts: FloatArray, *, moments: IntArray) ->
     """
     alive = parts.reshape(len(parts), -1) @ moments.reshape(len(moments), -1).T
     peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)
+    return peaks
+
+
+def device_peaks_by_choice(
+    always: FloatArray, parts: FloatArray, ways: IntArray, *, moments: IntArray | FloatArray
+) -> FloatArray:
+    """Peak of N devices with V chunks each under each of W ways to choose among C for every chunk; shape (N, W).
+
+    Args:
+        always: Shape (C, N, V).
+        parts: Of each of `PARTS`: shape (C, N, V, parts).
+        ways: The choice for each chunk, shape (W, V).
+        moments: As for `device_peaks`, which returns the same for a single way.
+    """
+    fixed, alive = np.zeros(1), np.zeros(1)
+    for chunk, choices in enumerate(ways.T):
+        fixed = fixed + always[choices, :, chunk]
+        alive = alive + (parts[:, :, chunk] @ moments[:, chunk].T)[choices]
+    peaks: FloatArray = np.transpose(fixed + np.max(alive, axis=2))
     return peaks
 
 
