@@ -3,8 +3,8 @@
     python benchmarks/schedule_search.py > docs/measurements/schedule_search.md
     python benchmarks/schedule_search.py --chains 20 --random 2
 
-Random chains of 10 to 48 layers on 2 to 6 devices, under interleaved 1F1B and ZBV. Caps are loose, or tight: what fairly
-even stages hold with recomputation everywhere, and 30 % of what they would hold above that without. Random search knows
+Random chains of 10 to 48 layers on 2 to 6 devices, under interleaved 1F1B and ZBV. Caps are loose, or tight: what even
+stages hold with recomputation everywhere, and 30 % of what they would hold above that without. Random search knows
 nothing but the cost model: again and again it begins with cuts and recomputation at random, and keeps random changes
 that help, for so many seconds a case. Prints Markdown.
 """
@@ -152,7 +152,7 @@ def _table(questions: list[Question], seconds: float) -> None:
         gains.append(max(0.0, gain))
         print(f"| {' | '.join(cells)} | {f'{-gain:+.1%}' if seconds else ''} |", flush=True)
     print(
-        f"\n{len(gaps)} of {len(questions)} planned. Gap: median {statistics.median(gaps):.1%}, largest {max(gaps):.1%}, "
+        f"\n{len(gaps)} of {len(questions)} planned. Gap: median {statistics.median(gaps):.1%}, at most {max(gaps):.1%}, "
         f"{sum(gap < 1e-9 for gap in gaps)} proven. Random search is faster by {max(gains):.1%} at most, by more than "
         f"1 % in {sum(gain > 0.01 for gain in gains)}. Time: median {statistics.median(times):.2f} s, longest "
         f"{max(times):.2f} s."

@@ -33,7 +33,7 @@ class Many:
     Cuts have shape (N, S+1), from 0 to L; choices have shape (N, S) and are indices into `CHOICES`.
     """
 
-    def __init__(self, case: Case, num_devices: int) -> None:
+    def __init__(self, case: Case, num_devices: int, *, width: int | None = None) -> None:
         self.case = case
         self.num_devices = num_devices
         self.num_stages = num_devices * case.chunks
@@ -42,17 +42,17 @@ class Many:
         devices = [device_of(s, num_devices, placement) for s in range(self.num_stages + 1)]
         self.chunks = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
         """Per device, its stages in the order of the chain."""
-        self._speeds = np.array([cluster.speed(d) for d in devices[:-1]])
+        self.speeds = np.array([cluster.speed(d) for d in devices[:-1]])
         links = [
             cluster.link_between(*ends, num_devices=num_devices, replicas=case.replicas) for ends in pairwise(devices)
         ]
         times = {link: LinkTimes.of(link, case.sums).crossing_us for link in set(links)}
-        self._crossing = np.stack([times[link] for link in links])
-        self._blocking = np.array([link.blocking for link in links])
+        self.crossing_us = np.stack([times[link] for link in links])
+        self.blocking = np.array([link.blocking for link in links])
         self.allowed = allowed_choices(case.policy, case.micro_batches)
         """Indices into `CHOICES`, from the fastest to the one that holds least."""
         share = -(-case.costs.num_layers // self.num_stages)
-        self.width = min(case.costs.num_layers, _WIDEST * share)
+        self.width = width or min(case.costs.num_layers, _WIDEST * share)
         """Layers of the longest stage whose memory is known."""
 
     @property
@@ -70,7 +70,7 @@ class Many:
         """The same under another schedule with the same stages on every device, of whose memory the parts are known."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
-        for known in ("actions", "_moments"):
+        for known in ("actions", "moments"):
             vars(other).pop(known, None)
         vars(other)["_parts"] = self._parts
         return other
@@ -96,7 +96,7 @@ class Many:
                 StageTimes(
                     **{name: float(us[s]) for name, us in durations.items()},
                     send_us=float(crossing[0, s]),
-                    blocking=bool(self._blocking[s]),
+                    blocking=bool(self.blocking[s]),
                 )
                 for s in range(self.num_stages)
             ),
@@ -116,7 +116,7 @@ class Many:
             backward_us=busy.backward_us,
             last_backward_us=busy.last_backward_us,
             send_us=crossing,
-            blocking=self._blocking,
+            blocking=self.blocking,
         )
         if self.case.schedule.splits_backward:
             return simulated(**halves._asdict(), own_us=own)
@@ -128,7 +128,7 @@ class Many:
         """By how much each device is over its cap, shape (N, K); 0 where it fits, infinite beyond the window."""
         always, parts, inside = self._bytes(cuts, choices)
         over = np.zeros((len(cuts), self.num_devices))
-        for device, moments in enumerate(self._moments):
+        for device, moments in enumerate(self.moments):
             chunks = list(self.chunks[device])
             peaks = device_peaks(always[:, chunks], parts[:, chunks], moments=moments)
             over[:, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1)))
@@ -145,7 +145,7 @@ class Many:
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
         inside = every[0][2]
         over = np.zeros((len(cuts), len(ways), self.num_devices))
-        for device, moments in enumerate(self._moments):
+        for device, moments in enumerate(self.moments):
             chunks = list(self.chunks[device])
             peaks = device_peaks_by_choice(always[:, :, chunks], parts[:, :, chunks], ways, moments=moments)
             over[:, :, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1))[:, None])
@@ -158,13 +158,20 @@ class Many:
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
         # A stage beyond the window counts as a single layer here.
-        stages = self._parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
+        stages = self.parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
         always, parts = stages[..., 0], stages[..., 1:]
         if self.case.costs.ties:
             # Layers tied across chunks of one device are held once.
             shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
             always, parts = held_once(always, parts, shared, exact=self.case.costs.exact)
         return always, parts, inside
+
+    def held_bytes(self, counts: FloatArray) -> FloatArray:
+        """What every stage takes with so many of each part, shape (choices, L+1, width); infinite beyond the chain."""
+        with np.errstate(invalid="ignore"):
+            held = self.parts[..., 0] + self.parts[..., 1:] @ counts
+        known: FloatArray = np.where(np.isnan(held), np.inf, held)
+        return known
 
     def _above(self, device: int, peaks_bytes: FloatArray, is_known: BoolArray) -> FloatArray:
         """What is above the device's cap."""
@@ -173,19 +180,19 @@ class Many:
     def _times(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
         """What stages are busy, crossing behind each, shape (N, S), and what each device does between steps, (N, K)."""
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
-        busy = sums.busy_times(first, end, choices, speed=self._speeds)
-        halves = sums.half_times(busy, first, end, speed=self._speeds)
-        own = sums.own_us(first, end, self._speeds)
+        busy = sums.busy_times(first, end, choices, speed=self.speeds)
+        halves = sums.half_times(busy, first, end, speed=self.speeds)
+        own = sums.own_us(first, end, self.speeds)
         per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self.chunks], axis=1)
-        return busy, halves, self._crossing[np.arange(self.num_stages), end], per_device
+        return busy, halves, self.crossing_us[np.arange(self.num_stages), end], per_device
 
     @cached_property
-    def _moments(self) -> list[FloatArray]:
+    def moments(self) -> list[FloatArray]:
         """Per device, how many of each part there are at its moments."""
         return [moments.astype(np.float64) for moments in moments_of(self.actions)]
 
     @cached_property
-    def _parts(self) -> FloatArray:
+    def parts(self) -> FloatArray:
         """Bytes that are always there, and of each of `PARTS`: shape (choices, L+1, width, 1 + parts)."""
         num = self.case.costs.num_layers
         count = 1 + len(PARTS)

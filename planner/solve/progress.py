@@ -71,7 +71,9 @@ class Progress:
     """The step time of the best partition, or the one to beat."""
     best: Partition | None = None
     bound_us: float = inf
-    """No partition that was not simulated is faster."""
+    """No partition that was left out is faster."""
+    rest_us: float = 0.0
+    """No partition that is still to be looked at is faster."""
 
     def leave_out(self, bound_us: float) -> None:
         """Notes that partitions which take `bound_us` at least were not simulated."""

@@ -1,17 +1,19 @@
-"""Interleaved 1F1B: all partitions are simulated where they are few, else one is improved step by step.
+"""Schedules of several chunks: all partitions are simulated where they are few, else some are improved step by step.
 
-Chunks of a device share its memory, so stages are not judged one by one, and the only bound is what the work alone
-takes. A search downhill goes from even shares to the nearest partition of which no neighbour is better: one with a
-single cut moved, or a single stage recomputed otherwise. As long as it does not fit, better means fewer bytes over the
-caps, from then on faster.
+Chunks of a device share its memory, so stages are not judged one by one. What no partition can beat is what the work
+alone takes, or the bound of a linear programme (`planner.solve.cut_programme`); the cuts near its solution are a start
+for the search (`planner.solve.cut_search`), beside fairly even ones.
 
-Complexity: O(V K M) for every block of partitions that are simulated at once, and O(V K) of them in a round downhill.
+Where partitions are few, cuts are simulated without recomputation first: more of it is never faster. Those that do not
+fit so are simulated with the choices of each device that can be the best (`planner.solve.fitting`).
+
+Complexity: O(V K M) for every block of partitions that are simulated at once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice, product
-from math import comb, prod
+from math import comb, inf, prod
 
 import numpy as np
 
@@ -22,7 +24,9 @@ from planner.core.values.cluster import Cluster
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.chain_dp import LabelSearch
+from planner.solve.cut_programme import CutBound, cut_bound, programme_size
 from planner.solve.cut_search import CutSearch
+from planner.solve.deadline import NEVER
 from planner.solve.fitting import Fitting
 from planner.solve.laws import GPipeLaw
 from planner.solve.many import Many
@@ -35,6 +39,15 @@ _MOST_OF_ONE, _SHARE = 60_000, 4
 
 _MOST_OF_ONE_ALONE = 500_000
 """The same where it is not: a second or two."""
+
+_MOST_OF_BOUND, _ROWS_SQUARED = 40_000, 50
+"""Actions that a bound may take as long as where effort is bounded, and rows, squared, that take as long as one."""
+
+_ITERATIONS = 20
+"""Steps of the simplex method for a row, at most."""
+
+_LEAST_S = 0.01
+"""Seconds for a bound where time is short."""
 
 _ORDER, _MOMENTS = 3, 10
 """What it costs to find the order of a schedule's actions, and when chunks hold most: in blocks of few partitions."""
@@ -53,7 +66,7 @@ def search_several_chunks(progress: Progress) -> None:
     if float((case.costs.state.always + case.costs.gradients).max()) > max(case.caps_bytes):
         return
     for num_devices in range(case.num_devices, 0, -1):
-        least_us = max(progress.least_us(num_devices), case.bound_us)
+        least_us = progress.rest_us = max(progress.least_us(num_devices), case.bound_us)
         if least_us >= progress.upper_us:
             return
         many = Many(case, num_devices)
@@ -65,8 +78,8 @@ def search_several_chunks(progress: Progress) -> None:
             continue
         effort.spent += (_ORDER + _MOMENTS) * many.num_actions if effort.is_bounded else 0
         if not _simulate_all(progress, many):
-            _improve(progress, many)
-            progress.leave_out(least_us)
+            progress.leave_out(_improve(progress, many, least_us))
+    progress.rest_us = inf
 
 
 def _can_run(many: Many) -> bool:
@@ -136,11 +149,38 @@ def _blocks(all_cuts: Iterable[tuple[int, ...]]) -> Iterator[IntArray]:
         yield np.array(block)
 
 
-def _improve(progress: Progress, many: Many) -> None:
-    """Goes downhill from several cuts."""
+def _improve(progress: Progress, many: Many, least_us: float) -> float:
+    """Searches from several cuts; returns what no partition can beat, at least `least_us`."""
     effort = progress.effort
+    starts = _starts(progress, many)
+    bound = _bound(progress, many, starts)
+    if bound is not None:
+        least_us = max(least_us, bound.bound_us)
+        if least_us >= progress.upper_us:
+            return least_us
+        if _wanted(many.case, bound.cuts[None])[0]:
+            starts.append(bound.cuts)
+    # Were time to run out now, fewer devices would still be open.
+    fewer_us = max(progress.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
+    progress.rest_us = min(least_us, fewer_us)
     most = min(_MOST_OF_ONE, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
-    CutSearch(progress, many, most).search(_starts(progress, many))
+    CutSearch(progress, many, most).search(starts)
+    return least_us
+
+
+def _bound(progress: Progress, many: Many, starts: Sequence[IntArray]) -> CutBound | None:
+    """The linear programme's bound, if it pays."""
+    effort = progress.effort
+    size = programme_size(many)
+    # Its time grows about with the square of its size.
+    actions = size * size // _ROWS_SQUARED
+    most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
+    if many.case.rules.balance is not None or actions > most or not starts:
+        return None
+    effort.spent += actions
+    scale_us = progress.upper_us if progress.upper_us < inf else many.case.bound_us
+    limit_s = max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline != NEVER else None
+    return cut_bound(many, starts[0], scale_us=scale_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
 
 
 def _starts(progress: Progress, many: Many) -> list[IntArray]:

@@ -44,7 +44,7 @@ def simulated_answer(
     except OutOfTimeError:
         if progress.best is None:
             raise
-        progress.leave_out(case.bound_us)
+        progress.leave_out(max(progress.rest_us, case.bound_us))
     bound_us = min(progress.bound_us, progress.upper_us)
     step_us = inf if progress.best is None else progress.upper_us
     return Answer(case, progress.best, step_us, bound_us, _METHOD, progress.effort.spent)

@@ -20,6 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from planner.core.cost.linear import Linear
 from planner.core.schedule import (
     KINDS,
     Action,
@@ -31,10 +32,10 @@ from planner.core.schedule import (
     message_to,
 )
 
-__all__ = ["Event", "StageTimes", "last_end_us", "makespans", "period_us", "simulate"]
+__all__ = ["Clocks", "Event", "StageTimes", "Times", "clocks", "last_end_us", "makespans", "period_us", "simulate"]
 
 FloatArray = NDArray[np.float64]
-Clock = TypeVar("Clock", float, FloatArray)
+Clock = TypeVar("Clock", float, FloatArray, Linear)
 
 _BLOCK = 1024
 """Partitions whose clocks are carried together: as many as the processor's cache holds."""
@@ -78,6 +79,24 @@ class Event:
     micro_batch: int
     start_us: float
     end_us: float
+
+
+class Times(NamedTuple, Generic[Clock]):
+    """The times of every stage: of one partition as numbers, of many as arrays, or not known yet."""
+
+    durations: Mapping[str, Sequence[Clock]]
+    """By the letter of a kind."""
+    last_durations: Mapping[str, Sequence[Clock]]
+    """Those of the last micro-batch."""
+    sends: Sequence[Clock]
+    blocking: Sequence[bool]
+
+
+class Clocks(NamedTuple, Generic[Clock]):
+    """When each device begins its first action, and ends its last one."""
+
+    begins: Sequence[Clock]
+    ends: Sequence[Clock]
 
 
 def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> tuple[Event, ...]:
@@ -186,7 +205,7 @@ def makespans(
 
         durations = {kind: rows(times) for kind, times in every.items() if times is not None}
         last_durations = {kind: rows(times) for kind, times in last.items() if times is not None}
-        times = _Times(durations, last_durations, rows(send_us), blocks)
+        times = Times(durations, last_durations, rows(send_us), blocks)
         clocks = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later=np.maximum)
         if own_us is None:
             ends[block] = np.max(clocks.ends, axis=0)
@@ -195,25 +214,25 @@ def makespans(
     return ends
 
 
+def clocks(
+    actions: Sequence[Sequence[Action]], times: Times[Clock], *, begin: Clock, later: Callable[[Clock, Clock], Clock]
+) -> Clocks[Clock]:
+    """When each device begins and ends, by clocks of any kind: unknown ones make a programme of the schedule.
+
+    Args:
+        actions: Per device, its actions in order.
+        times: What they take.
+        begin: The clocks when the step begins.
+        later: The later of two clocks.
+
+    Raises:
+        ValueError: As `simulate`.
+    """
+    steps = _known_steps(tuple(map(tuple, actions)), len(times.sends))
+    return _carry(steps, len(actions), times, begin=begin, later=later)
+
+
 # Private functions
-
-
-class _Times(NamedTuple, Generic[Clock]):
-    """The times of every stage: of one partition as numbers, of many as arrays."""
-
-    durations: Mapping[str, Sequence[Clock]]
-    """By the letter of a kind."""
-    last_durations: Mapping[str, Sequence[Clock]]
-    """Those of the last micro-batch."""
-    sends: Sequence[Clock]
-    blocking: Sequence[bool]
-
-
-class _Clocks(NamedTuple, Generic[Clock]):
-    """When each device begins its first action, and ends its last one."""
-
-    begins: Sequence[Clock]
-    ends: Sequence[Clock]
 
 
 class _Step(NamedTuple):
@@ -279,7 +298,7 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
 
 def _walk(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None
-) -> "_Clocks[float]":
+) -> "Clocks[float]":
     """One partition's clocks."""
     durations = {
         "F": [stage.forward_us for stage in stages],
@@ -292,7 +311,7 @@ def _walk(
         "B": [stage.last_backward_us for stage in stages],
         "I": [stage.last_input_backward_us for stage in stages],
     }
-    times = _Times(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
+    times = Times(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
     steps = _steps_of(actions, len(stages))
     return _carry(steps, len(actions), times, begin=0.0, later=max, note=note)
 
@@ -304,12 +323,12 @@ _Note = Callable[[_Step, bool, float, float], None]
 def _carry(
     steps: Sequence[_Step],
     num_devices: int,
-    times: _Times[Clock],
+    times: Times[Clock],
     *,
     begin: Clock,
     later: Callable[[Clock, Clock], Clock],
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
-) -> _Clocks[Clock]:
+) -> Clocks[Clock]:
     """When each device begins and ends.
 
     Args:
@@ -325,7 +344,7 @@ def _carry(
     link_free: dict[tuple[int, int], Clock] = {}
     arrived: dict[tuple[Flow, int, int], Clock] = {}
     # A transfer of no time starts when it may and holds nobody up, if all of them are such.
-    takes_time = any(np.any(send) for send in times.sends[:-1])
+    takes_time = any(_takes_time(send) for send in times.sends[:-1])
     for step in steps:
         start = device_free[step.device]
         if step.source is not None:
@@ -343,7 +362,11 @@ def _carry(
         if takes_time and not times.blocking[step.sent_over]:
             sent = later(end, link_free.get(step.link, begin))
             end = link_free[step.link] = sent + times.sends[step.sent_over]
-            if note is not None and np.any(times.sends[step.sent_over]):
+            if note is not None and _takes_time(times.sends[step.sent_over]):
                 note(step, True, sent, end)
         arrived[step.flow, step.stage, step.micro_batch] = end
-    return _Clocks([begin if first is None else first for first in begins], device_free)
+    return Clocks([begin if first is None else first for first in begins], device_free)
+
+
+def _takes_time(send: float | FloatArray | Linear) -> bool:
+    return bool(send) if isinstance(send, Linear) else bool(np.any(send))

@@ -1,0 +1,37 @@
+"""A clock that is no number yet: a sum of unknown times."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+__all__ = ["Linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Unknowns with factors, and a constant."""
+
+    factors: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    """By the number of the unknown."""
+    constant: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether it is anything but 0."""
+        return bool(self.factors) or self.constant != 0
+
+    def __add__(self, other: "Linear | float") -> "Linear":
+        """The sum."""
+        if not isinstance(other, Linear):
+            return Linear(self.factors, self.constant + other)
+        factors = dict(self.factors)
+        for unknown, factor in other.factors.items():
+            factors[unknown] = factors.get(unknown, 0.0) + factor
+        return Linear(factors, self.constant + other.constant)
+
+    def __sub__(self, other: "Linear") -> "Linear":
+        """The difference."""
+        return self + other.times(-1.0)
+
+    def times(self, factor: float) -> "Linear":
+        """The product with a number."""
+        return Linear({unknown: factor * value for unknown, value in self.factors.items()}, factor * self.constant)
