@@ -2,12 +2,14 @@
 
     cuts, recomputation  ->  lists made for them  ->  cuts and recomputation improved under these lists  ->  …
 
-until a round brings nothing. It begins with the even cuts, and with the best cuts and lists of every named schedule
-that has as many stages on a device in the same places: what is found is never slower than those.
+until a round brings nothing. It begins with what every named schedule is best with that has as many stages on a device
+in the same places, and with the even cuts; and lists may follow those of named schedules. The best of a named schedule
+counts, too: what is found is not slower than what the same effort finds for those.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from math import inf
 
 import numpy as np
 
@@ -15,51 +17,112 @@ from planner.core.cost.stage_time import CHOICES
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, Listed
 from planner.solve.arrays import IntArray
-from planner.solve.case import Case
+from planner.solve.cut_search import CutSearch
 from planner.solve.list_scheduling import OrderProblem
 from planner.solve.many import Many
 from planner.solve.order_search import FoundOrder, Orders
 from planner.solve.progress import Progress
-from planner.solve.several_chunks import _descend, _start
-from planner.solve.tables import allowed_choices
+from planner.solve.several_chunks import starts_of
 
 __all__ = ["search_cuts_and_lists"]
 
 Rows = tuple[tuple[Action, ...], ...]
+Cut = tuple[IntArray, IntArray]
+"""A partition: cuts of shape (S+1,) and choices of shape (S,)."""
 
 _ROUNDS = 6
 """Times that lists and cuts are improved in turn."""
 
-_SHARE = 4
-"""One of so many parts of what effort is left goes into the lists for one partition."""
+_SHARE = 6
+"""One of so many parts of what effort is left goes into one search, for cuts or for lists."""
 
 
 def search_cuts_and_lists(progress: Progress) -> None:
     """Searches from the most devices down, until the deadline (`OutOfTimeError`) or as long as the effort lasts."""
-    case = progress.case
+    case, balance = progress.case, progress.case.rules.balance
     for num_devices in range(case.num_devices, 0, -1):
         least_us = max(progress.least_us(num_devices), case.bound_us)
         if least_us >= progress.upper_us or progress.effort.left <= 0:
             progress.leave_out(least_us)
             return
-        if case.costs.num_layers < num_devices * case.chunks or _is_other_length(case, num_devices):
-            continue
-        many = Many(case, num_devices)
-        named = _named(many)
-        models = [under.actions for under in named]
-        for start in _good_starts(progress, named):
-            _in_turn(progress, many, start, models)
-        # The more is recomputed to begin with, the slower: the first that leads to what fits is enough.
-        any(_in_turn(progress, many, start, models) for start in _even_starts(progress, many))
-        progress.leave_out(least_us)
+        num_stages = num_devices * case.chunks
+        if case.costs.num_layers >= num_stages and (balance is None or len(balance) == num_stages):
+            _Joint(progress, Many(case, num_devices)).search()
+            progress.leave_out(least_us)
 
 
 # Private functions
 
 
-def _is_other_length(case: Case, num_devices: int) -> bool:
-    balance = case.rules.balance
-    return balance is not None and len(balance) != num_devices * case.chunks
+class _Joint:
+    """The search for one number of devices."""
+
+    def __init__(self, progress: Progress, many: Many) -> None:
+        self._progress, self._many = progress, many
+        self._models = _named(many)
+
+    def search(self) -> None:
+        """From every start in turn."""
+        even = starts_of(self._progress, self._many)
+        for named in self._models:
+            best = self._cut(named, even)
+            if best is not None:
+                self._in_turn(best)
+        for cuts in even[:1]:
+            # The more is recomputed to begin with, the slower: the first that leads to what fits is enough.
+            any(self._in_turn((cuts, np.full(self._many.num_stages, choice))) for choice in self._many.allowed)
+
+    def _in_turn(self, place: Cut) -> bool:
+        """Makes lists for the partition and improves it under them, until that brings nothing; whether lists fit."""
+        before_us = inf
+        for _ in range(_ROUNDS):
+            self._progress.deadline.check()
+            found = self._lists_for(place)
+            if found is None:
+                break
+            made = self._many.under(Listed(found.rows))
+            cuts, choices = place
+            self._progress.raced(made, cuts[None], choices[None], np.array([True]))
+            is_better, before_us = found.period_us < before_us * (1 - 1e-9), found.period_us
+            better = self._cut(made, [place[0]]) if is_better and self._progress.effort.left > 0 else None
+            if better is None:
+                break
+            place = better
+        return before_us < inf
+
+    def _cut(self, many: Many, starts: Sequence[IntArray]) -> Cut | None:
+        """The best partition that is found under lists; None if nothing fits. The best of all is noted."""
+        progress = self._progress
+        own = Progress(case=many.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
+        CutSearch(own, many, max(0, progress.effort.left) // _SHARE).search(starts)
+        if own.best is None:
+            return None
+        if own.upper_us < progress.upper_us * (1 - 1e-12):
+            progress.upper_us, progress.best = own.upper_us, own.best
+        return np.cumsum([0, *own.best.balance]), np.array([CHOICES.index(choice) for choice in own.best.recompute])
+
+    def _lists_for(self, place: Cut) -> FoundOrder | None:
+        """The best lists that are found for the partition; None if nothing fits.
+
+        Backwards in one piece hold nothing between halves, and may take less than both together.
+        """
+        many, effort = self._many, self._progress.effort
+        cuts, choices = place[0][None], place[1][None]
+
+        def fits(rows: Rows) -> bool:
+            return bool((many.under(Listed(rows)).over_bytes(cuts, choices) <= 0).all())
+
+        best: FoundOrder | None = None
+        for is_whole in (False, True):
+            problem = many.order_problem(place[0], place[1], is_whole=is_whole)
+            if is_whole and best is not None and _halves_cost_nothing(problem):
+                break
+            orders = Orders(problem, fits, [named.actions for named in self._models])
+            found = orders.search(max(0, effort.left) // _SHARE)
+            effort.spent += orders.spent
+            if found is not None and (best is None or found.period_us < best.period_us):
+                best = found
+        return best
 
 
 def _named(many: Many) -> list[Many]:
@@ -71,95 +134,6 @@ def _named(many: Many) -> list[Many]:
             with suppress(UsageError):
                 able += [named] if named.actions else []
     return able
-
-
-def _good_starts(progress: Progress, named: Sequence[Many]) -> Iterator[tuple[IntArray, IntArray]]:
-    """Cuts and choices that named schedules are best with."""
-    allowed = np.array(allowed_choices(progress.case.policy, progress.case.micro_batches))
-    for under in named:
-        best = _best_under(progress, under, allowed)
-        if best is not None:
-            yield best
-
-
-def _even_starts(progress: Progress, many: Many) -> Iterator[tuple[IntArray, IntArray]]:
-    """Even cuts, with the same recomputation everywhere."""
-    even = _start(progress, many)
-    if even is not None:
-        for choice in allowed_choices(progress.case.policy, progress.case.micro_batches):
-            yield even, np.full(many.num_stages, choice)
-
-
-def _best_under(progress: Progress, many: Many, allowed: IntArray) -> tuple[IntArray, IntArray] | None:
-    """The partition that a named schedule is best with, as far as is soon seen."""
-    start = _start(progress, many)
-    if start is None:
-        return None
-    for choice in allowed:
-        reached = _downhill(progress, many, (start, np.full(many.num_stages, choice)), allowed)
-        if reached is not None:
-            return reached
-    return None
-
-
-def _downhill(
-    progress: Progress, many: Many, start: tuple[IntArray, IntArray], allowed: IntArray
-) -> tuple[IntArray, IntArray] | None:
-    """Where the way downhill ends; None if nothing fits there. The best of all is noted."""
-    cuts, choices = start
-    own = Progress(case=many.case, effort=progress.effort, deadline=progress.deadline, upper_us=np.inf)
-    _descend(own, many, (cuts[None], choices[None]), allowed)
-    if own.best is None:
-        return None
-    if own.upper_us < progress.upper_us * (1 - 1e-12):
-        progress.upper_us, progress.best = own.upper_us, own.best
-    return np.cumsum([0, *own.best.balance]), np.array([CHOICES.index(choice) for choice in own.best.recompute])
-
-
-def _in_turn(progress: Progress, whole: Many, start: tuple[IntArray, IntArray], models: Sequence[Rows]) -> bool:
-    """Makes lists for the partition and improves it under them, until that brings nothing; whether anything fits."""
-    (cuts, choices), case = start, progress.case
-    allowed = np.array(allowed_choices(case.policy, case.micro_batches))
-    before_us = np.inf
-    for _ in range(_ROUNDS):
-        progress.deadline.check()
-        rows = _lists_for(progress, whole, cuts, choices, models)
-        if rows is None:
-            break
-        many = whole.under(Listed(rows))
-        reached = _downhill(progress, many, (cuts, choices), allowed)
-        if reached is None:
-            break
-        cuts, choices = reached
-        step_us = float(many.step_us(cuts[None], choices[None])[0])
-        is_better, before_us = step_us < before_us * (1 - 1e-9), step_us
-        if not is_better or progress.effort.left <= 0:
-            break
-    return before_us < np.inf
-
-
-def _lists_for(
-    progress: Progress, many: Many, cuts: IntArray, choices: IntArray, models: Sequence[Rows]
-) -> Rows | None:
-    """The best lists that are found for the partition; None if nothing fits.
-
-    Backwards in one piece hold nothing between halves, and may take less than both together.
-    """
-
-    def fits(rows: Rows) -> bool:
-        return bool(many.under(Listed(rows)).over_bytes(cuts[None], choices[None])[0] <= 0)
-
-    best: FoundOrder | None = None
-    for is_whole in (False, True):
-        problem = many.order_problem(cuts, choices, is_whole=is_whole)
-        if is_whole and best is not None and _halves_cost_nothing(problem):
-            break
-        orders = Orders(problem, fits, models)
-        found = orders.search(max(0, progress.effort.left) // _SHARE)
-        progress.effort.spent += orders.spent
-        if found is not None and (best is None or found.period_us < best.period_us):
-            best = found
-    return None if best is None else best.rows
 
 
 def _halves_cost_nothing(problem: OrderProblem) -> bool:

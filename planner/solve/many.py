@@ -72,7 +72,7 @@ class Many:
         other.case = replace(self.case, schedule=schedule)
         for known in ("actions", "moments"):
             vars(other).pop(known, None)
-        vars(other)["_parts"] = self._parts
+        vars(other)["parts"] = self.parts
         return other
 
     def order_problem(self, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:

@@ -32,7 +32,7 @@ from planner.solve.laws import GPipeLaw
 from planner.solve.many import Many
 from planner.solve.progress import BLOCK, Progress
 
-__all__ = ["search_several_chunks"]
+__all__ = ["search_several_chunks", "starts_of"]
 
 _MOST_OF_ONE, _SHARE = 60_000, 4
 """Actions that one search downhill simulates at most where effort is bounded, and its share of what is left."""
@@ -152,7 +152,7 @@ def _blocks(all_cuts: Iterable[tuple[int, ...]]) -> Iterator[IntArray]:
 def _improve(progress: Progress, many: Many, least_us: float) -> float:
     """Searches from several cuts; returns what no partition can beat, at least `least_us`."""
     effort = progress.effort
-    starts = _starts(progress, many)
+    starts = starts_of(progress, many)
     bound = _bound(progress, many, starts)
     if bound is not None:
         least_us = max(least_us, bound.bound_us)
@@ -183,7 +183,7 @@ def _bound(progress: Progress, many: Many, starts: Sequence[IntArray]) -> CutBou
     return cut_bound(many, starts[0], scale_us=scale_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
 
 
-def _starts(progress: Progress, many: Many) -> list[IntArray]:
+def starts_of(progress: Progress, many: Many) -> list[IntArray]:
     """Fairly even cuts, and the best ones under GPipe; those that are wanted."""
     case, num_stages = many.case, many.num_stages
     if case.rules.balance is not None:
