@@ -1,6 +1,6 @@
 """Every engine that a plan can be taken to, and a plan written to a folder in the format of any of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,8 @@ from planner.emit.jax_program import JAX_SCRIPT, emit_jax
 from planner.emit.layout import EngineFile, Layout
 from planner.emit.megatron import emit_megatron
 from planner.emit.native import emit_native
-from planner.emit.signature import refuse_edited
+from planner.emit.schedule_csv import emit_schedule_csv
+from planner.emit.signature import refuse_other
 from planner.emit.split_spec import emit_split_spec
 from planner.emit.standalone import emit_standalone
 from planner.emit.torchgpipe import emit_torchgpipe
@@ -32,11 +33,14 @@ ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
 }
 """Engines of others, by the name of the format."""
 
+_FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
+"""These, and the schedule alone, which several of them read."""
+
 
 def check_engine(engine: str, *, standalone: bool) -> None:
     """Raises `UsageError` where there is no such engine, or it does not go with `standalone`."""
-    if engine not in ("native", "jax", *ENGINES):
-        raise UsageError(f"unknown `--format {engine}`", hint=f"one of native, jax, {', '.join(ENGINES)}")
+    if engine not in ("native", "jax", *_FORMATS):
+        raise UsageError(f"unknown `--format {engine}`", hint=f"one of native, jax, {', '.join(_FORMATS)}")
     if standalone and engine != "native":
         raise UsageError(f"`--standalone` goes with the native format, not with `--format {engine}`")
 
@@ -76,16 +80,17 @@ def write_emitted(
         FileError: A file cannot be written, or was edited.
     """
     check_engine(engine, standalone=standalone)
-    if engine in ENGINES:
+    if engine in _FORMATS:
         file = emit_engine(engine, plan, profile)
-        _check_apart((file.name,), read, folder)
-        path = _written(Path(folder, file.name), file.text, force=force)
-        return Written(paths=(path,), notes=file.notes, use=file.use)
+        texts = {**file.beside, file.name: file.text}
+        _check_apart(texts, read, folder)
+        paths = _written(folder, texts, force=force)
+        return Written(paths=paths, notes=file.notes, use=file.use)
     names = [JAX_SCRIPT if engine == "jax" else "train.py"] + ["balance.yaml"] * (not standalone)
     _check_apart(names, read, folder)
     if standalone:
         text = emit_standalone(plan, profile, folder=folder, profile_folder=profile_folder)
-        path = _written(Path(folder, "train.py"), text, force=force)
+        (path,) = _written(folder, {"train.py": text}, force=force)
         return Written(paths=(path,), use=f"torchrun --nproc-per-node {len(plan.stages)} {path}")
     emit = emit_native if engine == "native" else emit_jax
     emitted = emit(plan, profile, folder=folder, profile_folder=profile_folder)
@@ -99,12 +104,12 @@ def write_emitted(
 
 
 def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
-    """`plan` in the format called `name`, one of `ENGINES`; `profile` is what it was made from.
+    """`plan` in the format called `name`, one of `ENGINES` or `csv`; `profile` is what it was made from.
 
     Raises:
         UsageError: The format cannot hold the plan at all, or the plan does not cut the profile's chain.
     """
-    return ENGINES[name](Layout.of(plan, profile))
+    return _FORMATS[name](Layout.of(plan, profile))
 
 
 def _check_apart(names: Iterable[str], read: Iterable[str | None], folder: str) -> None:
@@ -112,11 +117,15 @@ def _check_apart(names: Iterable[str], read: Iterable[str | None], folder: str) 
     files.check_outputs({path: path for path in (str(Path(folder, name)) for name in names)}, read)
 
 
-def _written(path: Path, text: str, *, force: bool) -> Path:
-    if not force:
-        refuse_edited(path)
-    files.write_text(str(path), text)
-    return path
+def _written(folder: str, texts: Mapping[str, str], *, force: bool) -> tuple[Path, ...]:
+    """Writes files by name, all or none: no edited one is overwritten."""
+    paths = tuple(Path(folder, name) for name in texts)
+    for path, text in zip(paths, texts.values(), strict=True):
+        if not force:
+            refuse_other(path, text)
+    for path, text in zip(paths, texts.values(), strict=True):
+        files.write_text(str(path), text)
+    return paths
 
 
 def _skipped_devices(plan: Plan) -> tuple[str, ...]:

@@ -3,15 +3,15 @@
 import json
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from planner import __version__
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.errors import UsageError
-from planner.core.schedule import Schedule, schedule_of
+from planner.core.schedule import SCHEDULES, Schedule, schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.printable import spelled_out
 from planner.core.values.profile import LayerProfile, Profile
@@ -32,6 +32,8 @@ class EngineFile:
     """What of the plan the engine's format does not hold, and what to do about it; in the file as well."""
     use: str
     """What to do with the file."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """What else it needs in the same folder: texts by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,25 @@ class Layout:
     @property
     def schedule(self) -> Schedule:
         return schedule_of(self.plan.schedule, self.plan.order)
+
+    @property
+    def schedule_name(self) -> str:
+        """What torch calls the schedule, or the literature where torch has none such."""
+        return self.schedule.torch_name or self.schedule.title
+
+    @property
+    def placing_name(self) -> str:
+        """What torch calls a schedule whose stages lie on the same devices as the plan's; empty where it has none."""
+        several = self.plan.chunks > 1
+        alike = (
+            schedule.torch_name
+            for schedule in SCHEDULES.values()
+            if schedule.placement == self.plan.placement
+            and schedule.is_chunked == several
+            and schedule.exact_chunks in (None, self.plan.chunks)
+            and schedule.torch_name
+        )
+        return self.schedule.torch_name or next(alike, "")
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
@@ -117,17 +138,24 @@ class Layout:
     def refuse_chunks(self, engine: str) -> None:
         """Raises `UsageError` where a device runs several stages."""
         if self.plan.chunks > 1:
+            title = self.schedule.title
             raise UsageError(
-                f"{engine} runs one stage on each device, the plan's schedule has {self.plan.chunks} (interleaved)",
-                hint="solve with `--schedule 1f1b` or `gpipe`; or emit `--format torch`, `torchtitan` or `megatron`",
+                f"{engine} runs one stage on each device, the plan's schedule has {self.plan.chunks} ({title})",
+                hint="solve with `--schedule 1f1b` or `gpipe`; or emit `--format torch` or `torchtitan`",
             )
 
     def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
         """A note where the engine runs none but other schedules than the plan's; it names the first of them."""
         if self.schedule in runs:
             return []
-        text = f"the plan is for {self.schedule.torch_name}, {engine} runs {runs[0].torch_name}"
+        text = f"the plan is for {self.schedule_name}, {engine} runs {runs[0].torch_name}"
         return [f"{text}: step time and memory will be others; solve with `--schedule {runs[0].name}`"]
+
+    def halves_notes(self) -> list[str]:
+        """A note where backwards come in halves, and torch splits them."""
+        if not self.schedule.splits_backward:
+            return []
+        return ["torch splits backwards in a way of its own, which holds more between I and W than is planned"]
 
     def recompute_notes(self, text: str) -> list[str]:
         """`text` with the choices of the stages, where any of them recomputes."""
@@ -173,7 +201,7 @@ def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Seque
     plan = layout.plan
     lines = [
         f"For {engine}: written by `gpipe-plan emit --format {option}` (gpipe-plan {__version__}).",
-        f"Plan: {counted(len(layout.stages), 'stage')}, {layout.schedule.torch_name}, M = {plan.micro_batches} "
+        f"Plan: {counted(len(layout.stages), 'stage')}, {layout.schedule_name}, M = {plan.micro_batches} "
         f"micro-batches of {counted(plan.micro_batch_size, 'sample')}"
         + (f", {plan.replicas} replicas." if plan.replicas > 1 else "."),
     ]

@@ -42,8 +42,9 @@ def emit_megatron(layout: Layout) -> EngineFile:
             )
         letters.append([letter for (letter, _), _ in groupby(kinds[first:end])])
     text = "|".join("".join(_times(letter, len(list(run))) for letter, run in groupby(stage)) for stage in letters)
+    runs = (INTERLEAVED, ONE_FORWARD_ONE_BACKWARD) if plan.chunks > 1 else (ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
     notes = [
-        *layout.schedule_notes(_NAME, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED),
+        *layout.schedule_notes(_NAME, *runs),
         *layout.recompute_notes("Megatron-LM recomputes on all stages alike: set `--recompute-granularity`"),
         *layout.order_notes(),
     ]

@@ -35,6 +35,14 @@ def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> No
         raise FileError("was edited since it was emitted", path=str(path), hint=hint)
 
 
+def refuse_other(path: Path, text: str) -> None:
+    """Raises `FileError` if the file holds anything else that emitting `text` would lose: tables cannot be signed."""
+    if _SIGNATURE in text:
+        refuse_edited(path)
+    elif _text(path) not in (None, text):
+        raise FileError("is there, and says something else", path=str(path), hint="keep it, or pass `--force`")
+
+
 def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None

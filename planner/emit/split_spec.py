@@ -2,12 +2,13 @@
 
 A dictionary of module path to `SplitPoint.BEGINNING`; the model is traced by `torch.export` and cut before each of them
 (docs.pytorch.org, "Pipeline Parallelism", "Option 2: splitting a model automatically"). How many micro-batches there
-are and in which order they run is said to the schedule, later.
+are and in which order they run is said to the schedule, later; one that torch has no name for is in a file.
 """
 
-from typing import Final
+from typing import Any, Final
 
 from planner.emit.layout import EngineFile, Layout, python_values, text_of
+from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 _NAME: Final = "`pipeline()`"
 
@@ -23,6 +24,20 @@ Use it (micro_batch: example inputs of MICRO_BATCH_SIZE samples; K ranks):
     stages = [pipe.build_stage(index, device) for index in range(rank, pipe.num_stages, K)]
     schedule = get_schedule_class(SCHEDULE)(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)"""
 
+_USE_PLACED: Final = """\
+Use it (micro_batch: example inputs of MICRO_BATCH_SIZE samples; STAGES: per rank the stages that it runs):
+    pipe = pipeline(model, mb_args=micro_batch, split_spec=SPLIT_SPEC)
+    stages = [pipe.build_stage(index, device) for index in STAGES[rank]]
+"""
+
+_USE_NAME: Final = """\
+    schedule = get_schedule_class(SCHEDULE)(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)"""
+
+_USE_TABLE: Final = f"""\
+    schedule = _PipelineScheduleRuntime(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)
+    schedule._load_csv("{SCHEDULE_FILE}", format="compute_only")
+The runtime is in torch.distributed.pipelining.schedules, and its name is private: torchtitan rests on it, too."""
+
 
 def emit_split_spec(layout: Layout) -> EngineFile:
     """SPLIT_SPEC, and what to give the schedule.
@@ -33,6 +48,7 @@ def emit_split_spec(layout: Layout) -> EngineFile:
     plan = layout.plan
     begins = [stage[0] for stage in layout.module_paths(_NAME)[1:]]
     notes = [
+        *layout.halves_notes(),
         *layout.recompute_notes(f"{_NAME} does not recompute: wrap stages in `torch.utils.checkpoint` yourself"),
         *layout.replica_notes(_NAME),
         *layout.order_notes(),
@@ -40,12 +56,14 @@ def emit_split_spec(layout: Layout) -> EngineFile:
     entries = "".join(f'    "{path}": SplitPoint.BEGINNING,\n' for path in begins)
     body = "from torch.distributed.pipelining import SplitPoint\n\n"
     body += f"SPLIT_SPEC = {{\n{entries}}}\n" if entries else "SPLIT_SPEC = {}\n"
-    body += python_values(
-        SCHEDULE=layout.schedule.torch_name,
-        MICRO_BATCHES=plan.micro_batches,
-        MICRO_BATCH_SIZE=plan.micro_batch_size,
-    )
+    name, rule = layout.schedule.torch_name, layout.schedule
+    values: dict[str, Any] = {"SCHEDULE": name} if name else {}
+    values |= {"MICRO_BATCHES": plan.micro_batches, "MICRO_BATCH_SIZE": plan.micro_batch_size}
     use = _USE_CHUNKS if plan.chunks > 1 else _USE
+    if not name or rule.placement != "loop":
+        values["STAGES"] = [list(rule.stages_on(d, plan.num_devices, plan.chunks)) for d in range(plan.num_devices)]
+        use = _USE_PLACED + (_USE_NAME if name else _USE_TABLE)
+    body += python_values(**values)
     return EngineFile(
         name="plan_torch.py",
         text=text_of(
@@ -53,4 +71,5 @@ def emit_split_spec(layout: Layout) -> EngineFile:
         ),
         notes=tuple(notes),
         use="`pipeline(model, mb_args=…, split_spec=SPLIT_SPEC)` with what plan_torch.py defines",
+        beside={} if name else {SCHEDULE_FILE: schedule_table(layout)},
     )

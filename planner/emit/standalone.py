@@ -6,6 +6,7 @@ from string import Template
 
 from planner import __version__
 from planner.core.errors import UsageError
+from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of
@@ -69,9 +70,9 @@ def emit_standalone(plan: Plan, profile: Profile, *, folder: str, profile_folder
 def _check(layout: Layout, profile: Profile) -> None:
     plan = layout.plan
     check_source(profile)
-    if layout.schedule.is_chunked:
+    if layout.schedule not in (GPIPE, ONE_FORWARD_ONE_BACKWARD):
         raise UsageError(
-            f"{_NAME} does not do the interleaved schedule",
+            f"{_NAME} runs plain GPipe or 1F1B, and the plan is for {layout.schedule.title}",
             hint=f"solve with `--schedule 1f1b` or `gpipe`; or {_OWN}",
         )
     wanted = (

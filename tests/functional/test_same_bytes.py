@@ -183,7 +183,7 @@ def a_plan_for_every_engine(folder: Path) -> None:
     planner.solve("profile.yaml", devices=2, mem="8GB", recompute="never", schedule="gpipe", output="plan.yaml")
 
 
-@pytest.mark.parametrize("engine", ["native", "jax", "standalone", *ENGINES])
+@pytest.mark.parametrize("engine", ["native", "jax", "standalone", "csv", *ENGINES])
 def test_every_format(here: Path, capsys: Capsys, engine: str) -> None:
     """The same files with the same bytes, and the function names those that the command names."""
     a_plan_for_every_engine(here)

@@ -23,7 +23,7 @@ class Listed(Schedule):
 
     name = "search"
     title = "searched schedule"
-    torch_name = "PipelineScheduleRuntime"
+    torch_name = ""
     is_chunked = True
 
     def __init__(self, rows: tuple[tuple[Action, ...], ...] = (), *, meant_for: Placement = "loop") -> None:

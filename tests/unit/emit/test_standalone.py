@@ -86,7 +86,8 @@ def test_optimizers_are_those_that_are_profiled(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"schedule": "interleaved", "chunks": 2}, "does not do the interleaved schedule"),
+        ({"schedule": "interleaved", "chunks": 2}, "runs plain GPipe or 1F1B, and the plan is for interleaved 1F1B"),
+        ({"schedule": "zb-h1"}, "runs plain GPipe or 1F1B, and the plan is for ZB-H1"),
         ({"replicas": 2}, "does not do 2 replicas"),
     ],
 )

@@ -1,0 +1,154 @@
+"""The schedule as a table: what stands in it, what stands beside it, and that torch's runtime runs it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from planner import files
+from planner.core.errors import FileError, UsageError
+from planner.core.schedule import SCHEDULES, actions_in, schedule_of, texts_of
+from planner.core.values.plan import Plan
+from planner.emit import EngineFile, emit_engine
+from tests.support.chains import chain, layer
+from tests.support.ranks import ROOT, run_ranks
+
+DEVICES, MICRO_BATCHES = 2, 4
+BALANCES = {1: (4, 4), 2: (1, 3, 2, 2)}
+PROFILE = chain(*(layer(f"block_{n}") for n in range(8)))
+
+
+def plan_of(schedule: str, chunks: int = 0, **asked: Any) -> Plan:
+    """Eight layers on two devices."""
+    rule = SCHEDULES[schedule]
+    balance = BALANCES[chunks or rule.exact_chunks or (2 if rule.is_chunked else 1)]
+    asked = {"recompute": "never", "balance": balance, "chunks": len(balance) // DEVICES, **asked}
+    return planner.solve(
+        PROFILE,
+        devices=DEVICES,
+        mem="8GB",
+        batch=MICRO_BATCHES,
+        micro_batches=MICRO_BATCHES,
+        schedule=schedule,
+        **asked,
+    )
+
+
+def searched(plan: Plan) -> Plan:
+    """The same plan, whose lists might have been found for it."""
+    rows = schedule_of(plan.schedule).actions(plan.num_devices, plan.micro_batches, plan.chunks)
+    return replace(plan, schedule="search", order=texts_of(rows))
+
+
+def emitted(engine: str, plan: Plan) -> EngineFile:
+    """The plan in a format."""
+    return emit_engine(engine, plan, PROFILE)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_table_is_the_schedule(name: str) -> None:
+    """A row per device, for every schedule."""
+    plan = plan_of(name)
+    file = emitted("csv", plan)
+    assert file.name == "schedule.csv"
+    assert actions_in(file.text) == SCHEDULES[name].actions(DEVICES, MICRO_BATCHES, plan.chunks)
+    assert emitted("csv", searched(plan)).text == file.text
+
+
+def test_a_v_as_text() -> None:
+    """Stages 0 and 3 on the first device, 1 and 2 on the second, backwards in halves."""
+    first, second = emitted("csv", plan_of("zbv")).text.splitlines()
+    assert first.startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
+    assert second.startswith("1F0,2F0,1F1,2F1,2I0,2W0,")
+
+
+def test_notes_say_what_is_missing() -> None:
+    """Cuts, where stages lie, how torch splits, recomputation."""
+    cuts, placing, halves, recompute = emitted("csv", plan_of("v-min", recompute="always")).notes
+    assert "`--format torch`" in cuts
+    assert "`ZBVZeroBubble`" in placing
+    assert "torch splits backwards" in halves
+    assert "planned: always on stages 0 to 3" in recompute
+
+
+@pytest.mark.parametrize(
+    ("name", "placing"),
+    [("zb-h1", "GPipe"), ("zb-h2", "GPipe"), ("v-half", "ZBVZeroBubble"), ("v-min", "ZBVZeroBubble")],
+)
+def test_schedules_that_torch_does_not_name_bring_their_table(name: str, placing: str) -> None:
+    """The cuts name none, and say how to load it; torchtitan's schedule only places the stages."""
+    plan = plan_of(name)
+    table = emitted("csv", plan).text
+    cuts = emitted("torch", plan)
+    assert cuts.beside == {"schedule.csv": table}
+    assert "SCHEDULE = " not in cuts.text
+    assert '_load_csv("schedule.csv", format="compute_only")' in cuts.text
+    titan = emitted("torchtitan", plan)
+    assert titan.beside == {"schedule.csv": table}
+    assert f'"pipeline_parallel_schedule": "{placing}",' in titan.text
+    assert '"pipeline_parallel_schedule_csv": "schedule.csv",' in titan.text
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv", "dualpipev"])
+def test_schedules_that_torch_names_need_none(name: str) -> None:
+    """Nor do the stages of a loop need a list."""
+    for engine in ("torch", "torchtitan"):
+        file = emitted(engine, plan_of(name))
+        assert not file.beside
+        assert SCHEDULES[name].torch_name in file.text
+    assert ("STAGES = [[0, 3], [1, 2]]\n" in emitted("torch", plan_of(name)).text) == (name in ("zbv", "dualpipev"))
+
+
+def test_searched_lists_bring_their_table() -> None:
+    """They have no name at all, on any placement."""
+    for plan in map(searched, (plan_of("1f1b"), plan_of("interleaved"), plan_of("zbv"))):
+        for engine in ("torch", "torchtitan"):
+            assert emitted(engine, plan).beside == {"schedule.csv": emitted("csv", plan).text}
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "torchgpipe"])
+def test_engines_of_one_stage_say_which_schedule_has_more(engine: str) -> None:
+    """And name the formats that take it."""
+    with pytest.raises(UsageError, match=r"the plan's schedule has 2 \(V-Half\)") as refused:
+        emitted(engine, plan_of("v-half"))
+    assert "`--format torch` or `torchtitan`" in refused.value.hint
+    assert any("the plan is for ZB-H1, " in note for note in emitted(engine, plan_of("zb-h1")).notes)
+
+
+def test_another_table_is_not_overwritten(tmp_path: Path) -> None:
+    """It has no signature; the same one is written again, and nothing is written beside one that stays."""
+    table = tmp_path / "schedule.csv"
+    for _ in range(2):
+        assert planner.emit(plan_of("zb-h1"), profile=PROFILE, output=tmp_path, engine="csv") == (table,)
+    before = table.read_text()
+    for engine in ("csv", "torch"):
+        with pytest.raises(FileError, match="is there, and says something else") as refused:
+            planner.emit(plan_of("zb-h2"), profile=PROFILE, output=tmp_path, engine=engine)
+        assert "`--force`" in refused.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["schedule.csv"]
+    assert table.read_text() == before
+    written = planner.emit(plan_of("zb-h2"), profile=PROFILE, output=tmp_path, engine="torch", force=True)
+    assert [path.name for path in written] == ["schedule.csv", "plan_torch.py"]
+    assert table.read_text() != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zbv", "v-half", "zb-h1"])
+def test_torchs_runtime_runs_the_table(tmp_path: Path, name: str) -> None:
+    """Between two processes, with the gradients of the model in one piece, bit for bit."""
+    plan = plan_of(name)
+    files.write(str(tmp_path / "plan.yaml"), plan)
+    planner.emit(tmp_path / "plan.yaml", profile=PROFILE, output=tmp_path, engine="csv")
+    assert re.search(r"\dI0,", (tmp_path / "schedule.csv").read_text())
+    worker = str(ROOT / "tests" / "support" / "schedule_csv_worker.py")
+    run_ranks(DEVICES, [worker, "schedule.csv", json.dumps(plan.balance), str(MICRO_BATCHES)], tmp_path)
+    count = 0
+    for rank in range(DEVICES):
+        apart, found, scale = json.loads((tmp_path / f"gradients{rank}.json").read_text())
+        assert apart == 0 < scale
+        count += found
+    assert count == 2 * len(PROFILE.layers)
