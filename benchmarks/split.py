@@ -29,7 +29,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from planner.device.machine import cpu_name, keep_freed_memory
 from planner.device.meter import CpuMeter
-from planner.executor.run.split import PutOff, SplitBackward
+from planner.model.halves import PutOff, SplitBackward
 from sample_models.resnet import Bottleneck
 
 ROUNDS, FEW_ROUNDS = 10, 2

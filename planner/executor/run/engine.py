@@ -4,7 +4,7 @@
         receive   post a buffer, ahead of its need, so that the transfer overlaps what is computed meanwhile
         run F     take the input, run the module, keep input and output until the backward
         run B     take the output's gradient, run autograd, keep the input's gradient until it is sent
-        run I     the same, but for the gradients of weights: keep what those need (`planner.executor.run.split`)
+        run I     the same, but for the gradients of weights: keep what those need (`planner.model.halves`)
         run W     compute these
         send      begin to send what was made
 
@@ -35,11 +35,12 @@ from planner.core.schedule import (
 )
 from planner.core.values.precision import Precision
 from planner.executor.run.gradients import check_output
-from planner.executor.run.split import PutOff, SplitBackward
+from planner.executor.run.replicas import is_of_replicas
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.position import Position
 from planner.model.autocast import keeping_casts, layers_in
+from planner.model.halves import PutOff, SplitBackward
 
 __all__ = ["Engine", "EngineStage"]
 
@@ -121,7 +122,7 @@ class Engine:
         """The stages and micro-batches whose backward is I and W."""
         self._num_backwards = Counter(x.stage for x in computed if KINDS[x.kind].follows is not None)
         """Backwards of a stage in a step, of which I and W count each."""
-        self._split = SplitBackward()
+        self._split = SplitBackward(counts_only=is_of_replicas)
         self._put_off: dict[tuple[int, int], PutOff] = {}
         """What W needs, from I on."""
         self._transfers = Transfers(device, group)

@@ -7,7 +7,7 @@ micro-batch: more than once where two recomputed layers share it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -107,6 +107,11 @@ class ReplicaGradients:
     def _is_complete(self, parameter: nn.Parameter) -> bool:
         # One that was not seen in the first step may come or not: its bucket waits for the end of the backward.
         return 0 < self._usual.get(parameter, 0) <= self._additions[parameter]
+
+
+def is_of_replicas(hook: Callable[..., object]) -> bool:
+    """Whether a hook on a parameter is one of `ReplicaGradients`: it counts, and begins to with the last backward."""
+    return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 
 class _Bucket:

@@ -28,8 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from planner.executor.run.put_off import OPERATORS, Operands, Operator, Use, use_of, weight_in
-from planner.executor.run.replicas import ReplicaGradients
+from planner.model.put_off import OPERATORS, Operands, Operator, Use, use_of, weight_in
 
 __all__ = ["PutOff", "SplitBackward"]
 
@@ -69,9 +68,15 @@ PutOff = list[_Later]
 
 
 class SplitBackward:
-    """The backward of one stage, in two parts."""
+    """The backward of one stage, in two parts.
 
-    def __init__(self) -> None:
+    Args:
+        counts_only: Whether a hook on a parameter may be called although its gradient is not complete: it looks at
+            none. By default no hook may.
+    """
+
+    def __init__(self, counts_only: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
+        self._counts_only = counts_only
         self.collected: PutOff | None = None
         """What is put off by the I that runs now; None where none does."""
         self._casts: dict[nn.Parameter, Tensor] | None = None
@@ -129,8 +134,8 @@ class SplitBackward:
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `function`, one of `OPERATORS`, returns; so that the gradients of its weight can be put off."""
         # Most of what a model multiplies is no weight, and a forward waits for what is looked at here.
-        use = use_of(function, args, kwargs) if _is_trained(weight_in(function, args, kwargs)) else None
-        if use is None or not _can_be_put_off(use.operands):
+        use = use_of(function, args, kwargs) if self._is_trained(weight_in(function, args, kwargs)) else None
+        if use is None or not self._can_be_put_off(use.operands):
             return function(*args, **kwargs)
         operands = use.operands
         dtype = _autocast_dtype(operands.x) if use.operator.is_cast else None
@@ -142,8 +147,29 @@ class SplitBackward:
 
     # Private methods
 
+    def _can_be_put_off(self, operands: Operands) -> bool:
+        """Whether the gradients of a trained weight and of a bias can be computed later; what x is is not known yet."""
+        x, _, bias = operands
+        if type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
+            return False
+        if bias is not None and not self._is_trained(bias) and bias.requires_grad:
+            return False
+        # Transforms of functions (`torch.func`) and forward-mode derivatives ask autograd functions for rules of their
+        # own.
+        is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        needs_something = torch.is_grad_enabled() or _autocast_dtype(x) is not None
+        return needs_something and not is_transformed
+
+    def _is_trained(self, weight: Any) -> bool:
+        """Whether it is a parameter to which gradients are added, and nobody looks at them before they are complete."""
+        if type(weight) is not nn.Parameter or not weight.requires_grad or not weight.is_leaf or weight.is_complex():
+            return False
+        # A hook would be called in I, with nothing.
+        hooks = weight._post_accumulate_grad_hooks
+        return not weight._backward_hooks and (not hooks or all(map(self._counts_only, hooks.values())))
+
     def _cast(self, tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """As autocast does it; a parameter's copy leads to the parameter, and is made once."""
+        """The tensor as autocast casts it; a parameter's copy leads to the parameter, and is made once."""
         if tensor is None or tensor.dtype in {dtype, torch.float64}:
             return tensor
         if not isinstance(tensor, nn.Parameter):
@@ -248,32 +274,6 @@ def _start_of(use: _Later) -> Tensor:
     weights = [weight for weight in use.operands[1:] if weight is not None]
     start: Tensor = _WeightGradients.apply(use, *weights)  # type: ignore[no-untyped-call]
     return start
-
-
-def _can_be_put_off(operands: Operands) -> bool:
-    """Whether the gradients of a trained weight and of a bias can be computed later; what x is is not known yet."""
-    x, _, bias = operands
-    if type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
-        return False
-    if bias is not None and not _is_trained(bias) and bias.requires_grad:
-        return False
-    # Transforms of functions (`torch.func`) and forward-mode derivatives ask autograd functions for rules of their own.
-    is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    needs_something = torch.is_grad_enabled() or _autocast_dtype(x) is not None
-    return needs_something and not is_transformed
-
-
-def _is_trained(weight: Any) -> bool:
-    """Whether it is a parameter to which gradients are added, and nobody looks at them before they are complete."""
-    if type(weight) is not nn.Parameter or not weight.requires_grad or not weight.is_leaf or weight.is_complex():
-        return False
-    # A hook would be called in I, with nothing. That of replicas counts, and begins to count with the last W.
-    hooks = weight._post_accumulate_grad_hooks
-    return not weight._backward_hooks and (not hooks or all(map(_is_of_replicas, hooks.values())))
-
-
-def _is_of_replicas(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

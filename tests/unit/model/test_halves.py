@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run.recompute import Recomputed, recomputing
-from planner.executor.run.split import PutOff, SplitBackward
+from planner.model.halves import PutOff, SplitBackward
 
 MICRO_BATCHES = 3
 
