@@ -195,3 +195,7 @@ def _partial_problems(partial: Partial) -> Iterator[Problem]:
         if repeats != len(measurement.backward_us):
             text = f"expected {repeats} values, one per repeat, got {len(measurement.backward_us)}"
             yield ("measurements", n, "backward_us"), text, "delete the file to start over"
+        repeats = len(measurement.backward_input_us)
+        if repeats != len(measurement.backward_weight_us):
+            text = f"expected {repeats} values, one per repeat, got {len(measurement.backward_weight_us)}"
+            yield ("measurements", n, "backward_weight_us"), text, "delete the file to start over"

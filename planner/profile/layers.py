@@ -1,7 +1,7 @@
 """From what was found of units to what every layer of the chain costs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -28,6 +28,8 @@ class Costs:
     flops: Mapping[str, int]
     """Operations of a forward at the smallest size."""
     times: Mapping[Key, Times]
+    half_times_us: Mapping[Key, tuple[float, float]] = field(default_factory=dict)
+    """What I and W take, in microseconds; empty where they were not timed."""
     passing_us: Mapping[Key, float]
     """What forward takes to get past the modules in front of the layer."""
 
@@ -64,6 +66,8 @@ def _layer_profile(
 ) -> LayerProfile:
     layer, digest, sizes = chain.layers[n], costs.records.units[n].digest, costs.records.sizes
     times = [costs.times[digest, size] for size in sizes]
+    half_times = [costs.half_times_us[digest, size] for size in sizes if (digest, size) in costs.half_times_us]
+    halves = tuple(costs.records.halves[digest, size] for size in sizes if (digest, size) in costs.records.halves)
     details = tuple(costs.records.memory[digest, size] for size in sizes)
     optimizer = costs.optimizer[digest]
     sharers, tied_bytes = _ties(layer, tied)
@@ -87,13 +91,17 @@ def _layer_profile(
             for t, size in zip(times, sizes, strict=True)
         ),
         backward_us=tuple(round(t.backward_us, 1) for t in times),
+        backward_input_us=tuple(round(input_us, 1) for input_us, _ in half_times),
+        backward_weight_us=tuple(round(weight_us, 1) for _, weight_us in half_times),
         spread=tuple(round(t.spread, 4) for t in times),
         output_bytes=tuple(sum(t.bytes for t in d.outputs) for d in details),
         saved_bytes=saved,
+        weight_held_bytes=tuple(half.held_bytes for half in halves),
         forward_peak_bytes=tuple(max(0, d.forward_peak_bytes - d.internal_bytes - _created_bytes(d)) for d in details),
         backward_peak_bytes=tuple(max(0, d.backward_peak_bytes - d.internal_bytes) for d in details),
         forward_flops=tuple(costs.flops[digest] * size // sizes[0] for size in sizes),
         detail=details,
+        split=halves,
     )
 
 

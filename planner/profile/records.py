@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from planner.core.errors import MeasurementError
-from planner.core.values.profile import MemoryDetail
+from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.device.kinds import kind_of
 from planner.device.machine import give_freed_memory_back
 from planner.device.meter import Meter
 from planner.model.refusals import TooFewSamplesError, in_place_told
+from planner.profile.halves import measure_halves
 from planner.profile.memory import measure_memory
 from planner.profile.sparse import sparse_gradients
 from planner.profile.task import Task
 from planner.profile.units import Key, Unit, UnitInput, trace_units
 
-_MEMORY_PASSES = 6
+_MEMORY_PASSES = 10
 """How many timed passes a memory record takes, about."""
 
 
@@ -56,6 +57,8 @@ class Records:
     sizes: tuple[int, ...]
     inputs: Mapping[Key, UnitInput]
     memory: Mapping[Key, MemoryDetail]
+    halves: Mapping[Key, SplitMemory]
+    """The records of backwards in halves; empty where they were not recorded."""
 
     @cached_property
     def distinct(self) -> dict[str, Unit]:
@@ -109,17 +112,20 @@ def record_sizes(task: Task, ways: Ways) -> Records:
             break
         inputs |= {job.key: job.received for job in jobs}
         sizes.append(size)
-    return Records(units=units, sizes=tuple(sizes), inputs=inputs, memory=task.kept.memory)
+    return Records(units=units, sizes=tuple(sizes), inputs=inputs, memory=task.kept.memory, halves=task.kept.halves)
 
 
-def record_memory(jobs: Sequence[Job], task: Task, meter: Meter) -> None:
-    """Runs each unit of which there is no record yet, by the meter."""
-    missing = {job.key: job for job in jobs if job.key not in task.kept.memory}
+def record_memory(jobs: Sequence[Job], task: Task, meter: Meter, *, in_halves: bool) -> None:
+    """Runs each unit of which there is no record yet, by the meter; its backward in halves, too, if asked to."""
+    kept = task.kept
+    missing = {job.key: job for job in jobs if job.key not in kept.memory or (in_halves and job.key not in kept.halves)}
     names = {digest: job.unit.name for (digest, _), job in missing.items()}
     for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
         job = missing[key]
         with in_place_told(f'layer "{job.unit.name}"'):
-            task.kept.memory[key] = measure_memory(job.unit, job.received, meter)
+            kept.memory[key] = measure_memory(job.unit, job.received, meter)
+            if in_halves:
+                kept.halves[key] = measure_halves(job.unit, job.received, meter)
         # Layers of several sizes leave holes.
         give_freed_memory_back()
 

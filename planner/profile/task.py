@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.core.values.partial import Measurement, Partial
-from planner.core.values.profile import MemoryDetail
+from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 from planner.profile.timing import Samples
@@ -66,7 +66,10 @@ class Kept:
     header: Partial
     """The file that would hold them, still empty: all that must be the same for them to be of use."""
     memory: dict[Key, MemoryDetail] = field(default_factory=dict)
+    halves: dict[Key, SplitMemory] = field(default_factory=dict)
+    """The records of backwards in halves."""
     samples: Samples = field(default_factory=dict)
+    half_samples: Samples = field(default_factory=dict)
 
     def take_over(self, earlier: Partial, warn: Callable[[str], None]) -> None:
         """Uses what was measured before, if everything it depends on is the same."""
@@ -78,20 +81,26 @@ class Kept:
             key = (one.digest, one.micro_batch_size)
             self.memory[key] = one.memory
             self.samples[key] = list(zip(one.forward_us, one.backward_us, strict=True))
+            if one.split is not None:
+                self.halves[key] = one.split
+            self.half_samples[key] = list(zip(one.backward_input_us, one.backward_weight_us, strict=True))
 
     def partial(self) -> Partial:
         """Everything so far, as a file holds it."""
-        measurements = [
-            Measurement(
-                digest=digest,
-                micro_batch_size=size,
-                memory=memory,
-                forward_us=tuple(forward for forward, _ in self.samples.get((digest, size), ())),
-                backward_us=tuple(backward for _, backward in self.samples.get((digest, size), ())),
-            )
-            for (digest, size), memory in self.memory.items()
-        ]
-        return replace(self.header, measurements=tuple(measurements))
+        return replace(self.header, measurements=tuple(map(self._measurement, self.memory)))
+
+    def _measurement(self, key: Key) -> Measurement:
+        whole, halves = self.samples.get(key, ()), self.half_samples.get(key, ())
+        return Measurement(
+            digest=key[0],
+            micro_batch_size=key[1],
+            memory=self.memory[key],
+            split=self.halves.get(key),
+            forward_us=tuple(forward for forward, _ in whole),
+            backward_us=tuple(backward for _, backward in whole),
+            backward_input_us=tuple(first for first, _ in halves),
+            backward_weight_us=tuple(second for _, second in halves),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

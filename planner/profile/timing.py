@@ -1,4 +1,4 @@
-"""Forward and backward time of every distinct layer at every micro-batch size.
+"""Forward and backward time of every distinct layer at every micro-batch size; its backward whole, and in halves.
 
 All layers are timed in turn, again and again, rather than each many times in a row: a machine that slows down for a
 while then slows all of them alike, and no layer finds its data in a cache that it would not find it in while training.
@@ -7,7 +7,8 @@ For the same reason equal layers of a model take turns: one of them alone would 
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from planner.device.clock import Clock
+from planner.model.halves import PutOff, SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.memory import start_backward
 from planner.profile.units import Key, Unit, UnitInput
@@ -33,7 +35,7 @@ _BLOCK = 5
 """Repeats between two looks at whether they suffice."""
 
 Samples = dict[Key, list[tuple[float, float]]]
-"""Forward and backward time of every repeat, in microseconds."""
+"""Two times of every repeat, in microseconds: of forward and backward, or of a backward's halves, I and W."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +52,20 @@ def measure_times(
     units: Sequence[Unit],
     inputs: Mapping[Key, UnitInput],
     samples: Samples,
+    halves: Samples,
     *,
     clock: Clock,
     repeats: int,
     doubtful: Callable[[], bool],
     progress: Callable[[list[Key]], Iterator[Key]],
 ) -> None:
-    """Adds repeats to `samples`; gradients exist, as from the second micro-batch on.
+    """Adds repeats to `samples` and `halves`; gradients exist, as from the second micro-batch on.
 
     Args:
         units: Every layer's.
         inputs: What to run them on, once per digest and micro-batch size.
-        samples: What was measured before; an entry for every key of `inputs`.
+        samples: What was measured before of forward and backward; an entry for every key of `inputs`.
+        halves: What was measured before of the halves of a backward; as many entries.
         clock: The device's clock.
         repeats: Timed passes over all layers at least, 2 or more.
         doubtful: Whether still more are needed, once there are so many.
@@ -73,16 +77,32 @@ def measure_times(
         if not _is_large(unit):
             _give_gradients(unit)
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
-    with _no_collection(), units[0].keeping_casts():
-        for key in list(inputs) * _WARM_UPS:
-            time_once(next(kinds[key[0]]), inputs[key], clock)
-        while short := [key for key in inputs if len(samples[key]) < repeats]:
-            for key in progress(short):
-                samples[key].append(time_once(next(kinds[key[0]]), inputs[key], clock))
+    split = SplitBackward()
+    with _no_collection(), units[0].keeping_casts(), split.keeping_casts():
+        whole = partial(time_once, clock=clock)
+        in_halves = partial(time_halves_once, clock=clock, split=split)
+
+        def run(keys: Iterable[Key], once: Callable[[Unit, UnitInput], tuple[float, float]]) -> _Timed:
+            return ((key, once(next(kinds[key[0]]), inputs[key])) for key in keys)
+
+        for once in (whole, in_halves):
+            deque(run(list(inputs) * _WARM_UPS, once), maxlen=0)
+        # Both in turn, so that a machine that slows down for a while slows halves as it slows what they are halves of.
+        while short := [key for key in inputs if min(len(samples[key]), len(halves[key])) < repeats]:
+            _add_to(samples, run(progress(short), whole))
+            _add_to(halves, run(progress(short), in_halves))
         while doubtful():
             gc.collect()
-            for key in progress(list(inputs) * _BLOCK):
-                samples[key].append(time_once(next(kinds[key[0]]), inputs[key], clock))
+            _add_to(samples, run(progress(list(inputs) * _BLOCK), whole))
+            _add_to(halves, run(progress(list(inputs) * _BLOCK), in_halves))
+
+
+_Timed = Iterator[tuple[Key, tuple[float, float]]]
+
+
+def _add_to(samples: Samples, timed: _Timed) -> None:
+    for key, times_us in timed:
+        samples[key].append(times_us)
 
 
 def times_of(samples: Sequence[tuple[float, float]], clock: Clock) -> Times:
@@ -120,10 +140,34 @@ def time_once(unit: Unit, received: UnitInput, clock: Clock) -> tuple[float, flo
     backward_us = clock.time_us(started.backward)
     if large:
         backward_us += sum(_adding_us(p.grad, clock) for p in unit.module.parameters() if p.grad is not None)
-        unit.module.zero_grad()
-        # What is left of the run would lie in the middle of the room that this leaves. It is young: nothing was since.
-        gc.collect(0)
+        _take_gradients(unit)
     return forward_us, backward_us
+
+
+def time_halves_once(unit: Unit, received: UnitInput, clock: Clock, split: SplitBackward) -> tuple[float, float]:
+    """The times of I and W of one micro-batch in microseconds, otherwise as `time_once`."""
+    large = _is_large(unit)
+    if not large:
+        _give_gradients(unit)
+    values = received.non_leaves()
+    outputs: list[Any] = []
+    with split.splitting():
+        outputs.extend(unit.run(values, received))
+    started = start_backward(outputs)
+    if started is None:
+        return 0.0, 0.0
+    outputs.clear()
+    put_off: PutOff = []
+    one = torch.ones_like(started)
+    input_us = clock.time_us(lambda: put_off.extend(split.backward_input([started], [one])))
+    made_by_input = {p for p in unit.module.parameters() if p.grad is not None}
+    weight_us = clock.time_us(lambda: split.backward_weight(put_off)) if put_off else 0.0
+    if large:
+        gradients = {p: p.grad for p in unit.module.parameters() if p.grad is not None}
+        input_us += sum(_adding_us(gradient, clock) for p, gradient in gradients.items() if p in made_by_input)
+        weight_us += sum(_adding_us(gradient, clock) for p, gradient in gradients.items() if p not in made_by_input)
+        _take_gradients(unit)
+    return input_us, weight_us
 
 
 def passing_us(
@@ -164,6 +208,12 @@ def _add(there: Tensor, gradient: Tensor) -> None:
 def _is_large(unit: Unit) -> bool:
     """Whether its gradients are there only while it runs."""
     return unit.parameter_bytes > CACHE_BYTES
+
+
+def _take_gradients(unit: Unit) -> None:
+    unit.module.zero_grad()
+    # What is left of the run would lie in the middle of the room that this leaves. It is young: nothing was since.
+    gc.collect(0)
 
 
 def _give_gradients(unit: Unit) -> None:

@@ -74,9 +74,14 @@ def full_layer(n: int) -> LayerProfile:
         split=tuple(
             SplitMemory(
                 held_bytes=25 * s,
+                held_input_bytes=20 * s,
                 weight_gradient_bytes=400,
                 first_input_peak_bytes=85 * s,
                 input_peak_bytes=75 * s,
+                output_first_input_peak_bytes=95 * s,
+                output_input_peak_bytes=85 * s,
+                end_first_input_peak_bytes=99 * s,
+                end_input_peak_bytes=90 * s,
                 first_weight_peak_bytes=400 + 30 * s,
                 weight_peak_bytes=30 * s,
             )
@@ -265,7 +270,16 @@ def full_partial() -> Partial:
         environment=profile.environment,
         optimizer="adamw",
         measurements=(
-            Measurement(digest="h", micro_batch_size=1, memory=one, forward_us=(1.5, 1.4), backward_us=(2.5, 2.6)),
+            Measurement(
+                digest="h",
+                micro_batch_size=1,
+                memory=one,
+                split=full_profile().layers[0].split[0],
+                forward_us=(1.5, 1.4),
+                backward_us=(2.5, 2.6),
+                backward_input_us=(1.3, 1.2),
+                backward_weight_us=(1.2, 1.1),
+            ),
             Measurement(digest="h", micro_batch_size=4, memory=four),
         ),
     )

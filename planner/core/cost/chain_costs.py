@@ -138,10 +138,14 @@ class Halves:
     """During the first micro-batch's I; the gradients that it makes are counted."""
     input: FloatArray
     """During a later I."""
+    end_first_input: FloatArray
+    """During the first I of a stage that ends with the layer; its output, and the gradient of that, are not counted."""
+    end_input: FloatArray
+    """The same during a later I."""
     first_weight: FloatArray
     """During the first W; the gradients that it makes are counted."""
     weight: FloatArray
-    """During a later W."""
+    """During a later W; gradients of `State.casts` behind the layer are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,24 @@ class Passing:
         highest = np.maximum(in_front, tops - end_twice - self.kept) - self.all
         return np.where(inside, highest, 0.0)
 
+    def highest_weight_backward(self, tops: FloatArray, backward: Backward) -> FloatArray:
+        """The highest of the layers' W, which has nothing that passes by; shared weights wait for one another.
+
+        Args:
+            tops: Of each of `layers`.
+            backward: Which W it is.
+        """
+        running = np.maximum.accumulate(np.where(self._is_first | self._behind_first, tops, 0.0), axis=1)
+        if not self._costs.ties:
+            return running
+        for n in range(0, len(self._layers), _BLOCK):
+            ends = self._layers[n : n + _BLOCK]
+            levels = np.where(self._layers[:, None] <= ends, tops[:, None], -np.inf)
+            for waiting in waiting_rows(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
+                rows = np.maximum(self._highest_from(levels + waiting.bytes), 0.0)
+                running[waiting.rows, n : n + _BLOCK] = rows[waiting.rows]
+        return running
+
     def _highest_in_front(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
         """The highest of the layers in front of the last one, for the last layers in `block`; -inf without any."""
         ends = self._layers[block]

@@ -7,6 +7,7 @@ held is added up, and peaks are transients above it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +119,7 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         sparse_gradients=_per_layer(layers, lambda layer: layer.detail[n].sparse_gradient_bytes),
         boundaries=boundaries,
         levels=_exact_levels(layers, details, storages, boundaries, saved=saved, gradients=gradients),
-        halves=_exact_halves(layers, n, saved=saved, gradients=gradients),
+        halves=_exact_halves(layers, n, saved=saved, gradients=gradients, at_end=_held_at_end(storages, boundaries)),
         target=float(details[-1].target_bytes),
         crossing=storages.crossing(),
         relays=storages.relays(),
@@ -157,11 +158,7 @@ def _exact_levels(
 ) -> Levels:
     held = sums_before(saved)[:-1]
     gradients_through, casts_through = np.cumsum(gradients), np.cumsum([float(layer.cast_bytes) for layer in layers])
-    # Where a stage ends: its output, but for what the layers in front made and the layer's peak does not count, and
-    # the gradient of all of it (of the loss, none is received).
-    passing = np.array([storages.passing(n) for n in range(len(details))], dtype=float)
-    at_end = 2 * boundaries.output - passing
-    at_end[-1] -= boundaries.output[-1]
+    at_end = _held_at_end(storages, boundaries)
 
     def peaks(peak: Callable[[MemoryDetail], int]) -> FloatArray:
         return np.array([peak(detail) for detail in details], dtype=float)
@@ -189,6 +186,15 @@ def _exact_levels(
     )
 
 
+def _held_at_end(storages: CrossingStorages, boundaries: Boundaries) -> FloatArray:
+    """What the engine holds where a stage ends with a layer: outputs, but those of layers in front, and gradients."""
+    # What the layers in front made, the layer's own peak does not count; and of the loss no gradient is received.
+    passing = [storages.passing(n) for n in range(len(boundaries.output))]
+    held: FloatArray = 2 * boundaries.output - np.array(passing, dtype=float)
+    held[-1] -= boundaries.output[-1]
+    return held
+
+
 def _half_us(layers: Sequence[LayerProfile], n: int, gradients: FloatArray) -> tuple[FloatArray, FloatArray]:
     """The times of I and W: those measured, else half of the backward each, where there are weights to put off."""
     whole_us = _per_layer(layers, lambda layer: layer.backward_us[n])
@@ -214,41 +220,58 @@ def _additive_halves(
         weight_gradients=gradients,
         first_input=transient,
         input=transient,
+        end_first_input=transient,
+        end_input=transient,
         first_weight=transient,
         weight=transient,
     )
 
 
-def _exact_halves(layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, gradients: FloatArray) -> Halves:
+def _exact_halves(
+    layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, gradients: FloatArray, at_end: FloatArray
+) -> Halves:
     input_us, weight_us = _half_us(layers, n, gradients)
     records = [
         layer.split[n] if layer.split else _assumed(layer, n, held=float(saved[i])) for i, layer in enumerate(layers)
     ]
 
-    def of(get: Callable[[SplitMemory], int]) -> FloatArray:
-        return np.array([get(record) for record in records], dtype=float)
+    def of(get: Callable[[SplitMemory], int | None], otherwise: FloatArray | float = 0.0) -> FloatArray:
+        sizes = [get(record) for record in records]
+        return np.where([size is None for size in sizes], otherwise, np.array([size or 0 for size in sizes], float))
 
-    held, weight_gradients = of(lambda record: record.held_bytes), of(lambda record: record.weight_gradient_bytes)
+    held_input, weight_gradients = of(lambda record: record.held_input_bytes), of(lambda r: r.weight_gradient_bytes)
+    # The model's own input is part of the mini-batch, which is there anyway.
+    batch = np.where(np.arange(len(layers)) == 0, held_input, 0.0)
+    held = of(lambda record: record.held_bytes) - batch
+    # What a layer behind keeps of its input, this layer's output, is counted there.
+    held_output = np.append(held_input[1:], 0.0)
     saved_before, held_before = sums_before(saved)[:-1], sums_before(held)[:-1]
-    held_behind = held.sum() - np.cumsum(held)
     made_by_input = np.maximum(gradients - weight_gradients, 0.0)
+    casts = np.array([float(layer.cast_bytes) for layer in layers])
+
+    # The sums behind each layer reach to the end of the chain: what lies behind a stage's end is taken off there.
+    def behind(per_layer: FloatArray) -> FloatArray:
+        beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)
+        return beyond
+
+    base = saved_before + behind(held)
+    first, later = of(lambda r: r.first_input_peak_bytes), of(lambda r: r.input_peak_bytes)
+    first_with_output = of(lambda r: r.output_first_input_peak_bytes, first + held_output)
+    with_output = of(lambda r: r.output_input_peak_bytes, later + held_output)
     return Halves(
         input_us=input_us,
         weight_us=weight_us,
         held=held,
         weight_gradients=weight_gradients,
-        # The sums behind each layer reach to the end of the chain: what lies behind a stage's end is taken off there.
-        first_input=saved_before
-        + of(lambda record: record.first_input_peak_bytes)
-        + held_behind
-        + made_by_input.sum()
-        - np.cumsum(made_by_input),
-        input=saved_before + of(lambda record: record.input_peak_bytes) + held_behind,
-        first_weight=held_before
-        + of(lambda record: record.first_weight_peak_bytes)
-        + weight_gradients.sum()
-        - np.cumsum(weight_gradients),
-        weight=held_before + of(lambda record: record.weight_peak_bytes),
+        first_input=base + np.minimum(first + held_output, first_with_output) - held_output + behind(made_by_input),
+        input=base + np.minimum(later + held_output, with_output) - held_output,
+        end_first_input=base
+        + np.minimum(of(lambda r: r.end_first_input_peak_bytes, inf) - at_end, first)
+        + behind(made_by_input),
+        end_input=base + np.minimum(of(lambda r: r.end_input_peak_bytes, inf) - at_end, later),
+        first_weight=held_before + of(lambda r: r.first_weight_peak_bytes) - batch + behind(weight_gradients),
+        # Gradients of autocast's copies wait for the end of the backward.
+        weight=held_before + of(lambda r: r.weight_peak_bytes) - batch + behind(casts),
     )
 
 

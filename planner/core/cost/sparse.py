@@ -43,4 +43,9 @@ def accumulated(costs: ChainCosts, micro_batches: int) -> ChainCosts:
             costs.levels,
             backward=np.maximum(costs.levels.backward + (micro_batches - _MEASURED) * sparse, 0.0),
         ),
+        # Embeddings are put off, if any are.
+        halves=replace(
+            costs.halves,
+            weight=np.maximum(costs.halves.weight + (micro_batches - _MEASURED) * sparse, 0.0),
+        ),
     )

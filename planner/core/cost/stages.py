@@ -15,6 +15,7 @@ from planner.core.cost.layer_memory import StageLevels, cast_gradient_peaks
 from planner.core.cost.passing import Passing
 from planner.core.cost.sparse import accumulated
 from planner.core.cost.waiting import Backward
+from planner.core.cost.weight_backward import weight_peaks
 
 __all__ = ["InHalves", "Looped", "Peaks", "Stages", "stages_in", "with_layers_again"]
 
@@ -258,15 +259,19 @@ class _Window:
                 weight=transient,
             )
         above = stages.output - behind(halves.held)
-        held_before = sums_before(halves.held)[self.firsts][:, None]
-        first_input = self._highest_backward(halves.first_input, costs.levels.end_twice_first, "first")
+
+        def highest_input(level: FloatArray, end_level: FloatArray) -> FloatArray:
+            # What layers share is put off: it waits in W.
+            return self._highest_backward(level, level - end_level) + above
+
+        first_weight, weight = weight_peaks(costs, self.passing, self.firsts, self.last[0])
         return InHalves(
             held=held,
             gradients=self.sums(by_input),
-            first_input=first_input + above - behind(by_input),
-            input=self._highest_backward(halves.input, costs.levels.end_twice, "later") + above,
-            first_weight=self.highest(halves.first_weight[columns]) - held_before - behind(halves.weight_gradients),
-            weight=self.highest(halves.weight[columns]) - held_before,
+            first_input=highest_input(halves.first_input, halves.end_first_input) - behind(by_input),
+            input=highest_input(halves.input, halves.end_input),
+            first_weight=first_weight,
+            weight=weight,
         )
 
     def sums(self, per_layer: FloatArray) -> FloatArray:

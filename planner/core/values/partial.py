@@ -6,7 +6,7 @@ These are the values behind `profile.yaml.partial`; `docs/file-formats.md` descr
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from planner.core.values.profile import Device, Environment, Generator, MemoryDetail, Model
+from planner.core.values.profile import Device, Environment, Generator, MemoryDetail, Model, SplitMemory
 
 PARTIAL_SCHEMA: Final = "gpipe-plan/partial/v1"
 
@@ -19,9 +19,15 @@ class Measurement:
     """The layer's."""
     micro_batch_size: int
     memory: MemoryDetail
+    split: SplitMemory | None = None
+    """The record of its backward in halves."""
     forward_us: tuple[float, ...] = ()
     """One per repeat."""
     backward_us: tuple[float, ...] = ()
+    backward_input_us: tuple[float, ...] = ()
+    """One per repeat that ran the backward in halves: I."""
+    backward_weight_us: tuple[float, ...] = ()
+    """W of the same repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,13 +125,21 @@ class SplitMemory:
     """
 
     held_bytes: int
-    """Kept from I to W."""
+    """Kept from I to W, the layer's input included if it is."""
+    held_input_bytes: int = 0
+    """The part of it that is the layer's input."""
     weight_gradient_bytes: int
     """Gradients that W makes, of `LayerProfile.gradient_bytes`; I makes the others."""
     first_input_peak_bytes: int
     """Highest during the first micro-batch's I, the gradients that it makes included."""
     input_peak_bytes: int
     """Highest during a later I."""
+    output_first_input_peak_bytes: int | None = None
+    """Highest during the first I where the layer behind keeps its input for its W: outputs are held, and counted."""
+    output_input_peak_bytes: int | None = None
+    end_first_input_peak_bytes: int | None = None
+    """Highest during the first I where a stage ends: outputs and their gradients are held, and counted."""
+    end_input_peak_bytes: int | None = None
     first_weight_peak_bytes: int
     """Highest during the first W, the gradients that it makes included."""
     weight_peak_bytes: int

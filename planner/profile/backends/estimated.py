@@ -81,7 +81,7 @@ class EstimatedBackend:
     def measure(self, task: Task) -> Measured:
         """Estimates every distinct layer once at each size: nothing scatters."""
         meter, clock = GhostMeter(), RooflineClock(self._rates)
-        ways = Ways(device=self.device, record=partial(record_memory, task=task, meter=meter))
+        ways = Ways(device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=False))
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
             check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))

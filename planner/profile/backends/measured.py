@@ -54,7 +54,7 @@ class MeasuredBackend:
             device=self.device,
             prepare=partial(_fill, task, self.device),
             received=partial(with_values, device=self.device),
-            record=partial(record_memory, task=task, meter=meter),
+            record=partial(record_memory, task=task, meter=meter, in_halves=True),
         )
         records = record_sizes(task, ways)
         give_freed_memory_back()
@@ -78,6 +78,7 @@ class MeasuredBackend:
             optimizer=optimizer,
             flops=records.of_each(forward_flops),
             times=times,
+            half_times_us=_half_times_us(task, records, clock),
             passing_us=passing,
         )
         return Measured(
@@ -133,19 +134,26 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
             return False
         return share >= _REGRET
 
-    samples = task.kept.samples
+    samples, halves = task.kept.samples, task.kept.half_samples
     for key in records.inputs:
         samples.setdefault(key, [])
+        halves.setdefault(key, [])
     measure_times(
         records.units,
         records.inputs,
         samples,
+        halves,
         clock=clock,
         repeats=task.options.repeats,
         doubtful=doubtful,
         progress=partial(task.steps.each, names=records.names),
     )
     return {key: times_of(samples[key], clock) for key in records.inputs}
+
+
+def _half_times_us(task: Task, records: Records, clock: Clock) -> dict[Key, tuple[float, float]]:
+    of_key = {key: list(zip(*task.kept.half_samples[key], strict=True)) for key in records.inputs}
+    return {key: (clock.typical_us(list(i)), clock.typical_us(list(w))) for key, (i, w) in of_key.items()}
 
 
 def _regret(task: Task, records: Records, clock: Clock) -> float:

@@ -119,8 +119,8 @@ def test_large_layers_have_no_gradients_when_they_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(timing, "CACHE_BYTES", 1500)
     monkeypatch.setattr(timing, "_add", added)
     profile_model(loaded_model(model), replace(OPTIONS, micro_batch_sizes=(2,)))
-    assert had == [[False, True], [False, True]] * 5
-    assert pieces == [375, 137, 64] * 5  # 8 x 64 weights and 64 biases, in pieces of 1,500 bytes at most
+    assert had == [[False, True], [False, True]] * 10  # five times whole, five times in halves
+    assert pieces == [375, 137, 64] * 10  # 8 x 64 weights and 64 biases, in pieces of 1,500 bytes at most
 
 
 def test_equal_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,14 +260,16 @@ def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyP
     assert len(first.measurements) == 3
     second = interrupted(loaded, 10, first)
     assert [one.memory for one in second.measurements[:3]] == [one.memory for one in first.measurements]
-    assert sum(len(one.forward_us) for one in second.measurements) == 7
+    assert sum(len(one.forward_us) + len(one.backward_input_us) for one in second.measurements) == 7
     profile = profile_model(loaded, OPTIONS, earlier=second)
     assert len(recorded) == 4
     kept = {(one.digest, one.micro_batch_size): one for one in second.measurements}
     for layer in profile.layers:
         for n, size in enumerate(profile.micro_batch_sizes):
             assert layer.detail[n] == kept[layer.digest, size].memory
+            assert layer.split[n] == kept[layer.digest, size].split
             assert layer.forward_us[n] <= min(kept[layer.digest, size].forward_us, default=1e9) + 0.1
+            assert layer.backward_weight_us[n] <= min(kept[layer.digest, size].backward_weight_us, default=1e9) + 0.1
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -328,7 +330,7 @@ def test_the_layers_take_as_long_as_the_model(monkeypatch: pytest.MonkeyPatch) -
     profile = profile_of_model(loaded, sizes=(256,), repeats=40)
     summed_us = sum(layer.forward_us[0] + layer.backward_us[0] + layer.optimizer_us for layer in profile.layers)
     whole_us = sum(map(min, zip(*steps, strict=True)))
-    assert len(steps) == 40
+    assert len(steps) == 80  # backwards whole, and in halves
     assert summed_us == pytest.approx(whole_us, rel=0.05)
 
 

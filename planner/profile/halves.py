@@ -1,0 +1,155 @@
+"""The memory record of a layer whose backward runs in halves, I and W, as the executor runs them.
+
+It stands beside the record of the whole backward (`planner.profile.memory`), and is taken by the same meter in the same
+way: peaks are above what is alive when the half begins, with the inputs held by somebody else. What becomes of a
+layer's outputs meanwhile depends on what is behind it, so that an I has three peaks:
+
+    nobody holds them                   within a stage, as a rule
+    somebody holds the outputs          within a stage, where the layer behind keeps its input for its own W
+    somebody holds gradients, too       at the end of a stage, where it is the engine
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from planner.core.values.profile import SplitMemory
+from planner.device.meter import Meter
+from planner.model.ghosts import storage_key, storage_of
+from planner.model.halves import PutOff, SplitBackward
+from planner.profile.memory import start_backward
+from planner.profile.sparse import sparse_bytes
+from planner.profile.units import Unit, UnitInput
+
+__all__ = ["measure_halves"]
+
+_Held = Literal["nothing", "outputs", "gradients"]
+"""What somebody else holds during an I: gradients are held together with the outputs that they are of."""
+
+
+def measure_halves(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory:
+    """The record of `unit` for one micro-batch; leaves its parameters without gradients."""
+    subject = _Subject(unit=unit, received=received, meter=meter)
+    with unit.keeping_casts(), subject.split.keeping_casts():
+        # Autocast's copies of weights belong to no micro-batch: let them be made first.
+        with subject.split.splitting():
+            unit.run(received.non_leaves(), received)
+        unit.module.zero_grad()
+        first = _Halves(subject)
+        first.run_weight_half()
+        one = {p: p.grad.clone() for p in unit.module.parameters() if p.grad is not None and p.grad.is_sparse}
+        later = _Halves(subject)
+        later.run_weight_half()
+        # Two are more than one where they are sparse.
+        for parameter, gradient in one.items():
+            parameter.grad = gradient
+        with_output, at_end = _Halves(subject, held="outputs"), _Halves(subject, held="gradients")
+        unit.module.zero_grad()
+        first_with_output = _Halves(subject, held="outputs")
+        unit.module.zero_grad()
+        first_at_end = _Halves(subject, held="gradients")
+        unit.module.zero_grad()
+    return SplitMemory(
+        held_bytes=max(0, later.held_bytes),
+        held_input_bytes=later.held_input_bytes,
+        weight_gradient_bytes=first.weight_gradient_bytes,
+        first_input_peak_bytes=max(0, first.input_peak_bytes),
+        input_peak_bytes=max(0, later.input_peak_bytes),
+        output_first_input_peak_bytes=max(0, first_with_output.input_peak_bytes),
+        output_input_peak_bytes=max(0, with_output.input_peak_bytes),
+        end_first_input_peak_bytes=max(0, first_at_end.input_peak_bytes),
+        end_input_peak_bytes=max(0, at_end.input_peak_bytes),
+        first_weight_peak_bytes=max(0, first.weight_peak_bytes),
+        weight_peak_bytes=max(0, later.weight_peak_bytes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """A unit to be measured, and what it is measured with."""
+
+    unit: Unit
+    received: UnitInput
+    meter: Meter
+    split: SplitBackward = field(default_factory=SplitBackward)
+
+
+class _Halves:
+    """One forward and I, and W if it is asked for, with their memory; what was alive before and inputs do not count."""
+
+    def __init__(self, subject: _Subject, *, held: _Held = "nothing") -> None:
+        unit, received, split = subject.unit, subject.received, subject.split
+        self._subject = subject
+        self._alive_bytes = 0
+        self._put_off: PutOff = []
+        leaves: list[Any] = []
+        values: list[Any] = []
+        outputs: list[Any] = []
+
+        def receive() -> None:
+            leaves.extend(received.fresh())
+            values.extend(value.clone() if isinstance(value, Tensor) else value for value in leaves)
+
+        # The meter must see how what it will see go was made.
+        self._run(receive)
+        self._alive_bytes = 0
+        with split.splitting():
+            self._run(lambda: outputs.extend(unit.run(values, received)))
+        starts: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+        self._run(lambda: starts.append(_start(outputs, held)))
+        engine = list(starts) if held == "gradients" else []
+        before_bytes = _gradient_bytes(unit)
+        self.input_peak_bytes = self._run(lambda: self._put_off.extend(split.backward_input(*starts.pop())))
+        made_bytes = _gradient_bytes(unit) - before_bytes
+
+        def let_go() -> None:
+            outputs.clear()
+            engine.clear()
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    leaf.grad = None
+
+        self._run(let_go)
+        # Without the inputs, which are seen to stay, or to go.
+        storages = {storage_key(value): storage_of(value) for value in values if isinstance(value, Tensor)}
+        watched = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
+        storages.clear()
+        values.clear()
+        self.held_input_bytes = sum(size for watch, size in watched if not watch.expired())
+        self.held_bytes = self._alive_bytes - made_bytes + self.held_input_bytes
+        self.weight_peak_bytes = self.weight_gradient_bytes = 0
+
+    def run_weight_half(self) -> None:
+        """W."""
+        subject = self._subject
+        before_bytes = _gradient_bytes(subject.unit)
+        peak_bytes = subject.meter.measure(lambda: subject.split.backward_weight(self._put_off)).peak_bytes
+        self.weight_peak_bytes = self.held_bytes + peak_bytes
+        self.weight_gradient_bytes = _gradient_bytes(subject.unit) - before_bytes
+
+    def _run(self, work: Callable[[], object]) -> int:
+        """The highest that is alive while it runs."""
+        usage = self._subject.meter.measure(work)
+        peak_bytes = self._alive_bytes + usage.peak_bytes
+        self._alive_bytes += usage.end_bytes
+        return peak_bytes
+
+
+def _start(outputs: list[Any], held: _Held) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """What a backward begins with, and the gradients of it; none where no output carries a gradient."""
+    if held == "gradients":
+        carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
+        return carrying, [torch.ones_like(output) for output in carrying]
+    started = start_backward(outputs)
+    if held == "nothing":
+        outputs.clear()
+    return ([], []) if started is None else ([started], [torch.ones_like(started)])
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    gradients = (parameter.grad for parameter in unit.module.parameters() if parameter.grad is not None)
+    return sum(sparse_bytes(gradient) if gradient.is_sparse else gradient.nbytes for gradient in gradients)

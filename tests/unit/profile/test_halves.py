@@ -1,0 +1,128 @@
+"""Backwards in halves, as they are measured: what I and W of a layer take and hold, where the answer is known."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from planner.core.values.profile import SplitMemory
+from planner.device.meter import CpuMeter
+from planner.profile.halves import measure_halves
+from planner.profile.units import Unit, UnitInput
+from tests.support.measure import loaded_model, profile_of_model
+
+B, N = 4, 1024
+ROW = 4 * B * N  # bytes of a float32 tensor of shape (B, N)
+WEIGHT = 4 * N * N
+SLACK = 64  # a scalar here and there
+
+
+def halves_of(module: nn.Module, value: Any) -> SplitMemory:
+    """The record of `module` for the input `value`."""
+    leaves, spec = tree_flatten(value)
+    unit = Unit(name="layer", module=module, loss_fn=None, digest="")
+    return measure_halves(unit, UnitInput(tuple(leaves), spec, None), CpuMeter())
+
+
+def linear() -> nn.Linear:
+    """A layer of WEIGHT bytes."""
+    return nn.Linear(N, N, bias=False)
+
+
+def rows(*, grad: bool = True) -> Tensor:
+    """An input of ROW bytes."""
+    return torch.randn(B, N, requires_grad=grad)
+
+
+def test_a_linear_layer_keeps_input_and_gradient_for_its_weight() -> None:
+    """I makes the gradient of the input beside that of the output; W that of the weight, which I does not touch."""
+    record = halves_of(linear(), rows())
+    assert (record.held_bytes, record.held_input_bytes) == (2 * ROW, ROW)
+    assert record.weight_gradient_bytes == WEIGHT
+    assert record.input_peak_bytes == record.first_input_peak_bytes == pytest.approx(2 * ROW, abs=SLACK)
+    assert record.first_weight_peak_bytes == pytest.approx(2 * ROW + WEIGHT, abs=SLACK)
+    assert record.weight_peak_bytes == pytest.approx(2 * ROW + WEIGHT, abs=SLACK)  # a gradient that is added
+
+
+def test_outputs_count_where_somebody_holds_them() -> None:
+    """With their gradients at the end of a stage; this layer keeps its gradient anyway."""
+    record = halves_of(linear(), rows())
+    assert record.output_input_peak_bytes == pytest.approx(record.input_peak_bytes + ROW, abs=SLACK)
+    assert record.end_input_peak_bytes == pytest.approx(record.input_peak_bytes + ROW, abs=SLACK)
+
+
+def test_an_output_that_backward_needs_is_there_once() -> None:
+    """A ReLU keeps its output, and the gradient behind it goes with it."""
+    record = halves_of(nn.Sequential(linear(), nn.ReLU()), rows())
+    assert record.output_input_peak_bytes == pytest.approx(3 * ROW, abs=SLACK)
+    assert record.input_peak_bytes == pytest.approx(3 * ROW, abs=SLACK)
+    assert record.end_input_peak_bytes == pytest.approx(4 * ROW, abs=SLACK)
+
+
+def test_a_first_layer_makes_no_gradient_of_its_input() -> None:
+    """In I it keeps what W needs, and that is all."""
+    record = halves_of(linear(), rows(grad=False))
+    assert record.input_peak_bytes == pytest.approx(ROW, abs=SLACK)
+    assert record.held_bytes == 2 * ROW
+
+
+def test_a_norm_has_no_weight_half() -> None:
+    """Its weights are small: their gradients are made in I."""
+    record = halves_of(nn.LayerNorm(N), rows())
+    assert (record.held_bytes, record.weight_gradient_bytes) == (0, 0)
+    assert (record.first_weight_peak_bytes, record.weight_peak_bytes) == (0, 0)
+    assert record.first_input_peak_bytes >= 2 * ROW
+
+
+def test_an_embedding_keeps_numbers_and_gradient() -> None:
+    """Its input is numbers, which have no gradient."""
+    numbers = torch.randint(N, (256,))
+    record = halves_of(nn.Embedding(N, 64), numbers)
+    assert record.held_input_bytes == numbers.nbytes
+    assert record.held_bytes == numbers.nbytes + 256 * 64 * 4
+    assert record.weight_gradient_bytes == N * 64 * 4
+
+
+def test_sparse_gradients_count_as_what_they_take() -> None:
+    """A micro-batch makes indices and values, and W makes them."""
+    numbers = torch.randint(N, (256,))
+    record = halves_of(nn.Embedding(N, 64, sparse=True), numbers)
+    assert record.weight_gradient_bytes == 256 * (64 * 4 + 8)
+
+
+def test_measuring_leaves_no_gradients() -> None:
+    """Whoever measures next finds none."""
+    layer = linear()
+    halves_of(layer, rows())
+    assert layer.weight.grad is None
+
+
+def test_frozen_weights_have_no_weight_half() -> None:
+    """The gradient of the input is made as ever."""
+    record = halves_of(linear().requires_grad_(requires_grad=False), rows())
+    assert (record.held_bytes, record.weight_gradient_bytes, record.weight_peak_bytes) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def profiled() -> Any:
+    """A profile of layers with and without a W."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 512))
+    return profile_of_model(loaded_model(model, 512), sizes=(64, 512), repeats=10)
+
+
+def test_a_profile_has_both_halves_of_every_layer(profiled: Any) -> None:
+    """Times of a layer without a W are all I's."""
+    for layer in profiled.layers:
+        assert len(layer.backward_input_us) == len(layer.backward_weight_us) == len(layer.split) == 2
+        assert layer.weight_held_bytes == tuple(record.held_bytes for record in layer.split)
+    assert profiled.layers[1].backward_weight_us == (0.0, 0.0)
+    assert all(us > 0 for layer in (profiled.layers[0], profiled.layers[2]) for us in layer.backward_weight_us)
+
+
+def test_halves_add_up_to_about_the_whole(profiled: Any) -> None:
+    """Within half of it, on a machine that others use: the same products, of which W's has half of the operations."""
+    layer = profiled.layers[2]
+    both_us = layer.backward_input_us[1] + layer.backward_weight_us[1]
+    assert 0.5 * layer.backward_us[1] < both_us < 1.5 * layer.backward_us[1]
