@@ -3,9 +3,11 @@
     python benchmarks/memory.py > docs/measurements/memory.md
     python benchmarks/memory.py --kinds >> docs/measurements/memory.md
     python benchmarks/memory.py --kinds --model lstm
+    python benchmarks/memory.py --halves > docs/measurements/memory-halves.md
     python benchmarks/memory.py path/to/model.py …
 
-`--kinds` measures other models, of kinds whose memory is hard to predict, in micro-batches of 8.
+`--kinds` measures other models, of kinds whose memory is hard to predict, in micro-batches of 8. `--halves` measures
+schedules whose backwards run in halves.
 
 Each model is profiled, planned and emitted as a user would do it; then three processes run two steps of every plan,
 one after the other, and report the peak of the second step (the optimizer's state exists by then). Memory does not
@@ -34,6 +36,7 @@ import torch.distributed as dist
 
 from planner.cli.main import run
 from planner.core.judge.verification import Tolerance
+from planner.core.schedule import SCHEDULES
 from planner.device.machine import cpu_name
 from planner.executor import Pipeline
 from planner.files import read_plan, read_profile
@@ -62,6 +65,8 @@ class Table:
     recompute: tuple[str, ...]
     schedules: tuple[str, ...]
     dtypes: tuple[str, ...]
+    num_devices: int = 3
+    """Fewer where there are fewer layers. Schedules in which a device runs several stages run two on each."""
 
 
 SAMPLES = Path(__file__).resolve().parents[1] / "sample_models"
@@ -110,21 +115,29 @@ HARD = Table(
     schedules=("gpipe", "1f1b"),
     dtypes=("fp32",),
 )
-NUM_STAGES = 3
-"""Fewer where there are fewer layers."""
+HALVES = Table(
+    title="# Predicted peak memory beside the allocator's, where backwards run in halves",
+    subjects=tuple(subject for subject in MODELS if subject.name in {"transformer_lm", "resnet", "mlp", "gpt2"}),
+    micro_batch_size=4,
+    micro_batches=(4, 8),
+    recompute=("never", "always"),
+    schedules=tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward),
+    dtypes=("fp32", "bf16-mixed"),
+    num_devices=2,
+)
 PROMISED = Tolerance(step=1.0, memory_below=0.01, memory_above=0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One stage of one plan."""
+    """One device of one plan."""
 
     model: str
     dtype: str
     schedule: str
     recompute: str
     micro_batches: int
-    stage: int
+    device: int
     predicted_bytes: int
     measured_bytes: int
 
@@ -144,9 +157,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="MODEL.py", help="measure these instead")
     parser.add_argument("--kinds", action="store_true", help="kinds whose memory is hard to predict")
+    parser.add_argument("--halves", action="store_true", help="schedules whose backwards run in halves")
     parser.add_argument("--model", action="append", metavar="NAME", help="only this one of the table")
     options = parser.parse_args()
-    table = HARD if options.kinds else USUAL
+    table = HARD if options.kinds else HALVES if options.halves else USUAL
     subjects = tuple(Subject(Path(name).stem, Path(name).resolve()) for name in options.files) or table.subjects
     unknown = set(options.model or ()).difference(subject.name for subject in subjects)
     if unknown:
@@ -187,38 +201,39 @@ def _measured(table: Table, subject: Subject, dtype: str, folder: Path) -> Itera
     sizes = ("--batch-sizes", str(table.micro_batch_size), "--repeat", "2", "--time-budget", "0s")
     _quietly("profile", str(subject.path), "-o", profile, "--dtype", dtype, *sizes, *options)
     num_layers = len(read_profile(profile).layers)
-    num_stages = min(NUM_STAGES, num_layers)
-    cuts = [k * num_layers // num_stages for k in range(num_stages + 1)]
-    balance = ",".join(str(end - first) for first, end in pairwise(cuts))
+    num_devices = min(table.num_devices, num_layers)
     plans = []
     for schedule, recompute, count in product(table.schedules, table.recompute, table.micro_batches):
-        if schedule == "1f1b" and count < num_stages:
+        if schedule == "1f1b" and count < num_devices:
             continue  # it needs as many
+        chunks = 2 if SCHEDULES[schedule].is_chunked else 1
+        cuts = [k * num_layers // (chunks * num_devices) for k in range(chunks * num_devices + 1)]
+        balance = ",".join(str(end - first) for first, end in pairwise(cuts))
         place = folder / str(len(plans))
         plan = str(place / "plan.yaml")
-        _quietly("solve", profile, "-o", plan, "--devices", str(num_stages), "--mem", "1TB", "--balance", balance,
+        _quietly("solve", profile, "-o", plan, "--devices", str(num_devices), "--mem", "1TB", "--balance", balance,
                  "--micro-batches", str(count), "--batch", str(table.micro_batch_size * count),
-                 "--schedule", schedule, "--recompute", recompute)  # fmt: skip
+                 "--schedule", schedule, "--recompute", recompute, "--chunks", str(chunks))  # fmt: skip
         _quietly("emit", plan, "-o", str(place))
         plans.append((schedule, recompute, read_plan(plan)))
-    for n, peaks in enumerate(_run_all(folder, len(plans), num_stages)):
+    for n, peaks in enumerate(_run_all(folder, len(plans), num_devices)):
         schedule, recompute, made = plans[n]
-        for stage, peak in zip(made.stages, peaks, strict=True):
+        for device, predicted in enumerate(made.device_bytes()):
             yield Row(
                 model=subject.name,
                 dtype=dtype,
                 schedule=schedule,
                 recompute=recompute,
                 micro_batches=made.micro_batches,
-                stage=stage.index,
-                predicted_bytes=stage.memory.total,
-                measured_bytes=peak,
+                device=device,
+                predicted_bytes=predicted,
+                measured_bytes=peaks[made.chunks_of(device)[0].index],
             )
 
 
-def _run_all(folder: Path, count: int, num_stages: int) -> list[list[int]]:
+def _run_all(folder: Path, count: int, num_devices: int) -> list[list[int]]:
     """Peaks of every stage, for each of the plans in the folders 0..count - 1."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_stages)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_devices)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", _WORKER: str(count)}
     done = subprocess.run(
         [*command, __file__], cwd=folder, env=environment, check=False, capture_output=True, text=True
@@ -269,8 +284,8 @@ def _print_head(table: Table) -> None:
     print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}.")
     print(
-        f"Every stage of {NUM_STAGES} ({' and '.join(table.schedules)}, as many layers each; fewer stages where there\n"
-        f"are fewer layers), micro-batches of {table.micro_batch_size} samples, "
+        f"Every device of {table.num_devices} ({' and '.join(table.schedules)}, as many layers each;\n"
+        f"fewer stages where there are fewer layers), micro-batches of {table.micro_batch_size} samples, "
         f"M = {', '.join(map(str, table.micro_batches))}, where the schedule runs so few:\n"
         "as many processes run the emitted pipeline. Errors of the prediction are relative to what the allocator\n"
         f"counted in the second step; promised are {-PROMISED.memory_below:+.0%} to\n"
@@ -307,7 +322,7 @@ def _print_outside(rows: Sequence[Row]) -> None:
         columns: dict[str, Callable[[Row], str]] = {
             **{
                 name: lambda row, name=name: str(asdict(row)[name])
-                for name in ("model", "dtype", "schedule", "recompute", "stage")
+                for name in ("model", "dtype", "schedule", "recompute", "device")
             },
             "M": lambda row: str(row.micro_batches),
             "predicted": lambda row: _mib(row.predicted_bytes),
