@@ -50,8 +50,10 @@ SPECIAL = (
     ("every M of a batch of 256", Case(chain="uneven", layers=200, devices=8, batch=256)),
     ("the paper's 83.9 B-parameter Transformer, every M of 4096",
      Case(chain="even", layers=1663, devices=128, batch=BATCH)),
+    ("one M", Case(chain="uneven", layers=2000, devices=512, batch=BATCH, micro_batches=2048)),
     ("the largest, every M of 4096", Case(chain="even", layers=10_000, devices=1024, batch=BATCH)),
     ("the largest, every M of 4096", Case(chain="uneven", layers=10_000, devices=1024, batch=BATCH)),
+    ("the largest, `--time-limit 20`", Case(chain="uneven", layers=10_000, devices=1024, batch=BATCH, time_limit_s=20)),
 )  # fmt: skip
 
 
@@ -115,8 +117,8 @@ def _solver(options: argparse.Namespace) -> None:
         f"`solve(profile, request)` for a batch of {BATCH} under GPipe, recomputation chosen per stage, caps that make "
         f"some stages recompute, exact memory records at {BATCH.bit_length()} micro-batch sizes. One M is 4K; every M "
         f"is the {BATCH.bit_length()} divisors of the batch. Even: the GPipe paper's Transformer; uneven: log-normal "
-        "times and sizes, B/F 1.2 to 2.8. Median of up to 5 answers, and the highest resident size of the process, "
-        "profile and interpreter included.\n"
+        "times and sizes, B/F 1.2 to 2.8. Process time, the median of up to 5 answers, and the highest resident size "
+        "of the process, profile and interpreter included.\n"
     )
     print("| L | K | even, one M | even, every M | uneven, one M | uneven, every M |")
     print("|---|---|---|---|---|---|")

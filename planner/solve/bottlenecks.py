@@ -33,7 +33,7 @@ __all__ = ["BottleneckSearch"]
 _SLACKS = (1.01, 1.05, 1.25, np.inf)
 """A first plan is looked for within so much of the bound: it costs least where little is allowed."""
 
-_MOST_LABELS, _ENOUGH_LABELS = 400, 10_000
+_MOST_LABELS, _ENOUGH_LABELS = 400, 5000
 """Labels of one stage count, and of all, beyond which a box is cut in two."""
 
 _GROWTH = 1.5
@@ -87,8 +87,9 @@ class BottleneckSearch:
 
     def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
         """The fastest partition, or None if none is faster than `upper_us`."""
-        if self.best_so_far is None:
-            self.first(upper_us=upper_us)
+        # To look once more for a plan that beats a good one is what boxes are for.
+        if self.best_so_far is None and upper_us == np.inf:
+            self.first()
         least = self._whole.least_of_chain()
         boxes = [
             _Box(

@@ -83,7 +83,7 @@ def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         # A first plan tells how long its betters' stages can be: only then is it worth while to search for the best.
         while windows.widen(upper_us):
             for search in gpipe_searches(case, windows.width, deadline):
-                best = _faster(best, search.first(upper_us=upper_us))
+                best = best or search.first(upper_us=upper_us)
                 upper_us = best.step_us if best is not None else upper_us
         searches = (search,) if case.alike and search else gpipe_searches(case, windows.width, deadline)
         is_wide = True
