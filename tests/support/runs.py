@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Partition, stage_times, step_us, timeline
+from planner.core.schedule import KINDS
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Device
@@ -20,14 +21,14 @@ def runs_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[P
     times = stage_times(costs, partition, cluster)
     spans: dict[int, list[RunSpan]] = {device: [] for device in range(partition.num_devices)}
     for event in timeline(costs, partition, cluster):
-        if event.kind not in ("F", "B"):
+        if event.kind not in KINDS:
             continue
         start, end = round(event.start_us * 1000) + overhead_ns, round(event.end_us * 1000)
-        kind = "forward" if event.kind == "F" else "backward"
+        kind = KINDS[event.kind].label
         spans[event.device].append(RunSpan(kind, event.stage, event.micro_batch, start, end))
         last = event.micro_batch == partition.micro_batches - 1
         again = times[event.stage].last_recompute_us if last else times[event.stage].recompute_us
-        if kind == "backward" and again > 0:
+        if KINDS[event.kind].direction < 0 and again > 0:
             middle = start + round(again * 1000)
             spans[event.device].append(RunSpan("recompute", event.stage, event.micro_batch, start, middle))
     return [ProcessRun(rank, 0, tuple(RunStep(n, tuple(done)) for n in range(STEPS))) for rank, done in spans.items()]

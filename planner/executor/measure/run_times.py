@@ -12,6 +12,7 @@ from statistics import mean, median
 from typing import Final, Literal, NamedTuple
 
 from planner.core.schedule import KINDS, Flow, Kind, Label
+from planner.core.schedule.kinds import WEIGHT_BACKWARD
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 RunSpanKind = Label | Literal["recompute", "optimizer"]
@@ -69,9 +70,15 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepWaits:
-    """What the processes of a pipeline did not compute in one step: from its first forward to its last backward."""
+    """What the processes of a pipeline did not compute in one step: from its first forward to its last backward.
+
+    Where backwards come in halves, a process that is done begins the next step: the window of each is then the longest
+    that one of them took from its own first action to its last, as steps are predicted.
+    """
 
     window_ns: int
+    begins_ns: Mapping[int, int]
+    """Per process, when its window begins."""
     idle_ns: Mapping[int, int]
     """Per process: waiting for what was not there yet."""
     transfers: tuple[Transfer, ...]
@@ -83,7 +90,8 @@ class StepWaits:
 
         The engine's own time, `overhead_ns`, is in every transfer as well.
         """
-        moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in self.transfers)
+        within = (t for t in self.transfers if t.start_ns >= self.begins_ns[t.receiver])
+        moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in within)
         waited = sum(self.idle_ns.values()) + moved
         return waited / (len(self.idle_ns) * self.window_ns) if self.window_ns else 0.0
 
@@ -92,30 +100,36 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
     """What the processes of one pipeline, by number and all on one clock, waited for in one step."""
     rows = {rank: _computing(spans) for rank, spans in processes.items()}
     ready = {(_flow(s), s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
-    first_ns = min((row[0].start_ns for row in rows.values() if row), default=0)
-    last_ns = max((row[-1].end_ns for row in rows.values() if row), default=0)
+    overlap = any(span.kind == WEIGHT_BACKWARD.label for row in rows.values() for span in row)
+    begins_ns, window_ns = _windows(rows, overlap=overlap)
     idle_ns = dict.fromkeys(rows, 0)
     transfers: list[Transfer] = []
     overhead_ns: list[int] = []
     for rank, row in rows.items():
-        free_ns = first_ns
+        begin_ns = free_ns = begins_ns[rank]
         for span in row:
             flow = _flow(span)
             sender, ready_ns = ready.get((flow, _source_of(span.kind, span.stage), span.micro_batch), (rank, 0))
             if sender != rank and flow is not None:
-                begin_ns = min(max(ready_ns, free_ns), span.start_ns)
-                idle_ns[rank] += begin_ns - free_ns
-                crossing = begin_ns, span.start_ns, ready_ns >= free_ns
+                # With nothing done yet all of it is felt, in a window of its own as time of the step before.
+                free_ns = min(ready_ns, free_ns) if overlap and span is row[0] else free_ns
+                there_ns = min(max(ready_ns, free_ns), span.start_ns)
+                idle_ns[rank] += max(0, there_ns - max(free_ns, begin_ns))
+                crossing = there_ns, span.start_ns, ready_ns >= free_ns
                 direction = KINDS[flow].label
                 transfers.append(Transfer(direction, span.stage, span.micro_batch, sender, rank, *crossing))
-            elif free_ns > first_ns:
+            elif free_ns > begin_ns:
                 overhead_ns.append(span.start_ns - free_ns)
             else:
                 idle_ns[rank] += span.start_ns - free_ns
             free_ns = span.end_ns
-        idle_ns[rank] += last_ns - free_ns
+        idle_ns[rank] += begin_ns + window_ns - free_ns
     return StepWaits(
-        window_ns=last_ns - first_ns, idle_ns=idle_ns, transfers=tuple(transfers), overhead_ns=tuple(overhead_ns)
+        window_ns=window_ns,
+        begins_ns=begins_ns,
+        idle_ns=idle_ns,
+        transfers=tuple(transfers),
+        overhead_ns=tuple(overhead_ns),
     )
 
 
@@ -227,6 +241,16 @@ def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[R
         whole = [t for t in group if t.is_waited_for] if overlaps else group
         crossings[place] = median(t.end_ns - t.start_ns for t in whole or group) / 1e3
     return crossings
+
+
+def _windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[dict[int, int], int]:
+    """When the window of each process begins, and how long all of them are; with `overlap` each has its own."""
+    spans = [span for row in rows.values() for span in row]
+    if overlap:
+        begins_ns = {rank: row[0].start_ns if row else 0 for rank, row in rows.items()}
+        return begins_ns, max(row[-1].end_ns - row[0].start_ns for row in rows.values() if row)
+    first_ns = min((span.start_ns for span in spans), default=0)
+    return dict.fromkeys(rows, first_ns), max((span.end_ns for span in spans), default=0) - first_ns
 
 
 def _computing(spans: Iterable[RunSpan]) -> list[RunSpan]:

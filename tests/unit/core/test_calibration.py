@@ -179,10 +179,11 @@ def test_a_few_kilobytes_are_no_difference():
     assert not allowed.allows_peak(predicted=98 * 2**20, measured=100 * 2**20)
 
 
-def test_predicted_and_measured_bubble_are_the_same_thing():
-    """On a machine that does as the simulator says, they are equal."""
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
+def test_predicted_and_measured_bubble_are_the_same_thing(schedule):
+    """On a machine that does as the simulator says, they are equal, also where steps overlap."""
     profile = random_profile(4, 8, sizes=(1, 2, 4))
-    plan = plan_of(profile)
+    plan = plan_of(profile, schedule=schedule)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
     found = verification_of(plan, profile, report_of(plan, costs, cluster_of(plan.inputs)), TOLERANCE)
     (bubble,) = (row for row in found.compared if row.what == "bubble")
@@ -197,3 +198,17 @@ def test_a_run_that_only_warmed_up_says_nothing():
     report = report_of(plan, costs, cluster_of(plan.inputs))
     with pytest.raises(MeasurementError, match="2 steps are all warm-up"):
         verification_of(plan, profile, replace(report, step_us=report.step_us[:2]), TOLERANCE)
+
+
+def test_the_bubble_of_a_v_is_measured_as_it_is_predicted():
+    """Devices of a V hand over to themselves where it turns: no transfer, and no bubble of it."""
+    profile = random_profile(4, 8, sizes=(1, 2, 4))
+    inputs = replace(inputs_of(2, 8, link=LINK), schedule="zbv", chunks=2)
+    plan = solve(profile, Request(inputs=inputs, balance=(2, 2, 2, 2), micro_batches=4))
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
+    run = report_of(plan, costs, cluster_of(plan.inputs))
+    assert run.bubble == pytest.approx(plan.predicted.bubble, rel=0.02)
+    assert {boundary.index for boundary in run.boundaries} == {0, 2}
+    for stage, measured in zip(plan.stages, run.stages, strict=True):
+        assert measured.forward_us == pytest.approx(stage.forward_us, abs=0.1)
+        assert measured.backward_us == pytest.approx(stage.backward_us, abs=0.1)
