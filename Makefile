@@ -12,7 +12,7 @@ loads. For a CPU torch: $(BIN)/python -m pip install --no-deps --constraint cons
 --index-url https://download.pytorch.org/whl/cpu torchvision
 endef
 
-.PHONY: demo test lint types contracts check clean
+.PHONY: demo test lint types contracts check pictures clean
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
@@ -29,6 +29,9 @@ types: $(READY)
 
 contracts: $(READY)
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+pictures: $(READY)
+	$(BIN)/python scripts/pictures.py
 
 check: lint types contracts test
 

@@ -1,0 +1,37 @@
+"""The pictures and figures of docs/schedules.md are those that the script gives today."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "schedules.md"
+
+
+@pytest.fixture(scope="module")
+def drawn() -> tuple[dict[str, str], str]:
+    """The pictures by file name, and what the script prints."""
+    printed = pytest.MonkeyPatch()
+    lines: list[str] = []
+    script = runpy.run_path(str(ROOT / "scripts" / "pictures.py"))
+    printed.setitem(script["pictures"].__globals__, "print", lines.append)
+    try:
+        return script["pictures"](), "\n".join(lines)
+    finally:
+        printed.undo()
+
+
+def test_the_pictures_are_of_today(drawn: tuple[dict[str, str], str]) -> None:
+    """`make pictures` would change none of them."""
+    pictures, _ = drawn
+    folder = ROOT / "docs" / "pictures"
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == pictures
+
+
+def test_the_page_shows_every_picture_and_their_figures(drawn: tuple[dict[str, str], str]) -> None:
+    """Each picture once; the table line by line as the script prints it."""
+    pictures, table = drawn
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(page.count(f"(pictures/{name})") == 1 for name in pictures)
+    assert table in page
