@@ -152,6 +152,29 @@ def in_a_v(*, cap: int = 120 * MIB) -> Plan:
     return plan((1,) * 6, micro_batches=6, schedule="zbv", chunks=2, cap=cap)
 
 
+def compared_schedules() -> Plan:
+    """A plan in a V with what four schedules would give, one of which found no plan."""
+    figures: tuple[tuple[ScheduleName, float, float, int], ...] = (
+        ("gpipe", 40e3, 0.3, 100),
+        ("1f1b", 39e3, 0.25, 60),
+        ("zbv", 30e3, 0.02, 60),
+    )
+    points = [
+        FrontierPoint(
+            micro_batches=6,
+            micro_batch_size=1,
+            schedule=name,
+            devices=3,
+            step_us=step_us,
+            bubble=bubble,
+            peak_bytes=size * MIB,
+        )
+        for name, step_us, bubble, size in figures
+    ]
+    none = FrontierPoint(micro_batches=0, micro_batch_size=0, schedule="v-min", fits=False)
+    return replace(in_a_v(), schedules=(*points, none))
+
+
 def unlike() -> Plan:
     """Three of four devices, in an order of their own, one of them twice as fast."""
     caps = (120 * MIB, 60 * MIB, 90 * MIB, 240 * MIB)
@@ -293,6 +316,7 @@ EVERYTHING: dict[str, Callable[[Style], str]] = {
     "plan on unlike devices": lambda s: plan_text(unlike(), events_of(unlike()), s),
     "plan that recomputes layers": lambda s: plan_text(plan(recomputed=((0,), (2, 3), (4, 5))), (), s),
     "plan with its reasons": lambda s: plan_text(explained(), (), s),
+    "plan beside other schedules": lambda s: plan_text(compared_schedules(), (), s),
     "profile": lambda s: profile_text(profile(), s),
     "run": lambda s: run_text(report(plan()), None, s),
     "run under a plan": lambda s: run_text(report(plan()), plan(), s),

@@ -4,34 +4,13 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
-from planner.core.values.plan import FrontierPoint
 from planner.show import plan_text
 from planner.show.html import plan_html
-from tests.unit.show.samples import MIB, in_a_v, profile, step_of_sample, style
-
-_FIGURES = (("gpipe", 40e3, 0.3, 100), ("1f1b", 39e3, 0.25, 60), ("zbv", 30e3, 0.02, 60))
-
-
-def compared():
-    """Four schedules, one of which found no plan."""
-    points = [
-        FrontierPoint(
-            micro_batches=6,
-            micro_batch_size=1,
-            schedule=name,
-            devices=3,
-            step_us=step_us,
-            bubble=bubble,
-            peak_bytes=size * MIB,
-        )
-        for name, step_us, bubble, size in _FIGURES
-    ]
-    none = FrontierPoint(micro_batches=0, micro_batch_size=0, schedule="v-min", fits=False)
-    return replace(in_a_v(), schedules=(*points, none))
+from tests.unit.show.samples import compared_schedules, in_a_v, profile, step_of_sample, style
 
 
 def lines():
-    text = plan_text(compared(), (), style(100))
+    text = plan_text(compared_schedules(), (), style(100))
     return text[text.index("what each schedule would give") :].splitlines()
 
 
@@ -54,7 +33,7 @@ def test_what_was_not_tried_is_said():
 
 def test_the_report_has_a_picture_and_the_numbers():
     """A point for each schedule that has a plan, the plan's a diamond; a plan without such figures has no section."""
-    planned = compared()
+    planned = compared_schedules()
     page = plan_html(planned, profile(), step_of_sample(planned), None, digest="sha256:1")
     section = page[page.index('<section id="schedules"') :]
     section = section[: section.index("</section>")]
@@ -67,8 +46,8 @@ def test_the_report_has_a_picture_and_the_numbers():
 
 def test_names_of_points_at_one_place_do_not_cover_each_other():
     """Two schedules with the same bubble and peak have their names one below the other."""
-    planned = compared()
-    same = tuple(replace(p, bubble=0.1, peak_bytes=MIB) for p in planned.schedules if p.fits)
+    planned = compared_schedules()
+    same = tuple(replace(p, bubble=0.1, peak_bytes=2**20) for p in planned.schedules if p.fits)
     page = plan_html(replace(planned, schedules=same), None, None, None, digest="sha256:1")
     places = re.findall(r'y="([\d.]+)" text-anchor="start">(?:GPipe|1F1B|ZB-V)<', page)
     heights = sorted(float(place) for place in places)
