@@ -1,0 +1,214 @@
+"""Schedules of several chunks: the bound is below every plan, choices are the least that fit, moves keep the order."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from planner.core.cost.linear import Linear
+from planner.core.errors import InfeasibleError, UsageError
+from planner.core.schedule import SCHEDULES
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Inputs, ScheduleName
+from planner.core.values.profile import Profile
+from planner.solve import Request, solve
+from planner.solve.cut_programme import cut_bound
+from planner.solve.cut_search import moves
+from planner.solve.fitting import Fitting
+from planner.solve.many import Many
+from planner.solve.search import cases_of
+from tests.support.chains import chain, layer, random_profile
+from tests.support.profiles import UNLIMITED, inputs_of
+
+SEVERAL: tuple[ScheduleName, ...] = tuple(name for name, schedule in SCHEDULES.items() if schedule.is_chunked)
+
+LINKS = (Link(), Link(latency_us=4.0, bytes_per_s=1e7), Link(latency_us=3.0, bytes_per_s=2e7, blocking=True))
+
+
+def profile_for(seed: int) -> Profile:
+    """Seven layers: with all costs that there are, exact or not, and in turn with large activations of any size."""
+    if seed % 3:
+        return random_profile(seed, 7, exact=seed % 2 == 0)
+    rng = random.Random(seed)
+    return chain(
+        *(
+            layer(
+                f"l{n}",
+                forward_us=rng.uniform(10, 40),
+                backward_us=rng.uniform(20, 90),
+                saved_bytes=rng.randint(100, 900),
+                output_bytes=rng.randint(1, 30),
+                parameter_bytes=rng.randint(0, 60),
+            )
+            for n in range(7)
+        )
+    )
+
+
+def inputs_for(schedule: ScheduleName, seed: int, memory_bytes: int) -> Inputs:
+    """Two devices, alike or not, two chunks on each, a link of each kind in turn."""
+    inputs = inputs_of(2, 4, memory_bytes=memory_bytes, link=LINKS[seed % 3], overhead_us=3.0 * (seed % 2))
+    return replace(inputs, schedule=schedule, chunks=2, speeds=(1.0, 1.5) if seed % 2 else ())
+
+
+def every_partition(many: Many) -> tuple[np.ndarray, np.ndarray]:
+    """All cuts with all choices."""
+    num = many.case.costs.num_layers
+    inner = combinations(range(1, num), many.num_stages - 1)
+    every = [((0, *cuts, num), choices) for cuts in inner for choices in product(many.allowed, repeat=many.num_stages)]
+    return np.array([cuts for cuts, _ in every]), np.array([choices for _, choices in every])
+
+
+def many_of(schedule: ScheduleName, seed: int, memory_bytes: int = UNLIMITED, **changes: object) -> Many | None:
+    """Partitions of a random chain of seven layers; None where the schedule does not run so."""
+    profile = profile_for(seed)
+    inputs = replace(inputs_for(schedule, seed, memory_bytes), **changes)
+    many = Many(cases_of(profile, Request(inputs=inputs, micro_batches=4))[0], 2)
+    try:
+        many.actions  # noqa: B018 - raises where it does not
+    except UsageError:
+        return None
+    return many
+
+
+def caps_of(many: Many) -> Iterator[int]:
+    """From just enough for one plan to enough for all."""
+    cuts, choices = every_partition(many)
+    # Under these caps, by how much plans are over is what they hold.
+    tiny = replace(many.case, cluster=replace(many.case.cluster, memory_bytes=(0, 0)))
+    held = Many(tiny, 2).over_bytes(cuts, choices).max(axis=1)
+    for share in (0.0, 0.05, 0.3, 1.0):
+        yield int(np.quantile(held, share)) + 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("schedule", SEVERAL)
+def test_the_bound_is_below_every_plan(schedule: ScheduleName, seed: int) -> None:
+    """On links that block or not, unlike devices, under caps from hardly enough on; and not far below the best one."""
+    loose = many_of(schedule, seed)
+    assert loose is not None
+    cuts, choices = every_partition(loose)
+    step_us = loose.step_us(cuts, choices)
+    for cap in caps_of(loose):
+        many = many_of(schedule, seed, cap)
+        assert many is not None
+        fits = (many.over_bytes(cuts, choices) <= 0).all(axis=1)
+        assert fits.any()
+        best_us = float(step_us[fits].min())
+        bound = cut_bound(many, np.array([0, 2, 4, 6, 7]), scale_us=best_us)
+        assert bound is not None
+        assert 0.4 * best_us < bound.bound_us <= best_us
+        assert (np.diff(bound.cuts) > 0).all()
+        assert (bound.cuts[0], bound.cuts[-1]) == (0, 7)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 6])
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_the_bound_counts_memory(schedule: ScheduleName, seed: int) -> None:
+    """Under a cap that only recomputation keeps, it is higher than without one."""
+    near = np.array([0, 2, 4, 6, 7])
+    loose = many_of(schedule, seed)
+    assert loose is not None
+    tight = many_of(schedule, seed, next(caps_of(loose)))
+    assert tight is not None
+    bounds = [cut_bound(many, near, scale_us=1000.0) for many in (loose, tight)]
+    assert bounds[0] is not None
+    assert bounds[1] is not None
+    assert bounds[1].bound_us > bounds[0].bound_us * 1.02
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("schedule", SEVERAL)
+def test_the_plan_is_the_best_there_is_and_proven(schedule: ScheduleName, seed: int) -> None:
+    """All cuts with all choices on two devices and on one, though only the minimal choices are simulated."""
+    loose = many_of(schedule, seed)
+    assert loose is not None
+    profile = profile_for(seed)
+    for cap in caps_of(loose):
+        steps = []
+        inputs = inputs_for(schedule, seed, cap)
+        case = cases_of(profile, Request(inputs=inputs, micro_batches=4))[0]
+        for num_devices in (1, 2):
+            many = Many(case, num_devices)
+            try:
+                cuts, choices = every_partition(many)
+                fits = (many.over_bytes(cuts, choices) <= 0).all(axis=1)
+            except UsageError:
+                continue
+            steps += many.step_us(cuts[fits], choices[fits]).tolist()
+        plan = solve(profile, Request(inputs=inputs, micro_batches=4))
+        assert plan.predicted.step_us == pytest.approx(min(steps), rel=1e-9)
+        assert plan.solver.status == "optimal"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_of_all_ways_is_that_of_each(seed: int) -> None:
+    """Added up chunk by chunk for all ways at once, to the byte; ties between chunks included."""
+    many = many_of("interleaved", seed, 1)
+    assert many is not None
+    fitting = Fitting(many)
+    cuts = every_partition(many)[0][::81]
+    over = fitting.over_by_way(cuts)
+    for n, way in enumerate(fitting.ways):
+        choices = np.empty((len(cuts), 4), dtype=np.int64)
+        for chunks in many.chunks:
+            choices[:, list(chunks)] = way
+        assert np.array_equal(over[:, n], many.over_bytes(cuts, choices))
+
+
+def test_minimal_choices_fit_and_none_below_them_does() -> None:
+    """Of nine ways for two chunks, those that fit and recompute no more than they must."""
+    many = many_of("interleaved", 2)
+    assert many is not None
+    fitting = Fitting(many)
+    over = np.ones((9, 2))
+    ways = fitting.ways.tolist()
+    for way in ([0, 2], [1, 0], [1, 1], [2, 2]):
+        over[ways.index(way), 0] = 0
+    over[:, 1] = 0
+    first, second = fitting.minimal(over)
+    assert [ways[n] for n in first] == [[0, 2], [1, 0]]
+    assert [ways[n] for n in second] == [[0, 0]]
+
+
+def test_moves_shift_blocks_of_cuts() -> None:
+    """One cut by up to four layers, several by up to two; the ends of the chain stay."""
+    every = {tuple(row) for row in moves(4).tolist()}
+    assert {(0, 4, 0, 0, 0), (0, 1, 1, 0, 0), (0, 0, -2, -2, 0), (0, 1, 1, 1, 0)} <= every
+    assert len(every) == len(moves(4)) == 3 * 6 + 2 * 4 + 1 * 4
+    assert all(row[0] == row[-1] == 0 for row in every)
+    assert not len(moves(1))
+
+
+def test_sums_of_unknown_times() -> None:
+    """Factors of the same unknown add up; nothing is 0."""
+    one = Linear({1: 2.0, 2: 1.0}, 3.0)
+    both = one + Linear({1: -1.0}) + 1.0
+    assert (dict(both.factors), both.constant) == ({1: 1.0, 2: 1.0}, 4.0)
+    assert dict((one - one).factors) == {1: 0.0, 2: 0.0}
+    assert one
+    assert not Linear()
+
+
+def test_fixed_cuts_get_the_best_recomputation() -> None:
+    """Three cuts and all choices for their stages: what the plan takes is the best that fits."""
+    loose = many_of("interleaved", 4)
+    assert loose is not None
+    profile = profile_for(4)
+    cuts, choices = every_partition(loose)
+    for balance in ((2, 2, 2, 1), (1, 2, 3, 1), (3, 1, 1, 2)):
+        is_one = (np.diff(cuts, axis=1) == balance).all(axis=1)
+        for cap in caps_of(loose):
+            many = many_of("interleaved", 4, cap)
+            assert many is not None
+            fits = is_one & (many.over_bytes(cuts, choices) <= 0).all(axis=1)
+            request = Request(inputs=inputs_for("interleaved", 4, cap), micro_batches=4, balance=balance)
+            if not fits.any():
+                with pytest.raises(InfeasibleError):
+                    solve(profile, request)
+                continue
+            best_us = many.step_us(cuts[fits], choices[fits]).min()
+            assert solve(profile, request).predicted.step_us == pytest.approx(best_us, rel=1e-9)
