@@ -8,6 +8,7 @@ from planner.api import texts
 from planner.api.keywords import on_profile
 from planner.api.options import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, path_of, profile_of, reference
+from planner.core.schedule import schedules_for
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
@@ -34,6 +35,7 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
     """
     # `planner.solve` is imported where a plan is made, not by the help of commands.
     from planner.api.asked import request_of  # noqa: PLC0415
+    from planner.core.cost.costs import CostTable  # noqa: PLC0415
     from planner.solve import frontier_of, insight_of, trade_off_of  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
 
@@ -46,6 +48,11 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
         largest = max(read.micro_batch_sizes)
         options.note(f"no `--batch`: planning for {largest} samples per step, the largest size profiled")
     request = request_of(read, reference(source, output or NOWHERE), options)
+    if CostTable(read).halves_assumed and all(each.splits_backward for each in schedules_for(request.inputs.schedule)):
+        options.note(
+            "the profile says nothing of backwards in halves: each is taken to be half of the whole, and all that a "
+            "forward keeps to be kept until the second; profile on the device to measure them"
+        )
     plan = solve_plan(read, request)
     if options.frontier:
         schedules = trade_off_of(read, plan, micro_batches=request.micro_batches)

@@ -20,6 +20,7 @@ from planner.solve.case import Case, Rules, positions
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.explain import Asking, explain_infeasible
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
+from planner.solve.halves import check_halves
 from planner.solve.layered import layered_answer
 from planner.solve.replicas import check_replicas, replica_counts
 from planner.solve.simulated import simulated_answer
@@ -356,6 +357,7 @@ def _check_request(profile: Profile, request: Request) -> None:
             f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
             hint=f"use `--devices {num_layers}` or fewer, `--replicas auto`, or profile the model in finer layers",
         )
+    check_halves(profile, inputs.schedule)
     has_closed_form = all(schedule.has_closed_form for schedule in schedules_for(inputs.schedule))
     if inputs.recompute == "layers" and not has_closed_form:
         raise UsageError(

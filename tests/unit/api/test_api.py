@@ -22,6 +22,7 @@ from planner.core.values.profile import Model
 from tests.support import gate
 from tests.support.cli import environment
 from tests.support.docs import blocks
+from tests.support.profiles import profile_of
 
 
 @pytest.fixture
@@ -385,3 +386,13 @@ def test_verdicts_can_be_written_as_json(here: Path) -> None:
     """What the command prints."""
     verdict = planner.check(against="plan.yaml")
     assert json.loads(files.dump(verdict, as_json=True))["difference"]["against"] == "plan.yaml"
+
+
+def test_assumed_halves_are_said() -> None:
+    """Where the profile does not say what halves of backwards take, and the schedule runs them."""
+    said: list[str] = []
+    profile = profile_of([1.0] * 4, [2.0] * 4, size=1)
+    for schedule in ("zb-h1", "1f1b", "auto"):
+        planner.solve(profile, devices=2, mem="1GB", batch=4, schedule=schedule, note=said.append)
+    assert [text for text in said if "halves" in text] == [said[0]]
+    assert "profile on the device to measure them" in said[0]

@@ -245,3 +245,15 @@ def test_the_slow_link_is_where_little_crosses() -> None:
     for links, boundary in (((fast, slow), 1), ((slow, fast), 0)):
         plan = solve(profile, Request(inputs=dataclasses.replace(inputs_of(3, 8), links=links)))
         assert sum(plan.balance[: boundary + 1]) == 4
+
+
+def test_halves_are_refused_where_programs_run_backwards_whole() -> None:
+    """What trains from a compiled profile runs no halves; left open, the schedule is another."""
+    profile = profile_of([1.0] * 4, [2.0] * 4)
+    compiled = dataclasses.replace(profile, device=dataclasses.replace(profile.device, kind="tpu:v2", how="compiled"))
+    asked = dataclasses.replace(inputs_of(2, 4), schedule="zb-h1")
+    with pytest.raises(UsageError, match=r"`zb-h1` runs backwards in halves, .*`tpu:v2`") as refused:
+        solve(compiled, Request(inputs=asked, micro_batches=4))
+    assert "--schedule gpipe" in refused.value.hint
+    assert solve(profile, Request(inputs=asked, micro_batches=4)).schedule == "zb-h1"
+    assert solve(compiled, Request(inputs=dataclasses.replace(asked, schedule="auto"), micro_batches=4)).balance
