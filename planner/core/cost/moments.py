@@ -21,7 +21,8 @@ instruction:
 While `F`, `B`, `I` or `W` runs there is one of `forward`, `last forward`, `first backward`, `backward` or `last
 backward`, or likewise of the halves, all of its micro-batch included: what it takes away is gone by then, what it makes
 is not there yet. With replicas the last backward is there a second time as `message`, with gradients on their way.
-`casts` are there from begin to end, but for the optimizer's step.
+`casts` are there from begin to end, but for the optimizer's step; twice where some backwards of a stage are whole and
+others run in halves, since autocast keeps copies for those, and the executor for these.
 
     GPipe, M = 3, device 1     F0        F1        F2            B0              B1        B2             step
     runs                       forward   forward   last forward  first backward  backward  last backward  optimizer step
@@ -188,10 +189,7 @@ class Counts(NamedTuple):
 def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
     """The counts during and after every forward and backward of each device."""
     last = max(action.micro_batch for action in actions[0])
-    return tuple(
-        _Walk(sorted({action.stage for action in row}), last).counts(program)
-        for row, program in zip(actions, programs(actions), strict=True)
-    )
+    return tuple(_Walk(row, last).counts(program) for row, program in zip(actions, programs(actions), strict=True))
 
 
 _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_message"}
@@ -201,12 +199,14 @@ _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_mess
 class _Walk:
     """The counts of a device as its program runs; see the module's table."""
 
-    def __init__(self, stages: Sequence[int], last: int) -> None:
+    def __init__(self, row: Sequence[Action], last: int) -> None:
+        stages = sorted({action.stage for action in row})
         self._last = last
         self._chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
         self._backwards_left = [last + 1] * len(stages)
         self._now = np.zeros((len(stages), len(PARTS)), np.int64)
-        self._now[:, _PLACE["casts"]] = 1
+        ways = {(action.stage, action.kind) for action in row if action.kind in {"B", "I"}}
+        self._now[:, _PLACE["casts"]] = [max(1, sum(of == stage for of, _ in ways)) for stage in stages]
 
     def counts(self, row: Sequence[Instruction]) -> Counts:
         during, message, after = [], [], []

@@ -1,0 +1,145 @@
+"""The memory of stages whose backwards run in halves, where it can be added up by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.core.cost.costs import CostTable, costs_at
+from planner.core.cost.moments import PARTS, counts_of
+from planner.core.cost.stages import InHalves, stages_in
+from planner.core.schedule import SCHEDULES
+from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, SplitMemory
+
+OUT = 1000
+"""Bytes of what crosses a boundary."""
+GRADIENT = 400
+"""Bytes of a layer's gradients, all made in W."""
+
+CASTS = PARTS.index("casts")
+
+
+def layer(number: int, **split: int) -> LayerProfile:
+    """A layer that keeps its input and 5000 bytes for backward, and 3000 between I and W."""
+    tensor = BoundaryTensor(bytes=OUT, kept=True)
+    record = {
+        "held_bytes": 3000,
+        "weight_gradient_bytes": GRADIENT,
+        "first_input_peak_bytes": 8000,
+        "input_peak_bytes": 8000,
+        "first_weight_peak_bytes": 3500,
+        "weight_peak_bytes": 3600,
+    }
+    return LayerProfile(
+        name=f"layers.{number}",
+        parameter_bytes=GRADIENT,
+        forward_us=(1.0,),
+        backward_us=(2.0,),
+        backward_input_us=(1.0,),
+        backward_weight_us=(1.0,),
+        output_bytes=(OUT,),
+        saved_bytes=(5000,),
+        weight_held_bytes=(3000,),
+        detail=(
+            MemoryDetail(
+                internal_bytes=5000,
+                inputs=(tensor,),
+                outputs=(replace(tensor, kept=False),),
+                forward_peak_bytes=7000,
+                no_grad_peak_bytes=3000,
+                first_backward_peak_bytes=8000 + GRADIENT,
+                backward_peak_bytes=8000,
+            ),
+        ),
+        split=(SplitMemory(**{**record, **split}),),
+    )
+
+
+def profile_of_layers(*layers: LayerProfile) -> Profile:
+    """A chain of these."""
+    return Profile(device=Device(kind="cpu"), micro_batch_sizes=(1,), layers=layers)
+
+
+def halves_of(profile: Profile, first: int, end: int) -> InHalves:
+    """The stage of layers `first`..`end - 1`."""
+    columns = slice(first, end)
+    halves = stages_in(costs_at(profile, 1), np.array([first]), columns, micro_batches=4, in_halves=True).halves
+    assert halves is not None
+    return halves
+
+
+def last(sizes: np.ndarray) -> float:
+    """Bytes of the longest stage."""
+    return float(np.broadcast_to(sizes, (1, np.size(sizes)))[0, -1])
+
+
+def test_weights_are_done_from_the_last_layer_on() -> None:
+    """W of a layer finds what the layers in front hold, and in the first one the gradients of those behind."""
+    profile = profile_of_layers(*(layer(n) for n in range(4)))
+    halves = halves_of(profile, 1, 4)
+    assert last(halves.held) == 3 * 3000
+    assert last(halves.weight) == 2 * 3000 + 3600
+    assert last(halves.first_weight) == 2 * 3000 + 3500
+    late = profile_of_layers(*(layer(n, first_weight_peak_bytes=9000 if n == 1 else 3500) for n in range(4)))
+    assert last(halves_of(late, 1, 4).first_weight) == 9000 + 2 * GRADIENT
+
+
+def test_inputs_of_the_first_layer_are_part_of_the_mini_batch() -> None:
+    """They are there anyway, whether or not W needs them; those of another stage's first layer are held by it alone."""
+    profile = profile_of_layers(*(layer(n, held_input_bytes=OUT) for n in range(3)))
+    assert last(halves_of(profile, 0, 2).held) == 2 * 3000 - OUT
+    assert last(halves_of(profile, 1, 3).held) == 2 * 3000
+    assert last(halves_of(profile, 0, 2).weight) == 3000 - OUT + 3600
+
+
+@pytest.mark.parametrize(("with_output", "counted"), [(8000, 8000 - OUT), (8600, 8600 - OUT), (99000, 8000)])
+def test_an_output_that_the_layer_behind_keeps_counts_once(with_output: int, counted: int) -> None:
+    """It is part of what that layer holds: a peak with the output held counts it, and one without need not."""
+    behind = layer(2, held_input_bytes=OUT, input_peak_bytes=0, first_input_peak_bytes=0)
+    profile = profile_of_layers(layer(0), layer(1, output_input_peak_bytes=with_output), behind)
+    # Behind the layer its neighbour's 3000; beside them the stage's output, which the engine holds.
+    assert last(halves_of(profile, 1, 3).input) == counted + 3000 + OUT
+
+
+def test_where_a_stage_ends_its_output_and_the_gradient_of_it_count_once() -> None:
+    """The engine holds both, and counts them: the peak that was measured with them tells what is left."""
+    profile = profile_of_layers(layer(0), layer(1, end_input_peak_bytes=9200), layer(2))
+    assert last(halves_of(profile, 1, 2).input) == 9200 - OUT
+    without = profile_of_layers(layer(0), layer(1), layer(2))
+    assert last(halves_of(without, 1, 2).input) == 8000 + OUT
+
+
+def test_gradients_of_copies_wait_for_the_end_of_w() -> None:
+    """Those of the layers behind are there while a layer's W runs; at its end all of them are, and nothing else."""
+    half = GRADIENT // 2
+    profile = profile_of_layers(*(replace(layer(n, weight_peak_bytes=3600), cast_bytes=half) for n in range(3)))
+    assert last(halves_of(profile, 0, 3).weight) == 2 * 3000 + 3600
+    high = profile_of_layers(
+        *(replace(layer(n, weight_peak_bytes=9900 if n == 0 else 3600), cast_bytes=half) for n in range(3))
+    )
+    assert last(halves_of(high, 0, 3).weight) == max(9900 + 2 * half, 3 * half + 9900 - half)
+
+
+def test_weights_that_layers_share_wait_for_one_another_in_w() -> None:
+    """From the last layer that uses them to the first, beside the gradient that is there from earlier micro-batches."""
+    first = replace(layer(0), tied=("layers.2",), tied_bytes=GRADIENT)
+    second = replace(layer(2), tied=("layers.0",), tied_bytes=GRADIENT)
+    untied = profile_of_layers(layer(0), layer(1, weight_peak_bytes=9900), layer(2))
+    tied = profile_of_layers(first, layer(1, weight_peak_bytes=9900), second)
+    assert last(halves_of(untied, 0, 3).weight) == 3000 + 9900
+    assert last(halves_of(tied, 0, 3).weight) == 3000 + 9900 + GRADIENT
+
+
+def test_copies_of_weights_are_kept_for_whole_backwards_and_for_halves() -> None:
+    """DualPipeV has both on every stage: autocast keeps copies for the ones, the executor for the others."""
+    for name, copies in (("dualpipev", 2), ("zbv", 1)):
+        for counts in counts_of(SCHEDULES[name].actions(2, 8, 2)):
+            assert (counts.during[:, :, CASTS] == copies).all()
+
+
+def test_halves_are_assumed_where_one_layer_has_none() -> None:
+    """Exact records need exact halves."""
+    profile = profile_of_layers(layer(0), layer(1))
+    assert not CostTable(profile).halves_assumed
+    assert CostTable(profile_of_layers(layer(0), replace(layer(1), split=()))).halves_assumed
+    assert CostTable(profile_of_layers(layer(0), replace(layer(1), backward_weight_us=()))).halves_assumed
