@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run import replicas as replicas_module
 from planner.executor.run.replicas import ReplicaGradients
-from planner.executor.run.split import SplitBackward
+from planner.model.halves import SplitBackward
 
 
 @pytest.fixture(autouse=True)
