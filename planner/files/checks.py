@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.core.cost.calibration import Calibration
 from planner.core.errors import UsageError
-from planner.core.schedule import schedule_of
+from planner.core.schedule import check_lists, lists_of, schedule_of
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, RATES, SPEEDS
 from planner.core.values.links import Links
@@ -111,12 +111,18 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
 
 
 def _order_problems(plan: Plan | Balance) -> Iterator[Problem]:
+    if plan.chunks < 1 or not plan.balance:
+        return  # told elsewhere
     try:
         schedule = schedule_of(plan.schedule, plan.order)
         if plan.order and plan.schedule != schedule.name:
             text = f"are of the schedule `{schedule.name}`, and `schedule` is `{plan.schedule}`"
             yield ("order",), text, "leave them out, or solve again"
-        elif plan.num_devices > 1 and plan.placement != schedule.placement:
+            return
+        if plan.order:
+            check_lists(lists_of(plan.order), plan.micro_batches)
+            schedule.refuse(plan.num_devices, plan.micro_batches, plan.chunks)
+        if plan.num_devices > 1 and plan.placement != schedule.placement:
             text = f"is `{plan.placement}`, and the schedule's is `{schedule.placement}`"
             yield ("placement",), text, "leave it out, or solve again"
     except UsageError as error:

@@ -150,6 +150,12 @@ def full_plan() -> Plan:
     return solve(full_profile(), Request(inputs=inputs))
 
 
+def order_of(micro_batches: int) -> tuple[str, ...]:
+    """The lists of two stages on one device, some of it in halves."""
+    whole = " ".join(f"0F{i} 1F{i} 1B{i} 0B{i}" for i in range(1, micro_batches))
+    return (f"0F0 1F0 1I0 0B0 1W0 {whole}",)
+
+
 def fullest_plan() -> Plan:
     """The same with every field that a plan may have, though no single plan has them all."""
     plan = full_plan()
@@ -177,7 +183,7 @@ def fullest_plan() -> Plan:
         inputs=asked,
         schedule="search",
         placement="v",
-        order=("0F0 1F0 1I0 0B0 1W0",),
+        order=order_of(plan.micro_batches),
         chunks=2,
         replicas=2,
         stages=stages,
@@ -298,7 +304,7 @@ def full_balance() -> Balance:
         schedule="search",
         chunks=2,
         placement="v",
-        order=("0F0 1F0 1I0 0B0 1W0",),
+        order=order_of(2),
         replicas=2,
         batch=8,
         micro_batches=2,

@@ -40,6 +40,7 @@ def with_cuts(
         balance=tuple(balance),
         recompute=_CHEAPEST_FIRST[:1] * len(balance),
         chunks=plan.chunks,
+        order=plan.order,
         replicas=plan.replicas,
         devices=_devices(plan, len(balance)),
     )
