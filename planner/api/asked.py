@@ -3,12 +3,13 @@
 from typing import cast
 
 from planner.api import texts
+from planner.api.given_lists import check_cuts, for_lists, lists_of, lists_path
 from planner.api.options import SolverOptions
 from planner.api.reading import calibration_of, cuts_of, links_of
 from planner.api.texts import Sizes
 from planner.core.cost.calibration import Calibration, calibrated_executor
 from planner.core.errors import UsageError
-from planner.core.schedule import GPIPE, SCHEDULE_CHOICES, schedules_for
+from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, schedules_for
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.limits import MOST_BATCH, MOST_DEVICES, short
 from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName
@@ -25,15 +26,21 @@ def request_of(profile: Profile, reference: ProfileReference, asked: SolverOptio
         UsageError: An option is wrong, or does not go with another or with the profile.
         FileError: A file that an option names cannot be read.
     """
+    lists = lists_of(asked.schedule)
+    if lists is not None:
+        asked = for_lists(asked, lists, profile)
     links = links_of(asked.links, link=asked.link, nodes=asked.nodes, inter_link=asked.inter_link)
     calibration = calibration_of(asked.calibration)
     cuts = cuts_of(asked.balance, profile) if asked.balance is not None else None
+    if lists is not None and cuts is not None:
+        check_cuts(asked, lists, cuts)
     solver = cast("Solver", texts.choice("--solver", asked.solver, Solver))
     return Request(
         inputs=_inputs(profile, reference, asked, calibration=calibration, links=links, cuts=cuts),
         micro_batches=None if asked.micro_batches == "auto" else texts.one("--micro-batches", asked.micro_batches),
         balance=cuts,
         time_limit_s=parse_us(asked.time_limit) / 1e6 if asked.time_limit is not None else None,
+        lists=lists,
         solver=solver,
     )
 
@@ -51,7 +58,7 @@ def _inputs(
     num_devices, node_devices = _devices(asked.devices, asked.nodes)
     recompute = _recompute(asked.recompute, profile)
     only_gpipe = recompute == "layers" or asked.solver == "milp" or asked.devices_any_order
-    schedule = _schedule(asked.schedule, profile, only_gpipe=only_gpipe)
+    schedule = GIVEN if lists_path(asked.schedule) else _schedule(str(asked.schedule), profile, only_gpipe=only_gpipe)
     executor = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
     if calibration is not None:
         executor = calibrated_executor(calibration, profile.device.kind, executor)
@@ -126,11 +133,9 @@ def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleN
 
 
 def _chunks(chunks: str | int, policy: ScheduleName) -> int:
-    if any(allowed.is_chunked for allowed in schedules_for(policy)):
-        return texts.count_or_auto("--chunks", chunks)
-    if str(chunks) not in ("auto", "1"):
-        raise UsageError(f"`--chunks {chunks}` needs `--schedule interleaved`, not `{policy}`")
-    return 1
+    count = texts.count_or_auto("--chunks", chunks)
+    may_choose = policy != GIVEN and any(allowed.is_chunked for allowed in schedules_for(policy))
+    return count if may_choose else max(1, count)
 
 
 def _recompute(recompute: str, profile: Profile) -> RecomputePolicy:

@@ -80,6 +80,8 @@ _BATCH: Final = "Batch and schedule"
 _CUTS: Final = "Cuts"
 _SEARCH: Final = "Search"
 
+_ORDER: Final = "In which order micro-batches run."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
@@ -122,10 +124,17 @@ class SolverOptions:
         int | None, Option("B", "Samples per optimizer step; default: the largest profiled size.", _BATCH)
     ] = None
     micro_batches: Annotated[str | int, Option("auto|M", "How many micro-batches.", _BATCH)] = "auto"
-    schedule: Annotated[str, Option("|".join(SCHEDULE_CHOICES), "In which order micro-batches run.", _BATCH)] = (
-        DEFAULT_SCHEDULE
-    )
-    chunks: Annotated[str | int, Option("auto|V", "Stages per device of the interleaved schedule.", _BATCH)] = "auto"
+    schedule: Annotated[
+        str | File,
+        Option(
+            "|".join((*SCHEDULE_CHOICES, "FILE.csv")),
+            f"{_ORDER[:-1]}; a file is a table as `emit --format csv` and torch write it.",
+            _BATCH,
+        ),
+    ] = DEFAULT_SCHEDULE
+    chunks: Annotated[
+        str | int, Option("auto|V", "Stages per device, under `interleaved` and `interleaved-zb`.", _BATCH)
+    ] = "auto"
     replicas: Annotated[
         str | int, Option("auto|R", "Pipelines side by side, which share the batch and the devices.", _BATCH)
     ] = "1"
@@ -186,7 +195,7 @@ class SweepOptions:
     mem: Annotated[Sizes | None, _as_solved("mem", metavar="16GB,80GB", help="Memory caps that they may have.")] = None
     batch: Annotated[int | None, _as_solved("batch")] = None
     micro_batches: Annotated[str | int, _as_solved("micro_batches")] = "auto"
-    schedule: Annotated[str, _as_solved("schedule")] = DEFAULT_SCHEDULE
+    schedule: Annotated[str, _as_solved("schedule", metavar="|".join(SCHEDULE_CHOICES), help=_ORDER)] = DEFAULT_SCHEDULE
     recompute: Annotated[str, _as_solved("recompute", help="Recompute activations in backward.")] = "auto"
     link: Annotated[str | Link | None, _as_solved("link", help="Links between neighbours.")] = None
     overhead: Annotated[str | None, _as_solved("overhead")] = None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from planner import files
 from planner.api import texts
+from planner.api.given_lists import lists_path, refuse_lists
 from planner.api.keywords import on_profile
 from planner.api.options import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, path_of, profile_of, reference
@@ -92,7 +93,7 @@ def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
     """Paths of the files that options name."""
     cuts = path_of(options.balance)
     is_file = cuts is not None and not cuts[:1].isdigit()
-    return path_of(options.links), path_of(options.calibration), cuts if is_file else None
+    return path_of(options.links), path_of(options.calibration), cuts if is_file else None, lists_path(options.schedule)
 
 
 @on_profile(SweepOptions)
@@ -110,6 +111,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     from planner.api.asked import request_of  # noqa: PLC0415 - as in `solve`
     from planner.solve import sweep_of  # noqa: PLC0415
 
+    refuse_lists(options.schedule, "sweep")
     counts = texts.integers("--devices", options.devices)
     source, output = profile_of(profile), path_of(options.output)
     place = reference(source, NOWHERE if output is None else str(Path(output, "plan.yaml")))

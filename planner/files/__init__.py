@@ -15,6 +15,7 @@ from planner.files.reading import (
     stage_lines,
 )
 from planner.files.revisions import at_revision
+from planner.files.schedule_csv import read_schedule
 from planner.files.writing import check_writable, dump, json_text, write, write_text
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "read_plan",
     "read_profile",
     "read_run",
+    "read_schedule",
     "reference_path",
     "relocated",
     "stage_lines",

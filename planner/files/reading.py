@@ -51,7 +51,7 @@ def read(path: str, wanted: str | None = None, text: str | None = None) -> Value
     Raises:
         FileError: Missing, unreadable, invalid or of another kind; names the line and key where known.
     """
-    document = Document.parse(path, _read_text(path, wanted) if text is None else text)
+    document = Document.parse(path, read_text(path, _made_by(path, wanted)) if text is None else text)
     kind = _kind_of(document, wanted)
     if kind == "run" and isinstance(losses := document.content.get("losses"), list):
         document.content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
@@ -86,7 +86,7 @@ def stage_lines(path: str) -> tuple[int, ...]:
     """The line of every stage in the plan in `path`, from 1; none where it cannot be read again."""
     if not is_replayable(path):
         return ()
-    document = Document.parse(path, _read_text(path, "plan"))
+    document = Document.parse(path, read_text(path, _made_by(path, "plan")))
     return tuple(document.line_of(("stages", k)) or 1 for k in range(len(document.content["stages"])))
 
 
@@ -95,9 +95,17 @@ def is_replayable(path: str) -> bool:
     return path != "-" and (Path(path).is_file() or not Path(path).exists())
 
 
-def _read_text(path: str, wanted: str | None) -> str:
+def _made_by(path: str, wanted: str | None) -> str:
     # What is not there is told by its name: `plan.yaml` would be a plan, any other a profile, with which all begins.
-    kind = wanted or (Path(path).stem if Path(path).stem in _KINDS else "profile")
+    return _KINDS[wanted or (Path(path).stem if Path(path).stem in _KINDS else "profile")].made_by
+
+
+def read_text(path: str, made_by: str) -> str:
+    """The text of a file that the command `made_by` makes; `-` is standard input.
+
+    Raises:
+        FileError: There is no such file, it cannot be read, or it is too large for one of ours.
+    """
     try:
         if path == "-":
             if sys.stdin is None:
@@ -106,7 +114,7 @@ def _read_text(path: str, wanted: str | None) -> str:
         with Path(path).open(encoding="utf-8") as file:
             return _bounded(file, path)
     except FileNotFoundError:
-        hint = f"make it with `{_KINDS[kind].made_by}`, or name another"
+        hint = f"make it with `{made_by}`, or name another"
         raise FileError("no such file", path=path, hint=hint) from None
     except IsADirectoryError:
         raise FileError("is a directory, not a file", path=path) from None

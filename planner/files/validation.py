@@ -14,7 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, SchemaValidator
 from pydantic_core.core_schema import DataclassSchema, literal_schema
 
-from planner.core.schedule import SCHEDULE_CHOICES, SCHEDULES, SEARCHED
+from planner.core.schedule import GIVEN, SCHEDULE_CHOICES, SCHEDULES, SEARCHED
 from planner.core.values.balance import Balance
 from planner.core.values.plan import FrontierPoint, Inputs, Plan
 from planner.files.strict_yaml import Document, KeyPath, Problem
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 _CHOICES: dict[tuple[type, str], Sequence[str]] = {
     (Balance, "schedule"): (*SCHEDULES, SEARCHED.name),
     (FrontierPoint, "schedule"): (*SCHEDULES, SEARCHED.name),
-    (Inputs, "schedule"): SCHEDULE_CHOICES,
+    (Inputs, "schedule"): (*SCHEDULE_CHOICES, GIVEN),
     (Plan, "schedule"): (*SCHEDULES, SEARCHED.name),
 }
 """By class and field; `planner.core.values` lies below the schedules, and cannot name them."""

@@ -66,7 +66,7 @@ def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]
 def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if now.solver.status == "given":
         return "", False
-    request = Request(inputs=now.inputs, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
+    request = Request.again(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
     try:
         best = solve(profile, request)
     except SolverError:
@@ -86,7 +86,7 @@ def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if not written.frontier:
         return "", False
     fixed = now.micro_batches if len(written.frontier) == 1 else None
-    request = Request(inputs=now.inputs, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)
+    request = Request.again(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)
     try:
         points = {(p.replicas, p.micro_batches): p for p in frontier_of(profile, request)}
     except PlannerError as error:

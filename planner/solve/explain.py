@@ -7,12 +7,13 @@ import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.errors import InfeasibleError
-from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, schedules_for
+from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, SPLITTING, Schedule
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, counted, format_bytes
 from planner.solve.arrays import FloatArray
 from planner.solve.case import Case
+from planner.solve.least_memory import over_bytes_found
 from planner.solve.tables import width_for, windows_before
 
 __all__ = ["Asking", "explain_infeasible", "smallest_cap_bytes"]
@@ -29,6 +30,8 @@ class Asking:
     inputs: Inputs
     micro_batches: int | None
     balance: tuple[int, ...] | None
+    schedules: tuple[Schedule, ...]
+    """What there was to choose from."""
     cases: tuple[Case, ...]
     """What was tried."""
     cases_for: Callable[[Profile, Inputs, int | None], Sequence[Case]]
@@ -38,11 +41,10 @@ class Asking:
 def explain_infeasible(asking: Asking) -> InfeasibleError:
     """The error that says what is in the way and what would fit."""
     inputs = asking.inputs
-    # Chunks of interleaved schedules share a device: what would fit there is not known, so only the others are told.
-    cases = _without_chunks(asking.cases)
+    # Elsewhere only lists tell what a device holds: what is least there is not known, so the others are told first.
+    cases = _with_known_moments(asking.cases)
     if not cases:
-        hint = "; ".join(_other_schedules(asking))
-        return InfeasibleError(f"no interleaved plan fits {_caps(inputs)}", hint=hint)
+        return _by_lists(asking)
     smallest = [smallest_cap_bytes(case) for case in cases]
     best = min(range(len(cases)), key=lambda n: (smallest[n], cases[n].micro_batches))
     if not np.isfinite(smallest[best]):
@@ -56,6 +58,26 @@ def explain_infeasible(asking: Asking) -> InfeasibleError:
     return InfeasibleError(f"no plan fits {_caps(inputs)}: {reason}", hint="; ".join(hints))
 
 
+def _by_lists(asking: Asking) -> InfeasibleError:
+    """The error where lists alone tell what devices hold: the nearest that was found, and what it would take."""
+    inputs = asking.inputs
+    # Smaller micro-batches need less, as a rule; what is said is computed for these.
+    most = max(case.micro_batches for case in asking.cases)
+    least = min(over_bytes_found(case) for case in asking.cases if case.micro_batches == most)
+    titles = " or ".join(dict.fromkeys(case.schedule.title for case in asking.cases))
+    others = tuple(_other_schedules(asking))
+    if not 0 < least < np.inf or len(set(inputs.memory_bytes)) > 1:
+        return InfeasibleError(f"no {titles} plan fits {_caps(inputs)}", hint="; ".join(others))
+    cap = inputs.memory_bytes[0] + least
+    cuts = "of the given cuts" if asking.balance is not None else "in the best cuts found"
+    enough = f"with {counted(inputs.devices, 'device')} `--mem` {bytes_option(int(cap))} is enough (M = {most})"
+    return InfeasibleError(
+        f"no {titles} plan fits {_caps(inputs)}: {cuts} with M = {most} a device needs {format_bytes(cap)}, "
+        f"{format_bytes(least)} over",
+        hint="; ".join((enough, *others)),
+    )
+
+
 def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
     inputs = asking.inputs
     devices = counted(inputs.devices, "device")
@@ -64,8 +86,9 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
     if len(cases) == len(asking.cases):
         yield f"with {devices} the smallest `--mem` is {cap}"
     else:
-        yield f"without interleaving, {devices} need at least `--mem` {cap}"
-    counts = not all(s.is_chunked for s in schedules_for(inputs.schedule)) and asking.balance is None
+        titles = " or ".join(dict.fromkeys(case.schedule.title for case in cases))
+        yield f"under {titles}, {devices} need at least `--mem` {cap}"
+    counts = asking.balance is None
     if counts and len(set(inputs.memory_bytes)) == 1:
         count = min(filter(None, map(_smallest_count, cases)), default=None)
         if count is not None and count[0] > inputs.devices:
@@ -81,7 +104,7 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
 def _other_choices(asking: Asking) -> Iterator[str]:
     inputs = asking.inputs
     if asking.micro_batches is not None:
-        cases = _without_chunks(asking.cases_for(asking.profile, inputs, None))
+        cases = _with_known_moments(asking.cases_for(asking.profile, inputs, None))
         more = min((case.micro_batches for case in cases if _fits(case)), default=None)
         if more is not None:
             yield f"M = {more} fits: leave `--micro-batches` out"
@@ -93,21 +116,40 @@ def _other_choices(asking: Asking) -> Iterator[str]:
 
 def _other_schedules(asking: Asking) -> Iterator[str]:
     inputs = asking.inputs
-    if any(s.is_one_forward_one_backward or (s.is_chunked and asking.balance) for s in schedules_for(inputs.schedule)):
-        return  # nothing needs less memory than that, or the cuts are made for several stages on a device
-    for schedule in (ONE_FORWARD_ONE_BACKWARD, GPIPE):
+    if asking.balance is not None and any(schedule.is_chunked for schedule in asking.schedules):
+        return  # the cuts are made for several stages on a device
+    names = {schedule.name for schedule in asking.schedules}
+    # Of those whose memory is known, none needs less than 1F1B.
+    known: tuple[Schedule, ...] = (
+        (ONE_FORWARD_ONE_BACKWARD, GPIPE) if ONE_FORWARD_ONE_BACKWARD.name not in names else ()
+    )
+    for schedule in known:
         other = replace(inputs, schedule=schedule.name, chunks=1)
-        if other.schedule != inputs.schedule and _some_fits(asking, asking.profile, other, asking.micro_batches):
+        if schedule.name not in names and _some_fits(asking, asking.profile, other, asking.micro_batches):
+            yield f"`--schedule {schedule.name}` fits"
+            return
+    if inputs.any_order or inputs.recompute == "layers" or asking.balance is not None:
+        return  # which nothing but GPipe does, or cuts for one stage on a device
+    for schedule in SPLITTING:
+        other = replace(inputs, schedule=schedule.name, chunks=0)
+        if schedule.name not in names and _measured_fits(asking.cases_for(asking.profile, other, asking.micro_batches)):
             yield f"`--schedule {schedule.name}` fits"
             return
 
 
+def _measured_fits(cases: Sequence[Case]) -> bool:
+    """Whether one of the cases with the most micro-batches is found to fit, of layers whose halves were measured."""
+    most = max((case.micro_batches for case in cases), default=0)
+    able = (case for case in cases if case.micro_batches == most and not case.costs.halves_assumed)
+    return any(over_bytes_found(case) <= 0 for case in able)
+
+
 def _some_fits(asking: Asking, profile: Profile, inputs: Inputs, micro_batches: int | None) -> bool:
-    return any(map(_fits, _without_chunks(asking.cases_for(profile, inputs, micro_batches))))
+    return any(map(_fits, _with_known_moments(asking.cases_for(profile, inputs, micro_batches))))
 
 
-def _without_chunks(cases: Sequence[Case]) -> list[Case]:
-    return [case for case in cases if not case.schedule.is_chunked]
+def _with_known_moments(cases: Sequence[Case]) -> list[Case]:
+    return [case for case in cases if case.schedule.has_known_moments]
 
 
 def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from planner.core.errors import InfeasibleError, PlannerError
+from planner.core.schedule import GIVEN
 from planner.core.values.devices import accelerators_with
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan
 from planner.core.values.profile import Profile
@@ -41,7 +42,7 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
     if len(profile.layers) * plan.inputs.devices > MOST_WORK:
         return ()
     # Cuts and micro-batches are free again; the devices, the batch and the rules stay as they are.
-    request = Request(inputs=plan.inputs, time_limit_s=_TIME_LIMIT_S)
+    request = Request.again(plan, micro_batches=None, time_limit_s=_TIME_LIMIT_S)
     try:
         other = solve(profile, request)
     except InfeasibleError as error:
@@ -66,7 +67,7 @@ def _command(inputs: Inputs, profile: Profile) -> str:
         f"--mem {','.join(map(exact_bytes_option, caps))} --batch {inputs.batch}",
     ]
     if inputs.schedule != DEFAULT_SCHEDULE:
-        words.append(f"--schedule {inputs.schedule}")
+        words.append("--schedule FILE.csv" if inputs.schedule == GIVEN else f"--schedule {inputs.schedule}")
     if inputs.chunks > 1:
         words.append(f"--chunks {inputs.chunks}")
     if inputs.recompute != "auto":

@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf, isqrt
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from planner.core.cost.costs import CostsAtSize, CostTable, covers
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED, Schedule, schedules_for
+from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED, Listed, Schedule
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
 from planner.core.values.plan import Inputs, Plan, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
@@ -23,12 +23,10 @@ from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, t
 from planner.solve.halves import check_halves
 from planner.solve.layered import layered_answer
 from planner.solve.replicas import check_replicas, replica_counts
+from planner.solve.request import Request, Solver
 from planner.solve.simulated import simulated_answer
 
 __all__ = ["Request", "Solver", "cases_of", "micro_batch_counts", "plan_under", "solve"]
-
-MOST_ACTIONS_OF_AUTO: Final = 1_200_000
-"""Some seconds for each schedule."""
 
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
 """About ten seconds, for all cases where a schedule is to be searched."""
@@ -38,27 +36,6 @@ MOST_WORK: Final = 20_000
 
 _MOST_CHUNKS = 4
 """Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""
-
-
-Solver = Literal["auto", "dp", "milp"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What is asked of the solver, beside `Inputs` that the plan records."""
-
-    inputs: Inputs
-    micro_batches: int | None = None
-    """M, if the user fixed it."""
-    balance: tuple[int, ...] | None = None
-    """The cuts, if the user fixed them: then they are evaluated, and only M and recomputation are chosen."""
-    time_limit_s: float | None = None
-    """After which the best plan found is given, with a proven gap."""
-    actions: int | None = MOST_ACTIONS_OF_AUTO
-    """Effort for each schedule beside GPipe's where the schedule is left open, in actions simulated; None: as much as
-    where the schedule is fixed, so that nearly every answer is proven."""
-    solver: Solver = "auto"
-    """`auto` takes the integer programme only for what the dynamic programme cannot hold: devices in any order."""
 
 
 def solve(profile: Profile, request: Request, *, table: CostTable | None = None) -> Plan:
@@ -254,8 +231,8 @@ def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> lis
         raise UsageError(
             f"{len(balance)} stages were given, which cannot run with these devices, replicas, chunks, schedule and "
             f"micro-batches (at most {most} stages can)",
-            hint="give other cuts, or more `--devices`; 1F1B needs as many micro-batches as stages, and interleaved "
-            "schedules as many stages as devices times chunks",
+            hint="give other cuts, or more `--devices`; 1F1B needs as many micro-batches as stages, and chunks above 1 "
+            "as many stages as devices times chunks",
         )
     return able
 
@@ -266,8 +243,13 @@ def _schedules(
     """Schedule, chunks, and how many devices a pipeline may have at most."""
     inputs = request.inputs
     devices = min(inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
-    schedules = schedules_for(inputs.schedule)
+    schedules = request.schedules
     for schedule in schedules:
+        if isinstance(schedule, Listed) and schedule.rows:
+            count = len(schedule.rows)
+            if devices >= count and num_layers >= count * inputs.chunks and schedule.num_micro_batches == micro_batches:
+                yield schedule, inputs.chunks, count
+            continue
         if not schedule.is_chunked:
             yield schedule, 1, int(min(devices, schedule.most_devices(micro_batches)))
             continue
@@ -358,21 +340,33 @@ def _check_request(profile: Profile, request: Request) -> None:
             hint=f"use `--devices {num_layers}` or fewer, `--replicas auto`, or profile the model in finer layers",
         )
     check_halves(profile, inputs.schedule)
-    has_closed_form = all(schedule.has_closed_form for schedule in schedules_for(inputs.schedule))
+    has_closed_form = all(schedule.has_closed_form for schedule in request.schedules)
     if inputs.recompute == "layers" and not has_closed_form:
         raise UsageError(
             f"single layers are recomputed under the GPipe schedule only, not `{inputs.schedule}`",
             hint="use `--schedule gpipe`, or `--recompute auto`",
         )
     _check_solver(request)
-    if inputs.chunks > 1 and not any(schedule.is_chunked for schedule in schedules_for(inputs.schedule)):
-        raise UsageError(f"{inputs.chunks} chunks per device need `--schedule interleaved`, not `{inputs.schedule}`")
+    _check_chunks(request)
     if inputs.chunks > 1 and inputs.chunks * 2 > num_layers:
         raise UsageError(
             f"{inputs.chunks} chunks on each of 2 devices or more: there are only {counted(num_layers, 'layer')}"
         )
     if request.balance is not None:
         _check_balance(request, request.balance, num_layers)
+
+
+def _check_chunks(request: Request) -> None:
+    """Raises where chunks were asked for that no schedule left to choose from runs."""
+    inputs = request.inputs
+    if any(schedule.runs_chunks(inputs.chunks) for schedule in request.schedules):
+        return
+    schedule = request.schedules[0]
+    raise UsageError(
+        f"`{schedule.name}` runs {counted(schedule.exact_chunks or 1, 'stage')} on each device, "
+        f"got {counted(inputs.chunks, 'chunk')}",
+        hint="leave `--chunks` out, or use `--schedule interleaved` or `interleaved-zb`",
+    )
 
 
 def _check_solver(request: Request) -> None:
@@ -382,7 +376,7 @@ def _check_solver(request: Request) -> None:
     what = "`--devices-any-order`" if inputs.any_order else "`--solver milp`"
     if request.solver == "dp":
         raise UsageError(f"{what} needs the integer programme, not `--solver dp`")
-    if not all(schedule.has_closed_form for schedule in schedules_for(inputs.schedule)):
+    if not all(schedule.has_closed_form for schedule in request.schedules):
         raise UsageError(f"{what} plans for the GPipe schedule only, not `{inputs.schedule}`")
     if inputs.recompute == "layers":
         raise UsageError(f"{what} recomputes stage by stage only", hint="use `--recompute auto`")
@@ -401,13 +395,7 @@ def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) 
 
 def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
     if not cases:
-        chunks = max(2, request.inputs.chunks)
-        return InfeasibleError(
-            f"an interleaved pipeline needs at least 2 devices and {2 * chunks} layers for {chunks} chunks on each, "
-            f"not {counted(request.inputs.devices // max(1, request.inputs.replicas), 'device')} and "
-            f"{counted(len(profile.layers), 'layer')}",
-            hint="use `--schedule 1f1b` or `--schedule gpipe`",
-        )
+        return _too_few(profile, request)
 
     def cases_for(other: Profile, inputs: Inputs, micro_batches: int | None) -> Sequence[Case]:
         try:
@@ -421,9 +409,22 @@ def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> In
             inputs=request.inputs,
             micro_batches=request.micro_batches,
             balance=request.balance,
+            schedules=request.schedules,
             cases=tuple(cases),
             cases_for=cases_for,
         )
+    )
+
+
+def _too_few(profile: Profile, request: Request) -> InfeasibleError:
+    """The error where there are not as many devices and layers as several stages on each of two need."""
+    inputs, schedule = request.inputs, request.schedules[0]
+    devices = counted(inputs.devices // max(1, inputs.replicas), "device")
+    chunks = schedule.exact_chunks or max(2, inputs.chunks)
+    return InfeasibleError(
+        f"{schedule.title} needs at least 2 devices and {2 * chunks} layers for {chunks} stages on each, "
+        f"not {devices} and {counted(len(profile.layers), 'layer')}",
+        hint="use `--schedule 1f1b` or `--schedule gpipe`",
     )
 
 

@@ -37,6 +37,7 @@ from planner.core.schedule.zbv import ZBV
 from planner.core.values.plan import ScheduleName
 
 __all__ = [
+    "GIVEN",
     "GPIPE",
     "INTERLEAVED",
     "KINDS",
@@ -78,6 +79,9 @@ INTERLEAVED: Final = Interleaved()
 SEARCHED: Final = Listed()
 SEARCHED_IN_V: Final = Listed(meant_for="v")
 
+GIVEN: Final[ScheduleName] = "given"
+"""What a plan says was asked where the lists came from a file."""
+
 SPLITTING: Final[tuple[Schedule, ...]] = (ZBH1(), ZBH2(), InterleavedZB(), ZBV(), VHalf(), VMin(), DualPipeV())
 """The schedules whose backwards come in halves."""
 
@@ -104,7 +108,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
     """
     if order:
         return Listed(lists_of(order))
-    return SEARCHED if name == SEARCHED.name else SCHEDULES[name]
+    return SEARCHED if name in (SEARCHED.name, GIVEN) else SCHEDULES[name]
 
 
 def schedules_for(policy: ScheduleName) -> tuple[Schedule, ...]:

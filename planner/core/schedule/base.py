@@ -101,6 +101,12 @@ class Schedule(ABC):
         """Per device what it does as text, of a schedule that was made for one pipeline; else empty."""
         return ()
 
+    def runs_chunks(self, chunks: int) -> bool:
+        """Whether devices may run so many stages each; 0 is any number that works."""
+        if self.exact_chunks is not None:
+            return chunks in (0, self.exact_chunks)
+        return self.is_chunked or chunks in (0, 1)
+
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raises where the schedule cannot run so.
 
@@ -120,7 +126,7 @@ class Schedule(ABC):
         if chunks < 1 or (chunks > 1 and not self.is_chunked):
             raise UsageError(
                 f"{self.name} runs one stage on each device, got {chunks} chunks",
-                hint="use one chunk, or the interleaved schedule with one or more",
+                hint="use one chunk, or `--schedule interleaved` or `interleaved-zb` with one or more",
             )
 
     def most_devices(self, micro_batches: int) -> float:

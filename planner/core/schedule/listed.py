@@ -68,6 +68,11 @@ class Listed(Schedule):
         )
 
     @property
+    def num_micro_batches(self) -> int:
+        """M; 0 as long as there are no lists."""
+        return len({action.micro_batch for row in self.rows for action in row})
+
+    @property
     def texts(self) -> tuple[str, ...]:
         """The lists as text."""
         return texts_of(self.rows)
@@ -80,7 +85,7 @@ class Listed(Schedule):
         """Raises where the lists are of another pipeline."""
         super().refuse(num_devices, micro_batches, chunks)
         stages = {action.stage for row in self.rows for action in row}
-        numbers = len(self.rows), len({action.micro_batch for row in self.rows for action in row}), len(stages)
+        numbers = len(self.rows), self.num_micro_batches, len(stages)
         if numbers != (num_devices, micro_batches, num_devices * chunks):
             raise UsageError(
                 f"the lists are for {numbers[0]} devices, {numbers[1]} micro-batches and {numbers[2]} stages, "

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from operator import attrgetter
 
-from planner.core.schedule import SPLITTING, schedule_of
+from planner.core.schedule import GIVEN, SPLITTING, schedule_of
 from planner.core.values.plan import FrontierPoint, Plan, Stage
 from planner.core.values.units import counted, format_us
 from planner.show.views.memory import share_of_cap
@@ -43,6 +43,8 @@ def claim(plan: Plan) -> str:
     """What the solver proved; nothing of cuts that were given."""
     solver, asked = plan.solver, plan.inputs.schedule
     whole = "plan" if asked == "auto" else f"{schedule_of(asked).title} plan"
+    if asked == GIVEN:
+        whole = "plan with this schedule"
     if solver.status == "optimal":
         return f"no {whole} is faster"
     if solver.status == "feasible":

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.core.schedule import SCHEDULE_CHOICES, SCHEDULES, SEARCHED
+from planner.core.schedule import GIVEN, SCHEDULE_CHOICES, SCHEDULES, SEARCHED
 from planner.files import json_schema, to_plain
 from tests.support.file_values import (
     full_balance,
@@ -144,4 +144,4 @@ def test_schedules_are_those_that_there_are() -> None:
     names = [*SCHEDULES, SEARCHED.name]
     assert plan["properties"]["schedule"]["enum"] == balance["properties"]["schedule"]["enum"] == names
     assert plan["$defs"]["FrontierPoint"]["properties"]["schedule"]["enum"] == names
-    assert plan["$defs"]["Inputs"]["properties"]["schedule"]["enum"] == [*SCHEDULE_CHOICES]
+    assert plan["$defs"]["Inputs"]["properties"]["schedule"]["enum"] == [*SCHEDULE_CHOICES, GIVEN]

@@ -1,0 +1,31 @@
+"""A schedule that was written as a table, by us, by another engine or by hand: torch's compute-only CSV."""
+
+from planner.core.errors import FileError, UsageError
+from planner.core.schedule import Listed, actions_in, check_lists
+from planner.files.reading import read_text
+
+__all__ = ["read_schedule"]
+
+
+def read_schedule(path: str) -> Listed:
+    """The schedule in the file at `path`: lists that run to their end, with the stages in a loop or a V.
+
+    Raises:
+        FileError: It cannot be read, a cell is no action, or the lists are no step of a pipeline; names the row (from
+            1) and the column, or the device (from 0) and the action.
+    """
+    text = read_text(path, "gpipe-plan emit --format csv")
+    try:
+        rows = actions_in(text)
+    except UsageError as error:
+        raise FileError(error.message, path=path, hint=error.hint) from None
+    schedule = Listed(rows)
+    num_micro_batches = 1 + max(action.micro_batch for row in rows for action in row)
+    try:
+        check_lists(rows, num_micro_batches)
+        num_stages = len({action.stage for row in rows for action in row})
+        schedule.actions(len(rows), num_micro_batches, num_stages // len(rows))
+        _ = schedule.placement
+    except UsageError as error:
+        raise FileError(error.message, path=path, hint=f"{error.hint}; row 1 is device 0") from None
+    return schedule

@@ -1,0 +1,213 @@
+"""`solve --schedule FILE.csv`: what would this cost? And `check` of plans whose lists were edited."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from planner import files
+from planner.core.errors import FileError, PlannerError, UsageError
+from planner.core.schedule import SCHEDULES, table_of
+from planner.core.values.plan import Plan
+from tests.support.chains import chain, layer
+from tests.support.cli import call
+
+PROFILE = chain(*(layer(f"block_{n}", forward_us=10.0 + n, saved_bytes=10**6, output_bytes=100) for n in range(8)))
+DEVICES, MICRO_BATCHES = 2, 4
+CHUNKS = {name: rule.exact_chunks or (2 if rule.is_chunked else 1) for name, rule in SCHEDULES.items()}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the profile, in which the commands run."""
+    monkeypatch.chdir(tmp_path)
+    files.write("profile.yaml", PROFILE)
+    return tmp_path
+
+
+def table(name: str, **changes: str) -> str:
+    """A file with a named schedule; `changes` are of its text."""
+    text = table_of(SCHEDULES[name].actions(DEVICES, MICRO_BATCHES, CHUNKS[name]))
+    for old, new in changes.items():
+        text = text.replace(old.lstrip("_"), new)
+    Path("mine.csv").write_text(text)
+    return "mine.csv"
+
+
+def solved(schedule: Any, **asked: Any) -> Plan:
+    """A plan for the profile in this folder."""
+    return planner.solve("profile.yaml", **{"mem": "8GB", "batch": MICRO_BATCHES, "schedule": schedule, **asked})
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_named_schedule_costs_the_same_from_a_file(here: Path, name: str) -> None:
+    """Devices, micro-batches, chunks and placement follow from it; the cuts are chosen for it."""
+    named = solved(name, devices=DEVICES, micro_batches=MICRO_BATCHES, chunks=CHUNKS[name])
+    given = solved(table(name), balance=named.balance, output="plan.yaml")
+    assert given.schedule == "search"
+    assert given.inputs.schedule == "given"
+    assert (given.num_devices, given.micro_batches, given.chunks) == (DEVICES, MICRO_BATCHES, CHUNKS[name])
+    assert given.placement == named.placement
+    assert given.predicted.step_us == pytest.approx(named.predicted.step_us, rel=1e-12)
+    assert given.device_bytes() == pytest.approx(named.device_bytes(), rel=1e-6)
+    assert solved(Path("mine.csv")).predicted.step_us <= given.predicted.step_us * (1 + 1e-12)
+    assert planner.check("plan.yaml").fits
+    assert planner.emit("plan.yaml", engine="csv", output="out")[0].read_text() == Path("mine.csv").read_text()
+
+
+def test_the_command_says_what_it_costs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And `check` takes what it writes, with nothing to say of the lists."""
+    done = call(capsys, "solve", "--schedule", table("zbv"), "--mem", "8GB", "--batch", "4")
+    assert done.code == 0, done.err
+    assert "2 devices × 2 chunks × 4 micro-batches of 1 sample" in done.out  # noqa: RUF001 - as shown
+    assert "plan with this schedule" in done.out
+    done = call(capsys, "check")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"devices": 1}, "`mine.csv` is for 2 devices, there are 1"),
+        ({"devices": 3, "replicas": 2, "batch": 8}, "`mine.csv` is for 2 devices, in 2 replicas 4, there are 3"),
+        ({"nodes": "1x1"}, "`mine.csv` is for 2 devices, there are 1"),
+        ({"batch": 6}, "`mine.csv` is for 4 micro-batches, into which a batch of 6 cannot be split"),
+        ({"micro_batches": 2}, "`--micro-batches 2`: `mine.csv` has 4"),
+        ({"chunks": 1}, "`--chunks 1`: each device of `mine.csv` has 2"),
+        ({"recompute": "layers"}, "under the GPipe schedule only"),
+        ({"solver": "milp"}, "for the GPipe schedule only"),
+        ({"balance": (4, 4)}, "2 stages were given, `mine.csv` is for 4"),
+    ],
+)
+def test_options_that_say_otherwise_are_refused(here: Path, asked: dict[str, Any], said: str) -> None:
+    """By name, with what the file has."""
+    with pytest.raises(UsageError) as refused:
+        solved(table("zbv"), **asked)
+    assert said in refused.value.message
+
+
+def test_a_file_for_more_stages_than_layers(here: Path) -> None:
+    """The profile has eight layers."""
+    rows = SCHEDULES["interleaved"].actions(2, 4, 5)
+    Path("mine.csv").write_text(table_of(rows))
+    with pytest.raises(UsageError, match="`mine.csv` is for 10 stages, the profile has 8 layers"):
+        solved("mine.csv")
+
+
+def test_replicas_share_a_file(here: Path) -> None:
+    """Each runs its lists."""
+    plan = solved(table("zb-h1"), replicas=2, batch=8)
+    assert (plan.inputs.devices, plan.replicas, plan.micro_batches) == (4, 2, 4)
+    assert solved("mine.csv", replicas="auto", devices=4, batch=8).replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the schedule file is empty"),
+        ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: `1X0` is no action"),
+        ("0F0,0f1,0B0\n", "row 1, column 2: `0f1` must be in upper case"),
+        ("0F0,0SEND_F0\n", "row 1, column 2: `0SEND_F0` is no work of a stage"),
+        ("0F0,0B0\n,,\n1F0,1B0\n", "row 2: the device has nothing to do"),
+        ("0F0,0I0\n1F0,1B0\n", "device 0: 0I0 is half of a backward, 0W0 is missing"),
+        ("0B0,0F0\n1F0,1B0\n", "device 0: 0B0 comes before 0F0"),
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "the devices wait for each other"),
+        ("0F0,2F0,2B0,0B0\n1F0,1B0\n", "device 1 has 1 stages, device 0 has 2"),
+        ("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n", "which is neither a loop nor a V"),
+        ("0F999999999,0B999999999\n", "device 0: 0F0 is missing"),
+        ("\x00\n", "row 1"),
+    ],
+)  # fmt: skip
+def test_bad_files_say_where(here: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    """With path, row and column, or device and action; exit code 2, and no traceback."""
+    Path("mine.csv").write_text(text)
+    done = call(capsys, "solve", "--schedule", "mine.csv", "--mem", "8GB", "--batch", "4")
+    assert done.code == 2
+    assert done.err.startswith("mine.csv: error: ")
+    assert said in done.err
+    assert "hint: " in done.err
+    assert "Traceback" not in done.err
+
+
+def test_files_that_cannot_be_read(here: Path) -> None:
+    """Missing, a folder, no text."""
+    with pytest.raises(FileError, match="no such file") as refused:
+        solved("nowhere.csv")
+    assert "emit --format csv" in refused.value.hint
+    Path("folder.csv").mkdir()
+    with pytest.raises(FileError, match="is a directory"):
+        solved("folder.csv")
+    Path("mine.csv").write_bytes(b"\xff0F0")
+    with pytest.raises(FileError, match="is not UTF-8 text"):
+        solved("mine.csv")
+
+
+def test_the_file_is_not_overwritten(here: Path) -> None:
+    """A plan is not written over what it was made from."""
+    with pytest.raises(PlannerError, match=r"mine\.csv"):
+        solved(table("zbv"), output="mine.csv")
+
+
+def test_sweep_needs_a_schedule_for_any_number_of_devices(here: Path) -> None:
+    """And says what to ask."""
+    with pytest.raises(UsageError, match="compares numbers of devices") as refused:
+        planner.sweep("profile.yaml", schedule=table("zbv"), mem="8GB")
+    assert "solve --schedule mine.csv" in refused.value.hint
+
+
+def test_what_does_not_fit_says_what_would(here: Path) -> None:
+    """Computed with the lists' own memory."""
+    with pytest.raises(PlannerError, match="a device needs .* over") as refused:
+        solved(table("zbv"), mem="3MB")
+    enough = refused.value.hint.split("`--mem` ")[1].split()[0]
+    plan = solved("mine.csv", mem=enough)
+    assert plan.predicted.step_us > 0
+    with pytest.raises(PlannerError):
+        solved("mine.csv", mem="3MB", balance=(2, 2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("0F0 0F1", "0F0 0F0", "device 0: 0F0 comes twice"),
+        ("0I0 0W0", "0W0 0I0", "device 0: 0W0 comes before 0I0, which it needs"),
+        ("2F0", "0F9", "device 1: 0F9 is of stage 0, which is on device 0"),
+        ("1F0 2F0 1F1 2F1 2I0", "1F1 2F1 1F0 2F0 2I0", ""),
+        ("3W0", "", "device 0: 3I0 is half of a backward, 3W0 is missing"),
+    ],
+)
+def test_an_edited_order_is_judged(
+    here: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+) -> None:
+    """By device and action, with the line; another order that runs is judged anew."""
+    solved(table("zbv"), output="plan.yaml")
+    text = Path("plan.yaml").read_text()
+    assert old in text
+    Path("plan.yaml").write_text(text.replace(old, new, 1))
+    done = call(capsys, "check")
+    assert done.code == (2 if said else 0), done.err
+    assert said in done.err.replace("\n", " ")
+    assert not said or "plan.yaml:" in done.err
+
+
+def test_an_edited_order_may_need_more_memory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory is counted along the lists as they are now."""
+    plan = solved(table("zb-h1"), output="plan.yaml", balance=(4, 4), recompute="never")
+    cap = max(plan.device_bytes())
+    text = Path("plan.yaml").read_text()
+    first = "0F0 0F1 0F2 0F3 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3"
+    assert plan.order[0] in text
+    Path("plan.yaml").write_text(text.replace(plan.order[0], first))
+    done = call(capsys, "check", "--mem", f"{cap}B")
+    assert done.code == 1
+    assert "GP101" in done.out + done.err
+
+
+def test_other_cuts_keep_the_order(here: Path) -> None:
+    """`check --balance` of a plan with lists."""
+    solved(table("zbv"), output="plan.yaml")
+    verdict = planner.check("plan.yaml", balance=(1, 3, 1, 3))
+    assert verdict.plan is not None
+    assert verdict.plan.balance == (1, 3, 1, 3)
+    assert verdict.plan.order
