@@ -25,8 +25,8 @@ from planner.core.errors import InfeasibleError, SolverError
 from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.solve import Request, solve
+from planner.solve.cases import cases_of
 from planner.solve.many import Many
-from planner.solve.search import cases_of
 
 _ROWS = 256
 

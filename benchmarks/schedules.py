@@ -3,7 +3,7 @@
     python benchmarks/schedules.py > docs/measurements/schedules.md
     python benchmarks/schedules.py --devices 4 8
 
-First the bubbles of Qi et al. 2023 (arXiv:2401.10241), tables 5 and 6: (cost - M (F + I + W)) / cost, the cost being the
+First the bubbles of Qi et al. 2023 (arXiv:2401.10241), tables 5 and 6: (cost - M (F + I + W)) / cost; the cost is the
 longest span over stages from first F to last W. Then an even chain of 8 K layers with F = I = W on K devices that have
 as much memory as 1F1B needs, which keeps all it saves until W: step time over the least there is. Prints Markdown;
 times are process time.
@@ -124,9 +124,7 @@ def _even_row(devices: int, micro_batches: int, names: Sequence[str]) -> str:
     return f"| {devices}, {micro_batches} | {' | '.join(cells)} | {found} | {bound} | {seconds:.0f} |"
 
 
-def _cells(
-    profile: Profile, asked: Inputs, micro_batches: int, names: Sequence[str], least_us: float
-) -> Iterator[str]:
+def _cells(profile: Profile, asked: Inputs, micro_batches: int, names: Sequence[str], least_us: float) -> Iterator[str]:
     for name in names:
         plan = _solved(profile, asked, micro_batches, name)
         yield "-" if plan is None else f"{_step_us(plan) / least_us:.3f}"

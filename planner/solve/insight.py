@@ -17,7 +17,8 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import FrontierPoint, Inputs, Insight, Noise, Plan, WhatIf
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_us
-from planner.solve.search import Request, cases_of, solve
+from planner.solve.cases import cases_of
+from planner.solve.search import Request, solve
 
 __all__ = ["frontier_of", "insight_of", "point_of"]
 

@@ -1,41 +1,38 @@
 """From what was asked to the plan: over schedules, replicas, micro-batch counts and cuts, with a certificate."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from math import inf, isqrt
+from math import inf
 from typing import Final, NamedTuple
 
-from planner.core.cost.costs import CostsAtSize, CostTable, covers
+from planner.core.cost.costs import CostTable
 from planner.core.cost.evaluate import Partition, check_partition
-from planner.core.cost.planning import build_plan, cluster_of
+from planner.core.cost.planning import build_plan
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED, Listed, Schedule
-from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
+from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED
 from planner.core.values.plan import Inputs, Plan, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted
 from planner.solve.answer import Answer
-from planner.solve.case import Case, Rules, positions
+from planner.solve.case import Case
+from planner.solve.cases import MOST_CHUNKS, cases_of
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.explain import Asking, explain_infeasible
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
 from planner.solve.halves import check_halves
 from planner.solve.layered import layered_answer
-from planner.solve.replicas import check_replicas, replica_counts
+from planner.solve.replicas import check_replicas
 from planner.solve.request import Request, Solver
 from planner.solve.simulated import simulated_answer
 
-__all__ = ["Request", "Solver", "cases_of", "micro_batch_counts", "plan_under", "solve"]
+__all__ = ["Request", "Solver", "plan_under", "solve"]
 
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
 """About ten seconds, for all cases where a schedule is to be searched."""
 
 MOST_WORK: Final = 20_000
 """Layers times devices, beyond which nothing is solved beside the question itself."""
-
-_MOST_CHUNKS = 4
-"""Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""
 
 
 def solve(profile: Profile, request: Request, *, table: CostTable | None = None) -> Plan:
@@ -184,137 +181,6 @@ def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
     return replace(plan, solver=replace(plan.solver, status="feasible", gap=gap, lower_bound_us=bound_us))
 
 
-def cases_of(profile: Profile, request: Request, *, table: CostTable | None = None) -> list[Case]:
-    """Every combination of schedule, chunks, replicas and M that may be tried."""
-    inputs = request.inputs
-    names = [layer.name for layer in profile.layers]
-    rules = Rules(
-        together=_named(inputs.together, names, "--together"),
-        apart=_named(inputs.apart, names, "--apart"),
-        balance=request.balance,
-    )
-    table = table or CostTable(profile)
-    costs: dict[tuple[int, bool], CostsAtSize] = {}
-    cases = []
-    for replicas in replica_counts(profile, inputs):
-        for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
-            size = inputs.batch // (m * replicas)
-            key = size, replicas > 1
-            if key not in costs:
-                costs[key] = CostsAtSize(table, size, extrapolate=inputs.extrapolate, replicas=replicas)
-            cases += [
-                Case(
-                    costs_at_size=costs[key],
-                    cluster=cluster_of(inputs),
-                    schedule=schedule,
-                    micro_batches=m,
-                    num_devices=num_devices,
-                    replicas=replicas,
-                    policy=inputs.recompute,
-                    rules=rules,
-                    chunks=chunks,
-                )
-                for schedule, chunks, num_devices in _schedules(request, m, len(names), replicas)
-                # Nothing is recommended that nobody has measured.
-                if inputs.schedule != "auto" or not (schedule.splits_backward and table.halves_assumed)
-            ]
-    if not costs:
-        micro_batch_counts(profile, request)  # says why there are none, for one replica
-    return cases if request.balance is None else _with_so_many_stages(cases, request.balance)
-
-
-def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> list[Case]:
-    """The cases in which as many stages as were given can run."""
-    able = [c for c in cases if len(balance) % c.chunks == 0 and len(balance) <= c.num_devices * c.chunks]
-    if cases and not able:
-        most = max(case.num_devices * case.chunks for case in cases)
-        raise UsageError(
-            f"{len(balance)} stages were given, which cannot run with these devices, replicas, chunks, schedule and "
-            f"micro-batches (at most {most} stages can)",
-            hint="give other cuts, or more `--devices`; 1F1B needs as many micro-batches as stages, and chunks above 1 "
-            "as many stages as devices times chunks",
-        )
-    return able
-
-
-def _schedules(
-    request: Request, micro_batches: int, num_layers: int, replicas: int
-) -> Iterator[tuple[Schedule, int, int]]:
-    """Schedule, chunks, and how many devices a pipeline may have at most."""
-    inputs = request.inputs
-    devices = min(inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
-    schedules = request.schedules
-    for schedule in schedules:
-        if isinstance(schedule, Listed) and schedule.rows:
-            count = len(schedule.rows)
-            if devices >= count and num_layers >= count * inputs.chunks and schedule.num_micro_batches == micro_batches:
-                yield schedule, inputs.chunks, count
-            continue
-        if not schedule.is_chunked:
-            yield schedule, 1, int(min(devices, schedule.most_devices(micro_batches)))
-            continue
-        if schedule.exact_chunks is not None:
-            chunks = schedule.exact_chunks
-            most = min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
-            if inputs.chunks in (0, chunks) and most >= 1:
-                yield schedule, chunks, int(min(most, schedule.most_devices(micro_batches)))
-            continue
-        # One chunk on each device is 1F1B that warms up longer, and runs with fewer micro-batches: no plan is the best
-        # before that was tried; but nobody who gives the cuts means it.
-        if inputs.chunks == 1 and len(schedules) > 1 and request.balance is not None:
-            continue
-        several = range(1 if schedule.is_to_be_made else 2, _MOST_CHUNKS + 1)
-        for chunks in [inputs.chunks] if inputs.chunks else several:
-            if num_layers >= 2 * chunks and devices >= 2:
-                yield schedule, chunks, min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
-
-
-def micro_batch_counts(
-    profile: Profile, request: Request, *, replicas: int = 1, required: bool = True
-) -> tuple[int, ...]:
-    """The M to choose among: divisors of each replica's batch whose micro-batch size the profile covers.
-
-    Raises:
-        UsageError: There are none, and some are required.
-    """
-    inputs = request.inputs
-    batch = inputs.batch // replicas
-    low = [m for m in range(1, isqrt(max(0, batch)) + 1) if batch % m == 0]
-    divisors = sorted({*low, *(batch // m for m in low)})
-    if request.micro_batches is not None and request.micro_batches not in divisors and required:
-        which = short(", ".join(map(str, divisors)), 200)
-        raise UsageError(
-            f"a batch of {batch} cannot be split into {request.micro_batches} equal micro-batches",
-            hint=f"M must divide {'its' if replicas > 1 else 'the'} batch: one of {which}",
-        )
-    wanted = [m for m in divisors if request.micro_batches in (None, m)]
-    covered = [m for m in wanted if covers(profile, batch // m, extrapolate=inputs.extrapolate)]
-    if required and covered and covered[0] > MOST_MICRO_BATCHES:
-        raise UsageError(
-            f"at most {MOST_MICRO_BATCHES} micro-batches are planned for, a batch of {batch} needs {covered[0]}",
-            hint="choose a smaller `--batch`, or profile larger sizes with `--batch-sizes`",
-        )
-    counts = tuple(m for m in covered if m <= MOST_MICRO_BATCHES)
-    if not counts and required:
-        sizes = short(", ".join(str(batch // m) for m in wanted), 200)
-        profiled = ", ".join(map(str, profile.micro_batch_sizes))
-        raise UsageError(
-            f"a batch of {batch} gives micro-batches of {sizes}: none lies within the profiled sizes {profiled}",
-            hint="choose another `--batch`, profile more sizes with `--batch-sizes`, or allow `--extrapolate`",
-        )
-    return counts
-
-
-def _named(groups: Sequence[Sequence[str]], names: Sequence[str], option: str) -> tuple[tuple[int, ...], ...]:
-    try:
-        return positions([tuple(dict.fromkeys(group)) for group in groups], names)
-    except KeyError as error:
-        near = f'the layers are "{names[0]}" to "{names[-1]}"; `gpipe-plan show` lists them'
-        raise UsageError(
-            f'`{option}` names the layer "{error.args[0]}", the profile has no such layer', hint=near
-        ) from None
-
-
 def _check_request(profile: Profile, request: Request) -> None:
     inputs = request.inputs
     num_layers, num_devices = len(profile.layers), inputs.devices
@@ -389,7 +255,7 @@ def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) 
     never: Recompute = "never"
     recompute = tuple(never for _ in balance)
     cuts = Partition(schedule=GPIPE.name, micro_batches=1, balance=balance, recompute=recompute)
-    chunks = request.inputs.chunks or _MOST_CHUNKS
+    chunks = request.inputs.chunks or MOST_CHUNKS
     check_partition(cuts, num_layers=num_layers, num_devices=request.inputs.devices * chunks)
 
 

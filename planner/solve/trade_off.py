@@ -6,8 +6,9 @@ from typing import Final
 from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import FrontierPoint, Plan, ScheduleName
 from planner.core.values.profile import Profile
+from planner.solve.cases import cases_of
 from planner.solve.insight import point_of
-from planner.solve.search import MOST_WORK, Request, cases_of, plan_under
+from planner.solve.search import MOST_WORK, Request, plan_under
 
 __all__ = ["trade_off_of"]
 

@@ -91,7 +91,7 @@ def test_a_file_for_more_stages_than_layers(here: Path) -> None:
     """The profile has eight layers."""
     rows = SCHEDULES["interleaved"].actions(2, 4, 5)
     Path("mine.csv").write_text(table_of(rows))
-    with pytest.raises(UsageError, match="`mine.csv` is for 10 stages, the profile has 8 layers"):
+    with pytest.raises(UsageError, match=r"`mine.csv` is for 10 stages, the profile has 8 layers"):
         solved("mine.csv")
 
 
@@ -158,7 +158,7 @@ def test_sweep_needs_a_schedule_for_any_number_of_devices(here: Path) -> None:
 
 def test_what_does_not_fit_says_what_would(here: Path) -> None:
     """Computed with the lists' own memory."""
-    with pytest.raises(PlannerError, match="a device needs .* over") as refused:
+    with pytest.raises(PlannerError, match=r"a device needs .* over") as refused:
         solved(table("zbv"), mem="3MB")
     enough = refused.value.hint.split("`--mem` ")[1].split()[0]
     plan = solved("mine.csv", mem=enough)

@@ -14,7 +14,8 @@ from planner.core.errors import UsageError
 from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
 from planner.core.values.profile import Device, Profile
 from planner.solve import Request, faster_schedule, many, solve
-from planner.solve.search import MOST_ACTIONS_OF_AUTO, cases_of
+from planner.solve.cases import cases_of
+from planner.solve.request import MOST_ACTIONS_OF_AUTO
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of, profile_of
 

@@ -10,11 +10,11 @@ from planner.core.values.plan import RecomputePolicy
 from planner.solve import Request, bottlenecks
 from planner.solve.bottlenecks import BottleneckSearch
 from planner.solve.case import Case
+from planner.solve.cases import cases_of
 from planner.solve.chain_dp import LabelSearch
 from planner.solve.deadline import OutOfTimeError
 from planner.solve.laws import GPipeLaw
 from planner.solve.problem import Bottlenecks
-from planner.solve.search import cases_of
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
 

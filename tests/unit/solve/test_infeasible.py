@@ -17,8 +17,8 @@ from planner.core.values.plan import Inputs, RecomputePolicy, ScheduleName
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_bytes
 from planner.solve import Request, solve
+from planner.solve.cases import cases_of
 from planner.solve.explain import smallest_cap_bytes
-from planner.solve.search import cases_of
 from tests.support.brute_force import Space
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of

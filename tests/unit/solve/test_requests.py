@@ -9,7 +9,7 @@ from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs
 from planner.solve import Request, solve
-from planner.solve.search import micro_batch_counts
+from planner.solve.cases import micro_batch_counts
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of, profile_of
 

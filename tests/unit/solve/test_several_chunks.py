@@ -15,11 +15,11 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
+from planner.solve.cases import cases_of
 from planner.solve.cut_programme import cut_bound
 from planner.solve.cut_search import moves
 from planner.solve.fitting import Fitting
 from planner.solve.many import Many
-from planner.solve.search import cases_of
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of
 
