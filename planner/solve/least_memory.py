@@ -80,4 +80,4 @@ def _downhill(many: Many, cuts: IntArray, choices: IntArray, allowed: Sequence[i
 def _over(many: Many, cuts: IntArray, choices: IntArray) -> FloatArray:
     """Over the caps, infinite where a rule is broken; shape (N,)."""
     is_forbidden = many.case.rules.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1)
-    return np.where(is_forbidden, np.inf, many.over_bytes(cuts, choices))
+    return np.where(is_forbidden, np.inf, many.over_bytes(cuts, choices).max(axis=1))

@@ -91,7 +91,7 @@ def test_a_file_for_more_stages_than_layers(here: Path) -> None:
     """The profile has eight layers."""
     rows = SCHEDULES["interleaved"].actions(2, 4, 5)
     Path("mine.csv").write_text(table_of(rows))
-    with pytest.raises(UsageError, match=r"`mine.csv` is for 10 stages, the profile has 8 layers"):
+    with pytest.raises(UsageError, match=r"`mine\.csv` is for 10 stages, the profile has 8 layers"):
         solved("mine.csv")
 
 

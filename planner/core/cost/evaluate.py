@@ -280,14 +280,16 @@ def predict(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Predic
     if partition.rule.splits_backward:
         pipeline_us = period_us(partition.actions(), times, [0.0] * num_devices)
     busy, again = (sum(parts) for parts in zip(*(_busy_us(t, partition, k) for k, t in enumerate(times)), strict=True))
-    pair_us = [t.forward_us + t.backward_us for t in times]
+    pair_us = [t.forward_us + _backward_us(t, partition.rule) for t in times]
     device_us = [sum(pair_us[s] for s in partition.chunks_of(d)) for d in range(num_devices)]
     samples = micro_batches * costs.micro_batch_size * partition.replicas
     return Predicted(
         step_us=total_us,
         samples_per_s=samples / total_us * 1e6 if total_us else 0.0,
         bubble=1 - busy / (num_devices * pipeline_us) if pipeline_us else 0.0,
-        ideal_bubble=(num_devices - 1) / (partition.chunks * micro_batches + num_devices - 1),
+        ideal_bubble=0.0
+        if partition.rule.splits_backward
+        else (num_devices - 1) / (partition.chunks * micro_batches + num_devices - 1),
         imbalance=max(device_us) / (sum(device_us) / num_devices) if sum(device_us) else 1.0,
         recompute_share=again / busy if busy else 0.0,
         bottleneck_stage=pair_us.index(max(pair_us)),
@@ -313,12 +315,17 @@ def stages_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tupl
                 recompute=partition.recompute[k],
                 recomputed=tuple(costs.names[n] for n in partition.recomputed_in(k)),
                 forward_us=times[k].forward_us,
-                backward_us=times[k].backward_us,
+                backward_us=_backward_us(times[k], partition.rule),
                 memory=memory,
                 memory_bytes=cluster.memory_bytes[partition.device_of(k)],
             )
         )
     return tuple(stages)
+
+
+def _backward_us(times: StageTimes, schedule: Schedule) -> float:
+    """The backward of a micro-batch, both halves where it has them."""
+    return times.input_backward_us + times.weight_backward_us if schedule.splits_backward else times.backward_us
 
 
 def chunks_on(device: int, costs: ChainCosts, partition: Partition) -> dict[int, ChunkMemory]:

@@ -160,7 +160,7 @@ class Predicted:
     bubble: float
     """Share of device time spent idle between the first forward and the last backward."""
     ideal_bubble: float
-    """(K-1)/(M+K-1): what equal stages would have."""
+    """(K-1)/(V M+K-1): what equal stages would have; 0 where backwards come in halves, which may waste nothing."""
     imbalance: float
     """Largest over mean forward + backward time of a stage."""
     recompute_share: float
