@@ -43,8 +43,8 @@ _ALL_LENGTHS = 8
 _SAME = 1e-12
 """Times closer than this are equal."""
 
-_FRUITLESS = 12
-"""Restarts in a row without a better plan, after which there are no more."""
+_FRUITLESS, _FRUITLESS_ALONE = 4, 12
+"""Restarts in a row without a better plan, after which there are no more: bounded effort, or not."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 """A partition is not begun with anew if it is slower than the best by more than this: bounded effort, or not."""
@@ -95,9 +95,10 @@ class CutSearch:
                 break
         if best is None:
             return False
-        promising = _PROMISING if self._progress.effort.is_bounded else _PROMISING_ALONE
-        fruitless = 0
-        while fruitless < _FRUITLESS and not self._is_over:
+        is_bounded = self._progress.effort.is_bounded
+        promising = _PROMISING if is_bounded else _PROMISING_ALONE
+        fruitless, most = 0, _FRUITLESS if is_bounded else _FRUITLESS_ALONE
+        while fruitless < most and not self._is_over:
             if best.over_bytes == 0 and best.step_us > self._progress.upper_us * promising:
                 break
             place = self._downhill(self._shaken(best))

@@ -34,13 +34,13 @@ from planner.solve.progress import BLOCK, Progress
 
 __all__ = ["search_several_chunks", "starts_of"]
 
-_MOST_OF_ONE, _SHARE = 60_000, 4
-"""Actions that one search downhill simulates at most where effort is bounded, and its share of what is left."""
+_MOST_OF_ONE, _BATCHES, _SHARE = 20_000, 60, 4
+"""Where effort is bounded, one search has so many actions or batches at most, and its share of what is left."""
 
 _MOST_OF_ONE_ALONE = 500_000
 """The same where it is not: a second or two."""
 
-_MOST_OF_BOUND, _ROWS_SQUARED = 40_000, 50
+_MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 """Actions that a bound may take as long as where effort is bounded, and rows, squared, that take as long as one."""
 
 _ITERATIONS = 20
@@ -163,7 +163,8 @@ def _improve(progress: Progress, many: Many, least_us: float) -> float:
     # Were time to run out now, fewer devices would still be open.
     fewer_us = max(progress.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
     progress.rest_us = min(least_us, fewer_us)
-    most = min(_MOST_OF_ONE, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
+    enough = max(_MOST_OF_ONE, _BATCHES * many.num_actions)
+    most = min(enough, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
     CutSearch(progress, many, most).search(starts)
     return least_us
 
