@@ -13,7 +13,7 @@ from planner.core.errors import InfeasibleError
 from planner.core.judge.verdict import judge
 from planner.core.values.plan import Plan
 from planner.solve import Request, solve
-from planner.solve.search import MOST_ACTIONS_OF_AUTO
+from planner.solve.request import MOST_ACTIONS_OF_AUTO
 from tests.support.brute_force import EQUAL
 from tests.support.random_problems import Features, Problem, problems
 
