@@ -92,8 +92,9 @@ def _schedules(
         if schedule.exact_chunks is not None:
             chunks = schedule.exact_chunks
             most = min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
+            most = int(min(most, schedule.most_devices(micro_batches)))
             if inputs.chunks in (0, chunks) and most >= 1:
-                yield schedule, chunks, int(min(most, schedule.most_devices(micro_batches)))
+                yield schedule, chunks, most
             continue
         # One chunk on each device is 1F1B that warms up longer, and runs with fewer micro-batches: no plan is the best
         # before that was tried; but nobody who gives the cuts means it.
