@@ -80,7 +80,7 @@ _BATCH: Final = "Batch and schedule"
 _CUTS: Final = "Cuts"
 _SEARCH: Final = "Search"
 
-_ORDER: Final = "In which order micro-batches run."
+_ORDER: Final = f"In which order micro-batches run: {', '.join(SCHEDULE_CHOICES)}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +127,8 @@ class SolverOptions:
     schedule: Annotated[
         str | File,
         Option(
-            "|".join((*SCHEDULE_CHOICES, "FILE.csv")),
-            f"{_ORDER[:-1]}; a file is a table as `emit --format csv` and torch write it.",
+            "NAME|FILE.csv",
+            f"{_ORDER[:-1]}, or a table of them as `emit --format csv` and torch write it.",
             _BATCH,
         ),
     ] = DEFAULT_SCHEDULE
@@ -195,7 +195,7 @@ class SweepOptions:
     mem: Annotated[Sizes | None, _as_solved("mem", metavar="16GB,80GB", help="Memory caps that they may have.")] = None
     batch: Annotated[int | None, _as_solved("batch")] = None
     micro_batches: Annotated[str | int, _as_solved("micro_batches")] = "auto"
-    schedule: Annotated[str, _as_solved("schedule", metavar="|".join(SCHEDULE_CHOICES), help=_ORDER)] = DEFAULT_SCHEDULE
+    schedule: Annotated[str, _as_solved("schedule", metavar="NAME", help=_ORDER)] = DEFAULT_SCHEDULE
     recompute: Annotated[str, _as_solved("recompute", help="Recompute activations in backward.")] = "auto"
     link: Annotated[str | Link | None, _as_solved("link", help="Links between neighbours.")] = None
     overhead: Annotated[str | None, _as_solved("overhead")] = None

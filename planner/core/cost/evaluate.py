@@ -162,7 +162,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
     if chunks < 1 or len(balance) % chunks or (chunks > 1 and not partition.rule.is_chunked):
         raise UsageError(
             f"{len(balance)} stages cannot be {chunks} chunks on each device of a {partition.schedule} pipeline",
-            hint="make the number of stages a multiple of `chunks`; chunks above 1 need the interleaved schedule",
+            hint="make the number of stages a multiple of `chunks`; not every schedule has chunks above 1",
         )
     if replicas < 1 or partition.num_devices * replicas > num_devices:
         pipelines = f"{replicas} pipelines of {partition.num_devices}" if replicas > 1 else f"{len(balance)} stages"

@@ -71,7 +71,7 @@ class Inputs:
     schedule: ScheduleName = "gpipe"
     """What the user allows."""
     chunks: int = 1
-    """Stages per device of the interleaved schedule; 0 lets the solver choose."""
+    """Stages per device, where the schedule may have several; 0 lets the solver choose."""
     replicas: int = 1
     """Pipelines side by side; 0 lets the solver choose."""
     together: tuple[tuple[str, ...], ...] = ()
