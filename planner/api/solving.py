@@ -9,7 +9,6 @@ from planner.api.given_lists import lists_path, refuse_lists
 from planner.api.keywords import on_profile
 from planner.api.options import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, path_of, profile_of, reference
-from planner.core.schedule import schedules_for
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
@@ -49,7 +48,7 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
         largest = max(read.micro_batch_sizes)
         options.note(f"no `--batch`: planning for {largest} samples per step, the largest size profiled")
     request = request_of(read, reference(source, output or NOWHERE), options)
-    if CostTable(read).halves_assumed and all(each.splits_backward for each in schedules_for(request.inputs.schedule)):
+    if CostTable(read).halves_assumed and all(each.splits_backward for each in request.schedules):
         options.note(
             "the profile says nothing of backwards in halves: each is taken to be half of the whole, and all that a "
             "forward keeps to be kept until the second; profile on the device to measure them"

@@ -16,7 +16,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import counted
 from planner.solve.answer import Answer
 from planner.solve.case import Case
-from planner.solve.cases import MOST_CHUNKS, cases_of
+from planner.solve.cases import MOST_CHUNKS, cases_of, micro_batch_counts
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.explain import Asking, explain_infeasible
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
@@ -205,7 +205,7 @@ def _check_request(profile: Profile, request: Request) -> None:
             f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
             hint=f"use `--devices {num_layers}` or fewer, `--replicas auto`, or profile the model in finer layers",
         )
-    check_halves(profile, inputs.schedule)
+    check_halves(profile, inputs.schedule, request.schedules)
     has_closed_form = all(schedule.has_closed_form for schedule in request.schedules)
     if inputs.recompute == "layers" and not has_closed_form:
         raise UsageError(
@@ -287,6 +287,10 @@ def _too_few(profile: Profile, request: Request) -> InfeasibleError:
     inputs, schedule = request.inputs, request.schedules[0]
     devices = counted(inputs.devices // max(1, inputs.replicas), "device")
     chunks = schedule.exact_chunks or max(2, inputs.chunks)
+    try:
+        schedule.refuse(1, max(micro_batch_counts(profile, request)), chunks)
+    except UsageError as error:
+        return InfeasibleError(error.message, hint=error.hint)  # even one device is too many for the micro-batches
     return InfeasibleError(
         f"{schedule.title} needs at least 2 devices and {2 * chunks} layers for {chunks} stages on each, "
         f"not {devices} and {counted(len(profile.layers), 'layer')}",

@@ -211,3 +211,10 @@ def test_other_cuts_keep_the_order(here: Path) -> None:
     assert verdict.plan is not None
     assert verdict.plan.balance == (1, 3, 1, 3)
     assert verdict.plan.order
+
+
+def test_too_few_micro_batches_for_any_device(here: Path) -> None:
+    """DualPipeV needs as many as there are stages, and one device has two; other schedules are found all the same."""
+    with pytest.raises(PlannerError, match="needs at least as many micro-batches as stages"):
+        solved("dualpipev", devices=DEVICES, batch=1)
+    assert solved("auto", devices=DEVICES, batch=1).micro_batches == 1
