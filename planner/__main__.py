@@ -5,8 +5,6 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["main"]
-
 
 def main() -> NoReturn:
     """The console script; Ctrl-C ends it with one line and exit code 130, also while modules are imported."""
@@ -21,9 +19,6 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         _leave()
     sys.exit(code)
-
-
-# Private functions
 
 
 def _leave(*_: Any) -> NoReturn:

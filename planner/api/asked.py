@@ -16,7 +16,7 @@ from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, 
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_us
-from planner.solve.search import Request, Solver
+from planner.solve.request import Request, Solver
 
 
 def request_of(profile: Profile, reference: ProfileReference, asked: SolverOptions) -> Request:

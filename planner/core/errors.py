@@ -15,19 +15,6 @@ Every error says what happened with the values, and in `hint` what to do.
 
 from enum import IntEnum
 
-__all__ = [
-    "ExitCode",
-    "FileError",
-    "InfeasibleError",
-    "MeasurementError",
-    "ModelError",
-    "PlannerError",
-    "SolverError",
-    "StaleError",
-    "TrainingError",
-    "UsageError",
-]
-
 
 class ExitCode(IntEnum):
     """Exit codes of every `gpipe-plan` command."""

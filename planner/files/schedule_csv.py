@@ -4,8 +4,6 @@ from planner.core.errors import FileError, UsageError
 from planner.core.schedule import Listed, actions_in, check_lists
 from planner.files.reading import read_text
 
-__all__ = ["read_schedule"]
-
 
 def read_schedule(path: str) -> Listed:
     """The schedule in the file at `path`: lists that run to their end, with the stages in a loop or a V.

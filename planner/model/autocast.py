@@ -44,9 +44,6 @@ def caching_only_with_graph() -> AbstractContextManager[None]:
     return nullcontext() if torch.is_grad_enabled() or _copies_have_graphs() else _without_cache()
 
 
-# Private functions
-
-
 @cache
 def _copies_have_graphs() -> bool:
     """Whether a copy that autocast makes under `no_grad` passes gradients on where it is used again."""

@@ -30,8 +30,6 @@ from torch.overrides import TorchFunctionMode
 
 from planner.model.put_off import OPERATORS, Operands, Operator, Use, use_of, weight_in
 
-__all__ = ["PutOff", "SplitBackward"]
-
 
 @dataclass(slots=True, kw_only=True)
 class _Later:
@@ -144,8 +142,6 @@ class SplitBackward:
         if not torch.is_grad_enabled():
             return use.operator.forward(operands)
         return _Whole.apply(self, use, *operands)  # type: ignore[no-untyped-call]
-
-    # Private methods
 
     def _can_be_put_off(self, operands: Operands) -> bool:
         """Whether the gradients of a trained weight and of a bias can be computed later; what x is is not known yet."""
@@ -264,9 +260,6 @@ class _WeightGradients(torch.autograd.Function):
         use, ctx.use = ctx.use, None
         of_weight, of_bias = use.gradients()
         return (None, of_weight) if of_bias is None else (None, of_weight, of_bias)
-
-
-# Private functions
 
 
 def _start_of(use: _Later) -> Tensor:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["OPERATORS", "Operands", "Operator", "Use", "use_of"]
-
 
 class Operands(NamedTuple):
     """What an operator makes a tensor of."""
@@ -162,8 +160,6 @@ def use_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     except (AttributeError, KeyError, TypeError):
         return None
 
-
-# Private functions
 
 _Arguments = Mapping[str, Any]
 

@@ -25,8 +25,6 @@ from planner.profile.memory import start_backward
 from planner.profile.sparse import sparse_bytes
 from planner.profile.units import Unit, UnitInput
 
-__all__ = ["measure_halves"]
-
 _Held = Literal["nothing", "outputs", "gradients"]
 """What somebody else holds during an I: gradients are held together with the outputs that they are of."""
 

@@ -7,7 +7,8 @@ from planner.solve.certificate import certified
 from planner.solve.faster import MOST_HINT_S, faster_schedule
 from planner.solve.insight import frontier_of, insight_of
 from planner.solve.remedy import what_would_fit
-from planner.solve.search import Request, Solver, solve
+from planner.solve.request import Request, Solver
+from planner.solve.search import solve
 from planner.solve.sweep import sweep_of
 from planner.solve.trade_off import trade_off_of
 

@@ -5,8 +5,6 @@ from typing import NamedTuple
 from planner.core.cost.evaluate import Partition
 from planner.solve.case import Case
 
-__all__ = ["Answer"]
-
 
 class Answer(NamedTuple):
     """The best partition found, if there is one better than asked for, and what no partition can beat."""

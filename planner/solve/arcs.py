@@ -23,8 +23,6 @@ from planner.core.cost.stage_time import optimizer_tail_us
 from planner.core.cost.step_time import flow_shop_us
 from planner.solve.arrays import FloatArray, IntArray
 
-__all__ = ["ArcProblem", "Plan", "narrow", "prune", "step_us"]
-
 Plan = tuple[int, ...]
 """Arcs in the order of the chain."""
 

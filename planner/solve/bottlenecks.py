@@ -28,8 +28,6 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.laws import GPipeLaw
 from planner.solve.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
-__all__ = ["BottleneckSearch"]
-
 _SLACKS = (1.01, 1.05, 1.25, np.inf)
 """A first plan is looked for within so much of the bound: it costs least where little is allowed."""
 

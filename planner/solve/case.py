@@ -19,8 +19,6 @@ from planner.solve.layer_times import LayerTimes
 from planner.solve.problem import ChainProblem, DeviceTable, LinkTimes
 from planner.solve.tables import NOWHERE, MemoryTable
 
-__all__ = ["Case", "Rules", "positions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:

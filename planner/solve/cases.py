@@ -14,8 +14,6 @@ from planner.solve.case import Case, Rules, positions
 from planner.solve.replicas import replica_counts
 from planner.solve.request import Request
 
-__all__ = ["MOST_CHUNKS", "cases_of", "micro_batch_counts"]
-
 MOST_CHUNKS: Final = 4
 """Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""
 

@@ -9,9 +9,8 @@ from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import FrontierPoint, Plan, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.insight import frontier_of
-from planner.solve.search import MOST_WORK, Request, solve
-
-__all__ = ["certified"]
+from planner.solve.request import Request
+from planner.solve.search import MOST_WORK, solve
 
 _TIME_LIMIT_S = 5.0
 """A gate must not keep people waiting: what is not recomputed by then is said to be not."""
@@ -35,9 +34,6 @@ def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
     if any(each.code == "GP205" for each in findings):
         now = replace(now, solver=SolverReport(method="given", status="given"))
     return with_findings(replace(verdict, plan=now), findings)
-
-
-# Private functions
 
 
 def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]:

@@ -30,8 +30,6 @@ from planner.solve.laws import Ahead, Law
 from planner.solve.problem import ChainProblem
 from planner.solve.tables import windows_before
 
-__all__ = ["RELATIVE", "ChainCuts", "LabelSearch"]
-
 RELATIVE = 1e-12
 """Sums in another order differ by rounding: a plan must be better by more than this to count as better."""
 

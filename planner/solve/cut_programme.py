@@ -28,8 +28,6 @@ from planner.core.cost.simulate import Times, clocks
 from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.many import Many
 
-__all__ = ["CutBound", "cut_bound", "programme_size"]
-
 _SAFE = 1e-6
 """The solver's tolerances, several times over: by so much of it the bound is lowered."""
 

@@ -27,8 +27,6 @@ from planner.solve.fitting import Fitting
 from planner.solve.many import Many
 from planner.solve.progress import Progress
 
-__all__ = ["CutSearch", "moves"]
-
 _ROWS = 128
 """Moves that are simulated at once."""
 

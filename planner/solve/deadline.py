@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
-__all__ = ["NEVER", "Deadline", "OutOfTimeError"]
-
 
 class OutOfTimeError(Exception):
     """The time limit was reached."""

@@ -16,8 +16,6 @@ from planner.solve.case import Case
 from planner.solve.least_memory import over_bytes_found
 from planner.solve.tables import width_for, windows_before
 
-__all__ = ["Asking", "explain_infeasible", "smallest_cap_bytes"]
-
 _MOST_DEVICES = 1024
 """Beyond this, "more devices" is no advice."""
 

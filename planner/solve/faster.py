@@ -7,9 +7,8 @@ from planner.core.errors import PlannerError
 from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.solve.search import MOST_WORK, Request, plan_under
-
-__all__ = ["MOST_HINT_S", "faster_schedule"]
+from planner.solve.request import Request
+from planner.solve.search import MOST_WORK, plan_under
 
 MOST_HINT_S: Final = 5.0
 """Longer nobody waits for a hint."""

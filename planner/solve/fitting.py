@@ -20,8 +20,6 @@ import numpy as np
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.many import Many
 
-__all__ = ["Fitting"]
-
 _MOST_WAYS = 81
 """Ways to choose for one device: with more, chunks are recomputed from the first one on."""
 

@@ -15,8 +15,6 @@ from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.laws import GPipeLaw, TiedLaw
 from planner.solve.tables import width_for
 
-__all__ = ["DYNAMIC_PROGRAMME", "Windows", "gpipe_answer", "gpipe_searches", "partition_of", "tie_broken"]
-
 DYNAMIC_PROGRAMME = "dynamic-programming"
 
 _EQUAL = 1e-9

@@ -7,8 +7,6 @@ from planner.core.schedule import Schedule
 from planner.core.values.plan import ScheduleName
 from planner.core.values.profile import Profile
 
-__all__ = ["check_halves"]
-
 
 def check_halves(profile: Profile, policy: ScheduleName, schedules: Sequence[Schedule]) -> None:
     """Refuses schedules that run backwards in halves for a profile of compiled programs.

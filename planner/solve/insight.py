@@ -18,9 +18,8 @@ from planner.core.values.plan import FrontierPoint, Inputs, Insight, Noise, Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_us
 from planner.solve.cases import cases_of
-from planner.solve.search import Request, solve
-
-__all__ = ["frontier_of", "insight_of", "point_of"]
+from planner.solve.request import Request
+from planner.solve.search import solve
 
 _DRAWS = 20
 _GIGABYTE = 10**9

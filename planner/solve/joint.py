@@ -24,8 +24,6 @@ from planner.solve.order_search import FoundOrder, Orders
 from planner.solve.progress import Progress
 from planner.solve.several_chunks import starts_of
 
-__all__ = ["search_cuts_and_lists"]
-
 Rows = tuple[tuple[Action, ...], ...]
 Cut = tuple[IntArray, IntArray]
 """A partition: cuts of shape (S+1,) and choices of shape (S,)."""
@@ -49,9 +47,6 @@ def search_cuts_and_lists(progress: Progress) -> None:
         if case.costs.num_layers >= num_stages and (balance is None or len(balance) == num_stages):
             _Joint(progress, Many(case, num_devices)).search()
             progress.leave_out(least_us)
-
-
-# Private functions
 
 
 class _Joint:

@@ -52,8 +52,6 @@ from planner.core.cost.stage_time import tail_in_front_us
 from planner.solve.arrays import BoolArray, FloatArray
 from planner.solve.problem import Bottlenecks, Stages
 
-__all__ = ["Ahead", "GPipeLaw", "Law", "OneForwardOneBackwardLaw", "TiedLaw"]
-
 Label = tuple[FloatArray, ...]
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
 """x, a and d."""

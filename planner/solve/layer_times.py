@@ -9,8 +9,6 @@ from planner.solve.arrays import FloatArray
 from planner.solve.layerwise import LayerChoice, cheapest_layers, least_again_us
 from planner.solve.tables import windowed
 
-__all__ = ["LayerTimes"]
-
 
 class LayerTimes:
     """Recomputation of single layers in the stages of a chain, on the profiled device, under GPipe.

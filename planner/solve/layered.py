@@ -20,8 +20,6 @@ from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, Windows, gpipe_searches, partition_of
 from planner.solve.layer_times import LayerTimes
 
-__all__ = ["layered_answer"]
-
 _ROUNDS = 400
 
 

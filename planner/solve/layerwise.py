@@ -32,8 +32,6 @@ from planner.core.cost.moments import Moments
 from planner.core.cost.sparse import accumulated
 from planner.solve.arrays import BoolArray, FloatArray, IndexArray, IntArray
 
-__all__ = ["LayerChoice", "cheapest_layers", "least_again_us"]
-
 _RELATIVE = 1e-12
 """Sums in another order differ by rounding: a time must be less by more than this to count as less."""
 

@@ -15,8 +15,6 @@ from planner.solve.case import Case
 from planner.solve.many import Many, moved
 from planner.solve.tables import allowed_choices
 
-__all__ = ["over_bytes_found"]
-
 _MOST_ACTIONS = 20_000
 """Of a step; beyond it nothing is looked for: advice may not take longer than the answer."""
 

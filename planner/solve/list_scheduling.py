@@ -32,9 +32,6 @@ from planner.core.cost.simulate import StageTimes
 from planner.core.schedule import Action, Letter
 from planner.solve.arrays import FloatArray
 
-__all__ = ["Act", "Lists", "OrderProblem", "Rules", "StageRoom", "followed", "listed", "room_of"]
-
-
 Act = tuple[int, Letter, int]
 
 _FORWARDS: Final[tuple[PartName, ...]] = ("forward", "last_forward")
@@ -153,9 +150,6 @@ def followed(
     Complexity: O(S M (lookahead + log S M)).
     """
     return _ByWishes(problem, wishes, lookahead, patience).lists()
-
-
-# Private functions
 
 
 class _Walk(ABC):

@@ -19,8 +19,6 @@ from planner.solve.list_scheduling import OrderProblem, room_of
 from planner.solve.problem import LinkTimes
 from planner.solve.tables import allowed_choices, windowed
 
-__all__ = ["Many", "moved"]
-
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
 _WIDEST = 6

@@ -40,8 +40,6 @@ import numpy as np
 from planner.solve.arcs import ArcProblem, Plan, narrow, step_us
 from planner.solve.arrays import FloatArray, IntArray
 
-__all__ = ["ArcProblem", "MilpAnswer", "Solver", "Status", "solve_arcs", "step_us"]
-
 Solver = Literal["auto", "highs", "cbc"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 

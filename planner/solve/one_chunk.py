@@ -25,9 +25,6 @@ from planner.solve.problem import ChainProblem
 from planner.solve.progress import BLOCK, Progress
 from planner.solve.tables import NOWHERE
 
-__all__ = ["search_one_chunk"]
-
-
 _ORDER, _FIRST_ORDER = 3, 10
 """What it costs to find the order of a schedule's actions, in blocks: where effort is bounded, and else."""
 

@@ -16,8 +16,6 @@ from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.schedule import Action, Letter
 from planner.solve.list_scheduling import Lists, OrderProblem, Rules, followed, listed
 
-__all__ = ["FoundOrder", "Orders", "least_period_us"]
-
 Rows = tuple[tuple[Action, ...], ...]
 
 _AHEAD = (1.0, 1.5, 0.8, 1.25, 1.7, 1.9, 2.0, 1.1, 1.35, 1.6, 1.8, 2.3, 3.0, 0.65, 0.5)
@@ -174,9 +172,6 @@ def least_period_us(problem: OrderProblem) -> float:
             idle_us = own.forward_us + _way_us(problem.times, stage) - at_once * own.forward_us
             bounds.append(work_us + max(0.0, idle_us))
     return max(bounds)
-
-
-# Private functions
 
 
 _MOST_ORDERS = 3

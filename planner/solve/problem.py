@@ -10,8 +10,6 @@ from planner.core.values.cluster import Link
 from planner.solve.arrays import ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.tables import NOWHERE
 
-__all__ = ["NO_LIMIT", "Bottlenecks", "ChainProblem", "DeviceTable", "LinkTimes", "Stages"]
-
 
 class Stages(NamedTuple):
     """Stages that end at each of n cuts: one row per cut, one column per first layer, times in microseconds.

@@ -12,14 +12,13 @@ from planner.core.cost.evaluate import Partition
 from planner.core.cost.stage_time import CHOICES
 from planner.core.errors import SolverError
 from planner.solve.answer import Answer
+from planner.solve.arcs import ArcProblem
 from planner.solve.arrays import ChoiceArray
 from planner.solve.case import Case
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.milp import ArcProblem, solve_arcs
+from planner.solve.milp import solve_arcs
 from planner.solve.problem import ChainProblem
 from planner.solve.tables import width_for
-
-__all__ = ["programme_answer"]
 
 _METHOD = "integer-programming"
 

@@ -12,8 +12,6 @@ from planner.solve.case import Case
 from planner.solve.deadline import Deadline
 from planner.solve.many import Many
 
-__all__ = ["BLOCK", "Effort", "Progress"]
-
 BLOCK = 1024
 """Partitions that are simulated at once, and count once."""
 

@@ -8,9 +8,8 @@ from planner.core.values.devices import accelerators_with
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, exact_bytes_option, format_us
-from planner.solve.search import MOST_WORK, Request, solve
-
-__all__ = ["what_would_fit"]
+from planner.solve.request import Request
+from planner.solve.search import MOST_WORK, solve
 
 _TIME_LIMIT_S = 2.0
 """A gate must not keep people waiting: what is not found by then is not told."""

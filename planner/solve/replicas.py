@@ -5,8 +5,6 @@ from planner.core.errors import UsageError
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
 
-__all__ = ["check_replicas", "replica_counts"]
-
 
 def replica_counts(profile: Profile, inputs: Inputs) -> list[int]:
     """How many replicas there may be: as many as were asked for, else every number that shares the batch equally."""

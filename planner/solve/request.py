@@ -6,8 +6,6 @@ from typing import Final, Literal
 from planner.core.schedule import GIVEN, Listed, Schedule, schedule_of, schedules_for
 from planner.core.values.plan import Inputs, Plan
 
-__all__ = ["MOST_ACTIONS_OF_AUTO", "Request", "Solver"]
-
 MOST_ACTIONS_OF_AUTO: Final = 1_200_000
 """Some seconds for each schedule."""
 

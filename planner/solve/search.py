@@ -23,10 +23,8 @@ from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, t
 from planner.solve.halves import check_halves
 from planner.solve.layered import layered_answer
 from planner.solve.replicas import check_replicas
-from planner.solve.request import Request, Solver
+from planner.solve.request import Request
 from planner.solve.simulated import simulated_answer
-
-__all__ = ["Request", "Solver", "plan_under", "solve"]
 
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
 """About ten seconds, for all cases where a schedule is to be searched."""

@@ -32,8 +32,6 @@ from planner.solve.laws import GPipeLaw
 from planner.solve.many import Many
 from planner.solve.progress import BLOCK, Progress
 
-__all__ = ["search_several_chunks", "starts_of"]
-
 _MOST_OF_ONE, _BATCHES, _SHARE = 20_000, 60, 4
 """Where effort is bounded, one search has so many actions or batches at most, and its share of what is left."""
 

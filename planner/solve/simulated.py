@@ -16,8 +16,6 @@ from planner.solve.one_chunk import search_one_chunk
 from planner.solve.progress import Effort, Progress
 from planner.solve.several_chunks import search_several_chunks
 
-__all__ = ["simulated_answer"]
-
 _METHOD = "simulated"
 
 

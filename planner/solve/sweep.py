@@ -13,9 +13,8 @@ from planner.core.errors import InfeasibleError, SolverError
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep, SweepCell
-from planner.solve.search import Request, solve
-
-__all__ = ["sweep_of"]
+from planner.solve.request import Request
+from planner.solve.search import solve
 
 Progress = Callable[[str, int, int], None]
 

@@ -20,8 +20,6 @@ from planner.core.cost.stage_time import CHOICES
 from planner.core.values.plan import RecomputePolicy
 from planner.solve.arrays import ChoiceArray, FloatArray, IntArray
 
-__all__ = ["NOWHERE", "MemoryTable", "allowed_choices", "width_for", "windowed", "windows_before"]
-
 NOWHERE = -1
 """In place of an index into `CHOICES`: no recomputation makes the stage fit."""
 

@@ -8,9 +8,8 @@ from planner.core.values.plan import FrontierPoint, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve.cases import cases_of
 from planner.solve.insight import point_of
-from planner.solve.search import MOST_WORK, Request, plan_under
-
-__all__ = ["trade_off_of"]
+from planner.solve.request import Request
+from planner.solve.search import MOST_WORK, plan_under
 
 _ACTIONS: Final = 60_000
 """For each schedule; some tenths of a second."""

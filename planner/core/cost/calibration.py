@@ -15,8 +15,6 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Device, Environment, Generator
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
-__all__ = ["CALIBRATION_SCHEMA", "Calibration", "calibrated_executor", "calibration_of", "peak_bytes_of", "stage_runs"]
-
 CALIBRATION_SCHEMA: Final = "gpipe-plan/calibration/v1"
 
 
@@ -97,9 +95,6 @@ def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
 def peak_bytes_of(plan: Plan) -> tuple[int, ...]:
     """Predicted peak of every device, as its allocator sees it: the reserve is for what that does not see."""
     return tuple(need - plan.inputs.reserve_bytes for need in plan.device_bytes())
-
-
-# Private functions
 
 
 def _compute(plan: Plan, report: RunReport) -> float:

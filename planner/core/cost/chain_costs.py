@@ -8,21 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "BUCKET_BYTES",
-    "Boundaries",
-    "ChainCosts",
-    "Halves",
-    "Levels",
-    "Programs",
-    "Relays",
-    "Sparse",
-    "State",
-    "Storages",
-    "Tie",
-    "sums_before",
-]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

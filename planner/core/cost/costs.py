@@ -20,8 +20,6 @@ from planner.core.cost.ties import ties_of
 from planner.core.errors import UsageError
 from planner.core.values.profile import LayerProfile, MemoryDetail, Profile
 
-__all__ = ["CostTable", "CostsAtSize", "costs_at", "covers", "saved_bytes"]
-
 FloatArray = NDArray[np.float64]
 
 

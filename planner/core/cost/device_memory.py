@@ -23,18 +23,6 @@ from planner.core.cost.stages import stages_in
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import Recompute, StageMemory
 
-__all__ = [
-    "ChunkMemory",
-    "SharedBytes",
-    "chunk_memory",
-    "chunk_totals",
-    "device_memory",
-    "device_peaks",
-    "device_peaks_by_choice",
-    "held_once",
-    "shared_bytes",
-]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

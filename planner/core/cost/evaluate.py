@@ -39,20 +39,6 @@ from planner.core.values.placement import Placement, device_of, stages_on
 from planner.core.values.plan import Plan, Predicted, Recompute, ScheduleName, Stage, StageMemory
 from planner.core.values.units import counted
 
-__all__ = [
-    "Partition",
-    "check_partition",
-    "chunks_on",
-    "optimizer_us",
-    "own_step_us",
-    "predict",
-    "stage_times",
-    "stages_of",
-    "step_us",
-    "timeline",
-    "updates_us",
-]
-
 FloatArray = NDArray[np.float64]
 
 

@@ -35,21 +35,6 @@ from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.passing import Passing
 from planner.core.cost.waiting import Backward, waiting_in
 
-__all__ = [
-    "AGAIN",
-    "BACKWARD",
-    "FIRST_BACKWARD",
-    "FORWARD",
-    "KEPT",
-    "LayerPeaks",
-    "Pending",
-    "StageLayers",
-    "StageLevels",
-    "cast_gradient_peaks",
-    "least_levels",
-    "most_savings",
-]
-
 FloatArray = NDArray[np.float64]
 
 KEPT, AGAIN = 0, 1

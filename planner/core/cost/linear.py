@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["Linear"]
-
 
 @dataclass(frozen=True, slots=True)
 class Linear:

@@ -22,8 +22,6 @@ from planner.core.cost.sparse import accumulated
 from planner.core.cost.stages import Stages, stages_in, with_layers_again
 from planner.core.values.plan import Recompute, StageMemory
 
-__all__ = ["LinearMoment", "interval_totals", "linear_moments", "one_stage", "stage_memory"]
-
 FloatArray = NDArray[np.float64]
 
 

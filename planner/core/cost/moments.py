@@ -50,17 +50,6 @@ from numpy.typing import NDArray
 
 from planner.core.schedule import Action, Instruction, Letter, Schedule, programs
 
-__all__ = [
-    "PARTS",
-    "Counts",
-    "Moment",
-    "Moments",
-    "PartName",
-    "counts_of",
-    "moments_of",
-    "stage_moments",
-]
-
 IntArray = NDArray[np.int64]
 
 PartName = Literal[

@@ -30,8 +30,6 @@ from planner.core.cost.moments import stage_moments
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
 
-__all__ = ["program_memory"]
-
 _GAPS = 1.1
 """Memory of a backward over what its layers add up to."""
 

@@ -38,8 +38,6 @@ from planner.core.cost.moments import PARTS, Moment, PartName
 from planner.core.cost.stages import InHalves, Looped, Stages
 from planner.core.values.plan import Recompute
 
-__all__ = ["Item", "Parts", "Size", "parts_of", "shared_parts_of"]
-
 FloatArray = NDArray[np.float64]
 
 Item = Literal["parameters", "gradients", "optimizer", "buffers", "casts", "in_flight", "transfer", "working"]

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.waiting import Backward, waiting_rows
 
-__all__ = ["Passing"]
-
 _BLOCK = 512
 """Stages with so many different last layers are looked at together."""
 

@@ -9,8 +9,6 @@ from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Inputs, Plan, SolverReport
 from planner.core.values.profile import Generator
 
-__all__ = ["GENERATOR", "build_plan", "cluster_of"]
-
 GENERATOR = Generator(name="gpipe-plan", version=__version__)
 
 

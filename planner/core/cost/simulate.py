@@ -32,8 +32,6 @@ from planner.core.schedule import (
     message_to,
 )
 
-__all__ = ["Clocks", "Event", "StageTimes", "Times", "clocks", "last_end_us", "makespans", "period_us", "simulate"]
-
 FloatArray = NDArray[np.float64]
 Clock = TypeVar("Clock", float, FloatArray, Linear)
 
@@ -230,9 +228,6 @@ def clocks(
     """
     steps = _known_steps(tuple(map(tuple, actions)), len(times.sends))
     return _carry(steps, len(actions), times, begin=begin, later=later)
-
-
-# Private functions
 
 
 class _Step(NamedTuple):

@@ -17,8 +17,6 @@ from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additi
 from planner.core.cost.ties import gradient_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail, ProgramMemory, SplitMemory
 
-__all__ = ["SizeCosts", "additive_costs", "compiled_costs", "exact_costs"]
-
 FloatArray = NDArray[np.float64]
 
 

@@ -12,8 +12,6 @@ import numpy as np
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.values.profile import Profile
 
-__all__ = ["accumulated", "sparse_layer"]
-
 _MEASURED = 3
 """A later backward is measured with n bytes there before it: so many times n come on top, n + 2 n."""
 

@@ -22,20 +22,6 @@ from planner.core.cost.simulate import StageTimes
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
 
-__all__ = [
-    "CHOICES",
-    "LAYERS",
-    "BusyTimes",
-    "ChainSums",
-    "HalfTimes",
-    "busy_times",
-    "half_times",
-    "hidden_us",
-    "optimizer_tail_us",
-    "shared_gradient_bytes",
-    "tail_in_front_us",
-]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Numbers = FloatArray | float

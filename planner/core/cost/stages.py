@@ -17,8 +17,6 @@ from planner.core.cost.sparse import accumulated
 from planner.core.cost.waiting import Backward
 from planner.core.cost.weight_backward import weight_peaks
 
-__all__ = ["InHalves", "Looped", "Peaks", "Stages", "stages_in", "with_layers_again"]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

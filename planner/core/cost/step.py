@@ -21,8 +21,6 @@ from planner.core.cost.simulate import Event, StageTimes
 from planner.core.schedule import KINDS, Letter, message_from
 from planner.core.values.cluster import Cluster
 
-__all__ = ["Level", "Span", "SpanKind", "Step", "step_of"]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

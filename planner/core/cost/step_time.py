@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from planner.core.cost.simulate import StageTimes
 
-__all__ = ["StepTime", "flow_shop_us", "gpipe_step"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from planner.core.values.profile import BoundaryTensor, LayerProfile, MemoryDetail
 
-__all__ = ["Crossing", "CrossingStorages", "Relay", "additive_crossing", "writes_received"]
-
 
 class Relay(NamedTuple):
     """A tensor that passes by some layers, one after the other, which hand its gradient on as it is."""

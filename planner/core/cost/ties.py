@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from planner.core.cost.chain_costs import Tie
 from planner.core.values.profile import LayerProfile
 
-__all__ = ["gradient_bytes", "ties_of"]
-
 
 def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
     """The pairs of layers that share parameters, with what they share for certain."""

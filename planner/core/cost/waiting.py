@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 
-__all__ = ["Backward", "Waiting", "waiting_in", "waiting_rows"]
-
 Backward = Literal["first", "later"]
 
 FloatArray = NDArray[np.float64]

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.passing import Passing
 
-__all__ = ["weight_peaks"]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

@@ -20,8 +20,6 @@ from planner.core.values.limits import MOST_ACTIONS
 from planner.core.values.placement import Placement, stages_on
 from planner.core.values.plan import ScheduleName
 
-__all__ = ["Action", "Loads", "Schedule"]
-
 _LETTERS: Final[Mapping[str, Letter]] = {letter: letter for letter in KINDS}
 _NUMBER: Final = "(0|[1-9][0-9]{0,8})"
 _ACTION: Final = re.compile(f"{_NUMBER}([{''.join(KINDS)}]){_NUMBER}")

@@ -26,8 +26,6 @@ from planner.core.schedule.kinds import KINDS, Flow, Letter
 from planner.core.schedule.program import needed_for
 from planner.core.values.placement import stages_on
 
-__all__ = ["Block", "FromBlock"]
-
 _PERIOD = 6
 """Units of work that a device has for one micro-batch: F, I and W of two stages."""
 

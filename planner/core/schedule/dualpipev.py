@@ -13,8 +13,6 @@ from planner.core.errors import UsageError
 from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.halves import Row
 
-__all__ = ["DualPipeV"]
-
 _DOWN, _UP = 0, 1
 """The chunks of a device: the arm of the V by which micro-batches come, and the one by which they leave."""
 

@@ -12,8 +12,6 @@ from math import inf
 
 from planner.core.schedule.base import Action, Loads, Schedule
 
-__all__ = ["GPipe"]
-
 
 class GPipe(Schedule):
     """All forwards, then all backwards in the same order."""

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from planner.core.schedule.base import Action
 from planner.core.schedule.kinds import Letter
 
-__all__ = ["Row", "in_turn"]
-
 
 def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up: int, lag: int) -> tuple[Action, ...]:
     """Forwards to warm up with, then a forward and an I in turn, and with each I the W of one that came before.

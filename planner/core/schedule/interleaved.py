@@ -17,8 +17,6 @@ from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.kinds import Letter
 from planner.core.values.plan import ScheduleName
 
-__all__ = ["Interleaved", "in_rounds"]
-
 
 class Interleaved(Schedule):
     """1F1B whose devices run several stages in turn."""

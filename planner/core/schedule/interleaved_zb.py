@@ -11,8 +11,6 @@ from planner.core.schedule.base import Action
 from planner.core.schedule.halves import in_turn
 from planner.core.schedule.interleaved import Interleaved, in_rounds
 
-__all__ = ["InterleavedZB"]
-
 
 class InterleavedZB(Interleaved):
     """Interleaved 1F1B in halves."""

@@ -17,19 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = [
-    "BACKWARD",
-    "COMPUTING",
-    "FORWARD",
-    "INPUT_BACKWARD",
-    "KINDS",
-    "WEIGHT_BACKWARD",
-    "Flow",
-    "Kind",
-    "Label",
-    "Letter",
-]
-
 Letter = Literal["F", "B", "I", "W"]
 
 Label = Literal["forward", "backward", "input backward", "weight backward"]

@@ -10,8 +10,6 @@ from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.program import devices_of
 from planner.core.values.placement import Placement, device_of
 
-__all__ = ["Listed", "lists_of", "texts_of"]
-
 
 class Listed(Schedule):
     """What every device does, as it was found for one pipeline.

@@ -13,8 +13,6 @@ from itertools import zip_longest
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action, Schedule
 
-__all__ = ["OneForwardOneBackward"]
-
 
 class OneForwardOneBackward(Schedule):
     """A few forwards, then one forward and one backward in turn."""

@@ -12,18 +12,6 @@ from typing import Literal, NamedTuple
 from planner.core.schedule.base import Action
 from planner.core.schedule.kinds import KINDS, Flow, Letter
 
-__all__ = [
-    "DeadlockError",
-    "Instruction",
-    "Need",
-    "devices_of",
-    "execution_order",
-    "message_from",
-    "message_to",
-    "needed_for",
-    "programs",
-]
-
 
 class Need(NamedTuple):
     """What a stage must have made of the micro-batch in question."""

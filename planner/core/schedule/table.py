@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action
 
-__all__ = ["actions_in", "table_of"]
-
 _HINT = "write a row for each device, with cells as `2F0`, `2B0`, `2I0`, `2W0`; an empty cell is an idle slot"
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _TRANSFER = re.compile(r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")

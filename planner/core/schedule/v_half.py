@@ -10,8 +10,6 @@ with the first stage of a device, the shorter with the second: all devices hold 
 
 from planner.core.schedule.building_block import Block, FromBlock
 
-__all__ = ["VHalf"]
-
 
 class VHalf(FromBlock):
     """Zero bubble on a V, with half of the memory and half of the bubble of 1F1B."""

@@ -11,8 +11,6 @@ The price: where F, I and W are not equal, devices wait for each other with ever
 
 from planner.core.schedule.building_block import Block, FromBlock
 
-__all__ = ["VMin"]
-
 
 class VMin(FromBlock):
     """Zero bubble on a V, with a third of the memory and two thirds of the bubble of 1F1B."""

@@ -15,8 +15,6 @@ from planner.core.schedule.base import Action
 from planner.core.schedule.kinds import KINDS, Flow
 from planner.core.schedule.program import DeadlockError, execution_order, needed_for
 
-__all__ = ["check_lists"]
-
 _Place = tuple[int, int]
 """A device, and a place in its list."""
 

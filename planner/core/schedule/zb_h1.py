@@ -12,8 +12,6 @@ more before their W, no more than the first one holds under 1F1B.
 from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.halves import in_turn
 
-__all__ = ["ZBH1"]
-
 
 class ZBH1(Schedule):
     """1F1B in halves, at 1F1B's memory."""

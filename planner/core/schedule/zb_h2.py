@@ -12,8 +12,6 @@ before their I and 2i more before their W, nearly twice as many as under 1F1B.
 from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.halves import in_turn
 
-__all__ = ["ZBH2"]
-
 
 class ZBH2(Schedule):
     """1F1B in halves that warms up twice as long."""

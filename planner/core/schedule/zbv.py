@@ -12,8 +12,6 @@ and its last, if there are at least 2K-1 micro-batches. The lists are those of t
 from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.halves import Row
 
-__all__ = ["ZBV"]
-
 _DOWN, _UP = 0, 1
 """The chunks of a device: the arm of the V by which micro-batches come, and the one by which they leave."""
 

@@ -42,8 +42,6 @@ from planner.executor.watch.position import Position
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.halves import PutOff, SplitBackward
 
-__all__ = ["Engine", "EngineStage"]
-
 
 class Timer(Protocol):
     """Runs one kind of work for a micro-batch and notes how long it took."""
@@ -172,8 +170,6 @@ class Engine:
         weight = weight.to(together).reshape(-1, *[1] * (together.ndim - 1))
         return list((together * weight).unbind())
 
-    # Private methods
-
     def _do(self, instruction: Instruction, backwards_left: Counter[int]) -> None:
         stage, micro_batch = self._stage_at[instruction.stage], instruction.micro_batch
         match instruction.do, instruction.kind:
@@ -290,9 +286,6 @@ class Engine:
 
     def _at(self, message: Message, *, waits_for: int | None = None) -> None:
         self._position.at(_in_words(message.kind, message.micro_batch), stage=message.stage, waits_for=waits_for)
-
-
-# Private functions
 
 
 def _carrying(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -20,8 +20,6 @@ from torch.distributed import ProcessGroup
 from planner.core.schedule import Letter
 from planner.model.layout import in_memory_order, laid_out
 
-__all__ = ["Message", "Transfers"]
-
 
 class Message(NamedTuple):
     """What one kind of work begins with: on which stage, for which micro-batch."""
