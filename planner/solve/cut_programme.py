@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.core.cost.device_memory import most_handed_over_bytes
 from planner.core.cost.linear import Linear
 from planner.core.cost.simulate import Times, clocks
 from planner.solve.arrays import FloatArray, IntArray
@@ -258,7 +259,9 @@ class _Programme:
             for moment in self._fullest(whole, device, near):
                 room = Linear({}, many.case.caps_bytes[device])
                 for chunk, s in enumerate(many.chunks[device]):
-                    room = room - self._held(whole.held_bytes(moments[moment, chunk]), s, layers[s])
+                    counts = moments[moment, chunk]
+                    handed_over = most_handed_over_bytes(many.case.costs, counts) * (s - 1 in many.chunks[device])
+                    room = room - self._held(whole.held_bytes(counts), s, layers[s]) + handed_over
                 self._lines.add(room.times(1 / many.case.caps_bytes[device]))
         return layers
 

@@ -158,8 +158,8 @@ class Many:
         # A stage beyond the window counts as a single layer here.
         stages = self.parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
         always, parts = stages[..., 0], stages[..., 1:]
-        if self.case.costs.ties:
-            # Layers tied across chunks of one device are held once.
+        if self.case.costs.ties or self.case.schedule.placement == "v":
+            # Layers tied across chunks of one device are held once, and what the chain hands over where it turns.
             shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
             always, parts = held_once(always, parts, shared, exact=self.case.costs.exact)
         return always, parts, inside

@@ -119,7 +119,8 @@ def predicted_peaks(case: Case, costs: ChainCosts) -> list[int]:
     )
     count = partition.num_devices
     stages = stages_of(costs, partition, Cluster(memory_bytes=(0,) * count))
-    return [sum(stage.memory.total for stage in stages[device::count]) for device in range(count)]
+    on_device = (SCHEDULES[case.schedule].stages_on(device, count, case.chunks) for device in range(count))
+    return [sum(stages[index].memory.total for index in indices) for indices in on_device]
 
 
 def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ Each chunk is a stage, with parts as any other has them (`planner.core.cost.part
 included, instruction by instruction (`planner.core.cost.moments`). What differs:
 
 - Every part is taken in whole bytes, so that what the chunks show in a plan adds up to the device's peak.
-- Parameters that two chunks share are there once (`shared_bytes`, `held_once`).
+- Parameters that two chunks share are there once, and so is what one hands over to the next on the same device
+  (`shared_bytes`, `held_once`).
 - The law of compiled programs does not hold: such a profile counts as one without exact records.
 """
 
@@ -32,6 +33,8 @@ _BACKWARDS: Final[tuple[PartName, ...]] = (
     *("first_backward", "backward", "last_backward", "message"),
     *("first_input_backward", "input_backward", "last_input_backward"),
 )
+_WITH_INPUT: Final[tuple[PartName, ...]] = ("held", "kept", *_FORWARDS, *_BACKWARDS)
+"""The parts that have the received input of their micro-batch in them."""
 _WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward", "weight_message")
 
 
@@ -57,12 +60,17 @@ class ChunkMemory(NamedTuple):
 
 
 class SharedBytes(NamedTuple):
-    """Bytes of parameters that a stage shares with a later chunk of its device, where they count; shape (N, S)."""
+    """Bytes that a stage shares with another chunk of its device, where they count; shape (N, S).
+
+    Parameters, and what comes with them, count in the later chunk.
+    """
 
     parameters: FloatArray
     gradients: FloatArray
     optimizer: FloatArray
     casts: FloatArray
+    received: FloatArray
+    """What the stage in front has made, and holds as its output for longer than this one, where it is on the device."""
 
 
 def chunk_memory(
@@ -138,9 +146,18 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
             first = (cuts[:, 1:-1] <= layer).sum(axis=1)
             same_device = is_open & (device[second] == device[first])
             shares = same_device & (first != second)
-            shared[:, rows[shares], first[shares]] += sizes[:, None]
+            shared[: len(sizes), rows[shares], first[shares]] += sizes[:, None]
             is_open &= ~same_device
+    handed_over = np.flatnonzero(device[1:] == device[:-1]) + 1
+    first_layers = np.minimum(cuts[:, handed_over], costs.num_layers - 1)
+    shared[-1][:, handed_over] = np.rint(costs.boundaries.input[first_layers])
     return SharedBytes(*shared)
+
+
+def most_handed_over_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
+    """The most that `held_once` takes off a stage for its input, with so many of each of `PARTS`."""
+    largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
+    return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
 
 
 def held_once(
@@ -154,6 +171,8 @@ def held_once(
     parts[..., _PLACE["casts"]] -= shared.casts
     if exact:
         parts[..., _PLACE["gradients"]] -= shared.gradients
+        for name in _WITH_INPUT:
+            parts[..., _PLACE[name]] = np.maximum(parts[..., _PLACE[name]] - shared.received, 0.0)
     return always - shared.parameters - shared.optimizer - (0.0 if exact else shared.gradients), parts
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from planner.core.cost.costs import CostTable, costs_at
+from planner.core.cost.device_memory import SharedBytes, chunk_memory, shared_bytes
 from planner.core.cost.moments import PARTS, counts_of
 from planner.core.cost.stages import InHalves, stages_in
 from planner.core.schedule import SCHEDULES
@@ -143,3 +144,18 @@ def test_halves_are_assumed_where_one_layer_has_none() -> None:
     assert not CostTable(profile).halves_assumed
     assert CostTable(profile_of_layers(layer(0), replace(layer(1), split=()))).halves_assumed
     assert CostTable(profile_of_layers(layer(0), replace(layer(1), backward_weight_us=()))).halves_assumed
+
+
+def test_what_is_handed_over_on_a_device_is_held_once() -> None:
+    """Where a V turns, the output of one stage is the input of the next: it waits in the first for longer."""
+    costs = costs_at(profile_of_layers(*(layer(n) for n in range(4))), 1)
+    cuts = np.array([[0, 1, 2, 3, 4]])
+    shared = shared_bytes(costs, cuts, 2, "v")
+    assert shared.received.tolist() == [[0, 0, OUT, 0]]
+    assert not shared_bytes(costs, cuts, 2, "loop").received.any()
+    chunk = chunk_memory(costs, 2, 3, micro_batches=4, recompute="never", in_halves=True)
+    here = chunk.without(SharedBytes(*(item[:, 2:3] for item in shared)), exact=True)
+    for part in ("held", "forward", "input_backward", "last_input_backward"):
+        assert here.part(part) == chunk.part(part) - OUT
+    for part in ("weight_held", "weight_backward", "input", "output_gradient"):
+        assert here.part(part) == chunk.part(part)
