@@ -1,0 +1,88 @@
+"""Backwards in halves in processes of their own: what waits for W takes what the cost model says."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from planner.core.cost.costs import costs_at
+from planner.core.schedule import SCHEDULES
+from planner.model.load import load_model
+from planner.model.precision import in_precision
+from tests.support.cli import write_model
+from tests.support.measure import profile_of_model
+from tests.support.peaks import even, measured_peaks
+from tests.support.training import ROOT, Case, predicted_peaks
+from tests.unit.executor.test_one_forward_one_backward import HIGHEST, LOWEST, MODEL
+
+pytestmark = pytest.mark.slow
+
+NAMES: Final = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward)
+Errors = dict[tuple[str, str, int], float]
+SAMPLES: Final = (
+    ("transformer_lm", (("layers", 6), ("width", 64), ("feed_forward", 256), ("vocabulary", 512), ("tokens", 64)), 4),
+    ("mlp", (("width", 256),), 64),
+    ("resnet", (("image_size", 33),), 2),
+)
+
+
+def relative_errors(model: Path, folder: Path, *, devices: int, size: int, **further: Any) -> Errors:
+    """How far the predicted peak of every device is off, by schedule, recomputation and device; M = 2 K."""
+    settings = {name: str(value) for name, value in further.get("settings", ())}
+    loaded = in_precision(load_model(str(model), settings=settings), further.get("dtype", ""))
+    costs = costs_at(profile_of_model(loaded, sizes=(size,)), size)
+    names = further.pop("names", NAMES)
+    cases = [
+        Case(
+            model=model,
+            balance=even(len(costs.names), devices * (1 + SCHEDULES[name].is_chunked)),
+            recompute=recompute,
+            micro_batches=2 * devices,
+            batch=2 * devices * size,
+            schedule=name,
+            chunks=1 + SCHEDULES[name].is_chunked,
+            **further,
+        )
+        for name in names
+        for recompute in ("never", "except-last", "always")
+    ]
+    errors: Errors = {}
+    for case, peaks in zip(cases, measured_peaks(cases, folder), strict=True):
+        for device, predicted in enumerate(predicted_peaks(case, costs)):
+            measured = peaks[device]  # the first chunks are in the order of the devices
+            errors[case.schedule, case.recompute, device] = predicted / measured - 1
+    return errors
+
+
+def outside(errors: Errors) -> Errors:
+    """Those that are not within -1 % / +5 %."""
+    return {key: error for key, error in errors.items() if not LOWEST <= error <= HIGHEST}
+
+
+def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
+    """Within -1 % / +5 % on each of three devices, where a tensor too many is seen at once.
+
+    Every second layer keeps its output for I, and the one behind it keeps the same tensor for W.
+    """
+    model = write_model(tmp_path, MODEL)
+    errors = relative_errors(model, tmp_path, devices=3, size=128)
+    assert len(errors) == len(NAMES) * 3 * 3
+    assert outside(errors) == {}
+
+
+def test_copies_of_autocast_are_counted(tmp_path: Path) -> None:
+    """Their gradients wait for the end of every W; where some backwards are whole, there are two of each copy."""
+    model = write_model(tmp_path, MODEL)
+    errors = relative_errors(model, tmp_path, devices=2, size=128, dtype="bf16-mixed")
+    assert len(errors) == len(NAMES) * 3 * 2
+    assert outside(errors) == {}
+
+
+@pytest.mark.parametrize(("name", "settings", "size"), SAMPLES)
+def test_sample_models_take_what_was_predicted(name: str, settings: Any, size: int, tmp_path: Path) -> None:
+    """Within what is promised, on two devices."""
+    model = ROOT / f"sample_models/{name}.py"
+    names = ("zb-h1", "zb-h2", "zbv")
+    errors = relative_errors(model, tmp_path, devices=2, size=size, settings=settings, names=names)
+    assert len(errors) == len(names) * 3 * 2
+    assert outside(errors) == {}
