@@ -293,9 +293,10 @@ class EmitOptions:
     engine: Annotated[
         str,
         Option(
-            "native|jax|torchgpipe|torch|torchtitan|deepspeed|megatron|device-map|csv",
-            "For which engine; native is the bundled executor, jax one program for TPUs, csv the schedule alone, which "
-            "torch (`_PipelineScheduleRuntime._load_csv`), torchtitan and NeMo Automodel read.",
+            "FORMAT",
+            "For which engine: native (the bundled executor), jax (one program for TPUs), torchgpipe, torch, "
+            "torchtitan, deepspeed, megatron, device-map; or csv, the schedule alone, which torch "
+            "(`_PipelineScheduleRuntime._load_csv`), torchtitan and NeMo Automodel read.",
             forms="--format",
         ),
     ] = "native"

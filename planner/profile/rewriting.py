@@ -14,9 +14,17 @@ from planner.profile.units import Unit, UnitInput
 def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
     """Bytes of buffers, frozen parameters and the like that a forward of the unit writes, or puts others in place of.
 
-    The unit has run before: what is made once, such as a table, is there. Running statistics of batch normalisations
-    are not written by the forward of a stage (`planner.model.state`). The input may be of any micro-batch size.
+    The unit has run before: what is made once, such as a table, is there. What one forward writes and the next one does
+    not does not count. Running statistics of batch normalisations are not written by the forward of a stage
+    (`planner.model.state`). The input may be of any micro-batch size.
     """
+    once, again = _written(unit, received), _written(unit, received)
+    # By storage, so that what has several names counts once.
+    return sum(dict(again[place] for place in once.keys() & again.keys()).values())
+
+
+def _written(unit: Unit, received: UnitInput) -> dict[int, tuple[int, int]]:
+    """By place of the unit's state that a forward writes: its storage, and the bytes of the value."""
     deferred = set(collecting_layers(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
     before = [(place, place.value, _storage(place.value)) for owner in owners for place in owner.places()]
@@ -28,13 +36,11 @@ def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
     values = received.non_leaves()
     with torch.no_grad(), OperatorWatch(after=note):
         unit.run(values, received)
-    # By storage, so that what has several names counts once.
-    written = {
-        storage._cdata: value.nbytes
-        for place, value, storage in before
+    return {
+        n: (storage._cdata, value.nbytes)
+        for n, (place, value, storage) in enumerate(before)
         if storage is not None and _is_rewritten(place, value, storage, written_into)
     }
-    return sum(written.values())
 
 
 def _storage(value: Any) -> torch.UntypedStorage | None:

@@ -75,33 +75,35 @@ def _schedules(
     request: Request, micro_batches: int, num_layers: int, replicas: int
 ) -> Iterator[tuple[Schedule, int, int]]:
     """Schedule, chunks, and how many devices a pipeline may have at most."""
-    inputs = request.inputs
-    devices = min(inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
-    schedules = request.schedules
-    for schedule in schedules:
+    devices = min(request.inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
+    for schedule in request.schedules:
         if isinstance(schedule, Listed) and schedule.rows:
-            count = len(schedule.rows)
-            if devices >= count and num_layers >= count * inputs.chunks and schedule.num_micro_batches == micro_batches:
-                yield schedule, inputs.chunks, count
+            count, chunks = len(schedule.rows), request.inputs.chunks
+            if devices >= count and num_layers >= count * chunks and schedule.num_micro_batches == micro_batches:
+                yield schedule, chunks, count
             continue
-        if not schedule.is_chunked:
-            yield schedule, 1, int(min(devices, schedule.most_devices(micro_batches)))
-            continue
-        if schedule.exact_chunks is not None:
-            chunks = schedule.exact_chunks
+        if schedule.splits_backward and devices < 2:
+            continue  # one device waits for nobody
+        for chunks in _chunks(request, schedule, num_layers, devices):
             most = min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
             most = int(min(most, schedule.most_devices(micro_batches)))
-            if inputs.chunks in (0, chunks) and most >= 1:
+            if most >= 1:
                 yield schedule, chunks, most
-            continue
-        # One chunk on each device is 1F1B that warms up longer, and runs with fewer micro-batches: no plan is the best
-        # before that was tried; but nobody who gives the cuts means it.
-        if inputs.chunks == 1 and len(schedules) > 1 and request.balance is not None:
-            continue
-        several = range(1 if schedule.is_to_be_made else 2, MOST_CHUNKS + 1)
-        for chunks in [inputs.chunks] if inputs.chunks else several:
-            if num_layers >= 2 * chunks and devices >= 2:
-                yield schedule, chunks, min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
+
+
+def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int) -> Sequence[int]:
+    """How many stages a device may run."""
+    asked = request.inputs.chunks
+    if not schedule.is_chunked:
+        return (1,)
+    if schedule.exact_chunks is not None:
+        return (schedule.exact_chunks,) if asked in (0, schedule.exact_chunks) else ()
+    # One chunk on each device is 1F1B that warms up longer, and runs with fewer micro-batches: no plan is the best
+    # before that was tried; but nobody who gives the cuts means it.
+    if asked == 1 and len(request.schedules) > 1 and request.balance is not None:
+        return ()
+    several = (asked,) if asked else range(1 if schedule.is_to_be_made else 2, MOST_CHUNKS + 1)
+    return [chunks for chunks in several if num_layers >= 2 * chunks and devices >= 2]
 
 
 def micro_batch_counts(

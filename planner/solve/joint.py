@@ -38,6 +38,9 @@ _SHARE = 6
 def search_cuts_and_lists(progress: Progress) -> None:
     """Searches from the most devices down, until the deadline (`OutOfTimeError`) or as long as the effort lasts."""
     case, balance = progress.case, progress.case.rules.balance
+    # As in `planner.solve.several_chunks`: what no device can hold needs no search.
+    if float((case.costs.state.always + case.costs.gradients).max()) > max(case.caps_bytes):
+        return
     for num_devices in range(case.num_devices, 0, -1):
         least_us = max(progress.least_us(num_devices), case.bound_us)
         if least_us >= progress.upper_us or progress.effort.left <= 0:

@@ -45,7 +45,15 @@ def untimed(text: bytes, folder: Path) -> Profile:
 
     def without(layer: LayerProfile) -> LayerProfile:
         no_times = (0.0,) * len(layer.forward_us)
-        return replace(layer, forward_us=no_times, backward_us=no_times, spread=(), optimizer_us=0.0)
+        return replace(
+            layer,
+            forward_us=no_times,
+            backward_us=no_times,
+            backward_input_us=(),
+            backward_weight_us=(),
+            spread=(),
+            optimizer_us=0.0,
+        )
 
     (folder / "untimed.yaml").write_bytes(text)
     profile = files.read_profile(str(folder / "untimed.yaml"))

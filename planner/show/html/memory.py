@@ -22,7 +22,7 @@ def memory_section(plan: Plan, step: Step | None) -> Section:
     """A bar per device; with a step what each device holds over its time."""
     devices = device_memory(plan.by_device())
     most, cap = max(d.total_bytes for d in devices), max(d.cap_bytes for d in devices)
-    full = max(most, cap) if most * 4 >= cap else most
+    full = max(1, most, cap if most * 4 >= cap else 0)
     rows = [_row(device, full) for device in devices]
     nearest = fullest(devices)
     lead = (

@@ -35,7 +35,7 @@ def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
     widest = max(point.bubble for point in points) or 1.0
     highest, cap = max(point.peak_bytes for point in points) or 1, max(plan.inputs.memory_bytes)
     # A cap far above all points would press them flat.
-    top = max(highest, cap) if cap <= 2 * highest else highest
+    top = max(highest, cap, 1) if cap <= 2 * highest else highest
 
     def x(bubble: float) -> float:
         return _LEFT + bubble / widest * (_RIGHT - _LEFT)

@@ -22,10 +22,10 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
         Case(
             model=KINDS,
             settings=settings,
-            balance=(2, 1, 1, 2) if schedule == "interleaved" else (3, 3),
-            chunks=2 if schedule == "interleaved" else 1,
+            balance=(2, 1, 1, 2) if SCHEDULES[schedule].is_chunked else (3, 3),
+            chunks=2 if SCHEDULES[schedule].is_chunked else 1,
             schedule=schedule,
-            recompute="never" if schedule == "interleaved" else "except-last",
+            recompute="never" if SCHEDULES[schedule].is_chunked else "except-last",
             sizes=(8, 6),
             steps=2,
             evaluate=5,

@@ -52,7 +52,8 @@ def test_a_smaller_mini_batch_has_fewer_micro_batches(size: int, expected: list[
     assert [(part.micro_batches, part.micro_batch_size) for part in parts] == expected
     pieces = [piece["a"] for part in parts for piece in micro_batches_of(part.batch.inputs, part.micro_batches)]
     assert torch.equal(torch.cat(pieces), torch.arange(size))
-    assert sum(len(target) for part in parts for target in part.targets()) == size
+    targets = [x for part in parts for x in micro_batches_of(part.batch.targets, part.micro_batches)]
+    assert sum(map(len, targets)) == size
 
 
 def test_sizes() -> None:

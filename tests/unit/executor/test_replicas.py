@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run import replicas as replicas_module
-from planner.executor.run.replicas import ReplicaGradients
+from planner.executor.run.replicas import ReplicaGradients, is_of_replicas
 from planner.model.halves import SplitBackward
 
 
@@ -140,7 +140,10 @@ def test_earlier_gradients_count_once(sent: Sent, *, keeps: bool) -> None:
 def test_weights_that_are_put_off_go_out_with_the_last_w(sent: Sent) -> None:
     """What is done in I is there by then, too, and waits for them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    gradients, split = ReplicaGradients([model.parameters()], group(), keeps_earlier=True), SplitBackward()
+    gradients, split = (
+        ReplicaGradients([model.parameters()], group(), keeps_earlier=True),
+        SplitBackward(counts_only=is_of_replicas),
+    )
     expected = torch.autograd.grad(2 * model(torch.ones(2, 4)).square().sum(), [*model.parameters()])
     for _ in range(2):
         kept = []

@@ -150,7 +150,16 @@ def test_digests_and_bytes_are_the_same_in_every_profile() -> None:
 
     def timeless(profile: Profile) -> Profile:
         layers = tuple(
-            replace(layer, forward_us=(), backward_us=(), spread=(), optimizer_us=0.0) for layer in profile.layers
+            replace(
+                layer,
+                forward_us=(),
+                backward_us=(),
+                backward_input_us=(),
+                backward_weight_us=(),
+                spread=(),
+                optimizer_us=0.0,
+            )
+            for layer in profile.layers
         )
         return replace(profile, layers=layers)
 
