@@ -29,6 +29,9 @@ from planner.solve.simulated import simulated_answer
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
 """About ten seconds, for all cases where a schedule is to be searched."""
 
+_IN_HALVES: Final = 6
+"""Each named schedule in halves has one of so many parts of the effort for others, where the schedule is left open."""
+
 MOST_WORK: Final = 20_000
 """Layers times devices, beyond which nothing is solved beside the question itself."""
 
@@ -123,7 +126,9 @@ def _budgets(request: Request) -> dict[ScheduleName, int]:
         return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
     if request.inputs.schedule != "auto" or request.actions is None:
         return {}
-    return dict.fromkeys((*SCHEDULES, SEARCHED.name), request.actions)
+    # There are many named schedules in halves, which a searched one begins with, too.
+    named = {name: request.actions // (_IN_HALVES if rule.splits_backward else 1) for name, rule in SCHEDULES.items()}
+    return {**named, SEARCHED.name: request.actions // 2}
 
 
 def _bound(case: Case) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from planner.solve.insight import point_of
 from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, plan_under
 
-_ACTIONS: Final = 60_000
+_ACTIONS: Final = 30_000
 """For each schedule; some tenths of a second."""
 
 

@@ -437,7 +437,7 @@ def test_advice_on_the_number_of_devices_works(here: Path, capsys: Capsys) -> No
     # Other schedules may fit on fewer devices than the advice names, which is of the one asked for.
     asked = ("solve", "--schedule", "gpipe")
     several = call(capsys, *asked, "--devices", "5", "--mem", "1B")
-    smallest = re.search(r"need at least `--mem` (\S+) ", several.err)
+    smallest = re.search(r"(?:smallest `--mem` is|need at least `--mem`) (\S+) ", several.err)
     assert smallest is not None, several.err
     refused = call(capsys, *asked, "--devices", "1", "--mem", smallest[1])
     assert refused.code == 1

@@ -22,7 +22,6 @@ Errors = dict[tuple[str, str, int], float]
 SAMPLES: Final = (
     ("transformer_lm", (("layers", 6), ("width", 64), ("feed_forward", 256), ("vocabulary", 512), ("tokens", 64)), 4),
     ("mlp", (("width", 256),), 64),
-    ("resnet", (("image_size", 33),), 2),
 )
 
 
@@ -32,6 +31,7 @@ def relative_errors(model: Path, folder: Path, *, devices: int, size: int, **fur
     loaded = in_precision(load_model(str(model), settings=settings), further.get("dtype", ""))
     costs = costs_at(profile_of_model(loaded, sizes=(size,)), size)
     names = further.pop("names", NAMES)
+    choices = further.pop("choices", ("never", "always"))
     cases = [
         Case(
             model=model,
@@ -44,7 +44,7 @@ def relative_errors(model: Path, folder: Path, *, devices: int, size: int, **fur
             **further,
         )
         for name in names
-        for recompute in ("never", "except-last", "always")
+        for recompute in choices
     ]
     errors: Errors = {}
     for case, peaks in zip(cases, measured_peaks(cases, folder), strict=True):
@@ -66,15 +66,16 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
     """
     model = write_model(tmp_path, MODEL)
     errors = relative_errors(model, tmp_path, devices=3, size=128)
-    assert len(errors) == len(NAMES) * 3 * 3
+    assert len(errors) == len(NAMES) * 2 * 3
     assert outside(errors) == {}
 
 
 def test_copies_of_autocast_are_counted(tmp_path: Path) -> None:
     """Their gradients wait for the end of every W; where some backwards are whole, there are two of each copy."""
     model = write_model(tmp_path, MODEL)
-    errors = relative_errors(model, tmp_path, devices=2, size=128, dtype="bf16-mixed")
-    assert len(errors) == len(NAMES) * 3 * 2
+    names = ("zb-h1", "zbv", "dualpipev")
+    errors = relative_errors(model, tmp_path, devices=2, size=128, dtype="bf16-mixed", names=names)
+    assert len(errors) == len(names) * 2 * 2
     assert outside(errors) == {}
 
 
@@ -82,7 +83,8 @@ def test_copies_of_autocast_are_counted(tmp_path: Path) -> None:
 def test_sample_models_take_what_was_predicted(name: str, settings: Any, size: int, tmp_path: Path) -> None:
     """Within what is promised, on two devices."""
     model = ROOT / f"sample_models/{name}.py"
-    names = ("zb-h1", "zb-h2", "zbv")
-    errors = relative_errors(model, tmp_path, devices=2, size=size, settings=settings, names=names)
-    assert len(errors) == len(names) * 3 * 2
+    names = ("zb-h2", "zbv")
+    choices = ("never", "except-last")
+    errors = relative_errors(model, tmp_path, devices=2, size=size, settings=settings, names=names, choices=choices)
+    assert len(errors) == len(names) * 2 * 2
     assert outside(errors) == {}

@@ -30,7 +30,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
             steps=2,
             evaluate=5,
         )
-        for schedule in SCHEDULES
+        for schedule in ("gpipe", "1f1b", "interleaved", "zbv")
     ]
     for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
         assert result["split_relative"] < 1e-5, case.schedule
