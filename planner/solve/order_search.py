@@ -25,6 +25,9 @@ _PATIENCE = (0.5, 0.0, 1.0, 0.25, 0.75)
 
 _EITHER = (True, False)
 
+_TRY = 60
+"""What a try takes beside its actions, in actions: of small pipelines most of it."""
+
 _LOOKAHEAD = (3, 8, 20)
 """Among how many of the things that a model does next a device may choose."""
 
@@ -127,7 +130,7 @@ class Orders:
 
     def _better(self, lists: Lists | None) -> bool:
         """Whether lists that were just made are better than the best so far, which they then are."""
-        self.spent += 3 * len(self._problem.times) * self._problem.micro_batches
+        self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY
         if lists is None or (self.best is not None and lists.period_us >= self.best.period_us * (1 - 1e-12)):
             return False
         return self._simulated(lists.actions())

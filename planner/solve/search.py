@@ -128,7 +128,7 @@ def _budgets(request: Request) -> dict[ScheduleName, int]:
         return {}
     # There are many named schedules in halves, which a searched one begins with, too.
     named = {name: request.actions // (_IN_HALVES if rule.splits_backward else 1) for name, rule in SCHEDULES.items()}
-    return {**named, SEARCHED.name: request.actions // 2}
+    return {**named, SEARCHED.name: request.actions // 4}
 
 
 def _bound(case: Case) -> tuple[float, ...]:
