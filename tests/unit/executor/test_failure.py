@@ -118,7 +118,11 @@ from planner.executor.watch.failure import Watch
 
 with Watch(60.0) as watch:
     watch._store.wait(["at/0", "at/1"])
-    time.sleep(2.0 * watch._rank)
+    if watch._rank == 0:
+        watch._store.wait(["heard"])  # else it might leave, and the store with it, before the other has its answer
+    else:
+        watch._store.set("heard", "1")
+        time.sleep(2.0)
 """
 
 
