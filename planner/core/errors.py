@@ -2,6 +2,7 @@
 
     PlannerError            exit 2: no answer
     ├── UsageError          an option or argument is wrong
+    ├── MissingPackageError a package is not installed that comes with an extra
     ├── FileError           a file is missing, unreadable or invalid (carries path and line)
     │   └── StaleError      exit 1: it was made from something that has changed since
     ├── ModelError          the user's model could not be loaded, cut, or run
@@ -49,6 +50,10 @@ class UsageError(PlannerError):
     """An option or argument is wrong or contradicts another."""
 
 
+class MissingPackageError(PlannerError):
+    """A package is not installed that comes with an extra (`planner.core.extras`); the hint is what to type."""
+
+
 class FileError(PlannerError):
     """A file is missing, unreadable, or its content is invalid.
 
@@ -85,7 +90,7 @@ class TrainingError(PlannerError):
 
 
 class SolverError(PlannerError):
-    """The solver gave no answer: it is not installed, it failed, or its time ran out before it found a plan."""
+    """The solver gave no answer: it failed, or its time ran out before it found a plan."""
 
 
 class InfeasibleError(PlannerError):

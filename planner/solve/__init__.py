@@ -1,16 +1,24 @@
-"""The solver: profile, devices and limits to the plan with the smallest step time, with a certificate."""
+"""The solver: profile, devices and limits to the plan with the smallest step time, with a certificate.
+
+What is asked beside that stands in modules of its own, each imported when its function is first asked for: `check`
+solves one question again and has no use for the others.
+"""
 
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from planner import Verb
-from planner.solve.certificate import certified
-from planner.solve.faster import MOST_HINT_S, faster_schedule
-from planner.solve.insight import frontier_of, insight_of
-from planner.solve.remedy import what_would_fit
-from planner.solve.request import Request, Solver
-from planner.solve.search import solve
-from planner.solve.sweep import sweep_of
-from planner.solve.trade_off import trade_off_of
+
+if TYPE_CHECKING:
+    from planner.solve.certificate import certified
+    from planner.solve.faster import MOST_HINT_S, faster_schedule
+    from planner.solve.insight import frontier_of, insight_of
+    from planner.solve.remedy import what_would_fit
+    from planner.solve.request import Request, Solver
+    from planner.solve.search import solve
+    from planner.solve.sweep import sweep_of
+    from planner.solve.trade_off import trade_off_of
 
 __all__ = [
     "MOST_HINT_S",
@@ -25,5 +33,26 @@ __all__ = [
     "trade_off_of",
     "what_would_fit",
 ]
+
+_MODULES = {
+    "MOST_HINT_S": "faster",
+    "Request": "request",
+    "Solver": "request",
+    "certified": "certificate",
+    "faster_schedule": "faster",
+    "frontier_of": "insight",
+    "insight_of": "insight",
+    "solve": "search",
+    "sweep_of": "sweep",
+    "trade_off_of": "trade_off",
+    "what_would_fit": "remedy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 sys.modules[__name__].__class__ = Verb

@@ -4,20 +4,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import CostsAtSize
-from planner.core.cost.moments import stage_moments
+from planner.core.cost.moments import Moments, stage_moments
 from planner.core.cost.stage_time import LAYERS, ChainSums
 from planner.core.schedule import Loads, Schedule
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import RecomputePolicy
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
-from planner.solve.layer_times import LayerTimes
 from planner.solve.problem import ChainProblem, DeviceTable, LinkTimes
 from planner.solve.tables import NOWHERE, MemoryTable
+
+if TYPE_CHECKING:
+    from planner.solve.layer_times import LayerTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,7 @@ class Case:
     policy: RecomputePolicy
     rules: Rules
     chunks: int = 1
-    layers: LayerTimes | None = None
+    layers: "LayerTimes | None" = None
     """What recomputing single layers costs; needed where the policy is `layers`."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
@@ -86,12 +89,12 @@ class Case:
         """What stages cost in time."""
         return ChainSums.of(self.costs, self.cluster, self.replicas)
 
-    @property
+    @cached_property
     def caps_bytes(self) -> tuple[float, ...]:
         """What each device has for its stage, the reserve taken off."""
         return tuple(cap - self.cluster.reserve_bytes for cap in self.cluster.memory_bytes[: self.num_devices])
 
-    @property
+    @cached_property
     def fastest(self) -> float:
         """Highest speed of a device."""
         return max(self.cluster.speed(d) for d in range(self.num_devices))
@@ -107,6 +110,11 @@ class Case:
         if not self.schedule.splits_backward:
             return self.costs_at_size.backward_us
         return np.minimum(self.costs.backward_us, self.costs.halves.input_us + self.costs.halves.weight_us)
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether some layer fits on no device by what it holds always: it never needs less, within any stage."""
+        return float((self.costs.state.always + self.costs.gradients).max()) > max(self.caps_bytes)
 
     @cached_property
     def bound_us(self) -> float:
@@ -136,9 +144,13 @@ class Case:
             return np.inf
         return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.fastest
 
+    def moments(self, level: int) -> Moments:
+        """The moments of a device with `level` stages behind its own."""
+        return stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
+
     def memory(self, width: int, level: int) -> MemoryTable:
         """Peak memory of every stage in a window, if `level` stages are behind it."""
-        moments = stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
+        moments = self.moments(level)
         key = width, moments.in_flight
         if key not in self._memory:
             wider = [table for (_, count), table in self._memory.items() if count == key[1] and table.width > width]
@@ -195,20 +207,29 @@ class Case:
             memory = hardest if easy else self.memory(width, level)
             key = (cap, self.cluster.speed(device), id(memory))
             if key not in ways:
-                ways[key] = self._ways(memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice)
+                # Where everything fits as it is, nothing needs to be recomputed.
+                again_us = None if easy or self.layers is None else self.layers.table(width, cap, self.moments(level))
+                ways[key] = self._ways(
+                    memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice, again_us=again_us
+                )
             tables.append(ways[key])
         return tuple(tables)
 
     def _ways(
-        self, memory: MemoryTable, cap: float, speed: float, forbidden: BoolArray, *, every_choice: bool
+        self,
+        memory: MemoryTable,
+        cap: float,
+        speed: float,
+        forbidden: BoolArray,
+        *,
+        every_choice: bool,
+        again_us: FloatArray | None,
     ) -> tuple[DeviceTable, ...]:
         if not every_choice:
             choice = memory.choices(cap)
             choice[forbidden] = NOWHERE
             ways = [DeviceTable(speed=speed, choice=choice)]
-            if self.layers is not None:
-                again_us = self.layers.table(choice.shape[1], cap)
-                # Where everything fits as it is, nothing needs to be recomputed.
+            if again_us is not None:
                 some = np.where(np.isfinite(again_us) & (choice != 0) & ~forbidden, LAYERS, NOWHERE)
                 ways.append(DeviceTable(speed=speed, choice=some.astype(np.int8), again_us=again_us))
             return tuple(ways)

@@ -49,7 +49,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
                     chunks=chunks,
                 )
                 for schedule, chunks, num_devices in _schedules(request, m, len(names), replicas)
-                # Nothing is recommended that nobody has measured.
+                # Nothing is recommended on an assumption.
                 if inputs.schedule != "auto" or not (schedule.splits_backward and table.halves_assumed)
             ]
     if not costs:

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-from planner.core.errors import PlannerError, SolverError
+from planner.core.errors import MissingPackageError, PlannerError, SolverError
 from planner.core.judge.figures import certificate_problems, claimed_of, is_same
 from planner.core.judge.verdict import Verdict, with_findings
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import FrontierPoint, Plan, SolverReport
 from planner.core.values.profile import Profile
-from planner.solve.insight import frontier_of
 from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, solve
 
@@ -64,27 +63,41 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
         return "", False
     request = Request.again(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
     try:
-        best = solve(profile, request)
-    except SolverError:
-        return "the solver took too long", True
+        best = solve(profile, request, breaks_ties=False)
+        if _contradiction(now, best):
+            # Of plans that are as fast the one is named that `solve` answers with.
+            return _contradiction(now, solve(profile, request)), False
+    except (SolverError, MissingPackageError) as error:
+        return "the solver took too long" if isinstance(error, SolverError) else error.message, True
     except PlannerError as error:
         return f"solved again there is no such plan: {error.message}", False
-    step_us, best_us = now.predicted.step_us, best.predicted.step_us
-    if now.solver.status == "optimal" and best_us < step_us and not is_same("step_us", best_us, step_us):
-        return f"it is called optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms", False
-    bound_us = now.solver.lower_bound_us
-    if best_us < bound_us and not is_same("lower_bound_us", best_us, bound_us):
-        return f"nothing is said to be faster than {bound_us / 1e3:.1f} ms, {list(best.balance)} is", False
     return "", now.solver.status == "optimal" and best.solver.status != "optimal"
+
+
+def _contradiction(now: Plan, best: Plan) -> str:
+    """What a plan's certificate says that the best plan proves wrong; empty where there is nothing."""
+    step_us, best_us, bound_us = now.predicted.step_us, best.predicted.step_us, now.solver.lower_bound_us
+    if now.solver.status == "optimal" and best_us < step_us and not is_same("step_us", best_us, step_us):
+        return f"it is called optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms"
+    if best_us < bound_us and not is_same("lower_bound_us", best_us, bound_us):
+        return f"nothing is said to be faster than {bound_us / 1e3:.1f} ms, {list(best.balance)} is"
+    return ""
 
 
 def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if not written.frontier:
         return "", False
+    from planner.solve.insight import frontier_of  # noqa: PLC0415 - few plans have a frontier
+    from planner.solve.simulated import lacks_bound  # noqa: PLC0415 - likewise
+
     fixed = now.micro_batches if len(written.frontier) == 1 else None
     request = Request.again(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)
+    if lacks_bound(request.schedules):
+        return "highspy is not installed, without which other plans may be found", True
     try:
         points = {(p.replicas, p.micro_batches): p for p in frontier_of(profile, request)}
+    except MissingPackageError as error:
+        return error.message, True
     except PlannerError as error:
         return f"it has a frontier where there is none: {error.message}", False
     wrong = [p.micro_batches for p in written.frontier if not _alike(p, points.get((p.replicas, p.micro_batches)))]

@@ -12,9 +12,10 @@ less than either. The least step time over all of these is below that of every p
 
 Memory is counted from below: at a moment of a device a stage of layers i..e-1 takes at least sum a_l + d without
 recomputation and sum h_l + d with it, a and h being what layers add to stages on average, and d the least that any
-stage takes beyond, taken from the tables of all stages.
+stage takes beyond, taken from the tables of all stages. Where single layers may be recomputed, h_l is no more than a_l
+less what a layer saves at most, as often as it is held at the moment.
 
-HiGHS solves it. Complexity: rows and columns are O(S L + K V M).
+HiGHS solves it, where it is installed: else there is no such bound. Complexity: rows and columns are O(S L + K V M).
 """
 
 import importlib
@@ -26,6 +27,7 @@ import numpy as np
 from planner.core.cost.device_memory import most_handed_over_bytes
 from planner.core.cost.linear import Linear
 from planner.core.cost.simulate import Times, clocks
+from planner.core.extras import is_installed
 from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.many import Many
 
@@ -51,6 +53,11 @@ class CutBound(NamedTuple):
     """No partition is faster."""
     cuts: IntArray
     """Whole cuts near those of the programme, shape (S+1,)."""
+
+
+def is_solvable() -> bool:
+    """Whether HiGHS is installed."""
+    return is_installed("highspy")
 
 
 def programme_size(many: Many) -> int:
@@ -261,7 +268,7 @@ class _Programme:
                 for chunk, s in enumerate(many.chunks[device]):
                     counts = moments[moment, chunk]
                     handed_over = most_handed_over_bytes(many.case.costs, counts) * (s - 1 in many.chunks[device])
-                    room = room - self._held(whole.held_bytes(counts), s, layers[s]) + handed_over
+                    room = room - self._held(whole, counts, layers[s], s) + handed_over
                 self._lines.add(room.times(1 / many.case.caps_bytes[device]))
         return layers
 
@@ -274,12 +281,18 @@ class _Programme:
             alive += whole.moments[device][:, chunk] @ whole.parts[place][1:]
         return np.argsort(-alive, kind="stable")[:_MOMENTS]
 
-    def _held(self, tables: FloatArray, stage: int, layers: dict[int, int]) -> Linear:
-        """What a stage holds at least at one moment; tables of shape (choices, L+1, width)."""
-        allowed = self._many.allowed
-        kept, kept_least = _linear(tables[0])
+    def _held(self, whole: Many, counts: FloatArray, layers: dict[int, int], stage: int) -> Linear:
+        """What a stage holds at least with so many of each part."""
+        allowed, tables = self._many.allowed, whole.held_bytes(counts)
+        kept_table, saved = tables[0], np.full(self._L, -np.inf)
+        if self._many.case.policy == "layers":
+            least, saved = whole.least_by_layers(counts)
+            kept_table = np.minimum(kept_table, least)
+        kept, kept_least = _linear(kept_table)
         dropped, dropped_least = _linear(np.min(tables[allowed[1:]], axis=0))
-        changed = Linear({column: float(dropped[n] - kept[n]) for n, column in layers.items()})
+        # With its stage or by itself, whichever takes off more.
+        most_saved = np.maximum(kept - dropped, saved)
+        changed = Linear({column: -float(most_saved[n]) for n, column in layers.items()})
         return self._of_stage(stage, kept) + changed + min(kept_least, dropped_least)
 
 

@@ -126,7 +126,7 @@ def _other_schedules(asking: Asking) -> Iterator[str]:
         if schedule.name not in names and _some_fits(asking, asking.profile, other, asking.micro_batches):
             yield f"`--schedule {schedule.name}` fits"
             return
-    if inputs.any_order or inputs.recompute == "layers" or asking.balance is not None:
+    if inputs.any_order or asking.balance is not None:
         return  # which nothing but GPipe does, or cuts for one stage on a device
     for schedule in SPLITTING:
         other = replace(inputs, schedule=schedule.name, chunks=0)

@@ -40,8 +40,7 @@ def faster_schedule(
         return None
     if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > MOST_WORK:
         return None
-    recompute = "auto" if inputs.recompute == "layers" else inputs.recompute
-    every = replace(inputs, schedule="auto", chunks=0, recompute=recompute)
+    every = replace(inputs, schedule="auto", chunks=0)
     request = Request(inputs=every, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=_ACTIONS)
     upper_us = plan.predicted.step_us * (1 - _LEAST_GAIN)
     try:

@@ -5,7 +5,6 @@ Every figure is the proven best plan of a question that differs in one thing.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import fmean, median
 
 import numpy as np
 
@@ -127,6 +126,8 @@ def _solved(profile: Profile, request: Request) -> Plan | None:
 
 
 def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
+    from statistics import fmean, median  # noqa: PLC0415 - dear to import, and here alone
+
     spreads = [max(layer.spread) for layer in profile.layers if layer.spread]
     if not spreads or max(spreads) <= 0:
         return None
@@ -148,7 +149,7 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
     )
 
 
-def _drawn(layer: LayerProfile, rng: np.random.Generator) -> LayerProfile:
+def _drawn(layer: LayerProfile, rng: "np.random.Generator") -> LayerProfile:
     # One error for a layer's forward and one for its backward, at every size: what a loaded machine does.
     deviation = max(layer.spread, default=0.0) / _INTERVAL
     forward, backward = np.maximum(0.0, 1 + deviation * rng.standard_normal(2))

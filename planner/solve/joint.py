@@ -18,6 +18,7 @@ from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, Listed
 from planner.solve.arrays import IntArray
 from planner.solve.cut_search import CutSearch
+from planner.solve.least_period import least_of_all_cuts_us, least_trip_us
 from planner.solve.list_scheduling import OrderProblem
 from planner.solve.many import Many
 from planner.solve.order_search import FoundOrder, Orders
@@ -34,22 +35,27 @@ _ROUNDS = 6
 _SHARE = 6
 """One of so many parts of what effort is left goes into one search, for cuts or for lists."""
 
+_OF_BOUND = 4
+"""A bound for all cuts takes one of so many parts of what was spent on looking for plans, at most."""
+
 
 def search_cuts_and_lists(progress: Progress) -> None:
     """Searches from the most devices down, until the deadline (`OutOfTimeError`) or as long as the effort lasts."""
     case, balance = progress.case, progress.case.rules.balance
-    # As in `planner.solve.several_chunks`: what no device can hold needs no search.
-    if float((case.costs.state.always + case.costs.gradients).max()) > max(case.caps_bytes):
+    if case.is_too_large:
         return
+    trip_us = least_trip_us(case)
     for num_devices in range(case.num_devices, 0, -1):
-        least_us = max(progress.least_us(num_devices), case.bound_us)
+        least_us = max(progress.least_us(num_devices), case.bound_us, trip_us)
         if least_us >= progress.upper_us or progress.effort.left <= 0:
             progress.leave_out(least_us)
             return
         num_stages = num_devices * case.chunks
         if case.costs.num_layers >= num_stages and (balance is None or len(balance) == num_stages):
-            _Joint(progress, Many(case, num_devices)).search()
-            progress.leave_out(least_us)
+            many = Many(case, num_devices)
+            _Joint(progress, many).search()
+            of_all_us = least_of_all_cuts_us(many, progress.upper_us, progress.effort.spent // _OF_BOUND)
+            progress.leave_out(max(least_us, of_all_us))
 
 
 class _Joint:

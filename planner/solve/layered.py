@@ -25,7 +25,7 @@ _ROUNDS = 400
 
 def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
     """The fastest partition that beats `upper_us`, and what none can beat; raises as `gpipe_answer`."""
-    case = replace(case, layers=LayerTimes(case.costs, case.micro_batches))
+    case = replace(case, layers=LayerTimes(case.costs))
     best: Partition | None = None
     bound_us = case.bound_us
     windows = Windows(case)
@@ -62,7 +62,9 @@ def _with_layers(case: Case, cuts: ChainCuts) -> Partition | None:
     assert layers is not None  # this module gives it to every case
     recomputed = []
     for k, (first, end) in enumerate(zip(cuts.cuts[:-1], cuts.cuts[1:], strict=True)):
-        choice = layers.exact(first, end, case.caps_bytes[0 if case.alike else k]) if cuts.choices[k] == LAYERS else ()
+        cap = case.caps_bytes[0 if case.alike else k]
+        moments = case.moments(len(cuts.choices) - 1 - k)
+        choice = layers.exact(first, end, cap, moments) if cuts.choices[k] == LAYERS else ()
         if choice is None:
             return None
         recomputed.append(choice.recomputed if choice else ())

@@ -15,7 +15,7 @@ in groups, one for each list of storages that go into the next layer and that no
 of its group is no worse in all three, if no decisions behind it can fit, or if the time it comes to at least is not
 below the best known. That time is a fractional knapsack: with what each layer behind can save at most, the bytes that
 must go are saved by the layers that save most for their time. The same bound for every stage of a chain at once is
-`least_again_us`.
+`planner.solve.layer_bounds`.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import AGAIN, KEPT, Pending, StageLayers, least_levels, most_savings
+from planner.core.cost.layer_memory import AGAIN, KEPT, Pending, StageLayers
 from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
 from planner.core.cost.sparse import accumulated
 from planner.solve.arrays import BoolArray, FloatArray, IndexArray, IntArray
 
-_RELATIVE = 1e-12
+RELATIVE = 1e-12
 """Sums in another order differ by rounding: a time must be less by more than this to count as less."""
 
 _FEW_LABELS = 64
@@ -40,9 +40,6 @@ _FEW_LABELS = 64
 
 _MANY_LABELS = 1 << 16
 """A walk that only asks whether anything fits keeps so many: with no times to weigh, few remain."""
-
-_MOST_RATIOS = 64
-"""Different times per byte that `least_again_us` tries; if there are more, the bound is a little lower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +56,7 @@ class LayerChoice:
     @property
     def exact(self) -> bool:
         """Whether no choice that fits costs less than this one."""
-        return self.lower_bound_us >= self.again_us * (1 - _RELATIVE)
+        return self.lower_bound_us >= self.again_us * (1 - RELATIVE)
 
 
 def cheapest_layers(
@@ -88,11 +85,49 @@ def cheapest_layers(
     """
     costs = accumulated(costs, moments.micro_batches)
     linear = linear_moments(costs, np.array([first]), end, moments)
-    if any(moment.level is None and float(moment.fixed[0, -1]) > cap_bytes for moment in linear):
+    limits = [
+        Limit(cap_bytes - float(moment.fixed[0, -1]), moment.weight, -1 if moment.level is None else moment.level)
+        for moment in linear
+    ]
+    return cheapest_within(
+        StageLayers.of(costs, first, end), limits, costs.forward_us[first:end], most_labels=most_labels
+    )
+
+
+class Limit(NamedTuple):
+    """What a moment allows: weight · held + level <= cap."""
+
+    cap: float
+    weight: int
+    level: int
+    """Position in `LayerPeaks`; below 0 where no layer of the stage runs."""
+
+    def room(self, level: FloatArray | float) -> FloatArray:
+        """The most that may be held in the end; -inf where nothing fits."""
+        # Nothing waits in such a moment (M = 1, say): what is held in the end does not matter to it.
+        if self.weight == 0:
+            return np.where(np.less_equal(level, self.cap), np.inf, -np.inf)
+        room: FloatArray = np.floor(np.subtract(self.cap, level) / self.weight)
+        return room
+
+
+def cheapest_within(
+    layers: StageLayers, limits: Sequence[Limit], times_us: FloatArray, *, most_labels: int = 4096
+) -> LayerChoice | None:
+    """The layers to recompute so that every limit is kept, with the least time; None if they never are.
+
+    Args:
+        layers: Of the stage.
+        limits: What each moment of its device allows.
+        times_us: What it takes to compute each layer again, shape (layers,).
+        most_labels: As for `cheapest_layers`.
+    """
+    levelled = [limit for limit in limits if limit.level >= 0]
+    # Where nothing of the stage runs, only what it holds in the end counts.
+    room = min((float(limit.room(0.0)) for limit in limits if limit.level < 0), default=np.inf)
+    if room < 0:
         return None
-    limits = [_Limit(cap_bytes - float(m.fixed[0, -1]), m.weight, m.level) for m in linear if m.level is not None]
-    layers, times = StageLayers.of(costs, first, end), costs.forward_us[first:end]
-    walk = _Walk(layers, limits, times)
+    walk = _Walk(layers, levelled, times_us, room)
     # A narrow walk first. If labels were let go in it that may lead to less, a wide one, with less that is promising.
     best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_labels))
     if bound_us < (best.time if best else np.inf):
@@ -100,28 +135,12 @@ def cheapest_layers(
         best = better or best
     if best is None and bound_us < np.inf:
         # The labels that would have fitted were let go for faster ones. Without times, few labels remain.
-        best, _ = _Walk(layers, limits, np.zeros_like(times)).run(np.inf, _MANY_LABELS)
+        best, _ = _Walk(layers, levelled, np.zeros_like(times_us), room).run(np.inf, _MANY_LABELS)
     if best is None:
         return None
     recomputed = walk.without_idle(best.recomputed)
-    again_us = float(costs.forward_us[list(recomputed)].sum())
+    again_us = float(times_us[np.array(recomputed, dtype=np.int64) - layers.first].sum())
     return LayerChoice(recomputed=recomputed, again_us=again_us, lower_bound_us=min(bound_us, again_us))
-
-
-class _Limit(NamedTuple):
-    """What a moment allows: weight · held + level <= cap."""
-
-    cap: float
-    weight: int
-    level: int
-
-    def room(self, level: FloatArray) -> FloatArray:
-        """The most that may be held in the end; -inf where nothing fits."""
-        # Nothing waits in such a moment (M = 1, say): what is held in the end does not matter to it.
-        if self.weight == 0:
-            return np.where(level <= self.cap, np.inf, -np.inf)
-        room: FloatArray = np.floor((self.cap - level) / self.weight)
-        return room
 
 
 class _Choice(NamedTuple):
@@ -156,9 +175,10 @@ Waiting = tuple[tuple[int, float], ...]
 class _Walk:
     """The layers of one stage, with what is known of the layers behind each, whatever is decided there."""
 
-    def __init__(self, layers: StageLayers, limits: Sequence[_Limit], times: FloatArray) -> None:
+    def __init__(self, layers: StageLayers, limits: Sequence[Limit], times: FloatArray, room: float) -> None:
         self.layers = layers
         self.limits = limits
+        self.room = room
         self.times = times
         self.num_layers = len(times)
         # What goes out of the last layer is held by the engine.
@@ -189,7 +209,7 @@ class _Walk:
     def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
         """The best choice if it is below `upper_us`, and a bound on all choices that were let go for lack of width."""
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
-        groups: dict[Waiting, _Labels] = {(): _Labels(zero, zero, zero + np.inf, zero, none, none > 0)}
+        groups: dict[Waiting, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
         history: list[tuple[IntArray, BoolArray]] = []
         let_go = np.inf
         for n in range(self.num_layers):
@@ -256,7 +276,7 @@ class _Walk:
         # To make so many bytes go takes the layers behind that much time at least.
         saved, again_us = self.knapsacks[n]
         bound = labels.time + np.interp(must_go, saved, again_us, right=np.inf)
-        fits = (held + self.least_behind[n] <= room) & (bound < upper_us * (1 - _RELATIVE))
+        fits = (held + self.least_behind[n] <= room) & (bound < upper_us * (1 - RELATIVE))
         # Room that can never be filled is as good as any: so labels become equal, and dominate each other.
         room = np.where(room >= held + self.most_behind[n], np.inf, room)
         return labels._replace(room=room, bound=bound).take(fits)
@@ -287,7 +307,8 @@ class _Walk:
 
     def _fits(self, recomputed: Collection[int]) -> bool:
         saved, *levels = self.layers.levels(recomputed)
-        return all(limit.weight * saved + levels[limit.level] <= limit.cap for limit in self.limits)
+        fits = (limit.weight * saved + levels[limit.level] <= limit.cap for limit in self.limits)
+        return saved <= self.room and all(fits)
 
 
 def _leaving(outputs: Sequence[Pending], end: int, decision: int) -> float:
@@ -361,56 +382,3 @@ def _narrowed(groups: dict[Waiting, _Labels], width: int) -> tuple[dict[Waiting,
         key: labels.take(some) for (key, labels), some in zip(groups.items(), places, strict=True) if some.any()
     }
     return narrowed, float(bound[~chosen].min())
-
-
-def least_again_us(costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments, *, cap_bytes: float) -> FloatArray:
-    """Time below which no choice of recomputed layers makes a stage fit; infinite where none is known to do so.
-
-    Stages whose first layer is one of `firsts`, which must ascend, and whose last is one of `firsts[0]`..`stop - 1`;
-    other arguments as for `cheapest_layers`. Only the bytes that must go are looked at, and for each layer what it can
-    save at most: a fractional knapsack, as the maximum over prices of a byte.
-
-    Returns:
-        Shape (firsts, stop - firsts[0]), microseconds; values left of a row's own first layer mean nothing.
-
-    Complexity: O(firsts · (stop - firsts[0]) · different ratios of time to bytes, at most 64).
-    """
-    span = slice(int(firsts[0]), stop)
-    costs = accumulated(costs, moments.micro_batches)
-    saved, levels = least_levels(costs, firsts, span)
-    must_go = np.full(saved.shape, -np.inf)
-    for moment in linear_moments(costs, firsts, stop, moments):
-        over = moment.fixed - cap_bytes
-        shares = moment.weight
-        if moment.level is not None:
-            over = over + moment.weight * saved + levels[moment.level]
-            # A byte less in front of the highest level is one less there, too.
-            shares += costs.exact
-        must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
-    savings = np.stack(most_savings(costs))[:, span]
-    least = _least_times(savings, costs.forward_us[span], firsts - firsts[0], must_go)
-    return least * (1 - _RELATIVE)
-
-
-def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
-    """The fractional knapsack of every stage, as the maximum over prices of a byte; infinite if all is not enough.
-
-    `savings` has two rows: of a stage's first layer, and of the others.
-    """
-
-    def sums(per_layer: FloatArray) -> FloatArray:
-        through: FloatArray = np.cumsum(per_layer[1])
-        total: FloatArray = through[None, :] + (per_layer[0] - through)[rows][:, None]
-        return total
-
-    useful = savings > 0
-    prices = np.unique((times / np.where(useful, savings, 1.0))[useful])
-    if len(prices) > _MOST_RATIOS:
-        prices = prices[np.linspace(0, len(prices) - 1, _MOST_RATIOS).round().astype(np.int64)]
-    # What need not shrink at all, or cannot, is infinite, which is no number to multiply a price of 0 with.
-    finite = np.clip(must_go, -1e200, 1e200)
-    least = np.zeros_like(must_go)
-    # By duality: at any price of a byte, what must go costs at least its worth less what layers gain by that price.
-    for price in prices:
-        least = np.maximum(least, price * finite - sums(np.maximum(price * savings - times, 0.0)))
-    return np.where(must_go <= sums(savings), least, np.inf)

@@ -25,19 +25,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from planner.core.cost.moments import PARTS, PartName
+from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS
 from planner.core.cost.simulate import StageTimes
 from planner.core.schedule import Action, Letter
 from planner.solve.arrays import FloatArray
 
 Act = tuple[int, Letter, int]
-
-_FORWARDS: Final[tuple[PartName, ...]] = ("forward", "last_forward")
-_BACKWARDS: Final[tuple[PartName, ...]] = ("first_backward", "backward", "last_backward", "message")
-_INPUT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_input_backward", "input_backward", "last_input_backward")
-_WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward", "weight_message")
 
 
 class StageRoom(NamedTuple):
@@ -70,7 +65,7 @@ class OrderProblem:
     caps_bytes: tuple[float, ...]
     """Per device."""
     own_us: tuple[float, ...]
-    """Per device, what it does between two steps."""
+    """Per device, what it does between two steps; all that replicas sum counts here."""
 
 
 class Lists(NamedTuple):
@@ -87,7 +82,7 @@ class Lists(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class ListRules:
     """How a device chooses."""
 
     most_waiting: tuple[int, ...]
@@ -111,8 +106,9 @@ def room_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageRoom:
     part = dict(zip(PARTS, parts.tolist(), strict=True))
     held = max(part["held"], part["kept"])
     between = 0.0 if is_whole else part["weight_held"]
-    running = max(part[name] for name in (*_FORWARDS, *(_BACKWARDS if is_whole else _INPUT_BACKWARDS)))
-    weight = 0.0 if is_whole else max(part[name] for name in _WEIGHT_BACKWARDS)
+    backwards = (*BACKWARDS, "message") if is_whole else INPUT_BACKWARDS
+    running = max(part[name] for name in (*FORWARDS, *backwards))
+    weight = 0.0 if is_whole else max(part[name] for name in (*WEIGHT_BACKWARDS, "weight_message"))
     transfers = part["input"] + part["output_gradient"] + part["input_gradient"]
     return StageRoom(
         always=always + part["gradients"] + part["casts"] + transfers,
@@ -122,7 +118,7 @@ def room_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageRoom:
     )
 
 
-def listed(problem: OrderProblem, rules: Rules) -> Lists | None:
+def listed(problem: OrderProblem, rules: ListRules) -> Lists | None:
     """The lists that the rules make; None where memory does not let all micro-batches through.
 
     Complexity: O(S M (V + log S M)).
@@ -142,7 +138,7 @@ def followed(
         problem: The stages.
         wishes: Per device all that it has to do, in an order; each stage's micro-batches one after the other.
         lookahead: Among how many of the wishes that are left it may choose.
-        patience: As in `Rules`, for whatever would come first.
+        patience: As in `ListRules`, for whatever would come first.
 
     Returns:
         None where memory does not let all micro-batches through.
@@ -278,7 +274,7 @@ class _Walk(ABC):
 class _ByRules(_Walk):
     """Devices that choose by rules."""
 
-    def __init__(self, problem: OrderProblem, rules: Rules) -> None:
+    def __init__(self, problem: OrderProblem, rules: ListRules) -> None:
         super().__init__(problem)
         self.rules = rules
         self.order = [chunks[::-1] if rules.later_chunk_first else chunks for chunks in problem.chunks]

@@ -7,7 +7,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.core.cost.device_memory import chunk_totals, device_peaks, device_peaks_by_choice, held_once, shared_bytes
+from planner.core.cost.device_memory import (
+    ChunkByLayers,
+    chunk_by_layers,
+    chunk_totals,
+    device_peaks,
+    device_peaks_by_choice,
+    held_once,
+    least_totals_by_layers,
+    shared_bytes,
+)
+from planner.core.cost.layer_memory import most_savings
 from planner.core.cost.moments import PARTS, moments_of
 from planner.core.cost.simulate import StageTimes, makespans
 from planner.core.cost.stage_time import CHOICES, BusyTimes, HalfTimes, hidden_us, optimizer_tail_us
@@ -82,8 +92,8 @@ class Many:
             is_whole: Whether backwards run in one piece.
         """
         cuts, choices = cuts[None], choices[None]
-        busy, halves, crossing, own = self._times(cuts, choices)
-        always, parts, _ = self._bytes(cuts, choices)
+        busy, halves, crossing, own = self.durations(cuts, choices)
+        always, parts, _ = self.stage_bytes(cuts, choices)
         durations = {
             name: np.broadcast_to(us, choices.shape)[0] for name, us in {**busy._asdict(), **halves._asdict()}.items()
         }
@@ -104,9 +114,23 @@ class Many:
             own_us=tuple(own[0].tolist()),
         )
 
-    def step_us(self, cuts: IntArray, choices: IntArray) -> FloatArray:
-        """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.cost.evaluate.step_us`."""
-        busy, halves, crossing, own = self._times(cuts, choices)
+    def durations(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
+        """What stages are busy with whole backwards and with halves, crossing behind each, and U of each device.
+
+        All have shape (N, S), but the last (N, K); in U all that replicas sum counts.
+        """
+        busy, crossing, own = self._times(cuts, choices)
+        return busy, self._half_times(busy, cuts), crossing, own
+
+    def step_us(self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None) -> FloatArray:
+        """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.cost.evaluate.step_us`.
+
+        Args:
+            cuts: Shape (N, S+1).
+            choices: Shape (N, S); `LAYERS`, too, where `layers_us` is there.
+            layers_us: Forward of the layers that such stages recompute, on the profiled device; shape (N, S).
+        """
+        busy, crossing, own = self._times(cuts, choices, layers_us)
         simulated = partial(
             makespans,
             self.actions,
@@ -117,14 +141,15 @@ class Many:
             blocking=self.blocking,
         )
         if self.case.schedule.splits_backward:
-            return simulated(**halves._asdict(), own_us=own)
+            sums = self.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:]) if self.case.replicas > 1 else None
+            return simulated(**self._half_times(busy, cuts)._asdict(), own_us=own, sums_us=sums)
         pipeline = simulated()
         # Drain and fill behind the first chunks hide a device's optimizer step.
         return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """By how much each device is over its cap, shape (N, K); 0 where it fits, infinite beyond the window."""
-        always, parts, inside = self._bytes(cuts, choices)
+        always, parts, inside = self.stage_bytes(cuts, choices)
         over = np.zeros((len(cuts), self.num_devices))
         for device, moments in enumerate(self.moments):
             chunks = list(self.chunks[device])
@@ -139,7 +164,7 @@ class Many:
             cuts: Shape (N, S+1).
             ways: Indices into `allowed`, shape (W, V).
         """
-        every = [self._bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
+        every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
         inside = every[0][2]
         over = np.zeros((len(cuts), len(ways), self.num_devices))
@@ -149,7 +174,7 @@ class Many:
             over[:, :, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1))[:, None])
         return over
 
-    def _bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
+    def stage_bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
         """What stages hold always, shape (N, S), of each of `PARTS`, and which are within the window."""
         first, end = cuts[:, :-1], cuts[:, 1:]
         # A stage's place in the tables: its last column is a single layer, and longer ones lie further left.
@@ -166,23 +191,39 @@ class Many:
 
     def held_bytes(self, counts: FloatArray) -> FloatArray:
         """What every stage takes with so many of each part, shape (choices, L+1, width); infinite beyond the chain."""
-        with np.errstate(invalid="ignore"):
-            held = self.parts[..., 0] + self.parts[..., 1:] @ counts
-        known: FloatArray = np.where(np.isnan(held), np.inf, held)
-        return known
+        return _held(self.parts, counts)
+
+    def least_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """What stages that recompute single layers hold at least with so many of each part.
+
+        Returns:
+            Bytes of every stage as if nothing was recomputed, or below: shape (L+1, width), infinite beyond the chain;
+            and what each layer that is recomputed takes off that at most, shape (L,).
+        """
+        costs, every = self.case.costs, self._any_by_layers
+        runs = bool((every.level[counts > 0] >= 0).any())
+        # Where layers stack up, a byte less in front of the highest level is one less there, too.
+        times = float(counts @ every.saved) + runs * costs.exact
+        return _held(self._parts_by_layers, counts), times * most_savings(costs)[0]
 
     def _above(self, device: int, peaks_bytes: FloatArray, is_known: BoolArray) -> FloatArray:
         """What is above the device's cap."""
         return np.maximum(np.where(is_known, peaks_bytes, np.inf) - self.case.caps_bytes[device], 0.0)
 
-    def _times(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
+    def _times(
+        self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
+    ) -> tuple[BusyTimes, FloatArray, FloatArray]:
         """What stages are busy, crossing behind each, shape (N, S), and what each device does between steps, (N, K)."""
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
-        busy = sums.busy_times(first, end, choices, speed=self.speeds)
-        halves = sums.half_times(busy, first, end, speed=self.speeds)
+        again_us = 0.0 if layers_us is None else layers_us
+        busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=again_us)
         own = sums.own_us(first, end, self.speeds)
         per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self.chunks], axis=1)
-        return busy, halves, self.crossing_us[np.arange(self.num_stages), end], per_device
+        return busy, self.crossing_us[np.arange(self.num_stages), end], per_device
+
+    def _half_times(self, busy: BusyTimes, cuts: IntArray) -> HalfTimes:
+        """What stages are busy with each half of a backward, shape (N, S)."""
+        return self.case.sums.half_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
 
     @cached_property
     def moments(self) -> list[FloatArray]:
@@ -210,6 +251,40 @@ class Many:
 
             parts[choice] = np.stack(windowed(num, self.width, count, block), axis=-1)
         return parts
+
+    @cached_property
+    def _parts_by_layers(self) -> FloatArray:
+        """The same of stages that recompute single layers, as if none was, or less: shape (L+1, width, 1 + parts)."""
+        case = self.case
+
+        def block(firsts: IntArray, stop: int) -> list[FloatArray]:
+            halves = case.schedule.splits_backward
+            totals = least_totals_by_layers(
+                case.costs, firsts, stop, micro_batches=case.micro_batches, in_halves=halves
+            )
+            return list(totals)
+
+        return np.stack(windowed(case.costs.num_layers, self.width, 1 + len(PARTS), block), axis=-1)
+
+    @cached_property
+    def _any_by_layers(self) -> ChunkByLayers:
+        """A stage that recomputes single layers: how parts depend on them is the same of all."""
+        case = self.case
+        return chunk_by_layers(
+            case.costs,
+            0,
+            case.costs.num_layers,
+            micro_batches=case.micro_batches,
+            in_halves=case.schedule.splits_backward,
+        )
+
+
+def _held(parts: FloatArray, counts: FloatArray) -> FloatArray:
+    """Bytes with so many of each part; infinite beyond the chain."""
+    with np.errstate(invalid="ignore"):
+        held = parts[..., 0] + parts[..., 1:] @ counts
+    known: FloatArray = np.where(np.isnan(held), np.inf, held)
+    return known
 
 
 def moved(cuts: IntArray) -> IntArray:

@@ -37,6 +37,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from planner.core.extras import check_installed, importing
 from planner.solve.arcs import ArcProblem, Plan, narrow, step_us
 from planner.solve.arrays import FloatArray, IntArray
 
@@ -78,7 +79,8 @@ def solve_arcs(
         solver: `auto` takes HiGHS where highspy is installed, else CBC.
 
     Raises:
-        RuntimeError: The solver is not installed, or failed.
+        MissingPackageError: PuLP, or every solver that it could use, is not installed.
+        RuntimeError: The solver failed.
     """
     plan, kept, least_us = narrow(problem, upper_us)
     at_hand_us = step_us(problem, plan)
@@ -106,7 +108,8 @@ def _solve(problem: ArcProblem, root_us: float, time_limit_s: float | None, solv
     """Solve the programme over arcs each of which is on some path."""
     if np.sum(problem.end - problem.first) > _MAX_TERMS:
         return MilpAnswer(status="unknown", bound_us=-math.inf)
-    import pulp  # noqa: PLC0415 - loads longer than all else that a short command needs
+    with importing("milp"):
+        import pulp  # noqa: PLC0415 - loads longer than all else that a short command needs
 
     unit_us = max(root_us, float(problem.optimizer_us.max())) / _SCALED_STEP or 1.0
     with warnings.catch_warnings():
@@ -138,7 +141,8 @@ def _solver(pulp: Any, name: Solver, time_limit_s: float | None) -> Any:
     for candidate in candidates:
         if candidate.available():
             return candidate
-    raise RuntimeError(f"no solver for integer programmes is installed ({name}): pip install highspy")
+    check_installed("milp")
+    raise RuntimeError(f"PuLP has no solver that runs here ({name})")
 
 
 class _Programme:

@@ -12,17 +12,21 @@ from itertools import product
 from math import ceil, inf, prod
 from typing import NamedTuple
 
+import numpy as np
+
 from planner.core.cost.simulate import StageTimes, period_us
+from planner.core.cost.stage_time import BusyTimes, HalfTimes
 from planner.core.schedule import Action, Letter
-from planner.solve.list_scheduling import Lists, OrderProblem, Rules, followed, listed
+from planner.solve.arrays import FloatArray
+from planner.solve.least_period import LeastTimes, least_windows_us
+from planner.solve.list_scheduling import ListRules, Lists, OrderProblem, followed, listed
 
 Rows = tuple[tuple[Action, ...], ...]
 
+# What is tried of each knob, the most promising first.
 _AHEAD = (1.0, 1.5, 0.8, 1.25, 1.7, 1.9, 2.0, 1.1, 1.35, 1.6, 1.8, 2.3, 3.0, 0.65, 0.5)
-
 _EXTRA = (0, 1, -1)
 _PATIENCE = (0.5, 0.0, 1.0, 0.25, 0.75)
-
 _EITHER = (True, False)
 
 _TRY = 60
@@ -66,7 +70,7 @@ class Orders:
         if self._is_proven():
             return self.best
         knobs = _Knobs()
-        best: Rules | None = None
+        best: ListRules | None = None
 
         def tried(changes: Iterable[_Knobs]) -> None:
             nonlocal knobs, best
@@ -115,16 +119,16 @@ class Orders:
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.period_us <= self._least_us
 
-    def _rules(self, knobs: "_Knobs") -> Rules:
+    def _rules(self, knobs: "_Knobs") -> ListRules:
         most = tuple(max(1, ceil(knobs.ahead * number) + knobs.extra) for number in self._shapes[knobs.shape])
-        return Rules(
+        return ListRules(
             most_waiting=most,
             patience=knobs.patience,
             forward_first=knobs.forward_first,
             later_chunk_first=knobs.later_first,
         )
 
-    def _tries(self, rules: Rules) -> bool:
+    def _tries(self, rules: ListRules) -> bool:
         """Whether lists by these rules are better than the best so far."""
         return self._better(listed(self._problem, rules))
 
@@ -157,24 +161,21 @@ class _Knobs(NamedTuple):
 
 
 def least_period_us(problem: OrderProblem) -> float:
-    """Below the time from step to step with any lists of F, I and W.
+    """Below the time from step to step with any lists, as far as `OrderProblem.rooms` tell what memory holds.
 
-    A device computes all of its own; and before its first I, which comes after a micro-batch went to the last stage and
-    back, it can only run as many forwards as its memory holds.
+    It ends a search; no certificate rests on it: for that see `planner.solve.least_period`, whose law it is.
     """
-    bounds = [0.0]
-    for device, chunks in enumerate(problem.chunks):
-        times = [problem.times[s] for s in chunks]
-        work_us = sum(_work_us(t, problem.micro_batches) for t in times) + problem.own_us[device]
-        bounds.append(work_us)
-        if len(chunks) == 1:
-            (stage,), (own,) = chunks, times
-            room = problem.rooms[stage]
-            held = max(room.held, 1e-9)
-            at_once = min(problem.micro_batches, int((problem.caps_bytes[device] - room.always) / held + 1e-9))
-            idle_us = own.forward_us + _way_us(problem.times, stage) - at_once * own.forward_us
-            bounds.append(work_us + max(0.0, idle_us))
-    return max(bounds)
+
+    def each(name: str) -> FloatArray:
+        return np.array([[getattr(times, name) for times in problem.times]])
+
+    busy, halves = BusyTimes(*map(each, BusyTimes._fields)), HalfTimes(*map(each, HalfTimes._fields))
+    times = LeastTimes.of(busy, halves, each("send_us"), problem.micro_batches)
+    rooms = [problem.rooms[stages[0]] for stages in problem.chunks]
+    places = [(cap - room.always) / max(room.held, 1e-9) for cap, room in zip(problem.caps_bytes, rooms, strict=True)]
+    at_once = np.clip(np.floor(np.array([places]) + 1e-9), 1.0, problem.micro_batches)
+    windows_us = least_windows_us(times, problem.chunks, problem.micro_batches, at_once)
+    return float((windows_us + np.array(problem.own_us)).max())
 
 
 _MOST_ORDERS = 3
@@ -202,12 +203,6 @@ def _all_orders(stage: int, micro_batches: int, is_whole: bool) -> list[tuple[Ac
     return orders
 
 
-def _work_us(times: StageTimes, micro_batches: int) -> float:
-    spared = times.recompute_us - times.last_recompute_us
-    halves = times.input_backward_us + times.weight_backward_us
-    return micro_batches * (times.forward_us + min(times.backward_us, halves)) - spared
-
-
 def _way_us(times: Sequence[StageTimes], stage: int) -> float:
     """From the end of a forward to the gradient that comes back for it."""
     behind = times[stage + 1 :]
@@ -229,7 +224,7 @@ def _on_the_way(problem: OrderProblem) -> tuple[float, ...]:
     )
 
 
-def _changed(rules: Rules, rng: random.Random) -> Rules:
+def _changed(rules: ListRules, rng: random.Random) -> ListRules:
     """The rules with one thing changed."""
     if rng.random() < 0.15:
         return replace(rules, patience=rng.choice((0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.5, inf)))

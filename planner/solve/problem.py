@@ -54,7 +54,7 @@ class Bottlenecks(NamedTuple):
 NO_LIMIT: Final = Bottlenecks(np.inf, np.inf)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinkTimes:
     """One link of the pipeline, for every cut that may lie on it; arrays of shape (L+1,), 0 at both ends."""
 
@@ -79,7 +79,7 @@ class LinkTimes:
         return cls(on_link_us=nothing, receive_us=times) if link.blocking else cls(on_link_us=times, receive_us=nothing)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTable:
     """What one device can run, in windows as in `planner.solve.tables`."""
 
@@ -103,7 +103,7 @@ class DeviceTable:
         return DeviceTable(speed=self.speed, choice=self.choice[:, begin:], again_us=again_us, bytes=peaks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainProblem:
     """Where to cut a chain of L layers into at most (or exactly) `num_stages` stages.
 

@@ -35,7 +35,8 @@ def programme_answer(
         any_order: Whether any stage may run on any device; else stage k runs on device k.
 
     Raises:
-        SolverError: The solver is missing, or failed.
+        MissingPackageError: The solver is not installed.
+        SolverError: It failed.
         OutOfTimeError: `deadline` passed before anything was found.
     """
     width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))

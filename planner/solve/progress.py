@@ -85,10 +85,12 @@ class Progress:
         share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
         return self.case.micro_batches * share_us
 
-    def simulated(self, many: Many, cuts: IntArray, choices: IntArray) -> FloatArray:
+    def simulated(
+        self, many: Many, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
+    ) -> FloatArray:
         """Step times of partitions whose memory does not matter, shape (N,); shapes as in `Many`."""
         self.effort.spent += -(-len(cuts) // BLOCK) * many.num_actions
-        return many.step_us(cuts, choices)
+        return many.step_us(cuts, choices, layers_us)
 
     def raced(self, many: Many, cuts: IntArray, choices: IntArray, fits: BoolArray) -> FloatArray:
         """Step times, infinite for partitions that do not fit; the fastest becomes the best if it beats that."""

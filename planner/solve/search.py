@@ -1,16 +1,17 @@
 """From what was asked to the plan: over schedules, replicas, micro-batch counts and cuts, with a certificate."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from planner.core.cost.costs import CostTable
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import build_plan
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED
+from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED, Schedule
 from planner.core.values.plan import Inputs, Plan, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted
@@ -18,13 +19,10 @@ from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.cases import MOST_CHUNKS, cases_of, micro_batch_counts
 from planner.solve.deadline import Deadline, OutOfTimeError
-from planner.solve.explain import Asking, explain_infeasible
 from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
 from planner.solve.halves import check_halves
-from planner.solve.layered import layered_answer
 from planner.solve.replicas import check_replicas
 from planner.solve.request import Request
-from planner.solve.simulated import simulated_answer
 
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
 """About ten seconds, for all cases where a schedule is to be searched."""
@@ -36,7 +34,7 @@ MOST_WORK: Final = 20_000
 """Layers times devices, beyond which nothing is solved beside the question itself."""
 
 
-def solve(profile: Profile, request: Request, *, table: CostTable | None = None) -> Plan:
+def solve(profile: Profile, request: Request, *, table: CostTable | None = None, breaks_ties: bool = True) -> Plan:
     """The plan with the smallest step time under the caps.
 
     Over stage counts, cuts, M, recomputation, and where they are left open schedules, chunks and replicas. Among plans
@@ -47,6 +45,7 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None)
         profile: What the layers cost.
         request: The question.
         table: The profile's costs, if they were read before: for many questions on one profile.
+        breaks_ties: Whether equal step times are told apart: without, any of the fastest plans is the answer.
 
     Raises:
         UsageError: The question contradicts itself or the profile.
@@ -55,14 +54,15 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None)
     _check_request(profile, request)
     deadline = Deadline.after(request.time_limit_s)
     cases = cases_of(profile, request, table=table)
-    best, bound_us, complete = _searched(cases, request, deadline)
+    best, bound_us, complete, _ = _searched(cases, request, deadline)
     if best is None and not complete:
         raise _out_of_time(request)
     if best is None:
         error = _infeasible(profile, request, cases)
         # Where not everything was tried, that nothing was found proves nothing.
         raise error if bound_us == inf else SolverError(f"{error.message}, as far as was searched", hint=error.hint)
-    return _plan(_tie_broken(best, deadline), min(bound_us, best.step_us), request)
+    answer = _tie_broken(best, deadline) if breaks_ties else best
+    return _plan(answer, min(bound_us, best.step_us), request)
 
 
 def plan_under(
@@ -71,8 +71,21 @@ def plan_under(
     """The best plan found under any of `schedules`, if it beats `upper_us`; raises `UsageError` as `solve`."""
     _check_request(profile, request)
     cases = [case for case in cases_of(profile, request) if case.schedule.name in schedules]
-    best, bound_us, _ = _searched(cases, request, Deadline.after(request.time_limit_s), upper_us=upper_us)
+    best, bound_us, _, _ = _searched(cases, request, Deadline.after(request.time_limit_s), upper_us=upper_us)
     return None if best is None else _plan(best, min(bound_us, best.step_us), request)
+
+
+class _Key(NamedTuple):
+    """What tells the cases of a question apart."""
+
+    schedule: Schedule
+    chunks: int
+    replicas: int
+    micro_batches: int
+
+    @classmethod
+    def of(cls, case: Case) -> "_Key":
+        return cls(case.schedule, case.chunks, case.replicas, case.micro_batches)
 
 
 class _Searched(NamedTuple):
@@ -81,14 +94,36 @@ class _Searched(NamedTuple):
     """No plan of the cases can beat it."""
     complete: bool
     """Whether there was time for every case."""
+    answers: Mapping[_Key, Answer]
+    """What each case that was searched came to."""
 
 
 def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float = inf) -> _Searched:
     """The best of all cases that beats `upper_us`."""
+    if request.inputs.recompute != "layers" or all(case.schedule.has_closed_form for case in cases):
+        return _one_by_one(cases, request, deadline, upper_us=upper_us)
+    # Whole stages first, as if nothing else had been asked: so no plan with single layers is slower than that.
+    whole = [replace(case, policy="auto") for case in cases]
+    by_stage = _one_by_one(whole, request, deadline.share(0.5), upper_us=upper_us)
+    upper_us = upper_us if by_stage.best is None else by_stage.best.step_us
+    by_layer = _one_by_one(cases, request, deadline, upper_us=upper_us, by_stage=by_stage.answers)
+    return by_layer._replace(best=by_layer.best or by_stage.best)
+
+
+def _one_by_one(
+    cases: Sequence[Case],
+    request: Request,
+    deadline: Deadline,
+    *,
+    upper_us: float,
+    by_stage: Mapping[_Key, Answer] = MappingProxyType({}),
+) -> _Searched:
+    """Goes through the cases; `by_stage` has answers to them where whole stages are recomputed."""
     is_open = request.inputs.schedule == "auto"
     left = _budgets(request)
     unseen = Counter(case.schedule.name for case in cases)
     best: Answer | None = None
+    answers: dict[_Key, Answer] = {}
     bound_us, complete = inf, True
     # The most promising case first: its plan rules most others out by their bounds. Where the schedule is left open,
     # GPipe comes before all others: its best plan is soon known and proven, whatever effort and time they may take.
@@ -97,7 +132,9 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
         unseen[case.schedule.name] -= 1
         if case.bound_us >= upper_us:
             continue
-        if is_open and left and not case.schedule.has_closed_form and case.ideal_us >= upper_us:
+        whole = by_stage.get(_Key.of(case))
+        is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us
+        if is_open and left and is_hopeless and whole is None:
             bound_us = min(bound_us, case.bound_us)  # hardly worth the effort, but that proves nothing
             continue
         most_actions = left.get(case.schedule.name)
@@ -107,17 +144,18 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
         # What no case leaves time for counts with a bound that knows no memory: half of the time is for the others.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
         try:
-            answer = _answer(case, request, share, upper_us=upper_us, most_actions=most_actions)
+            answer = _answer(case, request, share, upper_us=upper_us, most_actions=most_actions, by_stage=whole)
         except OutOfTimeError:
             complete = False
             bound_us = min(bound_us, case.bound_us)
             continue
         if left:
             left[case.schedule.name] -= answer.actions
+        answers[_Key.of(case)] = answer
         bound_us = min(bound_us, answer.lower_bound_us)
         if answer.partition is not None and answer.step_us < upper_us:
             best, upper_us = answer, answer.step_us
-    return _Searched(best, bound_us, complete)
+    return _Searched(best, bound_us, complete, answers)
 
 
 def _budgets(request: Request) -> dict[ScheduleName, int]:
@@ -152,16 +190,32 @@ def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
     return answer if cuts is None else answer._replace(partition=partition_of(case, cuts))
 
 
-def _answer(case: Case, request: Request, deadline: Deadline, *, upper_us: float, most_actions: int | None) -> Answer:
+def _answer(
+    case: Case,
+    request: Request,
+    deadline: Deadline,
+    *,
+    upper_us: float,
+    most_actions: int | None,
+    by_stage: Answer | None,
+) -> Answer:
+    # What a question does without is not imported: `check` asks a short one.
     if request.solver == "milp" or request.inputs.any_order:
-        # Its modules are dear to import, and most questions do without.
         from planner.solve.programme import programme_answer  # noqa: PLC0415
 
         return programme_answer(case, upper_us=upper_us, deadline=deadline, any_order=request.inputs.any_order)
-    if case.policy == "layers":
+    if case.schedule.has_closed_form and case.policy == "layers":
+        from planner.solve.layered import layered_answer  # noqa: PLC0415
+
         return layered_answer(case, upper_us=upper_us, deadline=deadline)
     if case.schedule.has_closed_form:
         return gpipe_answer(case, upper_us=upper_us, deadline=deadline)
+    if case.policy == "layers":
+        from planner.solve.layered_simulated import layered_simulated_answer  # noqa: PLC0415
+
+        return layered_simulated_answer(case, by_stage, upper_us=upper_us, deadline=deadline, most_actions=most_actions)
+    from planner.solve.simulated import simulated_answer  # noqa: PLC0415
+
     return simulated_answer(case, upper_us=upper_us, deadline=deadline, most_actions=most_actions)
 
 
@@ -209,12 +263,6 @@ def _check_request(profile: Profile, request: Request) -> None:
             hint=f"use `--devices {num_layers}` or fewer, `--replicas auto`, or profile the model in finer layers",
         )
     check_halves(profile, inputs.schedule, request.schedules)
-    has_closed_form = all(schedule.has_closed_form for schedule in request.schedules)
-    if inputs.recompute == "layers" and not has_closed_form:
-        raise UsageError(
-            f"single layers are recomputed under the GPipe schedule only, not `{inputs.schedule}`",
-            hint="use `--schedule gpipe`, or `--recompute auto`",
-        )
     _check_solver(request)
     _check_chunks(request)
     if inputs.chunks > 1 and inputs.chunks * 2 > num_layers:
@@ -272,6 +320,8 @@ def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> In
         except UsageError:
             return []  # the cuts or rules that were given leave it nothing to try
 
+    from planner.solve.explain import Asking, explain_infeasible  # noqa: PLC0415 - most questions have an answer
+
     return explain_infeasible(
         Asking(
             profile=profile,
@@ -286,16 +336,16 @@ def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> In
 
 
 def _too_few(profile: Profile, request: Request) -> InfeasibleError:
-    """The error where there are not as many devices and layers as several stages on each of two need."""
+    """The error where there are not as many devices and layers as two devices need for their stages."""
     inputs, schedule = request.inputs, request.schedules[0]
     devices = counted(inputs.devices // max(1, inputs.replicas), "device")
-    chunks = schedule.exact_chunks or max(2, inputs.chunks)
+    chunks = (schedule.exact_chunks or max(2, inputs.chunks)) if schedule.is_chunked else 1
     try:
         schedule.refuse(1, max(micro_batch_counts(profile, request)), chunks)
     except UsageError as error:
         return InfeasibleError(error.message, hint=error.hint)  # even one device is too many for the micro-batches
     return InfeasibleError(
-        f"{schedule.title} needs at least 2 devices and {2 * chunks} layers for {chunks} stages on each, "
+        f"{schedule.title} needs at least 2 devices and {2 * chunks} layers for {counted(chunks, 'stage')} on each, "
         f"not {devices} and {counted(len(profile.layers), 'layer')}",
         hint="use `--schedule 1f1b` or `--schedule gpipe`",
     )

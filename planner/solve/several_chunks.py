@@ -10,7 +10,7 @@ fit so are simulated with the choices of each device that can be the best (`plan
 Complexity: O(V K M) for every block of partitions that are simulated at once.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice, product
 from math import comb, inf, prod
@@ -24,7 +24,7 @@ from planner.core.values.cluster import Cluster
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.chain_dp import LabelSearch
-from planner.solve.cut_programme import CutBound, cut_bound, programme_size
+from planner.solve.cut_programme import CutBound, cut_bound, is_solvable, programme_size
 from planner.solve.cut_search import CutSearch
 from planner.solve.deadline import NEVER
 from planner.solve.fitting import Fitting
@@ -60,8 +60,7 @@ def search_several_chunks(progress: Progress) -> None:
     """Searches all numbers of devices, until the deadline (`OutOfTimeError`) or for as long as the effort lasts."""
     case, effort = progress.case, progress.effort
     progress.deadline.check()
-    # A layer may need less within a stage than by itself, but never less than what it holds all the time.
-    if float((case.costs.state.always + case.costs.gradients).max()) > max(case.caps_bytes):
+    if case.is_too_large:
         return
     for num_devices in range(case.num_devices, 0, -1):
         least_us = progress.rest_us = max(progress.least_us(num_devices), case.bound_us)
@@ -72,7 +71,7 @@ def search_several_chunks(progress: Progress) -> None:
         if not effort.pays((_ORDER + _MOMENTS + 1) * many.num_actions, cells // _CELLS):
             progress.leave_out(least_us)
             return
-        if not _can_run(many):
+        if not can_run(many):
             continue
         effort.spent += (_ORDER + _MOMENTS) * many.num_actions if effort.is_bounded else 0
         if not _simulate_all(progress, many):
@@ -80,7 +79,7 @@ def search_several_chunks(progress: Progress) -> None:
     progress.rest_us = inf
 
 
-def _can_run(many: Many) -> bool:
+def can_run(many: Many) -> bool:
     """Whether the schedule runs with so many devices, and so many stages are wanted of the layers."""
     try:
         many.actions  # noqa: B018 - raises where it does not
@@ -100,14 +99,10 @@ def _simulate_all(progress: Progress, many: Many) -> bool:
     fitting = Fitting(many)
     if num_cuts > most or not fitting.is_exhaustive:
         return False
-    inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
-    for block in _blocks((0, *cuts, num_layers) for cuts in inner):
-        cuts = block[_wanted(many.case, block)]
-        if not len(cuts):
-            continue
+    for block in all_cuts(many):
         # More recomputation is never faster.
-        choices = fitting.fastest(len(cuts))
-        cuts = cuts[progress.simulated(many, cuts, choices) < progress.upper_us]
+        choices = fitting.fastest(len(block))
+        cuts = block[progress.simulated(many, block, choices) < progress.upper_us]
         if not len(cuts):
             continue
         choices = choices[: len(cuts)]
@@ -141,17 +136,29 @@ def _simulate_choices(progress: Progress, many: Many, fitting: Fitting, cuts: In
     return True
 
 
-def _blocks(all_cuts: Iterable[tuple[int, ...]]) -> Iterator[IntArray]:
-    rest = iter(all_cuts)
+def all_cuts(many: Many) -> Iterator[IntArray]:
+    """Every partition that is wanted, some at a time: shape (N, S+1)."""
+    num_layers, num_stages, balance = many.case.costs.num_layers, many.num_stages, many.case.rules.balance
+    inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
+    rest = iter(inner)
     while block := list(islice(rest, _CUTS_AT_ONCE)):
-        yield np.array(block)
+        every = np.array([(0, *cuts, num_layers) for cuts in block])
+        wanted = every[_wanted(many.case, every)]
+        if len(wanted):
+            yield wanted
+
+
+def most_of_one(progress: Progress, many: Many) -> int:
+    """How many actions one search downhill may simulate."""
+    if not progress.effort.is_bounded:
+        return _MOST_OF_ONE_ALONE
+    return min(max(_MOST_OF_ONE, _BATCHES * many.num_actions), progress.effort.left // _SHARE)
 
 
 def _improve(progress: Progress, many: Many, least_us: float) -> float:
     """Searches from several cuts; returns what no partition can beat, at least `least_us`."""
-    effort = progress.effort
     starts = starts_of(progress, many)
-    bound = _bound(progress, many, starts)
+    bound = bound_of(progress, many, starts)
     if bound is not None:
         least_us = max(least_us, bound.bound_us)
         if least_us >= progress.upper_us:
@@ -161,20 +168,18 @@ def _improve(progress: Progress, many: Many, least_us: float) -> float:
     # Were time to run out now, fewer devices would still be open.
     fewer_us = max(progress.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
     progress.rest_us = min(least_us, fewer_us)
-    enough = max(_MOST_OF_ONE, _BATCHES * many.num_actions)
-    most = min(enough, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
-    CutSearch(progress, many, most).search(starts)
+    CutSearch(progress, many, most_of_one(progress, many)).search(starts)
     return least_us
 
 
-def _bound(progress: Progress, many: Many, starts: Sequence[IntArray]) -> CutBound | None:
-    """The linear programme's bound, if it pays."""
+def bound_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> CutBound | None:
+    """The linear programme's bound, if it pays and can be solved here."""
     effort = progress.effort
     size = programme_size(many)
     # Its time grows about with the square of its size.
     actions = size * size // _ROWS_SQUARED
     most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
-    if many.case.rules.balance is not None or actions > most or not starts:
+    if many.case.rules.balance is not None or actions > most or not starts or not is_solvable():
         return None
     effort.spent += actions
     scale_us = progress.upper_us if progress.upper_us < inf else many.case.bound_us

@@ -26,7 +26,7 @@ NOWHERE = -1
 _MOST_ENTRIES = 1 << 18  # of a block of rows, to bound transient memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTable:
     """Peak bytes of every stage in the window for each allowed recomputation, the reserve not included."""
 

@@ -29,6 +29,7 @@ EVERYTHING = Features(
     schedules=("auto", "interleaved", "1f1b", "gpipe"), chunks=(0, 1, 2), replicas=(0, 1, 2), rules=True, tied=True
 )
 LAYERS = Features(policies=("layers",), most_layers=5, most_devices=3, unlike=True)
+LAYERS_1F1B = Features(policies=("layers",), schedules=("1f1b",), most_layers=5, most_devices=3, unlike=True)
 ANY_ORDER = Features(any_order=True, unlike=True, most_layers=5, most_devices=3)
 
 
@@ -173,11 +174,22 @@ def test_simulated_schedules_equal_brute_force(features: Features, count: int) -
     assert statuses["feasible"] <= 0.02 * statuses["optimal"], statuses
 
 
-@examples(80)
-@given(problems(LAYERS))
-def test_layers_recomputed_one_by_one_equal_brute_force(problem: Problem) -> None:
+@pytest.mark.parametrize(
+    ("features", "count"),
+    [
+        pytest.param(LAYERS, 80, id="gpipe"),
+        pytest.param(LAYERS_1F1B, 30, id="1f1b"),
+    ],
+)
+def test_layers_recomputed_one_by_one_equal_brute_force(features: Features, count: int) -> None:
     """Every subset of the layers of every stage; what is not proven has a true gap."""
-    compared(problem)
+
+    @examples(count)
+    @given(problems(features))
+    def equal(problem: Problem) -> None:
+        compared(problem)
+
+    equal()
 
 
 @examples(40)

@@ -1,43 +1,15 @@
-"""What a run of a plan says of the machine that the profile could not: measured side by side with its neighbours.
+"""What a run of a plan says of the machine that the profile could not: measured side by side with its neighbours."""
 
-These are the values behind `calibration.yaml`; `docs/file-formats.md` describes every field.
-"""
-
-from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from dataclasses import replace
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.evaluate import Partition
+from planner.core.cost.evaluate import Partition, step_us
 from planner.core.cost.planning import GENERATOR, cluster_of
 from planner.core.errors import UsageError
+from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import Cluster, ExecutorCost, Link
 from planner.core.values.plan import Plan
-from planner.core.values.profile import Device, Environment, Generator
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
-
-CALIBRATION_SCHEMA: Final = "gpipe-plan/calibration/v1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """What to predict with instead of what a profile brings."""
-
-    schema: Literal["gpipe-plan/calibration/v1"] = CALIBRATION_SCHEMA
-    generator: Generator | None = None
-    plan_digest: str = ""
-    """Of the plan that was run, as in the run report."""
-    steps: int = 0
-    """Measured, warm-up not counted."""
-    device: Device
-    environment: Environment = field(default_factory=Environment)
-    compute: float = 1.0
-    """Forward and backward over what the profile says: what neighbours on the same machine cost, mostly."""
-    overhead_us: float
-    """The executor's own time per micro-batch, stage and direction."""
-    link: Link | None = None
-    """Between neighbours; None where nothing was sent, or where links were measured one by one."""
-    reserve_bytes: int
-    """What a device needs beside what the plan counts."""
 
 
 def calibration_of(plan: Plan, costs: ChainCosts, report: RunReport) -> Calibration:
@@ -49,7 +21,7 @@ def calibration_of(plan: Plan, costs: ChainCosts, report: RunReport) -> Calibrat
         report: Of a run under it.
     """
     overhead_us = plan.inputs.overhead_us if report.overhead_us is None else report.overhead_us
-    return Calibration(
+    corrected = Calibration(
         generator=GENERATOR,
         plan_digest=report.plan_digest,
         steps=max(0, len(report.step_us) - report.warmup_steps),
@@ -60,6 +32,7 @@ def calibration_of(plan: Plan, costs: ChainCosts, report: RunReport) -> Calibrat
         link=_link(plan, costs, report, overhead_us),
         reserve_bytes=_reserve(plan, report),
     )
+    return replace(corrected, step_ratio=_step_ratio(plan, costs, report, corrected))
 
 
 def calibrated_executor(found: Calibration, kind: str, known: ExecutorCost | None = None) -> ExecutorCost:
@@ -86,10 +59,17 @@ def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
             replica=0,
             forward_us=max(known.forward_us, run.forward_us),
             backward_us=max(known.backward_us, run.backward_us),
+            backward_input_us=max(known.backward_input_us, run.backward_input_us),
+            backward_weight_us=max(known.backward_weight_us, run.backward_weight_us),
             peak_bytes=max(known.peak_bytes, run.peak_bytes),
             outside_bytes=max(known.outside_bytes, run.outside_bytes),
         )
     return tuple(runs[index] for index in sorted(runs))
+
+
+def timed_steps_us(report: RunReport) -> tuple[float, ...]:
+    """The steps that count; a run shorter than its warm-up has nothing better to offer than the warm-up."""
+    return report.step_us[report.warmup_steps :] or report.step_us
 
 
 def peak_bytes_of(plan: Plan) -> tuple[int, ...]:
@@ -106,6 +86,21 @@ def _compute(plan: Plan, report: RunReport) -> float:
     return plan.inputs.compute * measured / predicted if measured > 0 < predicted else plan.inputs.compute
 
 
+def _step_ratio(plan: Plan, costs: ChainCosts, report: RunReport, corrected: Calibration) -> float | None:
+    """What the corrections leave over: the step that was measured over the one that they predict."""
+    from statistics import median  # noqa: PLC0415 - dear to import, and `solve` measures nothing
+
+    steps_us = timed_steps_us(report)
+    cluster = replace(
+        cluster_of(plan.inputs),
+        compute=corrected.compute,
+        overhead_us=corrected.overhead_us,
+        link=corrected.link or plan.inputs.link,
+    )
+    predicted_us = step_us(costs, Partition.of(plan, costs.names), cluster)
+    return round(median(steps_us) / predicted_us, 4) if steps_us and predicted_us > 0 else None
+
+
 def _link(plan: Plan, costs: ChainCosts, report: RunReport, overhead_us: float) -> Link | None:
     """The link that the plan counted on, slower or faster by one factor; all sizes that were sent tell of it."""
     inputs = plan.inputs
@@ -113,6 +108,8 @@ def _link(plan: Plan, costs: ChainCosts, report: RunReport, overhead_us: float) 
         return None
     # A receiver cannot tell the engine's own time from the transfer.
     times_us = [max(0.0, time - overhead_us) for boundary in report.boundaries for time in _both(boundary)]
+    if not times_us:
+        return None
     partition, cluster = Partition.of(plan, costs.names), cluster_of(inputs)
     predicted_us = [_predicted_us(partition, cluster, costs, b.index) for b in report.boundaries for _ in _both(b)]
     blocking = inputs.link.blocking or report.device.kind == "cpu"

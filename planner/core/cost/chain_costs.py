@@ -1,8 +1,10 @@
 """What the layers of a chain cost at one micro-batch size: the records that the laws of time and memory compute with.
 
 All arrays have shape (L,) unless they say otherwise, times are in microseconds, sizes in bytes of one micro-batch.
+Records of arrays have no equality (`eq=False`): two arrays are not equal or unequal as a whole.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +33,7 @@ class Tie:
     """Layers in front of `first` that share the same bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class State:
     """What a layer holds whatever the micro-batch."""
 
@@ -51,7 +53,7 @@ class State:
         return self.parameters + self.optimizer + self.buffers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sparse:
     """The part of the gradients that is sparse (see `planner.core.cost.sparse`)."""
 
@@ -63,7 +65,7 @@ class Sparse:
     """Bytes that the other micro-batches have made, beside `ChainCosts.gradients`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Boundaries:
     """What crosses the boundaries in front of each layer and behind it."""
 
@@ -80,7 +82,7 @@ class Boundaries:
     """What a stage that begins here copies, because its layers write into the input they receive."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Levels:
     """What a micro-batch leaves behind in each layer, and the highest that is alive while the layer runs.
 
@@ -106,7 +108,7 @@ class Levels:
     """The same part of `backward`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Halves:
     """A backward in halves: I, the gradient of the input and whatever is small, and W, the gradients put off.
 
@@ -133,7 +135,7 @@ class Halves:
     """During a later W; gradients of `State.casts` behind the layer are counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Programs:
     """What a layer needs within one compiled program."""
 
@@ -151,7 +153,7 @@ class Programs:
     """The first layer's input once more, of one micro-batch, as it wants it to lie."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storages:
     """The storages that cross boundaries; arrays of shape (storages,).
 
@@ -169,7 +171,7 @@ class Storages:
     kept_by_nobody: FloatArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Relays:
     """Gradients of tensors that pass by some layers, one after the other, which hand them on as they are.
 
@@ -182,7 +184,7 @@ class Relays:
     bytes: FloatArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainCosts:
     """Costs of L layers for micro-batches of `micro_batch_size` samples."""
 
@@ -202,7 +204,8 @@ class ChainCosts:
     target: float
     """What the loss reads beside the output."""
     levels: Levels
-    halves: Halves
+    composed_halves: Callable[[], Halves]
+    """Composes `halves` when they are asked for: few schedules have them."""
     halves_assumed: bool
     """Whether nobody measured them: then each takes half of the backward, and everything saved is kept for W."""
     exact: bool
@@ -217,6 +220,11 @@ class ChainCosts:
     def of_replicas(self, replicas: int) -> "ChainCosts":
         """These costs in one of so many pipelines side by side."""
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
+
+    @property
+    def halves(self) -> Halves:
+        """A backward in halves."""
+        return self.composed_halves()
 
     @property
     def has_backward(self) -> NDArray[np.bool_]:

@@ -7,7 +7,7 @@ in the micro-batch size, and errs on the safe side for peaks, which are maxima o
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -71,11 +71,12 @@ class CostTable:
         weighted = [(self._at(n), weight) for n, weight in self._weights(micro_batch_size, extrapolate=extrapolate)]
         blended = {
             name: _blend([(getattr(costs, name), weight) for costs, weight in weighted])
-            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "halves", "programs")
+            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "programs")
         }
         return ChainCosts(
             micro_batch_size=micro_batch_size,
             exact=self._exact,
+            composed_halves=cache(lambda: _blend([(costs.halves(), weight) for costs, weight in weighted])),
             halves_assumed=self.halves_assumed,
             sparse=self._sparse(_blend([(costs.sparse_gradients, weight) for costs, weight in weighted])),
             target=max(0.0, sum(weight * costs.target for costs, weight in weighted)),

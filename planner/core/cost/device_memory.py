@@ -17,25 +17,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.layer_memory import ManyLevels, StageLevels, least_levels
 from planner.core.cost.memory import one_stage
-from planner.core.cost.moments import PARTS, PartName
-from planner.core.cost.parts import shared_parts_of
-from planner.core.cost.stages import stages_in
+from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS, PartName
+from planner.core.cost.parts import Size, shared_parts_of
+from planner.core.cost.sparse import accumulated
+from planner.core.cost.stages import stages_in, with_layers_again
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import Recompute, StageMemory
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+_MUCH: Final = 2.0**48
+"""More bytes than anything holds, and few enough to be told apart to the last one when others are added."""
+
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
-_FORWARDS: Final[tuple[PartName, ...]] = ("forward", "last_forward")
-_BACKWARDS: Final[tuple[PartName, ...]] = (
-    *("first_backward", "backward", "last_backward", "message"),
-    *("first_input_backward", "input_backward", "last_input_backward"),
-)
-_WITH_INPUT: Final[tuple[PartName, ...]] = ("held", "kept", *_FORWARDS, *_BACKWARDS)
+_WITH_BACKWARDS: Final[tuple[PartName, ...]] = (*BACKWARDS, "message", *INPUT_BACKWARDS)
+_WITH_INPUT: Final[tuple[PartName, ...]] = ("held", "kept", *FORWARDS, *_WITH_BACKWARDS)
 """The parts that have the received input of their micro-batch in them."""
-_WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward", "weight_message")
+_RUNNING: Final[tuple[PartName, ...]] = (*FORWARDS, *_WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
 
 
 class ChunkMemory(NamedTuple):
@@ -57,6 +58,39 @@ class ChunkMemory(NamedTuple):
         for name in ("parameters", "optimizer") if exact else ("parameters", "optimizer", "gradients"):
             left[name] -= round(getattr(shared, name).item())
         return ChunkMemory(StageMemory.of(**left), parts[0, 0])
+
+
+class ChunkByLayers(NamedTuple):
+    """A chunk that recomputes single layers, as it depends on which: each part is the larger of two lines.
+
+    bytes of a part = max(least, rest + saved * S) + level
+    """
+
+    always: float
+    """Bytes that are there whatever runs."""
+    least: FloatArray
+    """Shape (parts,), as the others."""
+    rest: FloatArray
+    saved: IntArray
+    """How many S are in it."""
+    level: IntArray
+    """Position in `LayerPeaks` of the level that is in it; -1 where none is."""
+
+    def parts(self, saved: FloatArray | float, levels: FloatArray) -> FloatArray:
+        """Bytes of each of `PARTS`, shape (..., parts).
+
+        Args:
+            saved: S, shape (..., 1).
+            levels: By position in `LayerPeaks`, and 0 in a last place; shape (..., 4).
+        """
+        parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + levels[..., self.level]
+        return parts
+
+    def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkByLayers":
+        """The chunk without what is `shared` with another one: arrays of shape (1, 1). See `held_once`."""
+        always, least = held_once(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
+        _, rest = held_once(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
+        return self._replace(always=float(always.item()), least=least[0, 0], rest=rest[0, 0])
 
 
 class SharedBytes(NamedTuple):
@@ -98,6 +132,32 @@ def chunk_memory(
     return ChunkMemory(StageMemory.of(**always), parts.totals(stages.shape)[1:, 0, -1])
 
 
+def chunk_by_layers(
+    costs: ChainCosts, first: int, end: int, *, micro_batches: int, in_halves: bool = False
+) -> ChunkByLayers:
+    """The chunk that runs layers `first`..`end - 1` and recomputes some; arguments as for `chunk_memory`.
+
+    With the levels that these make (`planner.core.cost.layer_memory.StageLayers.levels`), its parts are those of
+    `chunk_memory(..., recompute="layers")`.
+    """
+    stages = stages_in(costs, np.array([first]), slice(first, end), micro_batches=micro_batches, in_halves=in_halves)
+    none, much = (
+        shared_parts_of(with_layers_again(stages, StageLevels(saved, 0.0, 0.0, 0.0)), "layers")
+        for saved in (0.0, _MUCH)
+    )
+    totals = none.totals(stages.shape)[:, 0, -1]
+    sizes = [none.sizes.get(name, Size({})) for name in PARTS]
+    saved = np.array([size.saved for size in sizes])
+    return ChunkByLayers(
+        always=float(totals[0]),
+        least=totals[1:],
+        # Where much is saved, that line is the larger one.
+        rest=much.totals(stages.shape)[1:, 0, -1] - saved * _MUCH,
+        saved=saved,
+        level=np.array([-1 if size.level is None else size.level for size in sizes]),
+    )
+
+
 def chunk_totals(
     costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, recompute: Recompute, in_halves: bool = False
 ) -> FloatArray:
@@ -120,6 +180,19 @@ def chunk_totals(
     if recompute == "never" or not stages.forward_only.any():
         return totals
     return np.where(stages.forward_only, shared_parts_of(stages, "never").totals(stages.shape), totals)
+
+
+def least_totals_by_layers(
+    costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, in_halves: bool = False
+) -> FloatArray:
+    """What stages hold that recompute single layers, as if none was recomputed, or less; as `chunk_totals` has it.
+
+    If what the recomputed layers save at most is added as often as `ChunkByLayers` says, no part is smaller.
+    """
+    columns = slice(int(firsts[0]), stop)
+    stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
+    saved, levels = least_levels(accumulated(costs, micro_batches), firsts, columns)
+    return shared_parts_of(with_layers_again(stages, ManyLevels(saved, *levels)), "layers").totals(stages.shape)
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
@@ -226,11 +299,11 @@ def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_byte
 
 def _itemised(chunk: ChunkMemory, count: Mapping[PartName, int], reserve_bytes: int) -> StageMemory:
     there = {part: round(number * chunk.part(part)) for part, number in count.items()}
-    running = sum(there[part] for part in (*_FORWARDS, *_BACKWARDS, *_WEIGHT_BACKWARDS))
+    running = sum(there[part] for part in _RUNNING)
     # Of the micro-batch that runs, what it would hold if it waited counts as in flight.
     waiting = min(round(chunk.part("held")), running)
     received = 0
-    if any(count[part] for part in _BACKWARDS):
+    if any(count[part] for part in _WITH_BACKWARDS):
         received = min(round(chunk.part("output_gradient")), running - waiting)
     always = chunk.always
     return StageMemory.of(

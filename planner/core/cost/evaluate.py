@@ -21,7 +21,7 @@ from planner.core.cost.device_memory import (
 )
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.moments import moments_of, stage_moments
-from planner.core.cost.simulate import Event, StageTimes, last_end_us, period_us, simulate
+from planner.core.cost.simulate import Event, StageTimes, last_end_us, period_us, simulate, summed_early_us
 from planner.core.cost.stage_time import (
     CHOICES,
     busy_times,
@@ -213,12 +213,16 @@ def optimizer_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> f
 
 
 def updates_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> FloatArray:
-    """U of each device, of all of its chunks together; shape (K,)."""
+    """U of each device, of all of its chunks together, as far as it follows the device's last action; shape (K,)."""
     own_us = np.zeros(partition.num_devices)
     for k, (first, end) in enumerate(partition.intervals()):
         device = partition.device_of(k)
         own = own_step_us(costs, first, end, cluster, device=device, replicas=partition.replicas)
         own_us[device_of(k, partition.num_devices, partition.placement)] += own
+    if partition.rule.splits_backward and partition.replicas > 1:
+        # A chunk that is done early has its gradients summed meanwhile.
+        sums_us = [sum_us(costs, *interval, cluster, replicas=partition.replicas) for interval in partition.intervals()]
+        own_us -= summed_early_us(partition.actions(), stage_times(costs, partition, cluster), sums_us)
     return own_us
 
 
@@ -226,9 +230,14 @@ def own_step_us(
     costs: ChainCosts, first: int, end: int, cluster: Cluster, *, device: int = 0, replicas: int = 1
 ) -> float:
     """What follows the last backward on a stage: its gradients summed over the replicas, then its optimizer's step."""
+    optimizer_us = float(costs.optimizer_us[first:end].sum() / cluster.speed(device))
+    return optimizer_us + sum_us(costs, first, end, cluster, replicas=replicas)
+
+
+def sum_us(costs: ChainCosts, first: int, end: int, cluster: Cluster, *, replicas: int) -> float:
+    """What summing a stage's gradients over the replicas takes."""
     gradient_bytes = costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
-    optimizer_us = costs.optimizer_us[first:end].sum() / cluster.speed(device)
-    return float(optimizer_us + cluster.allreduce_us(gradient_bytes, replicas))
+    return float(cluster.allreduce_us(gradient_bytes, replicas))
 
 
 def step_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
@@ -302,6 +311,7 @@ def stages_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tupl
                 recomputed=tuple(costs.names[n] for n in partition.recomputed_in(k)),
                 forward_us=times[k].forward_us,
                 backward_us=_backward_us(times[k], partition.rule),
+                backward_weight_us=times[k].weight_backward_us if partition.rule.splits_backward else 0.0,
                 memory=memory,
                 memory_bytes=cluster.memory_bytes[partition.device_of(k)],
             )

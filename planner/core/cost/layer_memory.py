@@ -76,6 +76,15 @@ class StageLevels(NamedTuple):
     """Without exact records the transient, as are the other two."""
 
 
+class ManyLevels(NamedTuple):
+    """`StageLevels` of many stages, in arrays of one shape."""
+
+    saved: FloatArray
+    forward: FloatArray
+    first_backward: FloatArray
+    backward: FloatArray
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
     """The layers `first`..`end - 1`, as a walk through them needs them: an entry per layer, whole bytes.
@@ -131,25 +140,37 @@ class StageLayers:
 
         Complexity: O(end - first).
         """
-        held = 0.0
-        pending: list[tuple[int, float]] = []
-        highest = [0.0, 0.0, 0.0]
+        again = np.zeros((1, self.end - self.first), dtype=np.bool_)
+        again[0, [n - self.first for n in recomputed]] = True
+        return StageLevels(*(float(each[0]) for each in self.many_levels(again)))
+
+    def many_levels(self, again: NDArray[np.bool_]) -> ManyLevels:
+        """The stage with layers computed again in N ways at once.
+
+        Args:
+            again: Which layers, shape (N, end - first); those without a backward never are.
+
+        Complexity: O(N (end - first)).
+        """
+        num = len(again)
+        held, highest = np.zeros(num), [np.zeros(num)] * len(LayerPeaks._fields)
+        pending: list[tuple[int, FloatArray]] = []
         for n in range(self.end - self.first):
-            decision = AGAIN if self.again[n] and self.first + n in recomputed else KEPT
-            waiting = sum(size for _, size in pending)
-            taken = waiting * decision
+            is_again = again[:, n] & self.again[n]
+            waiting = np.sum([size for _, size in pending], axis=0) if pending else np.zeros(num)
+            taken = np.where(is_again, waiting, 0.0)
             bases = (held + waiting + self.passed[n], held + taken, held + taken)
-            peaks = (float(rows[decision, n]) for rows in self.peaks)
+            peaks = (np.where(is_again, rows[AGAIN, n], rows[KEPT, n]) for rows in self.peaks)
             tops = [base * self.stacked + peak for base, peak in zip(bases, peaks, strict=True)]
-            highest = [max(pair) for pair in zip(highest, tops, strict=True)]
-            held += float(self.held[decision, n]) + taken
+            highest = [np.maximum(*pair) for pair in zip(highest, tops, strict=True)]
+            held = held + np.where(is_again, self.held[AGAIN, n], self.held[KEPT, n]) + taken
             pending = [
-                *((until, size * (decision == KEPT)) for until, size in pending if until > self.first + n),
-                *((made.until, made.bytes[decision]) for made in self.pending[n]),
+                *((until, np.where(is_again, 0.0, size)) for until, size in pending if until > self.first + n),
+                *((made.until, np.where(is_again, made.bytes[AGAIN], made.bytes[KEPT])) for made in self.pending[n]),
             ]
         # What goes out of the last layer is held by the engine.
-        saved = held + sum(size for _, size in pending) + float(self.passed[-1])
-        return StageLevels(saved, *highest)
+        leaving = np.sum([size for _, size in pending], axis=0) if pending else np.zeros(num)
+        return ManyLevels(held + leaving + self.passed[-1], *highest)
 
 
 def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
@@ -262,6 +283,20 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
     in the backward of a later one their gradients all wait until everything else is done, stage by stage.
     """
     return np.maximum(_layer_peaks(costs)[0].backward - costs.state.casts, 0.0)
+
+
+def recomputed_levels(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
+    """The levels of a first backward that is recomputed, where there are copies, and what waits behind each layer.
+
+    Gradients of copies wait, and gradients of parameters without a copy exist at once.
+
+    Returns:
+        Bytes, of shape (L,): levels as `Levels.backward`, all that waits to the end of the chain included; and what
+        waits of the layers up to each one.
+    """
+    uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
+    level = costs.levels.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()
+    return level, np.cumsum(costs.state.casts + uncopied)
 
 
 def _transients(costs: ChainCosts, stage: slice) -> LayerPeaks:

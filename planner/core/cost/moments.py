@@ -78,6 +78,11 @@ PartName = Literal[
 ]
 
 PARTS: Final[tuple[PartName, ...]] = get_args(PartName)
+
+FORWARDS: Final[tuple[PartName, ...]] = ("forward", "last_forward")
+BACKWARDS: Final[tuple[PartName, ...]] = ("first_backward", "backward", "last_backward")
+INPUT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_input_backward", "input_backward", "last_input_backward")
+WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward")
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
 
 

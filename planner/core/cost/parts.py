@@ -34,7 +34,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.layer_memory import BACKWARD, FIRST_BACKWARD, FORWARD
-from planner.core.cost.moments import PARTS, Moment, PartName
+from planner.core.cost.moments import (
+    BACKWARDS,
+    FORWARDS,
+    INPUT_BACKWARDS,
+    PARTS,
+    WEIGHT_BACKWARDS,
+    Moment,
+    PartName,
+)
 from planner.core.cost.stages import InHalves, Looped, Stages
 from planner.core.values.plan import Recompute
 
@@ -44,11 +52,6 @@ Item = Literal["parameters", "gradients", "optimizer", "buffers", "casts", "in_f
 """The item of a plan's `StageMemory` under which bytes are shown."""
 
 _ITEMS: tuple[Item, ...] = get_args(Item)
-
-_FORWARDS: tuple[PartName, ...] = ("forward", "last_forward")
-_BACKWARDS: tuple[PartName, ...] = ("first_backward", "backward", "last_backward")
-_INPUT_BACKWARDS: tuple[PartName, ...] = ("first_input_backward", "input_backward", "last_input_backward")
-_WEIGHT_BACKWARDS: tuple[PartName, ...] = ("first_weight_backward", "weight_backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
     if stages.exact or "message" not in parts.sizes:
         return parts
     # A bound on everything at once: whatever runs, gradients may be on their way.
-    return replace(parts, sizes={**parts.sizes, **dict.fromkeys((*_FORWARDS, *_BACKWARDS), parts.sizes["message"])})
+    return replace(parts, sizes={**parts.sizes, **dict.fromkeys((*FORWARDS, *BACKWARDS), parts.sizes["message"])})
 
 
 def shared_parts_of(stages: Stages, recompute: Recompute) -> Parts:
@@ -173,7 +176,7 @@ def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[Par
     gradient = s.output_gradient
     first, every = halves.first_input, halves.input
     first_input = _making_gradients(s, I + D, first, most=halves.gradients)
-    each_input = last_input = _running(I + D, every, gradient)
+    each_input = last_input = _running(I + D, every, gradient, level=BACKWARD)
     if recompute in ("except-last", "always"):
         again = s.peaks.forward + J
         first_input = _making_gradients(s, I + O, np.maximum(again, first) + D, most=halves.gradients)
@@ -223,16 +226,16 @@ def _additive(s: Stages, recompute: Recompute) -> Parts:
     working = s.peaks.transient + s.casts + (0.0 if keeps else s.saved)
     transfer = s.sent_output + s.input_gradient
     every = _running(held.items["in_flight"], working, transfer, saved=int(keeps), level=BACKWARD)
-    running = dict.fromkeys((*_FORWARDS, *_BACKWARDS), every)
+    running = dict.fromkeys((*FORWARDS, *BACKWARDS), every)
     if s.message.any():
         running["message"] = replace(every, items={**every.items, "transfer": transfer + s.message})
     if s.halves is not None:
         between = s.halves.held
         running |= dict.fromkeys(
-            _INPUT_BACKWARDS,
+            INPUT_BACKWARDS,
             replace(every, items={**every.items, "in_flight": np.maximum(between, every.items["in_flight"])}),
         )
-        running |= dict.fromkeys(_WEIGHT_BACKWARDS, _running(between, s.halves.weight + s.casts))
+        running |= dict.fromkeys(WEIGHT_BACKWARDS, _running(between, s.halves.weight + s.casts))
         running["weight_held"] = Size({"in_flight": between})
         if s.message.any():
             running["weight_message"] = _running(between, s.halves.weight + s.casts, s.message)
@@ -261,7 +264,7 @@ def _compiled(s: Stages, looped: Looped, recompute: Recompute, *, in_flight: int
         forward = _running(A, making, s.message, saved=1 + loops, level=FORWARD)
         backward = _running(A, s.peaks.backward + around, transfer, saved=1, level=BACKWARD)
     kept = Size({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
-    running = {**dict.fromkeys(_FORWARDS, forward), **dict.fromkeys(_BACKWARDS, backward)}
+    running = {**dict.fromkeys(FORWARDS, forward), **dict.fromkeys(BACKWARDS, backward)}
     return _parts(s, recompute, held=held, kept=kept, output_gradient=s.sent_output, running=running)
 
 

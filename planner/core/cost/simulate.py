@@ -95,6 +95,8 @@ class Clocks(NamedTuple, Generic[Clock]):
 
     begins: Sequence[Clock]
     ends: Sequence[Clock]
+    stage_ends: Sequence[Clock]
+    """When each stage ends its last one."""
 
 
 def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> tuple[Event, ...]:
@@ -144,8 +146,21 @@ def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes],
         stages: Per stage, its times, in the order of the chain.
         own_us: Per device, what it does between two steps.
     """
-    begins, ends = _walk(actions, stages)
+    begins, ends, _ = _walk(actions, stages)
     return max(end - begin + own for begin, end, own in zip(begins, ends, own_us, strict=True))
+
+
+def summed_early_us(
+    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], sums_us: Sequence[float]
+) -> list[float]:
+    """How much of summing gradients over replicas is done when a device's last action ends; per device.
+
+    Args:
+        actions: Per device, its actions in order.
+        stages: Per stage, its times, in the order of the chain.
+        sums_us: Per stage, what summing its gradients takes.
+    """
+    return _summed_early(actions, _walk(actions, stages), sums_us, max)
 
 
 def makespans(
@@ -160,6 +175,7 @@ def makespans(
     last_input_backward_us: FloatArray | None = None,
     weight_backward_us: FloatArray | None = None,
     own_us: FloatArray | None = None,
+    sums_us: FloatArray | None = None,
 ) -> FloatArray:
     """When the last action ends, for N partitions of a chain into the same number of stages; or their `period_us`.
 
@@ -176,6 +192,7 @@ def makespans(
         last_input_backward_us: I of the last micro-batch.
         weight_backward_us: W.
         own_us: What each device does between two steps, shape (N, K): then periods are returned.
+        sums_us: The part of it that begins when a stage ends its last action, see `summed_early_us`; shape (N, S).
 
     Returns:
         Shape (N,), microseconds: the latest end of `simulate`, or what `period_us` returns, by the same operations.
@@ -208,7 +225,8 @@ def makespans(
         if own_us is None:
             ends[block] = np.max(clocks.ends, axis=0)
         else:
-            ends[block] = np.max(np.subtract(clocks.ends, clocks.begins) + own_us[block].T, axis=0)
+            early = 0.0 if sums_us is None else np.array(_summed_early(actions, clocks, rows(sums_us), np.maximum))
+            ends[block] = np.max(np.subtract(clocks.ends, clocks.begins) + (own_us[block].T - early), axis=0)
     return ends
 
 
@@ -335,6 +353,7 @@ def _carry(
         note: Is told of every action, and of every transfer that takes time.
     """
     device_free = [begin] * num_devices
+    stage_ends = [begin] * len(times.sends)
     begins: list[Clock | None] = [None] * num_devices
     link_free: dict[tuple[int, int], Clock] = {}
     arrived: dict[tuple[Flow, int, int], Clock] = {}
@@ -349,7 +368,7 @@ def _carry(
         if begins[step.device] is None:
             begins[step.device] = start
         durations = times.last_durations if step.is_last else times.durations
-        end = device_free[step.device] = start + durations[step.kind][step.stage]
+        end = device_free[step.device] = stage_ends[step.stage] = start + durations[step.kind][step.stage]
         if note is not None:
             note(step, False, start, end)
         if step.sent_over < 0 or step.flow is None:
@@ -360,7 +379,31 @@ def _carry(
             if note is not None and _takes_time(times.sends[step.sent_over]):
                 note(step, True, sent, end)
         arrived[step.flow, step.stage, step.micro_batch] = end
-    return Clocks([begin if first is None else first for first in begins], device_free)
+    return Clocks([begin if first is None else first for first in begins], device_free, stage_ends)
+
+
+def _summed_early(
+    actions: Sequence[Sequence[Action]],
+    clocks: Clocks[Clock],
+    sums: Sequence[Clock],
+    later: Callable[[Clock, Clock], Clock],
+) -> list[Clock]:
+    """Per device what is done of its sums when its last stage ends: one after another, each from its stage's end on."""
+    early = []
+    for stages in map(_by_last, actions):
+        before = clocks.stage_ends[stages[0]]
+        left = nothing = total = before - before
+        for stage in stages:
+            end = clocks.stage_ends[stage]
+            left = later(left - (end - before), nothing) + sums[stage]
+            before, total = end, total + sums[stage]
+        early.append(total - left)
+    return early
+
+
+def _by_last(row: Sequence[Action]) -> list[int]:
+    """The stages of a device, in the order in which they end their last actions."""
+    return [*dict.fromkeys(action.stage for action in reversed(row))][::-1]
 
 
 def _takes_time(send: float | FloatArray | Linear) -> bool:

@@ -7,6 +7,7 @@ held is added up, and peaks are transients above it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import inf
 
 import numpy as np
@@ -20,7 +21,7 @@ from planner.core.values.profile import LayerProfile, MemoryDetail, ProgramMemor
 FloatArray = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SizeCosts:
     """The costs of a chain at a profiled size, as far as they depend on it."""
 
@@ -30,7 +31,8 @@ class SizeCosts:
     sparse_gradients: FloatArray
     boundaries: Boundaries
     levels: Levels
-    halves: Halves
+    halves: Callable[[], Halves]
+    """Composes them when they are asked for: few schedules have halves."""
     programs: Programs | None = None
     target: float = 0.0
     crossing: dict[tuple[int, int], Crossing]
@@ -73,7 +75,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
             end_twice_first=nothing,
             end_twice=nothing,
         ),
-        halves=_additive_halves(layers, n, saved=saved, transient=backward, gradients=gradients),
+        halves=cache(partial(_additive_halves, layers, n, saved=saved, transient=backward, gradients=gradients)),
         crossing=additive_crossing(layers, n),
         relays={},
     )
@@ -110,14 +112,15 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     storages = CrossingStorages(details)
     boundaries, saved = _boundaries(details, storages), np.array(storages.saved())
     gradients = _per_layer(layers, lambda layer: _first_gradients(layer, layer.detail[n]))
+    at_end = _held_at_end(storages, boundaries)
     return SizeCosts(
         forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
         backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
         gradients=gradients,
         sparse_gradients=_per_layer(layers, lambda layer: layer.detail[n].sparse_gradient_bytes),
         boundaries=boundaries,
-        levels=_exact_levels(layers, details, storages, boundaries, saved=saved, gradients=gradients),
-        halves=_exact_halves(layers, n, saved=saved, gradients=gradients, at_end=_held_at_end(storages, boundaries)),
+        levels=_exact_levels(layers, details, boundaries, saved=saved, gradients=gradients, at_end=at_end),
+        halves=cache(partial(_exact_halves, layers, n, saved=saved, gradients=gradients, at_end=at_end)),
         target=float(details[-1].target_bytes),
         crossing=storages.crossing(),
         relays=storages.relays(),
@@ -148,15 +151,14 @@ def _boundaries(details: Sequence[MemoryDetail], storages: CrossingStorages) -> 
 def _exact_levels(
     layers: Sequence[LayerProfile],
     details: Sequence[MemoryDetail],
-    storages: CrossingStorages,
     boundaries: Boundaries,
     *,
     saved: FloatArray,
     gradients: FloatArray,
+    at_end: FloatArray,
 ) -> Levels:
     held = sums_before(saved)[:-1]
     gradients_through, casts_through = np.cumsum(gradients), np.cumsum([float(layer.cast_bytes) for layer in layers])
-    at_end = _held_at_end(storages, boundaries)
 
     def peaks(peak: Callable[[MemoryDetail], int]) -> FloatArray:
         return np.array([peak(detail) for detail in details], dtype=float)

@@ -6,10 +6,11 @@ m n; the optimizer's step finds M n, and takes some multiple of that while it ad
 """
 
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
-from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts, Halves
 from planner.core.values.profile import Profile
 
 _MEASURED = 3
@@ -41,9 +42,11 @@ def accumulated(costs: ChainCosts, micro_batches: int) -> ChainCosts:
             costs.levels,
             backward=np.maximum(costs.levels.backward + (micro_batches - _MEASURED) * sparse, 0.0),
         ),
-        # Embeddings are put off, if any are.
-        halves=replace(
-            costs.halves,
-            weight=np.maximum(costs.halves.weight + (micro_batches - _MEASURED) * sparse, 0.0),
-        ),
+        composed_halves=cache(partial(_accumulated_halves, costs, micro_batches)),
     )
+
+
+def _accumulated_halves(costs: ChainCosts, micro_batches: int) -> Halves:
+    # Embeddings are put off, if any are.
+    weight = costs.halves.weight + (micro_batches - _MEASURED) * costs.sparse.gradients
+    return replace(costs.halves, weight=np.maximum(weight, 0.0))

@@ -188,7 +188,7 @@ class ChainSums:
     def busy_times(
         self, first: IntArray, end: IntArray, recompute: ArrayLike, *, speed: Numbers, layers_us: Numbers = 0.0
     ) -> BusyTimes:
-        """Of the stages of layers first..end-1, see `busy_times`."""
+        """What stages of layers first..end-1 are busy for a micro-batch, see `busy_times`."""
         return busy_times(
             self.forward_us[end] - self.forward_us[first],
             self.backward_us[end] - self.backward_us[first],
@@ -200,7 +200,7 @@ class ChainSums:
         )
 
     def half_times(self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers) -> HalfTimes:
-        """Of the stages of layers first..end-1, see `half_times`."""
+        """What stages of layers first..end-1 are busy for the halves of a backward, see `half_times`."""
         return half_times(
             busy,
             self.input_us[end] - self.input_us[first],
@@ -212,8 +212,10 @@ class ChainSums:
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
         """U of the stages of layers first..end-1."""
         optimizer_us = (self.optimizer_us[end] - self.optimizer_us[first]) / speed
-        if self.replicas == 1:
-            return optimizer_us
+        return optimizer_us if self.replicas == 1 else optimizer_us + self.replica_sums_us(first, end)
+
+    def replica_sums_us(self, first: IntArray, end: IntArray) -> FloatArray:
+        """The part of U that sums the gradients of layers first..end-1 over the replicas."""
         gradient_bytes = self.gradient_bytes[end] - self.gradient_bytes[first]
         unshared_bytes = gradient_bytes - shared_gradient_bytes(self.ties, first, end)
-        return optimizer_us + self.cluster.allreduce_us(unshared_bytes, self.replicas)
+        return self.cluster.allreduce_us(unshared_bytes, self.replicas)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, sums_before
-from planner.core.cost.layer_memory import StageLevels, cast_gradient_peaks
+from planner.core.cost.layer_memory import ManyLevels, StageLevels, cast_gradient_peaks, recomputed_levels
 from planner.core.cost.passing import Passing
 from planner.core.cost.sparse import accumulated
 from planner.core.cost.waiting import Backward
@@ -21,7 +21,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Peaks:
     """The highest levels of a micro-batch that runs, its received input and the engine's own buffers left out.
 
@@ -46,7 +46,7 @@ class Peaks:
     """Highest of whatever runs, without exact records."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InHalves:
     """What stages have whose backward runs in halves, I and W; levels as in `Peaks`."""
 
@@ -64,7 +64,7 @@ class InHalves:
     """Highest in a later W."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Looped:
     """What stages that are compiled as one program have beside that."""
 
@@ -75,7 +75,7 @@ class Looped:
     padding: FloatArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stages:
     """Bytes of the stages of a window, in arrays of shape (firsts, ends) or broadcast to it; see `stages_in`.
 
@@ -140,7 +140,7 @@ def stages_in(
     return replace(stages, halves=window.halves(stages)) if in_halves else stages
 
 
-def with_layers_again(stages: Stages, levels: StageLevels) -> Stages:
+def with_layers_again(stages: Stages, levels: StageLevels | ManyLevels) -> Stages:
     """The stages as they are if they have these levels, in whole bytes, which single recomputed layers have made."""
     whole: dict[str, Any] = {
         field.name: np.rint(value)
@@ -148,7 +148,7 @@ def with_layers_again(stages: Stages, levels: StageLevels) -> Stages:
         if isinstance(value := getattr(stages, field.name), np.ndarray) and value.dtype == np.float64
     }
 
-    def of_all(size: float) -> FloatArray:
+    def of_all(size: FloatArray | float) -> FloatArray:
         return np.full(stages.shape, size)
 
     first_backward, backward = of_all(levels.first_backward), of_all(levels.backward)
@@ -355,9 +355,7 @@ class _Window:
         own_output = output - self.passing.all
         at_end = np.where(casts > 0, waiting + casts + own_output, 0.0)
         # If that micro-batch is recomputed, they wait, and gradients of parameters without a copy exist at once.
-        uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
-        through = np.cumsum(costs.state.casts + uncopied)
-        level = levels.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()
+        level, through = recomputed_levels(costs)
         highest = self._highest_backward(level, levels.end_twice) - through[-1] + through[None, columns] + output
         again = np.maximum(highest, self.sums(costs.gradients) + waiting / 2 + own_output)
         return np.maximum(backward, at_end), np.minimum(first_backward, again)

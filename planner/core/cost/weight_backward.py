@@ -11,6 +11,8 @@ were recorded long before it, so autograd turns to them when all else is done. T
 parameter, twice as large.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,11 +37,8 @@ def weight_peaks(
     Returns:
         Bytes, of shape (firsts, layers).
     """
-    halves, casts = costs.halves, costs.state.casts
-    made = halves.weight_gradients
-    # Of parameters with a copy there is the gradient of the copy first.
-    waiting = casts + np.maximum(made - 2 * casts, 0.0) if casts.any() else made
-    first = _highest(passing, halves.first_weight - _behind(made) + _behind(waiting), waiting, layers, is_first=True)
+    halves, casts, levels = costs.halves, costs.state.casts, weight_levels(costs)
+    first = _highest(passing, levels.first, levels.waiting, layers, is_first=True)
     later = _highest(passing, halves.weight, casts, layers, is_first=False)
     in_front = sums_before(halves.held)[firsts][:, None]
     first, later = first - in_front, later - in_front
@@ -56,10 +55,30 @@ def weight_peaks(
         highest: FloatArray = np.maximum.accumulate(np.where(inside, per_layer[layers], 0.0), axis=1)
         return highest
 
+    at_end = np.where(sums(casts) > 0, sums(casts) + largest(levels.turning), 0.0)
+    return np.maximum(first, sums(halves.weight_gradients) + largest(casts)), np.maximum(later, at_end)
+
+
+class WeightLevels(NamedTuple):
+    """What the highest W is found among beside `Halves.weight`, by layer; arrays of shape (L,)."""
+
+    first: FloatArray
+    """During the first W; `waiting` of the layers behind is counted, to the end of the chain."""
+    waiting: FloatArray
+    """Gradients that are there from the layer's W on."""
+    turning: FloatArray
+    """What turning the gradients of the layer's copies into those of parameters takes, beside all copies' gradients."""
+
+
+def weight_levels(costs: ChainCosts) -> WeightLevels:
+    """The levels of W that do not depend on where a stage begins and ends."""
+    halves, casts = costs.halves, costs.state.casts
+    made = halves.weight_gradients
+    # Of parameters with a copy there is the gradient of the copy first.
+    waiting = casts + np.maximum(made - 2 * casts, 0.0) if casts.any() else made
     # At the end nothing is held any more.
     turning = np.maximum(halves.weight - sums_before(halves.held)[:-1] - _behind(casts) - casts, 0.0)
-    at_end = np.where(sums(casts) > 0, sums(casts) + largest(turning), 0.0)
-    return np.maximum(first, sums(made) + largest(casts)), np.maximum(later, at_end)
+    return WeightLevels(halves.first_weight - _behind(made) + _behind(waiting), waiting, turning)
 
 
 def _highest(

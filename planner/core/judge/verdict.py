@@ -5,19 +5,22 @@ What can be found, and what it means, stands in `planner.core.values.findings`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from planner.core.cost.costs import costs_at, covers
 from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import build_plan
 from planner.core.errors import UsageError
-from planner.core.judge.difference import Difference, difference_of, growth
 from planner.core.judge.figures import differing, is_same
 from planner.core.values.devices import Accelerator
 from planner.core.values.findings import Finding, Severity, finding
 from planner.core.values.plan import Plan, SolverReport, Stage
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted, format_bytes
+
+if TYPE_CHECKING:
+    from planner.core.judge.certainty import Certainty
+    from planner.core.judge.difference import Difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +37,10 @@ class Verdict:
     """Whether warnings count like errors."""
     would_fit: tuple[str, ...] = ()
     """Where a stage is over its cap: the nearest things that would fit, each computed."""
-    difference: Difference | None = None
+    difference: "Difference | None" = None
     """From another plan, where one was given."""
+    certainty: "Certainty | None" = None
+    """How far the plan's figures may come out from what is predicted, where that was asked."""
 
     @property
     def refused(self) -> tuple[Severity, ...]:
@@ -109,6 +114,8 @@ def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) 
     """`verdict` with what its plan has become beside `before`; as it is where it has no plan."""
     if verdict.plan is None:
         return verdict
+    from planner.core.judge.difference import difference_of, growth  # noqa: PLC0415 - seldom asked for
+
     difference = difference_of(before, verdict.plan, against=against, recomputed=recomputed)
     return replace(verdict, difference=difference, findings=(*verdict.findings, *growth(difference)))
 
@@ -201,7 +208,7 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
         return [finding("GP101", message, hint="solve again, or give more with `--mem`", stage=stage.index)]
     if need > cap * (1 - headroom):
         message = f"{layers} needs {format_bytes(need)}, which leaves {1 - need / cap:.1%} of {format_bytes(cap)} free"
-        hint = f"{headroom:.0%} headroom was asked for"
+        hint = f"{100 * headroom:.4g}% headroom was asked for"
         return [finding("GP102", message, hint=hint, stage=stage.index)]
     return []
 

@@ -2,18 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isclose
 from statistics import median
-from typing import Literal
+from typing import Final, Literal
 
-from planner.core.cost.calibration import Calibration, calibration_of, peak_bytes_of, stage_runs
+from planner.core.cost.calibration import calibration_of, peak_bytes_of, stage_runs, timed_steps_us
 from planner.core.cost.costs import costs_at
 from planner.core.errors import MeasurementError
+from planner.core.judge.certainty import SLACK_BYTES
+from planner.core.values.calibration import Calibration
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import RunReport
 
-Quantity = Literal["step_us", "bubble", "forward_us", "backward_us", "peak_bytes"]
+Quantity = Literal[
+    "step_us", "bubble", "forward_us", "backward_us", "backward_input_us", "backward_weight_us", "peak_bytes"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +31,17 @@ class Tolerance:
     """How far a predicted peak may lie below the measured one."""
     memory_above: float
     """How far above it."""
-    memory_slack_bytes: int = 64 * 2**10
-    """In either direction, and beside the shares: of a stage of some kilobytes a number or two are percents."""
+    memory_slack_bytes: int = SLACK_BYTES
+    """In either direction, and beside the shares."""
 
     def allows_peak(self, *, predicted: float, measured: float) -> bool:
         """Whether a predicted peak is near enough to the measured one."""
         lowest = measured * (1 - self.memory_below) - self.memory_slack_bytes
         return lowest <= predicted <= measured * (1 + self.memory_above) + self.memory_slack_bytes
+
+
+DEFAULT_TOLERANCE: Final = Tolerance(step=0.1, memory_below=0.01, memory_above=0.05)
+"""What `verify` allows where nothing else is asked, and a run that looks at itself in the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,8 @@ class Verification:
     """What the plan's stages computed, held against the model in one piece."""
     calibration: Calibration
     run: RunReport
+    again: str = ""
+    """The command that plans with the calibration; empty where that is in no file."""
 
 
 def verification_of(
@@ -90,7 +101,7 @@ def verification_of(
     """
     if len(report.step_us) <= report.warmup_steps:
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up", hint="run more: `--steps 12`")
-    compared = tuple(_judged(row, tolerance, are_times_judged=not crowded) for row in compared_of(plan, report))
+    compared = tuple(judged(row, tolerance, are_times_judged=not crowded) for row in compared_of(plan, report))
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     return Verification(
         agrees=all(row.agrees is not False for row in compared) and not wrong,
@@ -108,12 +119,51 @@ def compared_of(plan: Plan, report: RunReport) -> tuple[Compared, ...]:
 
     Of replicas the slowest times and the highest peaks count. A run of other stages is compared as far as it goes.
     """
-    return (*_times(plan, report), *_peaks(plan, report))
+    stages = [[stage.index for stage in chunks] for chunks in plan.by_device()]
+    peaks = peaks_of(list(zip(stages, peak_bytes_of(plan), strict=True)), report)
+    return (*_times(plan, report), *peaks)
 
 
-def timed_steps_us(report: RunReport) -> tuple[float, ...]:
-    """The steps that count; a run shorter than its warm-up has nothing better to offer than the warm-up."""
-    return report.step_us[report.warmup_steps :] or report.step_us
+def crowding(processes: int, threads: int, cores: int) -> str:
+    """Why the times of CPU processes on one machine would say nothing; empty if they do."""
+    wanted = processes * threads
+    if wanted <= cores:
+        return ""
+    return f"times are not judged: the plan's processes want {wanted} cores, and this machine has {cores}"
+
+
+def other_samples(report: RunReport) -> float | None:
+    """How many samples a step of the run had, if not about as many as planned; several mini-batches may be one."""
+    rates = report.samples_per_s[report.warmup_steps :]
+    if not report.batch or not rates:
+        return None
+    steps_s = [step_us / 1e6 for step_us in report.step_us[report.warmup_steps :]]
+    # A smaller last mini-batch of an epoch does not move the median.
+    samples = median(rate * step_s for rate, step_s in zip(rates, steps_s, strict=False))
+    # Rates are written to a tenth, of which a step of a minute makes samples.
+    return None if isclose(samples, report.batch, rel_tol=0.02, abs_tol=0.05 * median(steps_s)) else samples
+
+
+def peaks_of(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) -> Iterator[Compared]:
+    """The highest peak of every device beside the predicted one.
+
+    `devices` are those of a pipeline: the stages of each, and the peak in bytes that its allocator is predicted to see.
+    """
+    runs = {run.index: run for run in stage_runs(report)}
+    for device, (stages, need) in enumerate(devices):
+        # All chunks of a device share its allocator.
+        peaks = [runs[stage].peak_bytes for stage in stages if stage in runs]
+        if peaks:
+            yield Compared(what="peak_bytes", index=device, predicted=need, measured=max(peaks))
+
+
+def judged(row: Compared, tolerance: Tolerance, *, are_times_judged: bool) -> Compared:
+    """A figure with its verdict, where it is one that is judged."""
+    if row.what == "step_us" and are_times_judged:
+        return replace(row, agrees=abs(row.measured - row.predicted) <= tolerance.step * row.predicted)
+    if row.what == "peak_bytes":
+        return replace(row, agrees=tolerance.allows_peak(predicted=row.predicted, measured=row.measured))
+    return row
 
 
 def _times(plan: Plan, report: RunReport) -> Iterator[Compared]:
@@ -126,20 +176,13 @@ def _times(plan: Plan, report: RunReport) -> Iterator[Compared]:
         yield Compared(what="forward_us", index=stage.index, predicted=stage.forward_us, measured=run.forward_us)
     for stage, run in pairs:
         yield Compared(what="backward_us", index=stage.index, predicted=stage.backward_us, measured=run.backward_us)
-
-
-def _peaks(plan: Plan, report: RunReport) -> Iterator[Compared]:
-    runs = {run.index: run for run in stage_runs(report)}
-    for device, (chunks, need) in enumerate(zip(plan.by_device(), peak_bytes_of(plan), strict=True)):
-        # All chunks of a device share its allocator.
-        peaks = [runs[stage.index].peak_bytes for stage in chunks if stage.index in runs]
-        if peaks:
-            yield Compared(what="peak_bytes", index=device, predicted=need, measured=max(peaks))
-
-
-def _judged(row: Compared, tolerance: Tolerance, *, are_times_judged: bool) -> Compared:
-    if row.what == "step_us" and are_times_judged:
-        return replace(row, agrees=abs(row.measured - row.predicted) <= tolerance.step * row.predicted)
-    if row.what == "peak_bytes":
-        return replace(row, agrees=tolerance.allows_peak(predicted=row.predicted, measured=row.measured))
-    return row
+    if not any(stage.backward_weight_us and run.backward_weight_us for stage, run in pairs):
+        return
+    for stage, run in pairs:
+        input_us = stage.backward_us - stage.backward_weight_us
+        yield Compared(what="backward_input_us", index=stage.index, predicted=input_us, measured=run.backward_input_us)
+    for stage, run in pairs:
+        weight_us = stage.backward_weight_us
+        yield Compared(
+            what="backward_weight_us", index=stage.index, predicted=weight_us, measured=run.backward_weight_us
+        )

@@ -4,6 +4,7 @@ A plan keeps them as text, a line per device, in the words of torch's schedule f
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action, Schedule
@@ -37,7 +38,7 @@ class Listed(Schedule):
         """Equal for equal lists."""
         return hash((self.rows, self._meant_for))
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:  # type: ignore[override]
         """Whether any backward runs in halves, or may, as long as there are no lists."""
         return not self.rows or any(action.kind == "W" for row in self.rows for action in row)
@@ -47,7 +48,7 @@ class Listed(Schedule):
         """Two arms of a V, as long as there are no lists."""
         return 2 if not self.rows and self._meant_for == "v" else None
 
-    @property
+    @cached_property
     def placement(self) -> Placement:  # type: ignore[override]
         """Where the lists have the stages.
 
@@ -65,7 +66,7 @@ class Listed(Schedule):
             hint="stage v K + d belongs on device d, or, of every second chunk v, on device K - 1 - d",
         )
 
-    @property
+    @cached_property
     def num_micro_batches(self) -> int:
         """M; 0 as long as there are no lists."""
         return len({action.micro_batch for row in self.rows for action in row})

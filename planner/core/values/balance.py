@@ -1,9 +1,10 @@
 """The balance configuration: what the executor needs of a plan. These are the values behind `balance.yaml`."""
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Final, Literal
 
-from planner.core.values.placement import Placement
+from planner.core.values.placement import Placement, stages_on
 from planner.core.values.plan import Recompute, ScheduleName
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Generator, Model
@@ -24,6 +25,19 @@ class StageBalance:
     """The layers that are recomputed, each on its own, where `recompute` is `layers`."""
     peak_bytes: int = 0
     """Memory that the plan predicts for it, to be told when there is too little; 0 where nothing is predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the plan predicts of a run, and where to plan again. Paths are relative to the folder of this file."""
+
+    step_us: float
+    reserve_bytes: int = 0
+    """What of every device's peak is for what its allocator does not see."""
+    plan: str = "plan.yaml"
+    profile: str = "profile.yaml"
+    solve: tuple[str, ...] = ()
+    """The options that ask the plan's question again, beside `--calibration`, each with its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +69,10 @@ class Balance:
     stages: tuple[StageBalance, ...] = field(default=())
     order: tuple[str, ...] = ()
     """Per device of a pipeline what it does, one thing after the other, where the schedule was made for the plan."""
+    smaller: tuple[int, ...] = ()
+    """Numbers of processes, most first, for which other cuts of the same model stand beside: see `beside`."""
+    planned: Planned | None = None
+    """To be held against what a run took, at its end."""
 
     @property
     def num_stages(self) -> int:
@@ -77,10 +95,28 @@ class Balance:
         return self.batch // self.replicas
 
     @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The peak that the allocator of each of a pipeline's devices is predicted to see; empty where none is."""
+        if self.planned is None:
+            return ()
+        sums = (sum(self.stages[stage].peak_bytes for stage in chunks) for chunks in self.by_device())
+        return tuple(peak - self.planned.reserve_bytes for peak in sums)
+
+    def by_device(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every device of a pipeline, in pipeline order."""
+        devices = range(self.num_devices)
+        return tuple(stages_on(device, self.num_devices, self.chunks, self.placement) for device in devices)
+
+    @property
     def device_order(self) -> tuple[int, ...]:
         """Which of the pipeline's devices each stage of a round is on, counted among those that it uses."""
         named = [stage.index if stage.device is None else stage.device for stage in self.stages[: self.num_devices]]
         return tuple(sorted(named).index(device) for device in named)
+
+
+def beside(path: PurePath, num_processes: int) -> PurePath:
+    """Where the cuts for fewer processes stand beside the balance configuration at `path`: `balance-6.yaml`."""
+    return path.with_name(f"{path.stem}-{num_processes}{path.suffix}")
 
 
 def launch_line(num_processes: int, script: str, *, nodes: int = 1) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from planner.core.values.nodes import are_apart
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -98,7 +100,7 @@ class Cluster:
             return self.link
         follows = (device + 1) % num_devices
         places = [(r * num_devices + device, r * num_devices + follows) for r in range(replicas)]
-        leaves = any(a // self.node_devices != b // self.node_devices for a, b in places)
+        leaves = any(are_apart(a, b, self.node_devices) for a, b in places)
         return self.inter_link if leaves else self.link
 
     def link_between(self, device: int, neighbour: int, *, num_devices: int, replicas: int = 1) -> Link:

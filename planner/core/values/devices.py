@@ -18,6 +18,9 @@ TORCH_KINDS: Final = ("cpu", "cuda")
 _GB = 10**9
 _GIB = 2**30
 
+ASSUMED_RESERVE_BYTES: Final = _GB
+"""The reserve of a device that is not here: an allowance, not a measurement; `--reserve` takes what is known better."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:

@@ -23,7 +23,7 @@ class MeasuredLink:
     """What the planner takes the boundary for."""
     sample_bytes: tuple[int, ...] = ()
     sample_us: tuple[float, ...] = ()
-    """Smallest time of moving so many bytes once."""
+    """Median time of moving so many bytes once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking:
     """Latency and bandwidth by least squares of the relative errors; neither is negative.
 
     Relative, because sizes spread over orders of magnitude: one per cent of the largest transfer would outweigh the
-    latency that the small ones tell. Of several repeats of a size the smallest time is wanted.
+    latency that the small ones tell.
     """
     sizes, times = np.asarray(sizes_bytes, float), np.maximum(times_us, 0.1)
     relative = np.stack([1 / times, sizes / times], axis=1)

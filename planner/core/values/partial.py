@@ -25,7 +25,7 @@ class Measurement:
     """One per repeat."""
     backward_us: tuple[float, ...] = ()
     backward_input_us: tuple[float, ...] = ()
-    """One per repeat that ran the backward in halves: I."""
+    """One per repeat that ran the backward in halves: forward and I together."""
     backward_weight_us: tuple[float, ...] = ()
     """W of the same repeats."""
 

@@ -10,6 +10,7 @@ a V (Qi et al. 2024, arXiv:2405.15362) it turns round at either end, where two n
 a device is in either case one of the stages v K to (v + 1) K - 1.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 Placement = Literal["loop", "v"]
@@ -27,3 +28,11 @@ def stages_on(device: int, num_devices: int, chunks: int = 1, placement: Placeme
     return tuple(
         chunk * num_devices + (turned if placement == "v" and chunk % 2 else device) for chunk in range(chunks)
     )
+
+
+def rank_of(stage: int, replica: int, order: Sequence[int], placement: Placement = "loop") -> int:
+    """The process that runs `stage` in a replica: replicas lie one behind the other, K processes each.
+
+    `order` is the device of each place in the pipeline, first to last.
+    """
+    return replica * len(order) + order[device_of(stage, len(order), placement)]

@@ -55,6 +55,8 @@ class Inputs:
     """How many times faster than the profiled device each device is; empty where all are as fast as it."""
     compute: float = 1.0
     """How many times what was profiled all computing takes: from a calibration."""
+    step_ratio: float | None = None
+    """The step of the run that the calibration is of, measured over predicted with it; None without one."""
     batch: int
     """Mini-batch: samples per optimizer step, over all replicas."""
     link: Link = field(default_factory=Link)
@@ -145,6 +147,8 @@ class Stage:
     forward_us: float
     backward_us: float
     """Recomputation included."""
+    backward_weight_us: float = 0.0
+    """How much of `backward_us` is W, where backwards come in halves."""
     memory: StageMemory
     """The stage's peak; where it shares its device with other chunks, its part of the device's peak."""
     memory_bytes: int

@@ -205,7 +205,10 @@ class LayerProfile:
     backward_us: tuple[float, ...]
     """Recomputation not included."""
     backward_input_us: tuple[float, ...] = ()
-    """I: the gradient of the input, and everything else but what `backward_weight_us` is for."""
+    """I: the gradient of the input, and everything else but what `backward_weight_us` is for.
+
+    What its forward takes longer than that of a backward in one piece is in it, too.
+    """
     backward_weight_us: tuple[float, ...] = ()
     """W: the gradients of weights that are put off. Both halves together need not take `backward_us`."""
     spread: tuple[float, ...] = ()

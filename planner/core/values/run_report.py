@@ -20,6 +20,10 @@ class StageRun:
     forward_us: float
     backward_us: float
     """Recomputation included."""
+    backward_input_us: float = 0.0
+    """I of a backward in halves, recomputation included; 0 where no backward came so."""
+    backward_weight_us: float = 0.0
+    """W, likewise: medians, whose sum need not be `backward_us`."""
     recompute_us: float = 0.0
     """How much of `backward_us` was computing activations again."""
     transfer_us: float = 0.0

@@ -17,6 +17,7 @@ _BYTES = {
     **{f"{p}ib": 1024**n for n, p in enumerate("kmgtp", 1)},
 }
 _TIMES_US = {"us": Fraction(1), "µs": Fraction(1), "μs": Fraction(1), "ms": Fraction(1000), "s": Fraction(1_000_000)}
+_FLOPS = {f"{p}flop": 1000**n for n, p in enumerate(("", "k", "m", "g", "t", "p"))}
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµμ/%]*)\s*")
 
 
@@ -51,6 +52,22 @@ def parse_bytes_per_s(text: str) -> float:
     if not RATES[0] <= rate <= RATES[1]:
         raise UsageError(f"a rate is from 1 B/s to 10^18 B/s, got `{short(text)}`")
     return float(rate)
+
+
+def parse_flops_per_s(text: str) -> float:
+    """A rate such as `190TFLOP/s` in floating-point operations per second.
+
+    Raises:
+        UsageError: Not a number with a unit of operations per second, or zero.
+    """
+    number, unit = _split(text, "190TFLOP/s")
+    operations, slash, per = unit.partition("/")
+    factor = _FLOPS.get(operations.lower())
+    if factor is None or slash == "" or per.lower() != "s":
+        raise _refuse(text, unit, "a rate", "GFLOP/s, TFLOP/s, PFLOP/s", sample="190TFLOP/s")
+    if not RATES[0] <= number * factor <= RATES[1]:
+        raise UsageError(f"a rate is from 1 FLOP/s to 10^18 FLOP/s, got `{short(text)}`")
+    return float(number * factor)
 
 
 def parse_us(text: str) -> float:
@@ -99,7 +116,7 @@ def exact_bytes_option(size_bytes: int) -> str:
 
 def format_bytes(size_bytes: float) -> str:
     """Bytes for a person, in binary units with three significant digits: `7.45 GiB`."""
-    return _in_units(float(size_bytes), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _in_units(float(size_bytes), 1024, _SIZE_UNITS)
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -115,11 +132,24 @@ def format_speed(samples_per_s: float) -> str:
 
 def format_us(time_us: float) -> str:
     """Microseconds for a person, in the unit that reads best: `812 ms`."""
-    return _in_units(float(time_us), 1000, ("us", "ms", "s"))
+    return _in_units(float(time_us), 1000, _TIME_UNITS)
+
+
+def unit_of_us(time_us: float) -> tuple[float, str]:
+    """The unit in which `format_us` writes a time, in microseconds, and what it is called."""
+    return _unit_of(float(time_us), 1000, _TIME_UNITS)[1:]
+
+
+def unit_of_bytes(size_bytes: float) -> tuple[float, str]:
+    """The unit in which `format_bytes` writes a size, in bytes, and what it is called."""
+    return _unit_of(float(size_bytes), 1024, _SIZE_UNITS)[1:]
 
 
 _LONGEST = 100
 """Characters of a quantity: no more digits than anybody means."""
+
+_TIME_UNITS = ("us", "ms", "s")
+_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 _DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
@@ -148,20 +178,29 @@ def _refuse(text: str, unit: str, what: str, units: str, *, sample: str) -> Usag
 
 
 def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
-    """`value` in the largest unit in which it is at least 1 once it is rounded to three significant digits."""
+    value, _, unit = _unit_of(value, step, units)
+    text = f"{value:.0f}" if unit == "B" else _three_digits(value)
+    return f"{text} {unit}"
+
+
+def _unit_of(value: float, step: int, units: tuple[str, ...]) -> tuple[float, float, str]:
+    """`value` in the largest unit in which it is at least 1 once it is rounded to three digits, and that unit."""
     index = 0
     while index < len(units) - 1 and abs(float(_three_digits(value))) >= step:
         value, index = value / step, index + 1
-    text = f"{value:.0f}" if units[index] == "B" else _three_digits(value)
-    return f"{text} {units[index]}"
+    return value, float(step**index), units[index]
 
 
 def _three_digits(value: float) -> str:
+    return f"{value:.{three_digits_end(value)}f}"
+
+
+def three_digits_end(value: float) -> int:
+    """How many digits behind the point `value` has where three are written, or more if it has them before the point."""
     for digits in (2, 1):
-        text = f"{value:.{digits}f}"
-        if len(text.lstrip("-").replace(".", "")) <= 3:
-            return text
-    return f"{value:.0f}"
+        if len(f"{value:.{digits}f}".lstrip("-").replace(".", "")) <= 3:
+            return digits
+    return 0
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.api.asked import request_of
-from planner.api.options import SolverOptions
+from planner.api.options.solving import SolverOptions
 from planner.core.cost.calibration import calibration_of
 from planner.core.cost.costs import costs_at
 from planner.core.cost.planning import cluster_of
@@ -60,6 +60,7 @@ def test_a_calibrated_prediction_is_the_run(schedule, recompute, seed):
     before, after = plan.predicted.step_us, step_with(profile, plan, found)
     assert abs(after - measured) < 0.05 * abs(before - measured)
     assert after == pytest.approx(measured, rel=0.02)
+    assert found.step_ratio == pytest.approx(measured / after, rel=1e-3)
 
 
 def test_chunks_that_share_a_device():

@@ -22,6 +22,7 @@ def numbers_of(record: Any) -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
+        value = value() if callable(value) else value  # what is composed when it is asked for
         nested = numbers_of(value) if dataclasses.is_dataclass(value) else {"": value}
         found |= {f"{field.name}.{name}": number for name, number in nested.items()}
     return found

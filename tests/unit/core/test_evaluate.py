@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from planner import __version__
@@ -10,17 +11,20 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import (
     Partition,
     check_partition,
+    own_step_us,
     predict,
     stage_times,
     stages_of,
     step_us,
+    sum_us,
     timeline,
 )
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.planning import build_plan, cluster_of
-from planner.core.cost.simulate import StageTimes
+from planner.core.cost.simulate import StageTimes, makespans
 from planner.core.errors import UsageError
-from planner.core.values.cluster import Link
+from planner.core.schedule import SCHEDULES
+from planner.core.values.cluster import Cluster, Link
 from planner.core.values.plan import Predicted, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from tests.support.chains import chain, layer, random_profile
@@ -252,3 +256,40 @@ def test_a_link_without_bandwidth_limit_costs_its_latency() -> None:
     assert Link(latency_us=5.0).transfer_us(1e12) == 5.0
     assert Link(latency_us=5.0, bytes_per_s=25e9).transfer_us(1e9) == pytest.approx(5.0 + 40_000)
     assert Link().transfer_us(1e12) == 0.0
+
+
+@pytest.mark.parametrize("allreduce_us", [0.5, 40.0])
+@pytest.mark.parametrize("name", ["zb-h1", "zbv", "interleaved-zb"])
+def test_replicas_sum_the_gradients_of_a_chunk_when_it_is_done(name: ScheduleName, allreduce_us: float) -> None:
+    """By the events of the step: stage by stage as they end their last W, then the device's optimizer steps."""
+    costs = costs_at(random_profile(5, 12), 1)
+    chunks = 2 if SCHEDULES[name].is_chunked else 1
+    partition = Partition(
+        schedule=name,
+        micro_batches=4,
+        balance=(12 // (2 * chunks),) * 2 * chunks,
+        recompute=("never",) * 2 * chunks,
+        chunks=chunks,
+        replicas=2,
+    )
+    cluster = Cluster(memory_bytes=(10**9,) * 4, allreduce=Link(latency_us=allreduce_us, bytes_per_s=1e9))
+    times, intervals = stage_times(costs, partition, cluster), partition.intervals()
+    sums_us = [sum_us(costs, *interval, cluster, replicas=2) for interval in intervals]
+    optimizers_us = [own_step_us(costs, *interval, cluster) for interval in intervals]
+    periods, all_us = [], []
+    for device in range(2):
+        own = [e for e in timeline(costs, partition, cluster) if e.device == device and not e.kind.startswith("send")]
+        ends = {stage: max(e.end_us for e in own if e.stage == stage) for stage in partition.chunks_of(device)}
+        summed_us = 0.0
+        for stage, end_us in sorted(ends.items(), key=lambda item: item[1]):
+            summed_us = max(summed_us, end_us) + sums_us[stage]
+        periods.append(summed_us - min(e.start_us for e in own) + sum(optimizers_us[s] for s in ends))
+        all_us.append(sum(optimizers_us[s] + sums_us[s] for s in ends))
+    assert step_us(costs, partition, cluster) == pytest.approx(max(periods), rel=1e-9)
+    arrays = {
+        name: np.array([[getattr(stage, name) for stage in times]])
+        for name in (field.name for field in dataclasses.fields(StageTimes))
+        if name not in {"recompute_us", "last_recompute_us", "blocking"}
+    }
+    many_us = makespans(partition.actions(), **arrays, own_us=np.array([all_us]), sums_us=np.array([sums_us]))
+    assert many_us == pytest.approx([max(periods)], rel=1e-9)

@@ -9,6 +9,7 @@ import pytest
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
+from planner.core.cost.device_memory import chunk_by_layers, chunk_memory
 from planner.core.cost.layer_memory import StageLayers, least_levels, most_savings
 from planner.core.cost.memory import interval_totals, linear_moments, stage_memory
 from planner.core.values.plan import StageMemory
@@ -274,3 +275,23 @@ def test_which_layers_must_be_said() -> None:
     """All stages at once know nothing of single layers."""
     with pytest.raises(ValueError, match="one stage at a time"):
         interval_totals(exact(), np.arange(3), 3, moments_with(2), choices=["layers"])
+
+
+@pytest.mark.parametrize("in_halves", [False, True])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_chunk_as_it_depends_on_its_layers(*, is_exact: bool, in_halves: bool) -> None:
+    """Whichever are recomputed, each part is what it is of the chunk that recomputes those."""
+    for seed in range(8):
+        rng = random.Random(seed)
+        costs = costs_at(random_profile(seed, 6, exact=is_exact, sizes=(1, 4)), 2).of_replicas(1 + seed % 2)
+        first, end = rng.randrange(3), rng.randrange(3, 7)
+        chunk = chunk_by_layers(costs, first, end, micro_batches=3, in_halves=in_halves)
+        layers = StageLayers.of(costs, first, end)
+        for count in range(end - first + 1):
+            some = tuple(rng.sample(range(first, end), count))
+            alone = chunk_memory(
+                costs, first, end, micro_batches=3, recompute="layers", recomputed=some, in_halves=in_halves
+            )
+            assert chunk.always == alone.always.total
+            saved, *levels = layers.levels(some)
+            assert chunk.parts(saved, np.array([*levels, 0.0])).tolist() == alone.parts.tolist()

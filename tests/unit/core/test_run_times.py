@@ -84,6 +84,7 @@ def test_the_halves_of_a_backward_count_as_one():
     spans = [f(0, 0, 0, 10), i(0, 0, 10, 14), f(0, 1, 14, 24), b(0, 1, 24, 34), w(0, 0, 34, 40)]
     assert typical_us([spans], "backward", 0) == 10.0
     assert typical_us([spans], "input backward", 0) == 4.0
+    assert typical_us([spans], "weight backward", 0) == 6.0
     assert typical_us([spans], "recompute", 0) == 0.0
 
 

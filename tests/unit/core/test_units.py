@@ -11,6 +11,7 @@ from planner.core.values.units import (
     format_us,
     parse_bytes,
     parse_bytes_per_s,
+    parse_flops_per_s,
     parse_share,
     parse_us,
 )
@@ -56,7 +57,7 @@ def test_case_and_spaces_do_not_matter_to_a_size(text: str) -> None:
     assert parse_bytes(text) == 8 * 10**9
 
 
-@pytest.mark.parametrize("parse", [parse_bytes, parse_bytes_per_s, parse_us, parse_share])
+@pytest.mark.parametrize("parse", [parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_us, parse_share])
 def test_a_bare_number_is_refused(parse: Callable[[str], float]) -> None:
     """Nobody agrees on what 8 means: the error names the value, the hint a spelling that works."""
     with pytest.raises(UsageError, match=r"`8` has no unit") as refused:
@@ -115,6 +116,20 @@ def test_an_unknown_unit_of_size_is_named(text: str) -> None:
 def test_a_rate_is_bytes_per_second(text: str, bytes_per_s: float) -> None:
     """The same prefixes as sizes."""
     assert parse_bytes_per_s(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["190TFLOP/s", "190 tflop/s", "0.19PFLOP/s", "190000 GFLOP/s"])
+def test_a_rate_of_computing_is_operations_per_second(text: str) -> None:
+    """Decimal prefixes, in upper or lower case."""
+    assert parse_flops_per_s(text) == 190e12
+
+
+@pytest.mark.parametrize("text", ["190TFLOP", "190TFLOPS", "190TB/s", "0TFLOP/s", "2000PFLOP/s"])
+def test_a_rate_of_computing_without_time_or_of_nothing_is_refused(text: str) -> None:
+    """TFLOPS are operations to some, and a rate to others."""
+    with pytest.raises(UsageError) as refused:
+        parse_flops_per_s(text)
+    assert f"`{text}`" in refused.value.message
 
 
 @pytest.mark.parametrize("text", ["25GB", "25GB/", "25GB/ms", "25/s", "25Gbps", "25GB/s/s", "0GB/s", "-1GB/s"])

@@ -124,8 +124,6 @@ NODES = {"inter_link": Link(latency_us=1.0), "node_devices": 1}
 @pytest.mark.parametrize(
     ("changes", "options", "said"),
     [
-        ({"recompute": "layers", "schedule": "1f1b"}, {}, "single layers .* not `1f1b`"),
-        ({"recompute": "layers", "schedule": "auto"}, {}, "single layers .* not `auto`"),
         ({"any_order": True}, {"solver": "dp"}, "`--devices-any-order` needs the integer programme"),
         ({"any_order": True, "schedule": "1f1b"}, {}, "`--devices-any-order` plans for the GPipe schedule only"),
         ({"any_order": True, "recompute": "layers"}, {}, "`--devices-any-order` recomputes stage by stage"),

@@ -8,6 +8,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from planner.core.cost.device_memory import chunk_memory
 from planner.core.cost.linear import Linear
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.schedule import SCHEDULES
@@ -16,10 +17,15 @@ from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
+from planner.solve.chunk_layers import DevicesOfChunks
 from planner.solve.cut_programme import cut_bound
 from planner.solve.cut_search import moves
+from planner.solve.deadline import NEVER
 from planner.solve.fitting import Fitting
+from planner.solve.layer_search import LayerSearch
 from planner.solve.many import Many
+from planner.solve.progress import Effort, Progress
+from planner.solve.several_chunks import all_cuts
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of
 
@@ -212,3 +218,41 @@ def test_fixed_cuts_get_the_best_recomputation() -> None:
                 continue
             best_us = many.step_us(cuts[fits], choices[fits]).min()
             assert solve(profile, request).predicted.step_us == pytest.approx(best_us, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_what_stages_hold_at_least_by_single_layers(schedule: ScheduleName, seed: int) -> None:
+    """At every moment and with any layers recomputed, no less than without any, each taken off at most what it says."""
+    many = many_of(schedule, seed, recompute="layers")
+    assert many is not None
+    rng, costs = random.Random(seed), many.case.costs
+    for counts in many.moments[0][:, 0]:
+        first = rng.randrange(6)
+        end = rng.randrange(first + 1, 8)
+        least, saved = many.least_by_layers(counts)
+        some = rng.sample(range(first, end), rng.randint(0, end - first))
+        in_halves = many.case.schedule.splits_backward
+        chunk = chunk_memory(
+            costs, first, end, micro_batches=4, recompute="layers", recomputed=some, in_halves=in_halves
+        )
+        held = chunk.always.total + chunk.parts @ counts
+        assert held >= least[end, first - end + many.width] - saved[some].sum()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName, seed: int) -> None:
+    """Under caps from hardly enough on, in all cuts, with what takes the least time on each device."""
+    loose = many_of(schedule, seed)
+    assert loose is not None
+    for cap in list(caps_of(loose))[:2]:
+        many = many_of(schedule, seed, cap, recompute="layers")
+        assert many is not None
+        progress = Progress(case=many.case, effort=Effort(None), deadline=NEVER, upper_us=np.inf)
+        search = LayerSearch(progress, many, DevicesOfChunks(many))
+        places = search.placed([cuts for block in all_cuts(many) for cuts in block])
+        best_us = min(place.step_us for place in places)
+        bound = cut_bound(many, np.array([0, 2, 4, 6, 7]), scale_us=1000.0)
+        assert bound is not None
+        assert 0.3 * best_us < bound.bound_us <= best_us

@@ -1,0 +1,70 @@
+"""Whether a run was as planned, said in the words in which the run itself tells it at its end."""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Final
+
+from planner.core.cost.calibration import timed_steps_us
+from planner.core.judge.verification import (
+    DEFAULT_TOLERANCE,
+    Compared,
+    Tolerance,
+    judged,
+    other_samples,
+    peaks_of,
+)
+from planner.core.values.balance import Balance
+from planner.core.values.run_report import RunReport
+from planner.core.values.units import counted, format_bytes, format_us
+
+ENOUGH_STEPS: Final = 10
+"""How many steps behind the warm-up tell of a machine rather than of a moment: as many as `verify` measures."""
+
+
+def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> tuple[Compared, ...]:
+    """What of a run is farther from its plan than `verify` allows by default: the step time, peaks of devices.
+
+    Nothing is said of a run that is too short, on another kind of device, or with other mini-batches than planned.
+
+    Args:
+        balance: What was run.
+        report: What it took.
+        are_times_judged: Whether its times say anything.
+    """
+    planned, steps_us = balance.planned, timed_steps_us(report)
+    is_long = len(report.step_us) - report.warmup_steps >= ENOUGH_STEPS
+    if planned is None or not is_long or report.device.kind != balance.device or other_samples(report) is not None:
+        return ()
+    step = Compared(what="step_us", predicted=planned.step_us, measured=median(steps_us))
+    peaks = peaks_of(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
+    # Layers written by hand may take no time at all.
+    are_times_judged = are_times_judged and planned.step_us > 0
+    rows = (judged(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))
+    return tuple(row for row in rows if row.agrees is False)
+
+
+def drift_text(drift: Sequence[Compared], tolerance: Tolerance = DEFAULT_TOLERANCE) -> str:
+    """One sentence: the step time, and of the peaks the one that is farthest off."""
+    said = []
+    for row in drift:
+        if row.what == "step_us":
+            took, planned = format_us(row.measured), format_us(row.predicted)
+            said.append(f"a step took {took}, planned {planned} ({_off(row)}, {tolerance.step:.0%} are allowed)")
+    peaks = sorted((row for row in drift if row.what == "peak_bytes"), key=lambda row: abs(_share(row)), reverse=True)
+    if peaks:
+        worst, further = peaks[0], len(peaks) - 1
+        allowed = f"-{tolerance.memory_above:.0%} to +{tolerance.memory_below:.0%} are allowed"
+        said.append(
+            f"the peak of device {worst.index} was {format_bytes(worst.measured)}, planned "
+            f"{format_bytes(worst.predicted)} ({_off(worst)}, {allowed})"
+            + (f", and {counted(further, 'other')} {'is' if further == 1 else 'are'} off" if further else "")
+        )
+    return f"not as planned: {'; '.join(said)}"
+
+
+def _off(row: Compared) -> str:
+    return f"{_share(row):+.1%}"
+
+
+def _share(row: Compared) -> float:
+    return row.measured / row.predicted - 1 if row.predicted else 0.0

@@ -1,0 +1,108 @@
+"""The question behind a plan, as the options of `solve` that ask it again."""
+
+import shlex
+from collections.abc import Collection, Iterable
+from math import ceil
+from typing import Final
+
+from planner.core.schedule import GIVEN, schedules_for
+from planner.core.values.cluster import ExecutorCost, Link
+from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs
+from planner.core.values.profile import Device
+from planner.core.values.units import exact_bytes_option
+
+_UNLIMITED: Final = 10**18
+"""Bytes per second that stand for a link without a limit."""
+
+_CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
+"""What `--calibration` brings, where these options do not say otherwise."""
+
+
+def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
+    """Each option with its value behind a blank; those at their defaults are left out.
+
+    Neither cuts nor M nor a time limit are among them: a plan does not record what was asked of these. The names of
+    files that it does not record either are `links.yaml` and `FILE.csv`.
+
+    Args:
+        inputs: What a plan records of the question.
+        device: The profile's: what it says of links, overhead and reserve need not be said again.
+        without: Names of options that are said in another way.
+    """
+    executor = device.executor or ExecutorCost(overhead_us=0.0, link=Link())
+    num_nodes = ceil(inputs.devices / inputs.node_devices) if inputs.node_devices else 0
+    is_link_left_out = inputs.links or inputs.link == executor.link
+    options: dict[str, str | None] = {
+        "--nodes": f"{num_nodes}x{inputs.node_devices}" if num_nodes else None,
+        "--devices": str(inputs.devices) if num_nodes * inputs.node_devices != inputs.devices else None,
+        "--mem": _caps(inputs.memory_bytes),
+        "--batch": str(inputs.batch),
+        "--schedule": _schedule(inputs),
+        "--chunks": str(inputs.chunks) if inputs.chunks and _may_choose_chunks(inputs) else None,
+        "--replicas": None if inputs.replicas == 1 else str(inputs.replicas or "auto"),
+        "--recompute": None if inputs.recompute == "auto" else inputs.recompute,
+        "--speed": ",".join(map(repr, inputs.speeds)) or None,
+        "--link": None if is_link_left_out else _link(inputs.link),
+        "--links": "links.yaml" if inputs.links else None,
+        "--inter-link": None if inputs.inter_link is None else _link(inputs.inter_link),
+        "--allreduce": None if inputs.allreduce is None else _link(inputs.allreduce),
+        "--overhead": None if inputs.overhead_us == executor.overhead_us else f"{_decimal(inputs.overhead_us)}us",
+        "--reserve": None if inputs.reserve_bytes == device.reserve_bytes else f"{inputs.reserve_bytes}B",
+        "--devices-any-order": "" if inputs.any_order else None,
+        "--extrapolate": "" if inputs.extrapolate else None,
+    }
+    groups = [("--together", group) for group in inputs.together] + [("--apart", group) for group in inputs.apart]
+    pairs = [(name, value) for name, value in options.items() if value is not None]
+    pairs += [(name, ",".join(group)) for name, group in groups]
+    return tuple(f"{name} {value}".strip() for name, value in pairs if name not in without)
+
+
+def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
+    """The options that ask the question again of a machine of which a run has told, beside `--calibration`."""
+    # Where links differ between nodes a calibration leaves them as they are: see `calibration_of`.
+    without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
+    return solve_options(inputs, device, without=without)
+
+
+def as_typed(options: Iterable[str]) -> str:
+    """Options as a shell takes them, whatever their values hold: they may come from a file."""
+    words = (option.partition(" ") for option in options)
+    return " ".join(shlex.join(filter(None, (name, value))) for name, _, value in words)
+
+
+def solve_again(profile: str, options: Iterable[str], *, calibration: str, plan: str = "plan.yaml") -> str:
+    """The command that makes a plan anew, at the same place, with what a run told of the machine.
+
+    Args:
+        profile: Where the profile stands.
+        options: As `calibrated_options` has them.
+        calibration: Where the calibration stands.
+        plan: Where the plan stands.
+    """
+    words = ["gpipe-plan solve", shlex.quote(profile), as_typed(options), f"--calibration {shlex.quote(calibration)}"]
+    return " ".join([*filter(None, words), *([] if plan == "plan.yaml" else [f"-o {shlex.quote(plan)}"])])
+
+
+def _caps(memory_bytes: tuple[int, ...]) -> str:
+    caps = memory_bytes[:1] if len(set(memory_bytes)) == 1 else memory_bytes
+    return ",".join(map(exact_bytes_option, caps))
+
+
+def _schedule(inputs: Inputs) -> str | None:
+    if inputs.schedule == DEFAULT_SCHEDULE:
+        return None
+    return "FILE.csv" if inputs.schedule == GIVEN else inputs.schedule
+
+
+def _may_choose_chunks(inputs: Inputs) -> bool:
+    return inputs.schedule != GIVEN and any(allowed.is_chunked for allowed in schedules_for(inputs.schedule))
+
+
+def _link(link: Link) -> str:
+    words = [f"{_decimal(link.bytes_per_s or _UNLIMITED)}B/s", f"{_decimal(link.latency_us)}us"]
+    return ",".join([*words, *(["blocking"] if link.blocking else [])])
+
+
+def _decimal(value: float) -> str:
+    """The number as options take it: without an exponent, and such that it is read back as it is."""
+    return f"{value:.15f}".rstrip("0").rstrip(".") if value < 1e15 else f"{value:.0f}"

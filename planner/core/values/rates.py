@@ -1,0 +1,89 @@
+"""Peak rates of known accelerators: what a roofline (Williams, Waterman and Patterson, 2009) is drawn from.
+
+By the names of `planner.core.values.devices`. Dense rates, without sparsity, per device as a pipeline stage sees it, at
+the clocks of the data sheet named.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from planner.core.errors import UsageError
+from planner.core.values.cluster import Link
+from planner.core.values.devices import accelerator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Peak rates of one device."""
+
+    full_name: str
+    """The name that torch reports, or nearly."""
+    float32_flops_per_s: float
+    half_flops_per_s: float
+    """bfloat16, or float16 where the device has no bfloat16, with products added up in float32."""
+    bytes_per_s: float
+    """Between its memory and its cores."""
+    source: str
+    link: Link = field(default_factory=Link)
+    """To a neighbour, in one direction, where all such devices have the same; else nothing is known."""
+
+
+RATES: Final = {
+    "v100": Rates(full_name="Tesla V100-SXM2-16GB", float32_flops_per_s=15.7e12,
+                  half_flops_per_s=125e12, bytes_per_s=900e9, source="NVIDIA V100 datasheet, January 2020, SXM2"),
+    "v100-32gb": Rates(full_name="Tesla V100-SXM2-32GB", float32_flops_per_s=15.7e12,
+                       half_flops_per_s=125e12, bytes_per_s=900e9, source="NVIDIA V100 datasheet, January 2020, SXM2"),
+    "t4": Rates(full_name="Tesla T4", float32_flops_per_s=8.1e12, half_flops_per_s=65e12,
+                bytes_per_s=320e9, source="NVIDIA T4 datasheet"),
+    "a10": Rates(full_name="NVIDIA A10", float32_flops_per_s=31.2e12, half_flops_per_s=125e12,
+                 bytes_per_s=600e9, source="NVIDIA A10 datasheet"),
+    "rtx3090": Rates(full_name="NVIDIA GeForce RTX 3090", float32_flops_per_s=35.6e12,
+                     half_flops_per_s=71e12, bytes_per_s=936e9, source="NVIDIA Ampere GA102 whitepaper"),
+    "rtx4090": Rates(full_name="NVIDIA GeForce RTX 4090", float32_flops_per_s=82.6e12,
+                     half_flops_per_s=165.2e12, bytes_per_s=1008e9, source="NVIDIA Ada whitepaper"),
+    "a100-40gb": Rates(full_name="NVIDIA A100-SXM4-40GB", float32_flops_per_s=19.5e12,
+                       half_flops_per_s=312e12, bytes_per_s=1555e9, source="NVIDIA A100 datasheet, SXM"),
+    "a100-80gb": Rates(full_name="NVIDIA A100-SXM4-80GB", float32_flops_per_s=19.5e12,
+                       half_flops_per_s=312e12, bytes_per_s=2039e9, source="NVIDIA A100 datasheet, SXM"),
+    "l40s": Rates(full_name="NVIDIA L40S", float32_flops_per_s=91.6e12,
+                  half_flops_per_s=362e12, bytes_per_s=864e9, source="NVIDIA L40S datasheet"),
+    "h100": Rates(full_name="NVIDIA H100 80GB HBM3", float32_flops_per_s=67e12,
+                  half_flops_per_s=989.5e12, bytes_per_s=3350e9, source="NVIDIA H100 datasheet, SXM"),
+    "h200": Rates(full_name="NVIDIA H200", float32_flops_per_s=67e12,
+                  half_flops_per_s=989.5e12, bytes_per_s=4800e9, source="NVIDIA H200 datasheet, SXM"),
+    "mi300x": Rates(full_name="AMD Instinct MI300X", float32_flops_per_s=163.4e12,
+                    half_flops_per_s=1307.4e12, bytes_per_s=5300e9, source="AMD Instinct MI300X data sheet"),
+    # TPUs multiply bfloat16 numbers, also those of float32 matrices unless the model asks for another precision. Rates
+    # are per device as in `planner.core.values.devices`: half a chip's for v2 and v3. Links: one of the chip's
+    # to a neighbour.
+    "tpu:v2": Rates(full_name="TPU v2 core", float32_flops_per_s=23e12, half_flops_per_s=23e12, bytes_per_s=350e9,
+                    link=Link(latency_us=1.0, bytes_per_s=62e9),
+                    source="Jouppi et al., CACM 63(7), 2020, table 3: 46 TFLOPS, 700 GB/s, 496 Gbit/s per link"),
+    "tpu:v3": Rates(full_name="TPU v3 core", float32_flops_per_s=61.5e12, half_flops_per_s=61.5e12, bytes_per_s=450e9,
+                    link=Link(latency_us=1.0, bytes_per_s=82e9),
+                    source="Jouppi et al., CACM 63(7), 2020, table 3: 123 TFLOPS, 900 GB/s, 656 Gbit/s per link"),
+    "tpu:v4": Rates(full_name="TPU v4", float32_flops_per_s=275e12, half_flops_per_s=275e12, bytes_per_s=1200e9,
+                    link=Link(latency_us=1.0, bytes_per_s=50e9),
+                    source="Jouppi et al., ISCA 2023, table 4: 275 TFLOPS, 1200 GB/s, 6 links of 50 GB/s"),
+    "tpu:v5e": Rates(full_name="TPU v5e", float32_flops_per_s=197e12, half_flops_per_s=197e12, bytes_per_s=819e9,
+                     link=Link(latency_us=1.0, bytes_per_s=50e9),
+                     source="Google Cloud, TPU v5e: 197 TFLOPS, 819 GB/s, 1600 Gbit/s over 4 links"),
+    "tpu:v5p": Rates(full_name="TPU v5p", float32_flops_per_s=459e12, half_flops_per_s=459e12, bytes_per_s=2765e9,
+                     link=Link(latency_us=1.0, bytes_per_s=100e9),
+                     source="Google Cloud, TPU v5p: 459 TFLOPS, 2765 GB/s, 4800 Gbit/s over 6 links"),
+    "tpu:v6e": Rates(full_name="TPU v6e", float32_flops_per_s=918e12, half_flops_per_s=918e12, bytes_per_s=1640e9,
+                     link=Link(latency_us=1.0, bytes_per_s=112e9),
+                     source="Google Cloud, TPU v6e: 918 TFLOPS, 1640 GB/s, 3584 Gbit/s over 4 links"),
+}  # fmt: skip
+
+
+def rates_of(name: str) -> Rates:
+    """The rates of the accelerator called `name`, in upper or lower case.
+
+    Raises:
+        UsageError: Not one of those known, or one whose rates are not.
+    """
+    device = accelerator(name)
+    if device.name not in RATES:
+        raise UsageError(f"the rates of `{device.name}` are not known", hint=f"one of {', '.join(RATES)}")
+    return RATES[device.name]

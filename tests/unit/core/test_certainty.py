@@ -1,0 +1,181 @@
+"""Bounds of predictions: each is what committed rows show, and they come together as the law says."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from math import sqrt
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published_runs import read
+from planner.core.errors import UsageError
+from planner.core.judge.certainty import (
+    ALLOCATOR,
+    PEAKS,
+    SHORTEST_US,
+    SLACK_BYTES,
+    STEPS,
+    certainty_of,
+    headroom_for,
+)
+from planner.core.values.profile import Device, Model
+from planner.core.values.rates import rates_of
+from planner.solve import Request, solve
+from tests.support.profiles import inputs_of, profile_of
+
+PAGES = Path(__file__).parents[3] / "docs" / "measurements"
+
+
+def rows(page, section=""):
+    """The tables of a section of a page, or of what stands before the first one, as lists of cells."""
+    text = f"\n{(PAGES / page).read_text(encoding='utf-8')}".split(f"\n## {section}\n" if section else "\n# ")[1]
+    lines = text.split("\n## ")[0].splitlines()
+    # What stands above a rule is the title of columns.
+    tables = [line for line, below in pairwise([*lines, ""]) if line.startswith("| ") and not below.startswith("|-")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in tables]
+
+
+def shares(cells):
+    """The signed percentages of some cells as fractions of one."""
+    return [float(share) / 100 for cell in cells for share in re.findall(r"([+-]\d+\.\d+|\b0\.0) ?%", cell)]
+
+
+def ms(cell):
+    number, unit = cell.split()
+    return float(number) * {"ms": 1, "s": 1000}[unit]
+
+
+def on_the_cpu():
+    """How long a micro-batch is, in microseconds, and measured over predicted."""
+    for cells in rows("verify.md"):
+        slots = int(cells[2].split("; ")[1]) + 1
+        yield 1000 * ms(cells[3]) / slots, 1 + shares([cells[5]])[0]
+    for cells in rows("cpu.md"):
+        yield 1000 * ms(cells[3]) / 5, 1 + shares([cells[5]])[0]
+
+
+def published(*sections):
+    """Measured over predicted, of pages whose differences are the other way round."""
+    tables = (rows("published.md", section) for section in sections)
+    return [1 / (1 + shares(cells)[0]) for table in tables for cells in table if shares(cells)]
+
+
+SEEN = {
+    "one device": lambda: [1 / (1 + shares(cells)[-1]) for cells in rows("time.md", TIME)],
+    "cpu": lambda: [ratio for slot_us, ratio in on_the_cpu() if slot_us >= SHORTEST_US],
+    # Between the two kinds of rows there is none: what is shorter than the one may be as the other.
+    "short": lambda: [ratio for _, ratio in on_the_cpu()],
+    "calibrated": lambda: [ms(cells[7]) / ms(cells[4]) for cells in rows("verify.md")],
+    "cuda": lambda: published(
+        "GPT on 8 A100: nothing fitted",
+        "One plan from another plan's times",
+        "OPT-350M on GH200: one number fitted",
+        "Schedules with backwards in halves, on A100",
+    ),
+    "rate": lambda: published("Time by formula"),
+    "peak": lambda: [
+        rates_of("a100-80gb").half_flops_per_s / 1e12 / float(cells[1])
+        for cells in rows("published.md", "Recomputation, on A100")
+        if cells[0] in ("175B", "530B", "1T")
+    ],
+}
+TIME = "Sum of the layers against the whole step"
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_steps_are_bounded_by_the_rows(kind):
+    """The smallest and the largest step of a kind's rows, as the page has them: new rows change the bound."""
+    ratios = SEEN[kind]()
+    assert (STEPS[kind].least, STEPS[kind].most) == pytest.approx((min(ratios), max(ratios)), abs=1e-3)
+    page = (PAGES.parent / "cost-model.md").read_text(encoding="utf-8")
+    assert f" {STEPS[kind].least:.3f} to {STEPS[kind].most:.3f}" in page
+
+
+def test_peaks_are_bounded_by_the_rows():
+    """No peak of any page is above its bound, or by no more than the slack; and no bound is wider than its rows."""
+    page = (PAGES / "memory.md").read_text(encoding="utf-8")
+    assert PEAKS["measured"] == 1 / (1 - int(re.search(r"promised are -(\d)%", page)[1]) / 100)
+    measured = [*rows("memory.md"), *rows("memory.md", "Kinds of models whose memory is hard to predict")]
+    assert len(measured) > 100
+    for cells in measured:
+        largest_bytes = float(cells[5].split()[-2]) * 2**20
+        assert 1 / (1 + shares([cells[6]])[0]) * largest_bytes <= PEAKS["measured"] * largest_bytes + SLACK_BYTES
+    compiled = [1 / float(cells[-1]) for cells in rows("tpu-composition.md")]
+    assert PEAKS["compiled"] == pytest.approx(max(compiled), abs=1e-3)
+    assert PEAKS["estimated"] == pytest.approx(max(published("Memory by formula")), abs=1e-3)
+    reserved = [float(line["reserved_mib"]) / float(line["allocated_mib"]) for line in read("gpt-8xa100")]
+    assert pytest.approx(max(reserved), abs=1e-3) == ALLOCATOR
+
+
+def on(kind="cpu", *, how="measured", settings=None, name="", us=10_000.0):
+    """Four layers, the first two of one digest, whose repeats differ by 10 %; and a plan of two stages."""
+    profile = profile_of([us] * 4, [us] * 4, parameter_bytes=10**6)
+    layers = tuple(
+        replace(layer, digest="twice" if n < 2 else "", spread=(0.1,)) for n, layer in enumerate(profile.layers)
+    )
+    device = Device(kind=kind, how=how, name=name)
+    profile = replace(profile, layers=layers, device=device, model=Model(settings=settings or {}))
+    return profile, solve(profile, Request(inputs=inputs_of(2, 4), balance=(2, 2)))
+
+
+def test_a_step_lies_between_what_rows_and_repeats_leave():
+    """Errors of one measurement add up, those of several do not; the stage that is off most counts."""
+    profile, plan = on()
+    certainty = certainty_of(plan, profile)
+    assert certainty.sampling == pytest.approx(0.1)
+    step_us, seen = plan.predicted.step_us, STEPS["cpu"]
+    assert certainty.step_us == pytest.approx((step_us * seen.least / 1.1, step_us * seen.most * 1.1), rel=1e-3)
+    assert certainty.device_bytes == tuple(-int(-need / 0.99 // 1) + SLACK_BYTES for need in plan.device_bytes())
+    apart = replace(profile, layers=tuple(replace(layer, digest="") for layer in profile.layers))
+    assert certainty_of(plan, apart).sampling == pytest.approx(0.1 / sqrt(2))
+
+
+def test_a_calibration_says_what_came_true_instead():
+    """Around the step that was measured, as far as the same plan came out when it ran again."""
+    profile, plan = on()
+    plan = replace(plan, inputs=replace(plan.inputs, step_ratio=1.5))
+    again = STEPS["calibrated"]
+    assert certainty_of(plan, profile).step_ratio == pytest.approx((1.5 * again.least, 1.5 * again.most))
+
+
+FORMULA = {"formula": "transformer", "rate": "190 TFLOP/s"}
+KINDS = {
+    "short": lambda: on(us=1000.0),
+    "cuda": lambda: on("cuda"),
+    "rate": lambda: on("cuda", how="estimated", settings=FORMULA),
+    "peak": lambda: on(
+        "cuda", how="estimated", settings=FORMULA | {"rate": "312 TFLOP/s"}, name="NVIDIA A100-SXM4-80GB"
+    ),
+}
+
+
+def test_every_kind_of_number_has_bounds_of_its_own():
+    """What no run was held against has none."""
+    for kind, make in KINDS.items():
+        profile, plan = make()
+        assert certainty_of(plan, profile).source == STEPS[kind].source
+    profile, plan = on()
+    one = solve(profile, Request(inputs=inputs_of(1, 4), balance=(4,)))
+    assert certainty_of(one, profile).source == STEPS["one device"].source
+    compiled = certainty_of(plan, on("tpu:v2", how="compiled")[0])
+    assert (compiled.step_us, compiled.peak_ratio) == (None, PEAKS["compiled"])
+    assert certainty_of(plan, on("cuda", how="estimated")[0]).step_us is None
+    assert certainty_of(plan, on("tpu:v2")[0]).device_bytes == ()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("cap", [10**6, 8 * 10**9])
+def test_what_fits_under_headroom_auto_fits_when_peaks_are_highest(kind, cap):
+    """To a byte or two, and with no more than a tenth of a percent to spare."""
+    profile, plan = on(kind)
+    for share, fits in ((headroom_for(profile, [cap]), True), (headroom_for(profile, [cap]) - 0.0011, False)):
+        need = replace(plan.stages[0].memory, total=int(cap * (1 - share)))
+        full = replace(plan, stages=tuple(replace(stage, memory=need) for stage in plan.stages))
+        assert (max(certainty_of(full, profile).device_bytes) <= cap + 1) == fits
+
+
+def test_headroom_auto_needs_rows():
+    """Where no peak was measured there is nothing to take."""
+    with pytest.raises(UsageError, match="no peak has been measured"):
+        headroom_for(on("tpu:v2")[0], [10**9])

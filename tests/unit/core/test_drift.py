@@ -1,0 +1,102 @@
+"""A run held against what was planned of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.api.options.verifying import VerifyOptions
+from planner.api.texts import share, two_shares
+from planner.core.cost.costs import costs_at
+from planner.core.cost.planning import cluster_of
+from planner.core.judge.drift import ENOUGH_STEPS, drift_of, drift_text
+from planner.core.judge.verification import DEFAULT_TOLERANCE
+from planner.core.values.balance import Balance
+from planner.core.values.profile import Model
+from planner.core.values.run_report import RunReport
+from planner.emit import emit_native
+from planner.solve import Request, solve
+from tests.support.chains import random_profile
+from tests.support.profiles import inputs_of
+from tests.support.runs import report_of
+
+
+@pytest.fixture
+def run() -> tuple[Balance, RunReport]:
+    """The cuts of six stages on three devices, placed as a V, and a run that took what was planned."""
+    profile = replace(random_profile(3, 12, sizes=(1, 2, 4)), model=Model(source="model.py:build_model"))
+    profile = replace(
+        profile,
+        layers=tuple(replace(x, parameter_bytes=10**8 + x.parameter_bytes) for x in profile.layers),
+    )
+    inputs = replace(inputs_of(3, 12, reserve_bytes=10**6), schedule="zbv", chunks=2)
+    plan = solve(profile, Request(inputs=inputs, balance=(2,) * 6, micro_batches=6))
+    (balance,) = emit_native(plan, profile, folder=".", profile_folder=".").plans
+    report = report_of(plan, costs_at(profile, plan.micro_batch_size), cluster_of(plan.inputs))
+    whole = [need - 10**6 for need in plan.device_bytes()]
+    stages = tuple(replace(s, peak_bytes=whole[min(s.index, 5 - s.index)]) for s in report.stages)
+    return balance, replace(report, step_us=(plan.predicted.step_us,) * (2 + ENOUGH_STEPS), stages=stages)
+
+
+def slower(report: RunReport, factor: float) -> RunReport:
+    """The same run, with other step times."""
+    return replace(report, step_us=tuple(factor * time for time in report.step_us))
+
+
+def fuller(report: RunReport, factor: float) -> RunReport:
+    """The same run, with another peak on the device in the middle."""
+    changed = (replace(s, peak_bytes=int(factor * s.peak_bytes)) if s.index in (1, 4) else s for s in report.stages)
+    return replace(report, stages=tuple(changed))
+
+
+def test_what_is_farther_off_than_verify_allows_is_told(run: tuple[Balance, RunReport]) -> None:
+    """Step time in either direction, the peak of a device without its reserve; both in one sentence."""
+    balance, report = run
+    off = {
+        "as planned": report,
+        "within": fuller(slower(report, 1.09), 1.009),
+        "slow": slower(report, 1.5),
+        "fast": slower(report, 0.8),
+        "full": fuller(report, 1.02),
+        "both": fuller(slower(report, 2.0), 0.5),
+    }
+    drifts = {name: drift_of(balance, each, are_times_judged=True) for name, each in off.items()}
+    assert {name: [row.what for row in drift] for name, drift in drifts.items()} == {
+        "as planned": [],
+        "within": [],
+        "slow": ["step_us"],
+        "fast": ["step_us"],
+        "full": ["peak_bytes"],
+        "both": ["step_us", "peak_bytes"],
+    }
+    text = drift_text(drifts["both"])
+    assert text.startswith("not as planned: a step took ")
+    assert "(+100.0%, 10% are allowed); the peak of device 1 was " in text
+    assert text.endswith("(-50.0%, -5% to +1% are allowed)")
+    assert "and 2 others are off" in drift_text(
+        drift_of(replace(balance, stages=tuple(replace(s, peak_bytes=0) for s in balance.stages)), report,
+                 are_times_judged=True)
+    )  # fmt: skip
+
+
+def test_nothing_is_said_of_runs_that_say_nothing(run: tuple[Balance, RunReport]) -> None:
+    """Too short, on another device, of mini-batches of another size; times of a crowded machine; no prediction."""
+    balance, report = run
+    slow = slower(report, 1.5)
+    rates = tuple(2 * report.batch / time * 1e6 for time in slow.step_us)
+    assert drift_of(balance, slow, are_times_judged=True)
+    assert not drift_of(balance, slow, are_times_judged=False)
+    for other in (
+        replace(slow, step_us=slow.step_us[1:]),
+        replace(slow, device=replace(slow.device, kind="cuda")),
+        replace(slow, samples_per_s=rates),
+    ):
+        assert not drift_of(balance, other, are_times_judged=True)
+    assert not drift_of(replace(balance, planned=None), slow, are_times_judged=True)
+    assert drift_of(balance, replace(slow, samples_per_s=tuple(r / 2 for r in rates)), are_times_judged=True)
+
+
+def test_it_allows_what_verify_allows() -> None:
+    """Where nothing else is asked of that."""
+    asked = VerifyOptions()
+    shares = (share(asked.tolerance_time), *two_shares("", asked.tolerance_memory))
+    assert shares == (DEFAULT_TOLERANCE.step, DEFAULT_TOLERANCE.memory_below, DEFAULT_TOLERANCE.memory_above)

@@ -1,0 +1,50 @@
+"""What is said where a package of an extra is missing."""
+
+import pytest
+
+from planner.core import extras
+from planner.core.errors import ExitCode, MissingPackageError
+from planner.core.extras import check_installed, command_for, importing
+
+
+def leave_only(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
+    """No other package can be found."""
+    monkeypatch.setattr(extras, "find_spec", lambda name: name if name in installed else None)
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ((), "jax, libtpu and torchax are not installed, which TPUs need"),
+        (("libtpu",), "jax and torchax are not installed, which TPUs need"),
+        (("jax", "libtpu"), "torchax is not installed, which TPUs need"),
+    ],
+)
+def test_all_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], message: str
+) -> None:
+    """And the command; there is no answer without it."""
+    leave_only(monkeypatch, *installed)
+    with pytest.raises(MissingPackageError) as refused:
+        check_installed("tpu")
+    assert (refused.value.message, refused.value.hint) == (message, "pip install 'gpipe-plan[tpu]'")
+    assert refused.value.exit_code == ExitCode.ERROR
+
+
+def test_the_torch_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra would have pip replace one of another release: so the rest is named."""
+    leave_only(monkeypatch)
+    assert command_for("train") == "pip install 'gpipe-plan[train]'"
+    leave_only(monkeypatch, "torch")
+    assert command_for("train") == "pip install fvcore networkx"
+    leave_only(monkeypatch, "torch", "fvcore", "networkx")
+    check_installed("train")
+
+
+def test_an_import_that_fails_for_another_reason_fails_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of ours that does not exist, or a package that is in no extra, is not to be installed so."""
+    leave_only(monkeypatch)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"), importing("train"):
+        import no_such_module  # type: ignore[import-not-found]  # noqa: F401
+    with pytest.raises(MissingPackageError, match="torch, fvcore and networkx"), importing("train"):
+        raise ModuleNotFoundError(name="torch.nn")

@@ -1,0 +1,64 @@
+"""The question behind a plan, typed again."""
+
+import shlex
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from planner.api.asked import request_of
+from planner.api.options.solving import SolverOptions
+from planner.core.judge.question import as_typed, calibrated_options, solve_again, solve_options
+from planner.core.values.cluster import ExecutorCost, Link
+from planner.core.values.plan import ProfileReference
+from tests.support.chains import random_profile
+
+REFERENCE = ProfileReference(path="profile.yaml", digest="sha256:0")
+LINK = "25GB/s,5us,blocking"
+
+
+def typed(words: str) -> SolverOptions:
+    """The options as the command line takes them."""
+    names, options = {field.name for field in fields(SolverOptions)}, dict[str, Any]()
+    of = iter(shlex.split(words))
+    for word in of:
+        name = word.removeprefix("--").replace("-", "_")
+        assert name in names
+        value: Any = True if name in ("extrapolate", "devices_any_order") else next(of)
+        if name in ("together", "apart"):
+            value = [*options.get(name, ()), value]
+        options[name] = int(value) if name == "batch" else value
+    return SolverOptions(**options)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--devices 4 --mem 8GB --batch 8",
+        "--devices 2 --mem 1GB,3GiB --batch 8 --schedule 1f1b --recompute always --speed 1.0,2.5",
+        f"--nodes 2x4 --mem 8GB --batch 8 --replicas auto --link {LINK} --inter-link 1GB/s,0.5us --allreduce 1GB/s,0us",
+        "--nodes 2x4 --devices 7 --mem 8GB --batch 8 --schedule interleaved --chunks 2 --overhead 0.25us --reserve 5B",
+        "--devices 2 --mem 8GB --batch 8 --chunks 1 --devices-any-order --extrapolate --together 'a b,c' --apart d,e",
+        "--devices 3 --mem 8000000001B --batch 6 --schedule search --apart a,b",
+    ],
+)
+def test_it_is_what_was_asked(words: str) -> None:
+    """Of any plan the options, typed again, ask the same; what a calibration brings is left to it."""
+    profile = random_profile(1, 8, sizes=(1, 2, 4))
+    executor = ExecutorCost(overhead_us=12.5, link=Link(latency_us=3.0, bytes_per_s=1e9))
+    device = replace(profile.device, executor=executor, reserve_bytes=100)
+    profile = replace(profile, device=device)
+    inputs = request_of(profile, REFERENCE, typed(words)).inputs
+    again = as_typed(solve_options(inputs, device))
+    assert request_of(profile, REFERENCE, typed(again)).inputs == inputs
+    names = {option.partition(" ")[0] for option in calibrated_options(inputs, device)}
+    assert not {"--overhead", "--reserve"} & names
+    assert ("--link" in names) == ("--inter-link" in words)
+
+
+def test_the_command_is_one_line() -> None:
+    """Whatever stands in files is quoted; the plan is named where it does not stand in its usual place."""
+    assert solve_again("my profile.yaml", ["--devices 2; ls"], calibration="c.yaml", plan="out/plan.yaml") == (
+        "gpipe-plan solve 'my profile.yaml' --devices '2; ls' --calibration c.yaml -o out/plan.yaml"
+    )
+    assert solve_again("p.yaml", (), calibration="c.yaml") == "gpipe-plan solve p.yaml --calibration c.yaml"

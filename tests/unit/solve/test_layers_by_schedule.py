@@ -1,0 +1,142 @@
+"""Single layers recomputed under schedules other than GPipe: what fits, what is cheapest, and what it is worth."""
+
+import random
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.errors import InfeasibleError
+from planner.core.judge.verdict import judge
+from planner.core.schedule import SCHEDULES
+from planner.core.values.plan import Inputs, Plan, ScheduleName
+from planner.core.values.profile import Profile
+from planner.solve import Request, solve
+from planner.solve.cases import cases_of
+from planner.solve.chunk_layers import DevicesOfChunks
+from planner.solve.many import Many
+from tests.support.chains import chain, layer, random_profile
+from tests.support.profiles import inputs_of
+
+
+def heavy(seed: int) -> Profile:
+    """Nine layers that keep much more than crosses their boundaries."""
+    rng = random.Random(seed)
+    return chain(
+        *(
+            layer(
+                f"l{n}",
+                forward_us=rng.uniform(10, 40),
+                backward_us=rng.uniform(20, 90),
+                saved_bytes=rng.randint(100, 900),
+                output_bytes=rng.randint(1, 30),
+                parameter_bytes=rng.randint(0, 60),
+            )
+            for n in range(9)
+        )
+    )
+
+
+def inputs_for(schedule: ScheduleName, **changes: object) -> Inputs:
+    """Two devices, each with as many stages as the schedule needs."""
+    rule = SCHEDULES.get(schedule)
+    chunks = (rule.exact_chunks or 2 if rule.is_chunked else 1) if rule else 0
+    return replace(inputs_of(2, 4, overhead_us=2.0), schedule=schedule, chunks=chunks, **changes)
+
+
+def solved(profile: Profile, inputs: Inputs, *, balance: tuple[int, ...] | None = None) -> Plan:
+    """The plan for four micro-batches, which `check` takes."""
+    plan = solve(profile, Request(inputs=inputs, micro_batches=4, balance=balance))
+    assert judge(plan, profile, profile_digest=plan.inputs.profile.digest).findings == ()
+    assert plan.solver.lower_bound_us <= plan.predicted.step_us
+    return plan
+
+
+@pytest.mark.parametrize(("schedule", "least"), [("1f1b", 0.05), ("interleaved", 0.02), ("zb-h1", 0.3), ("zbv", 0.02)])
+def test_faster_than_whole_stages_and_never_slower(schedule: ScheduleName, least: float) -> None:
+    """With less memory than is held without recomputation; for cuts that are given as well."""
+    gains = []
+    for seed, share in ((1, 0.85), (2, 0.7)):
+        profile = heavy(seed)
+        cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).device_bytes()))
+        inputs = inputs_for(schedule, recompute="auto", memory_bytes=(cap, cap))
+        try:
+            whole = solved(profile, inputs)
+        except InfeasibleError:
+            continue
+        free = solved(profile, replace(inputs, recompute="layers"))
+        same_cuts = solved(profile, replace(inputs, recompute="layers"), balance=whole.balance)
+        assert free.predicted.step_us <= same_cuts.predicted.step_us * (1 + 1e-9)
+        assert same_cuts.predicted.step_us <= whole.predicted.step_us * (1 + 1e-9)
+        gains.append(1 - free.predicted.step_us / whole.predicted.step_us)
+    assert max(gains) > least
+
+
+@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.45), ("zb-h1", 0.7), ("zbv", 0.55)])
+def test_it_fits_where_no_whole_stage_does(schedule: ScheduleName, share: float) -> None:
+    """What a stage holds that is recomputed as a whole comes all at once in its backward."""
+    profile = heavy(int(schedule != "zbv"))
+    cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).device_bytes()))
+    inputs = inputs_for(schedule, recompute="auto", memory_bytes=(cap, cap))
+    with pytest.raises(InfeasibleError):
+        solved(profile, inputs)
+    assert solved(profile, replace(inputs, recompute="layers")).predicted.recompute_share > 0
+
+
+def test_the_schedule_left_open() -> None:
+    """All schedules are compared, and none that is asked for by name is faster."""
+    profile = heavy(0)
+    inputs = inputs_for("auto", recompute="layers", memory_bytes=(6000, 6000))
+    best = solved(profile, inputs)
+    whole = solved(profile, replace(inputs, recompute="auto"))
+    assert best.predicted.step_us <= whole.predicted.step_us
+    for name in ("gpipe", "1f1b", "interleaved"):
+        other = solved(profile, inputs_for(name, recompute="layers", memory_bytes=(6000, 6000)))
+        assert best.solver.lower_bound_us <= other.predicted.step_us
+        assert best.predicted.step_us <= other.predicted.step_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "zbv"])
+def test_what_a_device_recomputes(schedule: ScheduleName, *, exact: bool) -> None:
+    """Beside every subset of its layers: it fits, and of one stage nothing is cheaper; of two, hardly anything."""
+    chunks = SCHEDULES[schedule].exact_chunks or 2 if SCHEDULES[schedule].is_chunked else 1
+    spent = least = 0.0
+    for seed in range(4):
+        profile = random_profile(seed, 8, exact=exact)
+        inputs = replace(inputs_of(2, 4), schedule=schedule, chunks=chunks, recompute="layers")
+        case = cases_of(profile, Request(inputs=inputs, micro_batches=4))[0]
+        many = Many(case, 2)
+        cuts = np.array([0, 4, 8] if chunks == 1 else [0, 2, 4, 6, 8])
+        layers = [n for s in many.chunks[0] for n in range(cuts[s], cuts[s + 1])]
+        subsets = [some for count in range(len(layers) + 1) for some in combinations(layers, count)]
+        held = {some: bytes_with(many, cuts, some) for some in subsets}
+        for share in (0.0, 0.3, 0.7):
+            cap = int(min(held.values()) + share * (held[()] - min(held.values())))
+            caps = replace(case.cluster, memory_bytes=(cap, cap))
+            way = DevicesOfChunks(Many(replace(case, cluster=caps), 2)).ways(0, cuts)[0]
+            best = min(4 * case.costs.forward_us[list(some)].sum() for some in subsets if held[some] <= cap)
+            if chunks == 1:
+                assert way.over_bytes == 0
+                assert way.again_us <= best * (1 + 1e-9)
+            if set(way.choices) <= {0, 3} and way.over_bytes == 0:
+                assert held[tuple(sorted(n for some in way.recomputed for n in some))] <= cap
+                spent, least = spent + way.again_us, least + best
+    assert spent <= 1.02 * least
+
+
+def bytes_with(many: Many, cuts: np.ndarray, recomputed: tuple[int, ...]) -> int:
+    """The peak of the first device with these layers recomputed, by the law itself."""
+    some = tuple(tuple(n for n in recomputed if first <= n < end) for first, end in pairwise(cuts.tolist()))
+    partition = Partition(
+        schedule=many.case.schedule.name,
+        micro_batches=4,
+        balance=tuple(np.diff(cuts).tolist()),
+        recompute=tuple("layers" if layers else "never" for layers in some),
+        recomputed=some if any(some) else (),
+        chunks=many.case.chunks,
+    )
+    stages = stages_of(many.case.costs, partition, many.case.cluster)
+    return sum(stages[s].memory.total for s in many.chunks[0])
