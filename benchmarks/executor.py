@@ -3,19 +3,20 @@
     python benchmarks/executor.py [--peers PYTHON] > docs/measurements/executor.md
     python benchmarks/executor.py --quick
 
-A stage is one layer that sleeps in forward and in backward, so that nothing but schedule, transfers and bookkeeping is
-measured. K processes over gloo run every case with the executor and with torch's own `ScheduleGPipe`, `Schedule1F1B` or
-`ScheduleInterleaved1F1B` as it is, a step of the one after a step of the other. The constant per micro-batch, stage and
-direction is what the even case with most micro-batches takes beyond its simulated time, for each K and schedule; the
-other cases are predicted with it. Interleaved, a device runs two stages, each half as long. `--peers` names a Python
-with `torch` and `torchgpipe`, which then runs the same cases with its threads. A busy machine makes sleeps longer: use
-a quiet one.
+A stage is one layer that sleeps in forward and in each half of its backward, so that nothing but schedule, transfers
+and bookkeeping is measured. K processes over gloo run every case with the executor and, where backwards run in one
+piece, with torch's own `ScheduleGPipe`, `Schedule1F1B` or `ScheduleInterleaved1F1B` as it is, a step of the one after a
+step of the other. The constant per micro-batch, stage and direction is what the even case with most micro-batches takes
+beyond its simulated time, for each K and schedule; the other cases are predicted with it. Where a device runs two
+stages, each is half as long. `--peers` names a Python with `torch` and `torchgpipe`, which then runs the same cases
+with its threads. A busy machine makes sleeps longer: use a quiet one.
 
 Peak memory is that of one more step, in which every layer keeps 4 MiB for its backward: how far the memory of all
 processes rises above what it was before the step (`VmHWM` of Linux, written anew by `/proc/self/clear_refs`).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from planner.core.cost.simulate import StageTimes, last_end_us
+from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import ScheduleName
@@ -45,9 +47,10 @@ from planner.core.values.profile import Model
 from planner.device.machine import cpu_name
 from planner.executor import Pipeline
 from planner.files import write
+from planner.model.halves import PutOff, SplitBackward
 
 UNIT_US = 8_000.0
-"""Forward of a stage; backward takes twice as long."""
+"""Forward of a stage, and each half of its backward."""
 
 UNEVEN = (1.0, 2.0, 1.5, 0.5)
 """Shares of the stages where they are uneven, over and over."""
@@ -67,19 +70,22 @@ import time
 import torch
 from torch import nn
 
+IN_INPUT_BACKWARD = False  # whether the gradients of weights come later
+SECONDS = {}  # by weight, how long its gradient sleeps
+
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, value, weight, seconds, kept):
+    def forward(ctx, value, seconds, kept):
         ctx.seconds = seconds
-        ctx.save_for_backward(weight, torch.ones(kept))
+        ctx.save_for_backward(torch.ones(kept))
         time.sleep(seconds)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds)
-        return gradient, torch.zeros_like(ctx.saved_tensors[0]), None, None
+        time.sleep(ctx.seconds if IN_INPUT_BACKWARD else 2 * ctx.seconds)
+        return gradient, None, None
 
 
 class Sleeping(nn.Module):
@@ -87,10 +93,12 @@ class Sleeping(nn.Module):
         super().__init__()
         self.seconds = seconds
         self.kept = 0
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.eye(16))
 
     def forward(self, value):
-        return _Sleep.apply(value, self.weight, 0.0 if value.is_meta else self.seconds, self.kept)
+        SECONDS[id(self.weight)] = self.seconds
+        value = nn.functional.linear(value, self.weight)
+        return _Sleep.apply(value, 0.0 if value.is_meta else self.seconds, self.kept)
 
 
 def peak_bytes(model, step):
@@ -156,11 +164,15 @@ class Case:
                 forward_us=time_us + constant_us,
                 backward_us=2 * time_us + constant_us,
                 last_backward_us=2 * time_us + constant_us,
+                input_backward_us=time_us + constant_us,
+                last_input_backward_us=time_us + constant_us,
+                weight_backward_us=time_us + constant_us,
             )
             for time_us in self.forward_us
         ]
-        actions = SCHEDULES[self.schedule].actions(self.num_devices, self.micro_batches, self.chunks)
-        return last_end_us(actions, stages)
+        rule = SCHEDULES[self.schedule]
+        # Steps are timed one by one here: no device begins the next one before all have ended this one.
+        return last_end_us(rule.actions(self.num_devices, self.micro_batches, self.chunks), stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +180,8 @@ class Measured:
     """Median step times of one case, and of the same steps the median of their ratio."""
 
     ours_us: float
-    bare_us: float
-    ratio: float
+    bare_us: float | None
+    ratio: float | None
     peak_bytes: int
     """Of ours, all processes together."""
 
@@ -179,28 +191,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="K = 4 and M = 4, 8 alone")
     parser.add_argument("--peers", metavar="PYTHON", help="one that has torch and torchgpipe")
+    parser.add_argument("--devices", type=int, nargs="*", default=[2, 3, 4, 8], help="K")
     given = parser.parse_args()
     _print_head()
     notes = []
-    for num_devices in (4,) if given.quick else (4, 8):
-        cases = list(_cases(num_devices, (4, 8) if given.quick else (num_devices, 32)))
+    for num_devices in (4,) if given.quick else given.devices:
+        cases = list(_cases(num_devices, (4, 8) if given.quick else (2 * num_devices, 32)))
         found = _measure(cases)
         constants_us = _constants_us(cases, found)
         peers = _peer_steps(given.peers, cases) if given.peers else [None] * len(cases)
         for case, measured, peer in zip(cases, found, peers, strict=True):
             _print_row(case, measured, constants_us[case.schedule], peer)
-        ratio = statistics.median(one.ratio for one in found)
+        ratios = [one.ratio for one in found if one.ratio is not None]
         notes.append(
             f"K = {num_devices}: per micro-batch, stage and direction beyond the sleep "
             f"{', '.join(f'{time_us:.0f} us ({schedule})' for schedule, time_us in constants_us.items())}; "
-            f"the executor takes {ratio:.3f} of the bare loop's step (median)."
+            f"the executor takes {statistics.median(ratios):.3f} of the bare loop's step (median; {max(ratios):.3f} at "
+            f"most). {_order(cases, found, constants_us)}"
         )
     print("\n" + "\n".join(notes))
 
 
 def _cases(num_devices: int, counts: Sequence[int]) -> Iterator[Case]:
     for is_even, micro_batches, schedule in product((True, False), counts, SCHEDULES):
-        yield Case(num_devices=num_devices, micro_batches=micro_batches, schedule=schedule, is_even=is_even)
+        case = Case(num_devices=num_devices, micro_batches=micro_batches, schedule=schedule, is_even=is_even)
+        with contextlib.suppress(UsageError):
+            SCHEDULES[schedule].refuse(num_devices, micro_batches, case.chunks)
+            yield case
+
+
+def _order(cases: Sequence[Case], found: Sequence[Measured], constants_us: dict[ScheduleName, float]) -> str:
+    """Whether of two schedules the one predicted to be faster was, where predictions differ by more than the error."""
+    error = max(
+        abs(one.ours_us / case.step_us(constants_us[case.schedule]) - 1) for case, one in zip(cases, found, strict=True)
+    )
+    count = swapped = 0
+    for (a, first), (b, second) in combinations(zip(cases, found, strict=True), 2):
+        ratio = a.step_us(constants_us[a.schedule]) / b.step_us(constants_us[b.schedule])
+        is_alike = (a.micro_batches, a.is_even) == (b.micro_batches, b.is_even)
+        if is_alike and abs(ratio - 1) > 2 * error:
+            count += 1
+            swapped += (first.ours_us < second.ours_us) != (ratio < 1)
+    return (
+        f"Predictions are off by {error:.1%} at most; of {count} pairs of schedules whose predictions differ by more "
+        f"than twice that, {swapped} were measured in the other order."
+    )
 
 
 def _constants_us(cases: Sequence[Case], found: Sequence[Measured]) -> dict[ScheduleName, float]:
@@ -240,6 +275,7 @@ def _balance(case: Case) -> Balance:
         batch=case.micro_batches,
         micro_batches=case.micro_batches,
         chunks=case.chunks,
+        placement=SCHEDULES[case.schedule].placement,
         balance=(1,) * len(case.forward_us),
         stages=tuple(StageBalance(index=k, recompute="never", layers=(str(k),)) for k in range(len(case.forward_us))),
     )
@@ -265,6 +301,7 @@ def _compare(balance: str, case: Case) -> Measured:
     from model import peak_bytes  # type: ignore[import-not-found] # noqa: PLC0415 - written just now
 
     pipeline = Pipeline(balance)
+    _let_halves_sleep(pipeline)
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     (batch,) = pipeline.batches(1)
 
@@ -273,8 +310,9 @@ def _compare(balance: str, case: Case) -> Measured:
             optimizer.step()
             optimizer.zero_grad()
 
-    bare = _Bare(pipeline.model.build(), case)
-    pairs = [(_timed_us(ours), _timed_us(bare.step)) for _ in range(WARM_UPS + STEPS)]
+    # Torch's own split of a backward would sleep twice.
+    bare = None if SCHEDULES[case.schedule].splits_backward else _Bare(pipeline.model.build(), case)
+    pairs = [(_timed_us(ours), 0.0 if bare is None else _timed_us(bare.step)) for _ in range(WARM_UPS + STEPS)]
     counted = pairs[WARM_UPS:]
     dist.barrier()
     peaks: list[Any] = [0] * case.num_devices
@@ -282,10 +320,33 @@ def _compare(balance: str, case: Case) -> Measured:
     pipeline.close()
     return Measured(
         ours_us=statistics.median(a for a, _ in counted),
-        bare_us=statistics.median(b for _, b in counted),
-        ratio=statistics.median(a / b for a, b in counted),
+        bare_us=None if bare is None else statistics.median(b for _, b in counted),
+        ratio=None if bare is None else statistics.median(a / b for a, b in counted),
         peak_bytes=sum(peaks),
     )
+
+
+def _let_halves_sleep(pipeline: Pipeline) -> None:
+    """Gradients of weights sleep where they are computed: with the rest of the backward, or later."""
+    layer = next(layer for layer in pipeline.modules[0].modules() if hasattr(layer, "seconds"))
+    state = type(layer).forward.__globals__  # type: ignore[attr-defined]
+
+    def backward_input(self: SplitBackward, *arguments: Any) -> PutOff:
+        state["IN_INPUT_BACKWARD"] = True
+        try:
+            return input_of(self, *arguments)
+        finally:
+            state["IN_INPUT_BACKWARD"] = False
+
+    def backward_weight(self: SplitBackward, put_off: PutOff) -> None:
+        time.sleep(sum(state["SECONDS"][id(use.operands.weight)] for use in put_off))
+        weight_of(self, put_off)
+
+    input_of, weight_of = _SPLIT
+    SplitBackward.backward_input, SplitBackward.backward_weight = backward_input, backward_weight  # type: ignore[method-assign]
+
+
+_SPLIT = SplitBackward.backward_input, SplitBackward.backward_weight
 
 
 def _timed_us(step: Any) -> float:
@@ -375,11 +436,12 @@ def _print_head() -> None:
     print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()} ({os.cpu_count()} cores), ", end="")
     print(f"torch {torch.__version__}, Python {platform.python_version()}; load average {os.getloadavg()[0]:.1f}.")
     print(
-        f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and twice as long backward, one per stage; uneven: ", end=""
+        f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and in each half of the backward, one per stage; uneven: ",
+        end="",
     )
     print(
         f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps. "
-        "Interleaved: two stages on each device, each half as long."
+        "Where a device runs two stages, each is half as long."
     )
     print(
         f"Peak memory: of all processes, in a step in which every layer keeps {KEPT >> 20} MiB per micro-batch, beyond "
@@ -402,8 +464,8 @@ def _print_row(case: Case, measured: Measured, constant_us: float, peer: tuple[f
         f"{predicted_us / 1e3:.1f} ms",
         f"{measured.ours_us / 1e3:.1f} ms",
         f"{measured.ours_us / predicted_us - 1:+.1%}",
-        f"{measured.bare_us / 1e3:.1f} ms",
-        f"{measured.ratio:.3f}",
+        "" if measured.bare_us is None else f"{measured.bare_us / 1e3:.1f} ms",
+        "" if measured.ratio is None else f"{measured.ratio:.3f}",
         "" if peer is None else f"{peer[0] / 1e3:.1f} ms",
         f"{measured.peak_bytes / 2**20:.0f} MiB",
         "" if peer is None else f"{peer[1] / 2**20:.0f} MiB",

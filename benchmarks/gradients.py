@@ -1,25 +1,34 @@
 """Loss and gradients of pipelines beside those of the unpipelined model: every schedule, stage count, recomputation.
 
     python benchmarks/gradients.py > docs/measurements/gradients.md
+    python benchmarks/gradients.py --halves >> docs/measurements/gradients.md
 
 Five sample models and eight real ones in training mode (dropout and batch normalisation work), as the tests compare
 them: each run accumulates the same micro-batches in one process, with the same seeds. Two steps, the last one compared.
-Takes about fifteen minutes on two cores.
+Takes about fifteen minutes on two cores. `--halves`: three of them under every schedule whose backwards run in halves.
 """
 
+import argparse
 import os
 import platform
+import shlex
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from planner.core.errors import UsageError  # noqa: E402
+from planner.core.schedule import SCHEDULES  # noqa: E402
+from planner.core.values.plan import Recompute, ScheduleName  # noqa: E402
 from planner.device.machine import cpu_name  # noqa: E402
 from planner.executor.build.building import build_structure  # noqa: E402
 from planner.model.load import load_model  # noqa: E402
@@ -33,52 +42,102 @@ _SAMPLES = {
     "unet": {"width": 4, "levels": 2, "image_size": 16},
 }
 _REAL = ("GPT-2", "Llama", "Gemma-2", "BERT", "T5", "ViT", "ConvNeXt", "ResNet-26 (timm)")
-_RECOMPUTE = ("never", "except-last", "always")
+_RECOMPUTE: tuple[Recompute, ...] = ("never", "except-last", "always")
+
+
+class Way(NamedTuple):
+    """How models are run."""
+
+    devices: int
+    schedule: ScheduleName
+    chunks: int
+    recompute: Recompute
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints one of the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--halves", action="store_true", help="schedules whose backwards run in halves")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     bases = {name: _sample(name, settings) for name, settings in _SAMPLES.items()}
+    if given.halves:
+        names = ("transformer_lm", "resnet", "GPT-2")
+        bases = {name: replace(bases.get(name) or _real(name), micro_batches=8, batch=8) for name in names}
+        _head("## Backwards in halves", micro_batches=8)
+        _print_by_schedule(_worst(bases, _in_halves(micro_batches=8)))
+        return
     bases |= {name: _real(name) for name in _REAL}
+    _head("# Pipelines beside the unpipelined model", micro_batches=4)
+    print(
+        "K = 2, 3, 4 under GPipe and 1F1B, two devices with two stages each under interleaved 1F1B; recompute `never`,"
+    )
+    print("`except-last`, `always`.\n")
+    worst = _worst(bases, _whole())
+    print("| model | layers | runs | loss | gradients | buffers |\n|---|---:|---:|---:|---:|---:|")
+    for name, rows in worst.items():
+        every = list(rows.values())
+        print(f"| {name} | {_num_layers(bases[name])} | {len(every)} | {_cells(every)} |")
+
+
+def _whole() -> Iterator[Way]:
+    for (devices, schedule), recompute in product(product((2, 3, 4), ("gpipe", "1f1b")), _RECOMPUTE):
+        yield Way(devices, schedule, 1, recompute)
+    for recompute in _RECOMPUTE:
+        yield Way(2, "interleaved", 2, recompute)
+
+
+def _in_halves(*, micro_batches: int) -> Iterator[Way]:
+    for devices, (name, schedule), recompute in product((2, 3, 4), SCHEDULES.items(), ("never", "always")):
+        chunks = 2 if schedule.is_chunked else 1
+        with suppress(UsageError):
+            schedule.refuse(devices, micro_batches, chunks)
+            if schedule.splits_backward:
+                yield Way(devices, name, chunks, recompute)
+
+
+def _worst(bases: dict[str, Case], ways: Iterable[Way]) -> dict[str, dict[Way, tuple[float, float, float]]]:
+    """By model and way: differences of the loss, of all gradients and of buffers."""
     layers = {name: _num_layers(case) for name, case in bases.items()}
-    worst: dict[str, list[tuple[float, float, float]]] = {name: [] for name in bases}
-    runs = [(k, schedule) for k in (2, 3, 4) for schedule in ("gpipe", "1f1b")]
-    for (num_devices, schedule), recompute in product([*runs, (2, "interleaved")], _RECOMPUTE):
-        chunks = 2 if schedule == "interleaved" else 1
-        how = {"schedule": schedule, "chunks": chunks, "recompute": recompute}
-        stages = num_devices * chunks
+    worst: dict[str, dict[Way, tuple[float, float, float]]] = {name: {} for name in bases}
+    for way in ways:
+        stages = way.devices * way.chunks
+        how = {"schedule": way.schedule, "chunks": way.chunks, "recompute": way.recompute}
         cases = {
             name: replace(case, balance=_even(layers[name], stages), **how)
             for name, case in bases.items()
             if layers[name] >= stages
         }
-        print(f"{num_devices} devices, {schedule}, {recompute}: {len(cases)} runs", file=sys.stderr, flush=True)
+        print(f"{way.devices} devices, {way.schedule}, {way.recompute}: {len(cases)} runs", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             results = run_cases(list(cases.values()), Path(folder))
         for name, result in zip(cases, results, strict=True):
-            worst[name].append((result["split_loss_relative"], result["split_all_relative"], result["split_buffer"]))
-    _print(worst, layers)
+            worst[name][way] = (result["split_loss_relative"], result["split_all_relative"], result["split_buffer"])
+    return worst
 
 
-def _print(worst: dict[str, list[tuple[float, float, float]]], layers: dict[str, int]) -> None:
-    print("# Pipelines beside the unpipelined model\n")
+def _print_by_schedule(worst: dict[str, dict[Way, tuple[float, float, float]]]) -> None:
+    print("K = 2, 3, 4 where the schedule and the model can, recompute `never` and `always`.\n")
+    print("| schedule | model | runs | loss | gradients | buffers |\n|---|---|---:|---:|---:|---:|")
+    for schedule, (model, rows) in product(SCHEDULES, worst.items()):
+        every = [row for way, row in rows.items() if way.schedule == schedule]
+        if every:
+            print(f"| {schedule} | {model} | {len(every)} | {_cells(every)} |")
+
+
+def _cells(rows: Sequence[tuple[float, float, float]]) -> str:
+    return " | ".join(f"{max(column):.1e}" for column in zip(*rows, strict=True))
+
+
+def _head(title: str, *, micro_batches: int) -> None:
+    command = shlex.join(["python", *sys.argv])
+    print(f"{title}\n\n`{command}` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
+    print(f"Python {platform.python_version()}, float32, M = {micro_batches}.")
     print(
-        f"`python benchmarks/gradients.py` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, ", end=""
+        "The largest relative differences after two steps, to the same micro-batches in one process: of the loss, of\n"
+        "all gradients (norm of the difference over the norm), of any buffer (running statistics of batch\n"
+        "normalisations)."
     )
-    print(f"Python {platform.python_version()}, float32.")
-    print(
-        "K = 2, 3, 4 under GPipe and 1F1B, two devices with two stages each under interleaved 1F1B; recompute `never`,"
-    )
-    print(
-        "`except-last`, `always`; M = 4. The largest relative differences after two steps, to the same micro-batches in"
-    )
-    print("one process: of the loss, of all gradients (norm of the difference over the norm), of any buffer (running")
-    print("statistics of batch normalisations).\n")
-    print("| model | layers | runs | loss | gradients | buffers |\n|---|---:|---:|---:|---:|---:|")
-    for name, rows in worst.items():
-        cells = (f"{max(column):.1e}" for column in zip(*rows, strict=True))
-        print(f"| {name} | {layers[name]} | {len(rows)} | {' | '.join(cells)} |")
 
 
 def _sample(name: str, settings: dict[str, int]) -> Case:

@@ -1,25 +1,32 @@
 """Predicted beside measured on this machine: sample models as pipelines of two CPU processes, each recomputation.
 
     python benchmarks/predicted_measured.py > docs/measurements/cpu.md
+    python benchmarks/predicted_measured.py --schedules > docs/measurements/schedules-cpu.md
+
+`--schedules`: under every schedule there is, in the cuts that `solve` chooses for it.
 
 Prints a Markdown table with its environment. Memory is the allocator's own count in the second step, time the median of
 the steps after it. Takes about three minutes; on a machine that does something else meanwhile the times mean little.
 """
 
+import argparse
 import contextlib
 import io
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import torch
 
 from planner.cli.main import run
+from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
 from planner.device.machine import cpu_name
@@ -27,28 +34,72 @@ from planner.files import read_plan, read_run
 
 SAMPLES = Path(__file__).parents[1] / "sample_models"
 CASES = {"transformer_lm": "6,4", "amoebanet_d": "4,8", "resnet": "8,10", "mlp": "9,8"}
+SCHEDULED = ("transformer_lm", "resnet", "gpt2")
 STEPS = "15"
 
 
 def main() -> None:
     """Runs every case and prints its row."""
-    print("# Predicted and measured: two processes on the CPU, GPipe, M = 4, mini-batch 8\n")
-    print(f"`python benchmarks/predicted_measured.py` on {cpu_name()}, {os.cpu_count()} cores, ", end="")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--schedules", action="store_true", help="every schedule")
+    given = parser.parse_args()
+    what = "every schedule, M = 8, mini-batch 16" if given.schedules else "GPipe, M = 4, mini-batch 8"
+    print(f"# Predicted and measured: two processes on the CPU, {what}\n")
+    command = shlex.join(["python", *sys.argv])
+    print(f"`{command}` on {cpu_name()}, {os.cpu_count()} cores, ", end="")
     print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread per process.")
     print("Differences are measured against predicted.\n")
-    print("| model | cuts | recompute | step predicted | measured | | peak of stage 0, 1 predicted | measured | |")
-    print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        for model, balance in CASES.items():
-            _quietly("profile", str(SAMPLES / f"{model}.py"))
-            for recompute in ("never", "except-last", "always"):
-                _quietly("solve", "--devices", "2", "--mem", "8GB", "--micro-batches", "4", "--balance", balance,
-                         "--recompute", recompute)  # fmt: skip
-                _quietly("emit", "--force")
-                _train()
-                cells = _cells(read_plan("plan.yaml"), read_run("run.json"))
-                print(f"| {model} | {balance} | {recompute} | {' | '.join(cells)} |", flush=True)
+        _print_schedules() if given.schedules else _print_recomputation()
+
+
+def _print_recomputation() -> None:
+    print("| model | cuts | recompute | step predicted | measured | | peak of stage 0, 1 predicted | measured | |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for model, balance in CASES.items():
+        _quietly("profile", str(SAMPLES / f"{model}.py"))
+        for recompute in ("never", "except-last", "always"):
+            _quietly("solve", "--devices", "2", "--mem", "8GB", "--micro-batches", "4", "--balance", balance,
+                     "--recompute", recompute)  # fmt: skip
+            _quietly("emit", "--force")
+            _train()
+            cells = _cells(read_plan("plan.yaml"), read_run("run.json"))
+            print(f"| {model} | {balance} | {recompute} | {' | '.join(cells)} |", flush=True)
+
+
+def _print_schedules() -> None:
+    print("| model | schedule | cuts | step predicted | measured | | peak of device 0, 1 predicted | measured | |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    notes = []
+    for model in SCHEDULED:
+        source = (str(SAMPLES / f"{model}.py"),)
+        if model not in CASES:
+            source = (str(SAMPLES.parent / "benchmarks/real_models.py"), "--set", f"name={model}")
+        _quietly("profile", *source)
+        times = []
+        for schedule in (*SCHEDULES, SEARCHED.name):
+            _quietly("solve", "--devices", "2", "--mem", "8GB", "--micro-batches", "8", "--batch", "16",
+                     "--schedule", schedule, "--recompute", "never")  # fmt: skip
+            _quietly("emit", "--force")
+            _train()
+            plan, report = read_plan("plan.yaml"), read_run("run.json")
+            times.append((plan.predicted.step_us, _measured_us(report)))
+            cuts = ",".join(map(str, plan.balance))
+            print(f"| {model} | {schedule} | {cuts} | {' | '.join(_cells(plan, report))} |", flush=True)
+        notes.append(f"{model}: {_order(times)}")
+    print("\n" + "\n".join(notes))
+
+
+def _order(times: list[tuple[float, float]]) -> str:
+    """Whether of two schedules the one predicted to be faster was, where the prediction knows it."""
+    error = statistics.median(abs(measured / predicted - 1) for predicted, measured in times)
+    pairs = [(a, b) for a, b in combinations(times, 2) if abs(a[0] / b[0] - 1) > error]
+    swapped = sum((a[0] < b[0]) != (a[1] < b[1]) for a, b in pairs)
+    return (
+        f"predictions are off by {error:.1%} in the median; of {len(pairs)} pairs of schedules whose predictions "
+        f"differ by more, {swapped} were measured in the other order."
+    )
 
 
 def _quietly(*arguments: str) -> None:
@@ -65,12 +116,15 @@ def _train() -> None:
     subprocess.run([*command, *arguments], env=environment, check=True, capture_output=True)
 
 
+def _measured_us(report: RunReport) -> float:
+    return statistics.median(report.step_us[report.warmup_steps :])
+
+
 def _cells(plan: Plan, report: RunReport) -> Iterator[str]:
-    predicted_us = plan.predicted.step_us
-    measured_us = statistics.median(report.step_us[report.warmup_steps :])
+    predicted_us, measured_us = plan.predicted.step_us, _measured_us(report)
     yield from (f"{predicted_us / 1e3:.1f} ms", f"{measured_us / 1e3:.1f} ms", f"{measured_us / predicted_us - 1:+.1%}")
-    predicted = [stage.memory.total for stage in plan.stages]
-    measured = [stage.peak_bytes for stage in report.stages]
+    predicted = plan.device_bytes()
+    measured = [report.stages[plan.chunks_of(device)[0].index].peak_bytes for device in range(plan.num_devices)]
     yield ", ".join(f"{size / 2**20:.2f}" for size in predicted) + " MiB"
     yield ", ".join(f"{size / 2**20:.2f}" for size in measured) + " MiB"
     yield ", ".join(f"{m / p - 1:+.1%}" for p, m in zip(predicted, measured, strict=True))

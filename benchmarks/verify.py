@@ -59,22 +59,25 @@ def main() -> None:
     print(f"Python {platform.python_version()}, one thread per process.")
     print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.")
     print(
-        "Plans: two devices, GPipe, everything else as `solve` chooses it. Steps: median of 10. Differences: measured"
+        "Plans: two devices, GPipe, else as `solve` chooses; then as it chooses the schedule, too. "
+        "Steps: median of 10. Differences: measured"
     )
     print("against predicted. Calibrated: the same plan predicted with what the first run measured, and run again.\n")
-    print("| model | cuts, M | step predicted | measured | | calibrated | measured | | bubble predicted, measured | "
-          "peak of stage 0, 1 predicted, MiB | measured | |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    print("| model | schedule | cuts, M | step predicted | measured | | calibrated | measured | "
+          "| bubble predicted, measured | peak of stage 0, 1 predicted, MiB | measured | |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         for name in names:
-            print(f"| {name} | {' | '.join(_row(CASES[name]))} |", flush=True)
+            case = CASES[name]
+            words = [word for setting in case.settings for word in ("--set", setting)]
+            _quietly("profile", str(case.model), "--batch", str(case.batch), *words)
+            for schedule in ("gpipe", "auto"):
+                print(f"| {name} | {' | '.join(_row(case, schedule))} |", flush=True)
 
 
-def _row(case: Case) -> list[str]:
-    words = [word for setting in case.settings for word in ("--set", setting)]
-    _quietly("profile", str(case.model), "--batch", str(case.batch), *words)
-    options = ("--devices", "2", "--mem", "8GB", "--batch", str(case.batch))
+def _row(case: Case, schedule: str) -> list[str]:
+    options = ("--devices", "2", "--mem", "8GB", "--batch", str(case.batch), "--schedule", schedule)
     _quietly("solve", *options)
     plan = read_plan("plan.yaml")
     if plan.num_devices == 1:  # a pipeline is what is to be looked at
@@ -83,10 +86,11 @@ def _row(case: Case) -> list[str]:
     cuts = ",".join(map(str, plan.balance))
     first = planner.verify(steps=STEPS, calibration="calibration.yaml")
     fixed = ("--balance", cuts, "--micro-batches", str(plan.micro_batches))
-    _quietly("solve", *options, *fixed, "--calibration", "calibration.yaml")
+    _quietly("solve", *options, "--schedule", plan.schedule, *fixed, "--calibration", "calibration.yaml")
     second = planner.verify(steps=STEPS)
     bubble = _one(first, "bubble")
     return [
+        plan.schedule,
         f"{cuts}; {plan.micro_batches}",
         *_times(first),
         *_times(second),

@@ -1,23 +1,29 @@
 """Clocks for short pieces of work, and the processor's.
 
 With one thread it is process time, which other processes cannot lengthen by taking the core away; with several threads
-wall time. The smallest of many repeats is kept.
+wall time.
 """
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
+def typical_us(times_us: Sequence[float]) -> float:
+    """What several repeats come to: the median, as that is what a step of many micro-batches is made of.
+
+    The smallest would be repeated more exactly, and is never reached by all layers of a step at once: by it, steps of
+    two processes on a CPU were predicted 4 to 14 % too short.
+    """
+    return statistics.median(times_us)
+
+
 class Clock(Protocol):
-    """Times a piece of work, and sums repeats up."""
+    """Times a piece of work."""
 
     def time_us(self, work: Callable[[], object]) -> float:
         """Microseconds that `work` takes on the device."""
-        ...
-
-    def typical_us(self, times_us: list[float]) -> float:
-        """What to keep of several repeats."""
         ...
 
 
@@ -32,7 +38,3 @@ class CpuClock:
         start = self._now_ns()
         work()
         return (self._now_ns() - start) / 1e3
-
-    def typical_us(self, times_us: list[float]) -> float:
-        """The smallest: on a CPU everything else only adds."""
-        return min(times_us)

@@ -6,9 +6,8 @@ first use of what nearly every model uses: matrix products (cuBLAS) and convolut
 single and half precision.
 """
 
-import statistics
 from collections.abc import Callable
-from typing import Final, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from torch.nn import functional
 from planner.core.values.profile import Device
 from planner.device.kind import DeviceKind, Peak
 from planner.device.meter import Usage
-
-ASSUMED_RESERVE_BYTES: Final = 10**9
-"""The reserve of a device that is not here: an allowance, not a measurement; `--reserve` takes what is known better."""
 
 _SIDE = 256
 """Rows and columns of matrices and images: large enough for the kernels of real layers."""
@@ -37,10 +33,6 @@ class CudaClock:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3
-
-    def typical_us(self, times_us: list[float]) -> float:
-        """The median: a GPU's clock wanders both ways."""
-        return statistics.median(times_us)
 
 
 class CudaMeter:

@@ -10,6 +10,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's m
 LARGE_BYTES = 2**25
 """The largest threshold that glibc takes."""
 
+CACHE_BYTES = 64 * 2**20
+"""More than a core's share of a CPU's last cache, or a GPU's L2 cache, can hold."""
+
 _MOST_BLOCKS = 2**16
 """That are mapped one by one: glibc's default."""
 

@@ -1,14 +1,18 @@
 """The bundled executor: one loop over `torch.distributed` that runs a plan under torchrun."""
 
-from planner.executor.build.proof import Proven, prove
-from planner.executor.checkpoints import Checkpoints
-from planner.executor.keep.saved import check_whole, latest_checkpoint
-from planner.executor.keep.weights import export_weights
-from planner.executor.measure.calibrate import executor_cost
-from planner.executor.measure.links import measure_links
-from planner.executor.pipeline import Pipeline
-from planner.executor.run.evaluation import Evaluation
-from planner.executor.script import Arguments, arguments, checkpoints, pipeline_script, progress
+from planner.core.extras import importing
+
+with importing("train"):
+    from planner.executor.build.proof import Proven, prove
+    from planner.executor.checkpoints import Checkpoints
+    from planner.executor.keep.saved import check_whole, latest_checkpoint
+    from planner.executor.keep.weights import export_weights
+    from planner.executor.measure.calibrate import executor_cost
+    from planner.executor.measure.links import measure_links
+    from planner.executor.measure.step_record import StepRecord
+    from planner.executor.pipeline import Pipeline
+    from planner.executor.run.evaluation import Evaluation
+    from planner.executor.script import Arguments, arguments, checkpoints, pipeline_script, progress
 
 __all__ = [
     "Arguments",
@@ -16,6 +20,7 @@ __all__ = [
     "Evaluation",
     "Pipeline",
     "Proven",
+    "StepRecord",
     "arguments",
     "check_whole",
     "checkpoints",

@@ -18,6 +18,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -168,7 +169,8 @@ class Checkpoints:
         self._pipeline.position.at("a checkpoint", waits_for=ANY)
         self._partial = partial_of(self._folder, step)
         self._saved_step = step
-        write: Callable[..., Any] = async_save if self._is_async else save
+        # What saves in a thread does so with others; torch 2.8 cannot be told otherwise.
+        write: Callable[..., Any] = async_save if self._is_async else partial(save, no_dist=self._group is None)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a group for the CPU beside NCCL, and of one process alone
@@ -177,7 +179,6 @@ class Checkpoints:
                     storage_writer=FileSystemWriter(self._partial),
                     planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
                     process_group=self._group,
-                    no_dist=self._group is None,
                 )
         except CheckpointException as error:
             self._save_failed(error)

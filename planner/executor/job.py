@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance
+from planner.core.values.balance import Balance, beside
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.run.placement import Place, place_of
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY, Position
-from planner.executor.watch.store import job_store
+from planner.executor.watch.store import job_store, rank_here
 from planner.files import digest_of, read_balance
 from planner.model.load import LoadedModel
 from planner.model.precision import load_again
@@ -46,13 +45,13 @@ class Job:
 def job_of(
     balance_path: str | Path, *, seed: int, device: str | None, watch: Watch | None, check_nan: bool = False
 ) -> Job:
-    """The job of this process, by the rank that `torchrun` gave it.
+    """The job of this process, by the rank that `torchrun` gave it, or that it has in a process group that is there.
 
     Raises:
         UsageError: The number of processes is not what the plan needs, or the device is missing.
     """
-    balance = read_balance(str(balance_path))
-    rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, num_processes = rank_here()
+    balance = _planned(Path(balance_path), num_processes)
     place = place_of(balance, rank, num_processes)
     position = watch.position if watch is not None else Position()
     position.names = {stage: _stage_name(balance, stage) for stage in range(balance.num_stages)}
@@ -64,6 +63,12 @@ def job_of(
     return Job(
         balance=balance, seed=seed, place=place, device=where, position=position, watch=watch, check_nan=check_nan
     )
+
+
+def _planned(path: Path, num_processes: int) -> Balance:
+    """The cuts at `path`; those beside it, where they are for as many processes as were started."""
+    balance = read_balance(str(path))
+    return read_balance(str(beside(path, num_processes))) if num_processes in balance.smaller else balance
 
 
 def load_planned(balance: Balance, folder: Path) -> LoadedModel:
@@ -84,16 +89,16 @@ def join(job: Job, timeout_s: float) -> bool:
     """
     job.position.at("joining the others", waits_for=ANY)
     backend = kind_of(job.device).communication
-    if dist.is_initialized():
-        return False
-    if "RANK" not in os.environ:
-        dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
+    is_made_here = not dist.is_initialized()
+    if is_made_here and "RANK" not in os.environ:
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
         return True
-    # The watch, which knows more, is to find out first.
-    timeout = timedelta(seconds=timeout_s + 30)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=rank, world_size=world)
-    _check_same(
+    if is_made_here:
+        # The watch, which knows more, is to find out first.
+        timeout = timedelta(seconds=timeout_s + 30)
+        rank, world = rank_here()
+        dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=rank, world_size=world)
+    difference = _difference(
         {
             "balance.yaml": digest_of(job.balance),
             "--seed": job.seed,
@@ -101,7 +106,11 @@ def join(job: Job, timeout_s: float) -> bool:
             "torch": str(torch.__version__),
         }
     )
-    return True
+    if difference is not None:
+        if is_made_here:
+            dist.destroy_process_group()
+        raise difference
+    return is_made_here
 
 
 def _stage_name(balance: Balance, stage: int) -> str:
@@ -121,15 +130,15 @@ def _device_of_rank(name: str) -> torch.device:
     return kind.of_rank(local)
 
 
-def _check_same(must_agree: Mapping[str, Any]) -> None:
-    """Refuses to run where a value differs between ranks; keys are what to call it."""
+def _difference(must_agree: Mapping[str, Any]) -> UsageError | None:
+    """What to say where a value differs between ranks; keys are what to call it."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, dict(must_agree))
     for what, value in everybody[0].items():
         different = [rank for rank, its in enumerate(everybody) if its[what] != value]
         if different:
-            dist.destroy_process_group()
-            raise UsageError(
+            return UsageError(
                 f"rank {different[0]} has another {what} ({everybody[different[0]][what]}) than rank 0 ({value})",
                 hint="give every process the same files and the same command line, also on other machines",
             )
+    return None

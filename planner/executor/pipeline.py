@@ -17,6 +17,7 @@ from planner.executor.build.assembly import Assembly
 from planner.executor.job import job_of, join, load_planned
 from planner.executor.measure.recorder import Recorder
 from planner.executor.measure.reporting import run_report
+from planner.executor.measure.step_record import OnStep
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, Metrics
 from planner.executor.run.placement import Groups
@@ -40,6 +41,7 @@ class Pipeline:
         timeout_s: A transfer that takes so long fails.
         check_nan: Whether every output and gradient must be finite, not the loss alone; waits for the device.
         watch: Is told what this rank is doing.
+        on_step: Is called on rank 0, and on no other, after every step: behind the block, outside the step's time.
 
     Raises:
         UsageError: The number of processes is not what the plan needs, or the device is missing.
@@ -55,6 +57,7 @@ class Pipeline:
         timeout_s: float = 300.0,
         check_nan: bool = False,
         watch: Watch | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         job = job_of(balance_path, seed=seed, device=device, watch=watch, check_nan=check_nan)
         self.balance, self.seed, self.place, self.device = job.balance, job.seed, job.place, job.device
@@ -82,7 +85,7 @@ class Pipeline:
             gc.collect()
             # What the script draws from here on (the order of its data) is the same on every rank.
             seed_process(seed * 1_000_003 + 7919)
-            self._trainer = Trainer(job, self._assembly, self._mini_batches)
+            self._trainer = Trainer(job, self._assembly, self._mini_batches, on_step)
             self.modules = self._assembly.modules
             """The stages that this rank runs, first to last."""
             self.first_names = self._assembly.first_names
@@ -130,7 +133,9 @@ class Pipeline:
         """`build(parameters)` over this stage's trainable parameters."""
         parameters = [p for _, p in self.named_parameters() if p.requires_grad]
         # A stage of pooling and reshaping has nothing to optimize, which torch's optimizers refuse.
-        return build(iter(parameters or [nn.Parameter(torch.zeros(0))]))
+        optimizer = build(iter(parameters or [nn.Parameter(torch.zeros(0))]))
+        self._trainer.steps_with(optimizer)
+        return optimizer
 
     def named_tensors(self) -> dict[str, Tensor]:
         """This rank's part of the model's state dict: parameters and persistent buffers, under their names there."""

@@ -1,6 +1,9 @@
 """What every emitted `train.py` shares: command line, checkpoints, progress line, report, one message for an error."""
 
 import argparse
+import os
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +14,17 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
+from planner.core.judge.drift import drift_of, drift_text
+from planner.core.judge.question import solve_again
+from planner.core.judge.verification import crowding
+from planner.core.values.balance import Planned
 from planner.core.values.devices import TORCH_KINDS
+from planner.core.values.printable import printable_lines
+from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
+from planner.device.machine import usable_cores
 from planner.executor.checkpoints import Checkpoints
+from planner.executor.measure.step_record import OnStep
 from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
 from planner.executor.watch.failure import Stopped, Watch
@@ -71,10 +82,15 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
 
 
 @contextmanager
-def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipeline]:
+def pipeline_script(balance_path: str | Path, given: Arguments, *, on_step: OnStep | None = None) -> Iterator[Pipeline]:
     """The pipeline for the block; then the report. Whatever fails ends all processes, with one message.
 
     The exit code is 2 then, and 143 (130) where SIGTERM (SIGINT) ended the run.
+
+    Args:
+        balance_path: The balance configuration, as `gpipe-plan emit` writes it.
+        given: The command line.
+        on_step: Is called with a `StepRecord` after every step, on rank 0 alone.
     """
     check_outputs({"--report": given.report, "--trace": given.trace}, (str(balance_path),))
     pipeline: Pipeline | None = None
@@ -87,11 +103,12 @@ def pipeline_script(balance_path: str | Path, given: Arguments) -> Iterator[Pipe
                 timeout_s=given.timeout / 1e6,
                 check_nan=given.check_nan,
                 watch=watch,
+                on_step=on_step,
             )
             yield pipeline
             for done in pipeline.at_end:
                 done()
-            _finish(pipeline, given)
+            _finish(pipeline, given, Path(balance_path).parent)
         except BaseException as error:
             # Where others have failed, too, leaving them in order might never end.
             if pipeline is not None and (isinstance(error, Stopped) or dist.get_world_size() == 1):
@@ -137,7 +154,7 @@ def _time(text: str) -> float:
         raise argparse.ArgumentTypeError(error.message) from None
 
 
-def _finish(pipeline: Pipeline, options: Arguments) -> None:
+def _finish(pipeline: Pipeline, options: Arguments, folder: Path) -> None:
     report = pipeline.report()
     if report is None:
         return
@@ -150,3 +167,25 @@ def _finish(pipeline: Pipeline, options: Arguments) -> None:
     if options.trace:
         write_text(options.trace, trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
         print(f"wrote {options.trace}", flush=True)
+    _tell_drift(pipeline, report, options, folder)
+
+
+def _tell_drift(pipeline: Pipeline, report: RunReport, options: Arguments, folder: Path) -> None:
+    """Says it, where the run was not as planned, with the commands that plan with what it measured."""
+    balance = pipeline.balance
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    is_crowded = report.device.kind == "cpu" and crowding(here, balance.threads, usable_cores())
+    drift = drift_of(balance, report, are_times_judged=not is_crowded)
+    if not drift or balance.planned is None:
+        return
+    how = "this run measured" if options.report else "a run measures, after `--report run.json`"
+    commands = _planning_again(balance.planned, folder, options.report or "run.json")
+    text = "\n    ".join([f"note: {drift_text(drift)}", f"plan again with what {how}:", *commands])
+    print(printable_lines(text), file=sys.stderr, flush=True)
+
+
+def _planning_again(planned: Planned, folder: Path, report: str) -> tuple[str, str]:
+    """What to type where this script was started."""
+    plan, profile = (os.path.relpath(folder / path) for path in (planned.plan, planned.profile))
+    words = ["gpipe-plan verify", *([] if plan == "plan.yaml" else [shlex.quote(plan)]), f"--run {shlex.quote(report)}"]
+    return " ".join(words), solve_again(profile, planned.solve, calibration="calibration.yaml", plan=plan)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,14 @@ from torch import Tensor
 from planner.core.errors import ModelError
 from planner.executor.build.assembly import Assembly
 from planner.executor.job import Job
+from planner.executor.measure.step_record import OnStep, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
 from planner.executor.run.gradients import check_gradients, check_losses, dense_part
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of
 from planner.executor.run.parts import Part, micro_batches_of
-from planner.executor.run.random_state import StepSeeds, keeping_random_state
+from planner.executor.run.random_state import HostStates, OwnStates, StepSeeds, keeping_random_state
 from planner.executor.run.relay import Relay
 from planner.executor.watch.position import ANY
 from planner.model.autocast import autocast_dtype
@@ -28,7 +30,7 @@ from planner.model.load import Batch
 class Trainer:
     """Trains and evaluates the stages of one process."""
 
-    def __init__(self, job: Job, assembly: Assembly, mini_batches: MiniBatches) -> None:
+    def __init__(self, job: Job, assembly: Assembly, mini_batches: MiniBatches, on_step: OnStep | None = None) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
         self._relay = Relay(job.place, assembly.groups, job.device)
@@ -43,6 +45,8 @@ class Trainer:
         """The loss of every step of this process."""
         self.samples: list[int] = []
         """Samples of every step, over all replicas: a mini-batch may be smaller than planned."""
+        self._optimizers: list[ref[torch.optim.Optimizer]] = []
+        self._hook = _Hook(on_step, job.seed) if on_step is not None and job.place.rank == 0 else None
 
     @contextmanager
     def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
@@ -61,6 +65,12 @@ class Trainer:
             with self._recorder.optimizer(stage=self._job.place.stages[0]):
                 yield loss
         self.step_index += 1
+        if self._hook is not None:
+            self._hook.call(self._record(loss))
+
+    def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tells of an optimizer whose learning rates belong to the records of steps, as long as there is one."""
+        self._optimizers.append(ref(optimizer))
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clips by the Euclidean norm over all stages, which it returns: see `Pipeline.clip_gradients`."""
@@ -159,6 +169,17 @@ class Trainer:
         if self._loss_scale is None and self._job.check_nan:
             check_gradients(self._parameters, self._job.position)
 
+    def _record(self, loss: float) -> StepRecord:
+        """The step that has just ended."""
+        return StepRecord(
+            step=self.step_index - 1,
+            loss=loss,
+            step_us=self._recorder.step_us[-1],
+            samples=self.samples[-1],
+            learning_rates=learning_rates(filter(None, (held() for held in self._optimizers))),
+            skipped=self.skipped,
+        )
+
     def _loss_everywhere(self, losses: Sequence[Tensor], num_samples: int) -> float:
         """Tells every rank the loss of the step, and how many samples it had."""
         place, position = self._job.place, self._job.position
@@ -189,3 +210,18 @@ class Trainer:
         finally:
             last.targets, last.seen = [], None
         return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+
+
+class _Hook:
+    """What the script gave to be called after every step, on one rank.
+
+    What it draws must not part that rank's random states from those of the others: it draws from states of its own.
+    """
+
+    def __init__(self, on_step: OnStep, seed: int) -> None:
+        self._on_step, self._states = on_step, OwnStates(HostStates.seeded(seed))
+
+    def call(self, record: StepRecord) -> None:
+        """Tells it a step."""
+        with self._states:
+            self._on_step(record)

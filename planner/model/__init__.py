@@ -1,8 +1,11 @@
 """A user's model.py to a chain of layers. Shared by profiler and executor."""
 
-from planner.model.chain import Chain, Layer, chain_of
-from planner.model.load import Batch, LoadedModel, load_model, model_of
-from planner.model.precision import in_precision, load_again
+from planner.core.extras import importing
+
+with importing("train"):
+    from planner.model.chain import Chain, Layer, chain_of
+    from planner.model.load import Batch, LoadedModel, load_model, model_of
+    from planner.model.precision import in_precision, load_again
 
 __all__ = [
     "Batch",

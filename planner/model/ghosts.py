@@ -39,8 +39,6 @@ SHAPE_ONLY = frozenset(
 
 _MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
-_GROUPED_MM = torch.ops.aten._grouped_mm.default
-
 
 class NeedsValuesError(Exception):
     """An operator needs the values of a ghost, for a Python number or to know the shape of its result."""
@@ -94,7 +92,8 @@ class Ghost(Tensor):
             _poison_written(func, bare, options, origin)
         with _MODE, torch._C.DisableTorchFunction():
             try:
-                result = _grouped_product(*bare) if func is _GROUPED_MM else func(*bare, **options)
+                is_grouped = func._schema.name == "aten::_grouped_mm"
+                result = _grouped_product(func, *bare) if is_grouped else func(*bare, **options)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise NeedsValuesError(f"{func} needs values") from error
             except UnsupportedOperatorException as error:
@@ -174,10 +173,10 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
-def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> Tensor:
+def _grouped_product(func: Any, left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> Tensor:
     # torch knows the shape of the result for one dtype only, though on the CPU it computes it for others.
-    product = _GROUPED_MM(left.to(torch.bfloat16), right.to(torch.bfloat16), offsets)
-    return product.to(left.dtype)  # type: ignore[no-any-return]
+    product: Tensor = func(left.to(torch.bfloat16), right.to(torch.bfloat16), offsets)
+    return product.to(left.dtype)
 
 
 def _wrapped(inner: FakeTensor, origin: str) -> Ghost:

@@ -14,10 +14,11 @@ itself within its forward, for the sake of some gradient, are whole as well, and
 Putting off the gradients of weights: Qi et al. 2024, arXiv:2401.10241.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from types import FunctionType
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from planner.model.ghosts import Ghost
 from planner.model.put_off import OPERATORS, Operands, Operator, Use, use_of, weight_in
 
 
@@ -38,6 +40,8 @@ class _Later:
     operator: Operator
     operands: Operands
     """The operands of the use: weight and bias are parameters, or autocast's copies; no bias that is not trained."""
+    leaves: tuple[nn.Parameter, ...]
+    """The parameters that these are, or are copies of."""
     gradient: Tensor
     """The gradient of what the operator made."""
     versions: tuple[int, int]
@@ -63,6 +67,12 @@ class _Later:
 
 PutOff = list[_Later]
 """What a micro-batch keeps on a stage between I and W."""
+
+
+def additions_of(put_off: PutOff) -> Counter[nn.Parameter]:
+    """How often W adds to the gradient of each parameter: once for every backward that came to it, however often."""
+    backwards = (together for _, together in groupby(put_off, key=lambda use: use.backward))
+    return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 
 
 class SplitBackward:
@@ -158,7 +168,7 @@ class SplitBackward:
 
     def _is_trained(self, weight: Any) -> bool:
         """Whether it is a parameter to which gradients are added, and nobody looks at them before they are complete."""
-        if type(weight) is not nn.Parameter or not weight.requires_grad or not weight.is_leaf or weight.is_complex():
+        if not _is_parameter(weight) or not weight.requires_grad or not weight.is_leaf or weight.is_complex():
             return False
         # A hook would be called in I, with nothing.
         hooks = weight._post_accumulate_grad_hooks
@@ -192,7 +202,7 @@ class _Seeing(TorchFunctionMode):
     ) -> Any:
         """What `func` returns."""
         kwargs = kwargs or {}
-        # What is compiled is compiled without this mode.
+        # Most calls are none of those, and a forward waits for this. What is compiled is compiled without this mode.
         if torch.compiler.is_dynamo_compiling() or func not in _SEEN:
             return func(*args, **kwargs)
         if not _PLAIN.issuperset(types):
@@ -235,10 +245,12 @@ class _Whole(torch.autograd.Function):
         _, _, needs_x, _, needs_bias = ctx.needs_input_grad
         of_input = ctx.operator.input_gradient(gradient, Operands(x, weight, None)) if needs_x else None
         if wanted == "later":
+            weights = (ctx.weights[0], ctx.weights[1] if needs_bias else None)
             use = _Later(
                 operator=ctx.operator,
                 # Without the graph that x came from.
-                operands=Operands(x.detach(), ctx.weights[0], ctx.weights[1] if needs_bias else None),
+                operands=Operands(x.detach(), *weights),
+                leaves=tuple(leaf for leaf, weight in zip(ctx.leaves, weights, strict=True) if weight is not None),
                 gradient=gradient,
                 versions=(x._version, gradient._version),
                 backward=torch._C._current_graph_task_id(),
@@ -299,7 +311,13 @@ def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...
     return tuple(next(made) if need else None for need in needed)
 
 
-_PLAIN: Final = frozenset((Tensor, nn.Parameter))
+_PLAIN: Final = frozenset((Tensor, nn.Parameter, Ghost))
+"""A ghost of what another stage has is another class: its gradients are nobody's here."""
+
+
+def _is_parameter(weight: Any) -> bool:
+    # A ghost keeps its class when it becomes a parameter.
+    return type(weight) is nn.Parameter or (type(weight) is Ghost and isinstance(weight, nn.Parameter))
 
 
 def _never(*_: Any) -> bool:

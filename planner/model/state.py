@@ -1,7 +1,7 @@
 """The state that layers have of their own, and that a forward may change: where it lies in their modules.
 
 Running statistics of batch normalisations are collected over the micro-batches instead, by the executor
-(`planner.executor.run.batch_norm`): they are those of whole mini-batches. The profile counts what that takes.
+(`planner.model.batch_norm`): they are those of whole mini-batches. The profile counts what that takes.
 """
 
 from collections.abc import Iterable, Iterator

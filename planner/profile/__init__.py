@@ -3,9 +3,12 @@
 import sys
 
 from planner import Verb
-from planner.profile.profiler import InterruptedProfileError, profile_model
-from planner.profile.structure import ModelChange, model_changes
-from planner.profile.task import ProfileOptions
+from planner.core.extras import importing
+
+with importing("train"):
+    from planner.profile.profiler import InterruptedProfileError, profile_model
+    from planner.profile.structure import ModelChange, model_changes
+    from planner.profile.task import ProfileOptions
 
 __all__ = ["InterruptedProfileError", "ModelChange", "ProfileOptions", "model_changes", "profile_model"]
 

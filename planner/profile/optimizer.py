@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from planner.device.clock import Clock
+from planner.device.clock import Clock, typical_us
+from planner.device.machine import CACHE_BYTES
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_of
 from planner.model.optimizers import Builder
 from planner.profile.sparse import check_step, sparse_bytes, sparse_copy
-from planner.profile.timing import CACHE_BYTES
 
 _MOST_NUMBERS = 2**22
 """Larger parameters are measured in part: gradient, state and transients of a whole one may take five times as much."""
@@ -65,7 +65,7 @@ def measure_optimizer(
         cost,
         state_bytes=cost.state_bytes + states,
         sparse_peak=round(peak_bytes / max(1, size), 4),
-        step_us=cost.step_us + clock.typical_us(times),
+        step_us=cost.step_us + typical_us(times),
     )
 
 
@@ -110,7 +110,7 @@ def _over_dense(
     return OptimizerCost(
         state_bytes=state_bytes,
         peak_bytes=round(peak_bytes * share),
-        step_us=clock.typical_us([timed_us() for _ in range(repeats)]) * share,
+        step_us=typical_us([timed_us() for _ in range(repeats)]) * share,
     )
 
 

@@ -2,10 +2,9 @@
 
 Subsampling (Politis and Romano, "Large sample confidence regions based on subsamples under minimal assumptions",
 Annals of Statistics 22, 1994): half of the repeats, drawn without replacement, give a profile as another run might have
-given. (A bootstrap tells too little of the smallest of all repeats, which is kept on a CPU.) The regret of the plan
-that the real profile suggests is by how much it is slower, under a drawn profile, than that profile's own best plan.
-What counts is the regret that nine of ten draws stay below: a mean near zero may hide one run in five that leads to
-another plan.
+given. The regret of the plan that the real profile suggests is by how much it is slower, under a drawn profile, than
+that profile's own best plan. What counts is the regret that nine of ten draws stay below: a mean near zero may hide one
+run in five that leads to another plan.
 
 A plan is here a micro-batch size and the evenest cut in forward + backward, for two to four stages and two batches:
 what the solver would choose under GPipe without caps, links and recomputation, none of which the profiler knows.
@@ -13,10 +12,11 @@ what the solver would choose under GPipe without caps, links and recomputation, 
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise, product
 
 from planner.core.cost.step_time import flow_shop_us
+from planner.device.clock import typical_us
 from planner.profile.units import Key
 
 Samples = Mapping[Key, Sequence[tuple[float, float]]]
@@ -36,33 +36,30 @@ _DRAWS = 40
 _HALVINGS = 40
 
 
-def regret(chain: Sequence[str], samples: Samples, typical: Callable[[list[float]], float]) -> float:
+def regret(chain: Sequence[str], samples: Samples) -> float:
     """What nine of ten draws stay below, as a share of a step, for the stages and the batch where it is largest.
 
     Args:
         chain: The digest of every layer, in order.
         samples: All repeats of every digest at every micro-batch size.
-        typical: What the profile keeps of several repeats.
     """
     rng = random.Random(0)  # noqa: S311 - nothing secret
     most = max(size for _, size in samples)
     questions = [(k, most * n) for k, n in product(_STAGES, _BATCHES) if k <= len(chain)]
-    measured = _times(chain, samples, typical)
+    measured = _times(chain, samples)
     ours = {question: plan for question, (_, plan) in _best(measured, questions).items()}
     regrets: dict[tuple[int, int], list[float]] = {question: [] for question in questions}
     for _ in range(_DRAWS):
-        drawn = _times(chain, {key: rng.sample(list(s), k=(len(s) + 1) // 2) for key, s in samples.items()}, typical)
+        drawn = _times(chain, {key: rng.sample(list(s), k=(len(s) + 1) // 2) for key, s in samples.items()})
         for (stages, batch), (best_us, _) in _best(drawn, questions).items():
             size, cuts = ours[stages, batch]
             regrets[stages, batch].append(max(0.0, _step_us(drawn[size], cuts, batch, size) / best_us - 1))
     return max((sorted(each)[_DRAWS * 9 // 10] for each in regrets.values()), default=0.0)
 
 
-def _times(
-    chain: Sequence[str], samples: Samples, typical: Callable[[list[float]], float]
-) -> dict[int, Sequence[float]]:
+def _times(chain: Sequence[str], samples: Samples) -> dict[int, Sequence[float]]:
     """Forward + backward of every layer, by micro-batch size."""
-    both = {key: sum(typical(list(times)) for times in zip(*s, strict=True)) for key, s in samples.items()}
+    both = {key: sum(typical_us(times) for times in zip(*s, strict=True)) for key, s in samples.items()}
     return {size: [both[digest, size] for digest in chain] for size in {size for _, size in samples}}
 
 

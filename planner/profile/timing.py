@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_unflatten
 
-from planner.device.clock import Clock
+from planner.device.clock import Clock, typical_us
+from planner.device.machine import CACHE_BYTES
+from planner.model.batch_norm import BatchStatistics, deferring
 from planner.model.halves import PutOff, SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.memory import start_backward
 from planner.profile.units import Key, Unit, UnitInput
-
-CACHE_BYTES = 64 * 2**20
-"""More than a core's share of a CPU's last cache, or a GPU's L2 cache, can hold."""
 
 _WARM_UPS = 2
 """The first passes fill caches and let libraries choose their kernels."""
@@ -54,6 +54,7 @@ def measure_times(
     samples: Samples,
     halves: Samples,
     *,
+    statistics: BatchStatistics,
     clock: Clock,
     repeats: int,
     doubtful: Callable[[], bool],
@@ -65,7 +66,8 @@ def measure_times(
         units: Every layer's.
         inputs: What to run them on, once per digest and micro-batch size.
         samples: What was measured before of forward and backward; an entry for every key of `inputs`.
-        halves: What was measured before of the halves of a backward; as many entries.
+        halves: What was measured before of forward and I together, and of W; as many entries.
+        statistics: Of the layers' batch normalisations, which are collected as in training.
         clock: The device's clock.
         repeats: Timed passes over all layers at least, 2 or more.
         doubtful: Whether still more are needed, once there are so many.
@@ -79,8 +81,8 @@ def measure_times(
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
     split = SplitBackward()
     with _no_collection(), units[0].keeping_casts(), split.keeping_casts():
-        whole = partial(time_once, clock=clock)
-        in_halves = partial(time_halves_once, clock=clock, split=split)
+        whole = partial(time_once, clock=clock, statistics=statistics)
+        in_halves = partial(time_halves_once, clock=clock, statistics=statistics, split=split)
 
         def run(keys: Iterable[Key], once: Callable[[Unit, UnitInput], tuple[float, float]]) -> _Timed:
             return ((key, once(next(kinds[key[0]]), inputs[key])) for key in keys)
@@ -105,13 +107,26 @@ def _add_to(samples: Samples, timed: _Timed) -> None:
         samples[key].append(times_us)
 
 
-def times_of(samples: Sequence[tuple[float, float]], clock: Clock) -> Times:
+def times_of(samples: Sequence[tuple[float, float]]) -> Times:
     """What to keep of at least 2 repeats."""
     both = [sum(sample) for sample in samples]
     mean = statistics.fmean(both)
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
-    forward_us, backward_us = (clock.typical_us(list(times)) for times in zip(*samples, strict=True))
+    forward_us, backward_us = (typical_us(times) for times in zip(*samples, strict=True))
     return Times(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
+
+
+def half_times_of(samples: Sequence[tuple[float, float]], whole: Times) -> tuple[float, float]:
+    """What I and W take; I with what its forward takes longer than that of a backward in one piece.
+
+    Args:
+        samples: Repeats of `time_halves_once`.
+        whole: Times of the same layer, its backward in one piece.
+    """
+    if not whole.backward_us:
+        return 0.0, 0.0
+    with_forward_us, weight_us = (typical_us(each) for each in zip(*samples, strict=True))
+    return max(0.0, with_forward_us - whole.forward_us), weight_us
 
 
 def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
@@ -121,7 +136,7 @@ def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
 
 
-def time_once(unit: Unit, received: UnitInput, clock: Clock) -> tuple[float, float]:
+def time_once(unit: Unit, received: UnitInput, *, clock: Clock, statistics: BatchStatistics) -> tuple[float, float]:
     """Forward and backward time of one micro-batch in microseconds, gradients being there.
 
     Those of a large unit are not: autograd keeps what it computed, and what it takes to add so much is timed after it.
@@ -130,9 +145,8 @@ def time_once(unit: Unit, received: UnitInput, clock: Clock) -> tuple[float, flo
     large = _is_large(unit)
     if not large:
         _give_gradients(unit)
-    values = received.non_leaves()
     outputs: list[Any] = []
-    forward_us = clock.time_us(lambda: outputs.extend(unit.run(values, received)))
+    forward_us = clock.time_us(_forward(unit, received, outputs, statistics))
     started = start_backward(outputs)
     if started is None:
         return forward_us, 0.0
@@ -144,18 +158,22 @@ def time_once(unit: Unit, received: UnitInput, clock: Clock) -> tuple[float, flo
     return forward_us, backward_us
 
 
-def time_halves_once(unit: Unit, received: UnitInput, clock: Clock, split: SplitBackward) -> tuple[float, float]:
-    """The times of I and W of one micro-batch in microseconds, otherwise as `time_once`."""
+def time_halves_once(
+    unit: Unit, received: UnitInput, *, clock: Clock, statistics: BatchStatistics, split: SplitBackward
+) -> tuple[float, float]:
+    """What forward and I, and what W of one micro-batch take in microseconds; otherwise as `time_once`.
+
+    A forward whose backward will be split takes longer: what the split needs is written down as it runs.
+    """
     large = _is_large(unit)
     if not large:
         _give_gradients(unit)
-    values = received.non_leaves()
     outputs: list[Any] = []
     with split.splitting():
-        outputs.extend(unit.run(values, received))
+        forward_us = clock.time_us(_forward(unit, received, outputs, statistics))
     started = start_backward(outputs)
     if started is None:
-        return 0.0, 0.0
+        return forward_us, 0.0
     outputs.clear()
     put_off: PutOff = []
     one = torch.ones_like(started)
@@ -167,7 +185,44 @@ def time_halves_once(unit: Unit, received: UnitInput, clock: Clock, split: Split
         input_us += sum(_adding_us(gradient, clock) for p, gradient in gradients.items() if p in made_by_input)
         weight_us += sum(_adding_us(gradient, clock) for p, gradient in gradients.items() if p not in made_by_input)
         _take_gradients(unit)
-    return input_us, weight_us
+    return forward_us + input_us, weight_us
+
+
+def _forward(unit: Unit, received: UnitInput, outputs: list[Any], statistics: BatchStatistics) -> Callable[[], None]:
+    """A forward as a stage runs it, which leaves what it makes in `outputs`."""
+    values = received.non_leaves()
+
+    def run() -> None:
+        with statistics.collecting():
+            outputs.extend(unit.run(values, received))
+
+    return run
+
+
+def statistics_us(
+    units: Mapping[str, Unit], inputs: Mapping[Key, UnitInput], *, size: int, clock: Clock, repeats: int
+) -> dict[str, float]:
+    """What a step takes to update each unit's running statistics; 0 for those without batch normalisation.
+
+    Args:
+        units: By digest.
+        inputs: What to run them on.
+        size: Micro-batch size; it makes no difference.
+        clock: The device's clock.
+        repeats: How many updates are timed.
+    """
+    return {digest: _statistics_us(unit, inputs[digest, size], clock, repeats) for digest, unit in units.items()}
+
+
+def _statistics_us(unit: Unit, received: UnitInput, clock: Clock, repeats: int) -> float:
+    if not any(isinstance(module, _BatchNorm) for module in unit.module.modules()):
+        return 0.0
+    times = []
+    with deferring(unit.module) as statistics, torch.no_grad():
+        for _ in range(repeats):
+            _forward(unit, received, [], statistics)()
+            times.append(clock.time_us(statistics.commit))
+    return typical_us(times)
 
 
 def passing_us(
@@ -185,7 +240,7 @@ def _passing_us(stage: nn.Module, received: UnitInput, clock: Clock, repeats: in
     if not isinstance(stage, ModelStage):
         return 0.0
     value = tree_unflatten(received.fresh(), received.spec)
-    return clock.typical_us([clock.time_us(lambda: stage.pass_over(value)) for _ in range(repeats + 1)][1:])
+    return typical_us([clock.time_us(lambda: stage.pass_over(value)) for _ in range(repeats + 1)][1:])
 
 
 def _adding_us(gradient: Tensor, clock: Clock) -> float:

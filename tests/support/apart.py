@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_flatten
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Granularity
 from planner.executor.build.building import StageRange, build_stages, build_structure
-from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.shapes import Shapes, shapes_of
 from planner.executor.run.stage_module import StageModule
+from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
 from planner.model.chain import Chain, Layer
 from planner.model.load import Batch, LoadedModel, model_of

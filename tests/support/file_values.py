@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from planner.core.cost.calibration import Calibration
-from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.balance import Balance, Planned, StageBalance
+from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import Links, MeasuredLink
 from planner.core.values.partial import Measurement, Partial
@@ -174,9 +174,11 @@ def fullest_plan() -> Plan:
         any_order=True,
         dtype="bf16-mixed",
         compute=1.25,
+        step_ratio=0.97,
     )
     stages = tuple(
-        replace(stage, device=1 - stage.index, recompute="layers", recomputed=(stage.first,)) for stage in plan.stages
+        replace(stage, device=1 - stage.index, recompute="layers", recomputed=(stage.first,), backward_weight_us=1.5)
+        for stage in plan.stages
     )
     return replace(
         plan,
@@ -222,6 +224,8 @@ def full_run() -> RunReport:
                 last="h.1",
                 forward_us=1.5,
                 backward_us=2.5,
+                backward_input_us=1.4,
+                backward_weight_us=1.1,
                 recompute_us=1.2,
                 transfer_us=3.5,
                 idle_us=4.5,
@@ -246,6 +250,7 @@ def full_calibration() -> Calibration:
         overhead_us=151.5,
         link=Link(latency_us=400.5, bytes_per_s=2.1e9, blocking=True),
         reserve_bytes=4096,
+        step_ratio=1.031,
     )
 
 
@@ -312,5 +317,13 @@ def full_balance() -> Balance:
         stages=(
             StageBalance(index=0, recompute="never", layers=("h.0",)),
             StageBalance(index=1, recompute="except-last", layers=("h.1", "h.2")),
+        ),
+        smaller=(1,),
+        planned=Planned(
+            step_us=123.4,
+            reserve_bytes=7,
+            plan="../plan.yaml",
+            profile="../profile.yaml",
+            solve=("--devices 2", "--together a b,c"),
         ),
     )

@@ -77,7 +77,8 @@ _OPTION_VALUES = (
         "calibration.yaml",
         "out.yaml",
     ),
-    *("git:HEAD", "native", "megatron", "deepspeed", "torch", "torchgpipe", "torchtitan", "device-map", "dp", "milp"),
+    *("git:HEAD", "native", "megatron", "deepspeed", "torch", "torchgpipe", "torchtitan", "automodel"),
+    *("device-map", "dp", "milp", "run.json"),
 )
 _READERS = ("show", "check", "compare", "solve", "emit", "sweep")
 _OPTIONS_OF = """
@@ -93,7 +94,7 @@ explain: format
 schema:
 export: output
 profile-links: device
-verify: steps tolerance-time tolerance-memory
+verify: run steps tolerance-time tolerance-memory
 profile: batch-sizes batch device dtype set input threads granularity repeat
 """
 _OPTIONS: dict[str, list[str]] = {}

@@ -20,6 +20,7 @@ __all__ = [
     "modules",
     "named_files",
     "names",
+    "private_torch",
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -172,3 +173,10 @@ def named_files(text: str) -> set[str]:
     prose = re.sub(r"^    .*$", "", prose, flags=re.MULTILINE)
     words = re.findall(r"(?<![\w/.:-])[\w.<>*-]+(?:/[\w.<>*-]*)*", prose)
     return {w.rstrip(".") for w in words if w.startswith(_TOP_FOLDERS) or re.fullmatch(r"[\w/<>]+\.py\.?", w)}
+
+
+def private_torch(module: Module) -> set[str]:
+    """What it uses of torch's under a private name, up to that name; `torch._foreach_…` is documented."""
+    imports = (node for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom))
+    imported = "\n".join(f"{node.module}.{alias.name}" for node in imports for alias in node.names)
+    return set(re.findall(r"\btorch(?:\.[a-z]\w*)*\._(?!_|foreach_)\w+", f"{module.text}\n{imported}"))

@@ -52,7 +52,8 @@ class Drawing:
             self._begin(layer)
 
     def _begin(self, layer: int, *_: Any) -> None:
-        torch.manual_seed(layer_seed(self._seed, self._step, layer, self._micro_batch))
+        # Not `torch.manual_seed`, which asks every kind of device there may be, and takes a stack trace for each.
+        torch.default_generator.manual_seed(layer_seed(self._seed, self._step, layer, self._micro_batch))
 
 
 class Once:

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node K timeline_worker.py balance.yaml
 
 Writes run.json, trace.json and, on every rank, what `clock_offset_ns` found for a clock that is RANK seconds ahead:
-offset_RANK.txt, with how long that took in the middle.
+offset_RANK.txt, with how long that took in the middle; and, where `on_step` is called, steps_RANK.txt.
 """
 
 import sys
@@ -13,11 +13,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from planner.executor import Arguments, pipeline_script, progress
+from planner.executor import Arguments, StepRecord, pipeline_script, progress
 from planner.executor.measure.reporting import clock_offset_ns
 
 given = Arguments(steps=5, seed=0, report="run.json", device=None, trace="trace.json")
-with pipeline_script(sys.argv[1], given) as pipeline:
+
+
+def on_step(record: StepRecord) -> None:
+    with Path(f"steps_{dist.get_rank()}.txt").open("a") as file:
+        file.write(f"{record.step} {record.loss} {record.samples}\n")
+
+
+with pipeline_script(sys.argv[1], given, on_step=on_step) as pipeline:
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     for step, (inputs, targets) in enumerate(pipeline.batches(given.steps)):
         with pipeline.step(inputs, targets) as loss:

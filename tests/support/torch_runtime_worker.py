@@ -64,7 +64,9 @@ def _gradients_of_torch(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> 
     }
     loss_fn = pipeline.model.loss_fn
     runtime = _PipelineScheduleRuntime(stages, balance.micro_batches, loss_fn=loss_fn, scale_grads=False)
-    runtime._prepare_schedule_with_comms(rows)
+    # In torch 2.8 it has another name.
+    prepare = getattr(runtime, "_prepare_schedule_with_comms", None) or runtime._load_actions
+    prepare(rows)
     losses: list[Tensor] = []
     first = (inputs,) if rank == 0 else ()
     last = {"target": targets, "losses": losses} if pipeline.is_last else {}

@@ -16,7 +16,6 @@ from planner.executor.build.building import StageRange, build_stages, build_stru
 from planner.executor.job import Job
 from planner.executor.keep.weights import first_names
 from planner.executor.measure.recorder import Recorder
-from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.engine import Engine, EngineStage
 from planner.executor.run.loader import example_of
 from planner.executor.run.parts import Part
@@ -25,6 +24,7 @@ from planner.executor.run.replicas import ReplicaGradients
 from planner.executor.run.shapes import Shapes, shapes_of
 from planner.executor.run.stage_module import StageModule, evaluating
 from planner.executor.run.ties import TiedGradients
+from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Layer, shared_parameters
 from planner.model.computation import computation_of
 from planner.model.held import named_tensors

@@ -16,12 +16,12 @@ from planner.core.values.plan import Recompute
 from planner.executor.build.assembly import stage_module_of
 from planner.executor.build.building import StageRange, held_names, like
 from planner.executor.build.copies import Copies
-from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.shapes import Shapes, shapes_of
 from planner.executor.run.stage_module import StageModule
 from planner.model.autocast import keeping_casts, layers_in
+from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
 

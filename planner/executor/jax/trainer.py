@@ -25,11 +25,11 @@ from planner.executor.jax.pipeline import JaxPipeline
 from planner.executor.jax.training import CompiledMemory, JaxArguments, fitting
 from planner.executor.job import load_planned
 from planner.executor.keep.weights import first_names, load_weights, whole_state, write_weights
-from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.loader import epochs, example_of
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
 from planner.model import Batch, LoadedModel
+from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
 from planner.model.precision import converted
 from planner.model.state import collecting_layers

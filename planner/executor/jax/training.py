@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.bridge.extra import CHIPS, check_installed, expect_no_tpu
+from planner.bridge.extra import CHIPS, expect_no_tpu
 from planner.core.errors import ExitCode, PlannerError
+from planner.core.extras import check_installed
 from planner.core.values.devices import Accelerator
 from planner.core.values.units import format_bytes
 from planner.executor.watch.failure import print_error
@@ -87,7 +88,7 @@ def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[Jax
     extra `tpu` is not installed.
     """
     try:
-        check_installed()
+        check_installed("tpu")
         if given.compile:
             expect_no_tpu()
         from planner.executor.jax.trainer import JaxTraining  # noqa: PLC0415 - jax

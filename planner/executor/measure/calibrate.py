@@ -1,23 +1,25 @@
 """What the executor itself costs on this machine: time per micro-batch and stage, and the link between two processes.
 
-A pipeline of layers that compute nothing is run on one process and on two neighbours. Over gloo a transfer keeps the
-receiving stage busy (the engine receives only when it has nothing else to do), so with M micro-batches, overhead o
-and transfer t
+A pipeline of two processes is run whose layers compute nothing, and is looked at as any run is (`run_times.py`): what
+passes before a forward or backward that receives nothing is the executor's time, sending among it, and what a receiver
+feels beyond that is the link's. Two message sizes tell latency and bandwidth apart. Over gloo a transfer keeps the
+receiving stage busy.
 
-    one stage    step = 2 M o
-    two stages   step = 2 (o + M (o + t)),   t = latency + bytes / bandwidth
-
-for forward and backward together; two message sizes tell latency and bandwidth apart. Smallest of several steps.
+The layers do write more memory than a cache holds, as real ones do: with all that it needs in the cache, the executor
+takes 40 us where it takes 200 to 400 between the layers of a model.
 """
 
 import contextlib
 import json
 import os
+import pickle
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,23 +27,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.spawn import spawn
 
 from planner import __version__
-from planner.core.schedule import GPIPE
+from planner.core.schedule import GPIPE, Label
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import fit_link
-from planner.device.machine import cpu_name
-from planner.executor.run.engine import Engine, EngineStage
+from planner.device.machine import CACHE_BYTES, cpu_name
+from planner.executor.measure.run_times import RunSpan, RunStep, waiting_of
+from planner.executor.run.engine import Engine, EngineStage, Timer
 from planner.executor.run.shapes import Boundary
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import Layer
 
-_MICRO_BATCHES = 8
-_STEPS = 12
-_SMALL, _LARGE = 1024, 1024 * 1024  # float32 values that cross the boundary: 4 KiB and 4 MiB
+MICRO_BATCHES = 8
+_WARM_UPS, _STEPS = 2, 8
+_SIZES = 1024, 1024 * 1024
+"""Float32 values that cross the boundary: 4 KiB and 4 MiB."""
 
 
 def executor_cost(cache: Path) -> ExecutorCost:
@@ -66,11 +69,13 @@ def measure_executor() -> ExecutorCost:
             started = spawn(_worker, args=(folder,), nprocs=2, join=False)
         while not started.join():
             pass
-        one_stage_us, *two_stages_us = (float(text) for text in Path(folder, "steps_us").read_text().split())
-    overhead_us = overhead_us_of(one_stage_us)
-    times_us = [transfer_us_of(step, overhead_us) for step in two_stages_us]
+        small, large = (waiting_of(_steps(folder, size), overlaps=False) for size in _SIZES)
+    assert small is not None
+    assert small.overhead_us is not None
+    assert large is not None
+    times_us = [max(0.0, statistics.fmean(found.crossing_us.values()) - small.overhead_us) for found in (small, large)]
     return ExecutorCost(
-        overhead_us=round(overhead_us, 1), link=fit_link((4 * _SMALL, 4 * _LARGE), times_us, blocking=True)
+        overhead_us=round(small.overhead_us, 1), link=fit_link([4 * size for size in _SIZES], times_us, blocking=True)
     )
 
 
@@ -84,86 +89,111 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def overhead_us_of(alone_us: float) -> float:
-    """o, from the step of one stage."""
-    return alone_us / (2 * _MICRO_BATCHES)
-
-
-def transfer_us_of(both_us: float, overhead_us: float) -> float:
-    """t, from the step of two stages; not negative."""
-    return max(0.0, (both_us / 2 - overhead_us) / _MICRO_BATCHES - overhead_us)
-
-
 def _worker(rank: int, folder: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    steps_us = []
-    for num_stages, size in ((1, _SMALL), (2, _SMALL), (2, _LARGE)):
-        if rank < num_stages:
-            store = FileStore(f"{folder}/store_{num_stages}_{size}", num_stages)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_stages)
-            steps_us.append(step_us(rank, num_stages, size))
-            dist.destroy_process_group()
-    if rank == 0:
-        Path(folder, "steps_us").write_text(" ".join(map(str, steps_us)))
+    for size in _SIZES:
+        store = dist.FileStore(f"{folder}/store_{size}", 2)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        spans: list[RunSpan] = []
+        step = step_of_nothing(rank, 2, size, timer=partial(_timed, spans, rank), leaves_cache=True)
+        steps = []
+        for number in range(_WARM_UPS + _STEPS):
+            step()
+            steps.append(RunStep(number, tuple(spans)))
+            spans.clear()
+        _file(folder, rank, size).write_bytes(pickle.dumps(steps[_WARM_UPS:]))
+        dist.destroy_process_group()
 
 
-def step_us(index: int, num_stages: int, size: int, group: ProcessGroup | None = None) -> float:
-    """Smallest time of a step of one or two stages on the CPU, of which this process is number `index`.
+def _timed(spans: list[RunSpan], stage: int, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:
+    begin_ns = time.perf_counter_ns()
+    result = work()
+    spans.append(RunSpan(kind, stage, micro_batch, begin_ns, time.perf_counter_ns()))
+    return result
 
-    So many float32 values cross the boundary. `group` has the processes in order; by default these are all there are.
+
+def _file(folder: str, rank: int, size: int) -> Path:
+    return Path(folder, f"steps_{rank}_{size}")
+
+
+def _steps(folder: str, size: int) -> dict[int, list[RunStep]]:
+    """What each process did, all on one clock: it is one machine's."""
+    return {rank: pickle.loads(_file(folder, rank, size).read_bytes()) for rank in range(2)}  # noqa: S301 - our own
+
+
+def step_of_nothing(
+    index: int,
+    num_stages: int,
+    size: int,
+    *,
+    group: ProcessGroup | None = None,
+    timer: Timer | None = None,
+    leaves_cache: bool = False,
+) -> Callable[[], None]:
+    """A step of one or two stages on the CPU whose layers compute nothing, of which this process is number `index`.
+
+    Args:
+        index: The process's stage.
+        num_stages: 1 or 2.
+        size: So many float32 values cross the boundary.
+        group: The processes in order; by default these are all there are.
+        timer: Is handed every forward and backward.
+        leaves_cache: Whether layers write more memory than a cache holds.
     """
     is_last = index == num_stages - 1
     crossing = Boundary.of(torch.empty(1, size, device="meta", requires_grad=index > 0))
     module = StageModule(
-        [Layer("nothing", _Nothing())],
+        [Layer("nothing", _Nothing(torch.zeros(CACHE_BYTES // 4 if leaves_cache else 0)))],
         received=crossing,
         recompute="never",
-        micro_batches=_MICRO_BATCHES,
+        micro_batches=MICRO_BATCHES,
         loss_fn=_first_value if is_last else None,
         copies_input=False,
     )
     sent = torch.empty(() if is_last else (1, size), device="meta", requires_grad=True)
-    stage = EngineStage(module=module, index=index, received=crossing.tensors, sent=(sent,), timer=_untimed)
+    stage = EngineStage(module=module, index=index, received=crossing.tensors, sent=(sent,), timer=timer or _untimed)
     engine = Engine(
         [stage],
         num_stages=num_stages,
         ranks=dist.get_process_group_ranks(group),
         device=torch.device("cpu"),
         schedule=GPIPE,
-        micro_batches=_MICRO_BATCHES,
+        micro_batches=MICRO_BATCHES,
         group=group,
     )
-    inputs = [torch.zeros(_MICRO_BATCHES, size)] if index == 0 else []
-    times = []
-    for _ in range(_STEPS):
-        begin = time.perf_counter_ns()
-        engine.step(inputs, [None] * _MICRO_BATCHES if is_last else [])
-        times.append((time.perf_counter_ns() - begin) / 1e3)
-    return min(times)
+    inputs = [torch.zeros(MICRO_BATCHES, size)] if index == 0 else []
+
+    def step() -> None:
+        engine.step(inputs, [None] * MICRO_BATCHES if is_last else [])
+
+    return step
 
 
 class _Nothing(nn.Module):
-    """Passes values and gradients on without touching them."""
+    """Passes values and gradients on without touching them, and writes `scratch` meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
+        self.scratch = scratch
 
     def forward(self, value: Tensor) -> Tensor:
-        passed: Tensor = _Pass.apply(value, self.weight)  # type: ignore[no-untyped-call]
+        passed: Tensor = _Pass.apply(value, self.weight, self.scratch)  # type: ignore[no-untyped-call]
         return passed
 
 
 class _Pass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, value: Tensor, weight: Tensor, scratch: Tensor) -> Tensor:
+        ctx.weight, ctx.scratch = weight, scratch
+        scratch.zero_()
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, torch.zeros_like(ctx.weight)
+        ctx.scratch.zero_()
+        return gradient, torch.zeros_like(ctx.weight), None
 
 
 def _first_value(output: Tensor, _target: Any) -> Tensor:

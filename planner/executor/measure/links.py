@@ -18,14 +18,16 @@ from planner.core.cost.planning import GENERATOR
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.values.links import Links, MeasuredLink, fit_link
 from planner.core.values.profile import Device, Environment
+from planner.device.clock import typical_us
 from planner.device.kinds import DEVICE_KINDS, kind_of
-from planner.executor.measure.calibrate import overhead_us_of, step_us, transfer_us_of
+from planner.executor.measure.calibrate import MICRO_BATCHES, step_of_nothing
 
 _SIZES = tuple(4**n * 1024 for n in range(8))
 """Bytes: 1 KiB to 16 MiB."""
 
 _WARM_UPS = 3
 _ROUND_TRIPS = 20
+_STEPS = 12
 _TIMEOUT = timedelta(minutes=5)
 
 Group = dist.ProcessGroup
@@ -97,12 +99,37 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 
 def _over_gloo(index: int, one: Group, both: Group) -> list[float]:
     """What a transfer of every size adds to a step, per micro-batch; the receiver's figures mean nothing."""
-    overhead_us = overhead_us_of(step_us(0, 1, _SIZES[0] // 4, one)) if index == 0 else 0.0
-    return [transfer_us_of(step_us(index, 2, size // 4, both), overhead_us) for size in _SIZES]
+    overhead_us = overhead_us_of(_step_us(0, 1, _SIZES[0] // 4, one)) if index == 0 else 0.0
+    return [transfer_us_of(_step_us(index, 2, size // 4, both), overhead_us) for size in _SIZES]
+
+
+def overhead_us_of(alone_us: float) -> float:
+    """The executor's time per micro-batch and direction, from the step of one stage that computes nothing."""
+    return alone_us / (2 * MICRO_BATCHES)
+
+
+def transfer_us_of(both_us: float, overhead_us: float) -> float:
+    """What moving a micro-batch adds to the step of two stages that compute nothing; not negative.
+
+    A transfer t keeps the receiving stage busy, so with M micro-batches and the overhead o the step is
+    2 (o + M (o + t)) for forward and backward together.
+    """
+    return max(0.0, (both_us / 2 - overhead_us) / MICRO_BATCHES - overhead_us)
+
+
+def _step_us(index: int, num_stages: int, size: int, group: Group) -> float:
+    """Median time of a step."""
+    step = step_of_nothing(index, num_stages, size, group=group)
+    times = []
+    for _ in range(_WARM_UPS + _STEPS):
+        begin = time.perf_counter_ns()
+        step()
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    return typical_us(times[_WARM_UPS:])
 
 
 def _round_trip_us(rank: int, sender: int, size_bytes: int, *, group: Group, device: torch.device) -> float:
-    """Smallest time of sending so much from one process to the next and back."""
+    """Median time of sending so much from one process to the next and back."""
     is_sender = rank == sender
     peer = sender + 1 if is_sender else sender
     tensor, kind = torch.zeros(size_bytes // 4, device=device), kind_of(device)
@@ -114,7 +141,7 @@ def _round_trip_us(rank: int, sender: int, size_bytes: int, *, group: Group, dev
             move(tensor, peer, group=group)
         kind.synchronize()
         times.append((time.perf_counter_ns() - begin) / 1e3)
-    return min(times[_WARM_UPS:])
+    return typical_us(times[_WARM_UPS:])
 
 
 def _device(name: str) -> torch.device:

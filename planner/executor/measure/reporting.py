@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from planner import __version__
+from planner.core.schedule import KINDS
 from planner.core.values.balance import Balance
 from planner.core.values.profile import Device, Environment, Generator
 from planner.core.values.run_report import RunReport, StageRun
@@ -129,6 +130,8 @@ def _stage_runs(balance: Balance, place: Place, recorder: Recorder, modules: Seq
             last=stage.layers[-1],
             forward_us=round(recorder.typical_us("forward", stage=stage.index), 1),
             backward_us=round(recorder.typical_us("backward", stage=stage.index), 1),
+            backward_input_us=round(recorder.typical_us(KINDS["I"].label, stage=stage.index), 1),
+            backward_weight_us=round(recorder.typical_us(KINDS["W"].label, stage=stage.index), 1),
             recompute_us=round(recorder.typical_us("recompute", stage=stage.index), 1),
             parameter_bytes=sum(p.nbytes for p in module.parameters()),
             peak_bytes=recorder.peak.tensor_bytes,

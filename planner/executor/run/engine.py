@@ -12,14 +12,14 @@ The program is what the planner costs: a schedule that is data there is data her
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from planner.core.schedule import (
@@ -40,7 +40,7 @@ from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.position import Position
 from planner.model.autocast import keeping_casts, layers_in
-from planner.model.halves import PutOff, SplitBackward
+from planner.model.halves import PutOff, SplitBackward, additions_of
 
 
 class Timer(Protocol):
@@ -62,8 +62,9 @@ class EngineStage:
     sent: tuple[Tensor, ...]
     """What goes to the stage behind, or the loss."""
     timer: Timer
-    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What the backward, or the half of one, runs in that is the stage's last of a step."""
+    last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
+    """What the backward, or the half of one, runs in that is the stage's last of a step; it is told how often gradients
+    are added to, where that is known."""
 
 
 class _Waiting(NamedTuple):
@@ -178,7 +179,8 @@ class Engine:
             case "run", kind:
                 backwards_left[stage.index] -= 1
                 run = self._weight_backward if kind == "W" else self._backward
-                with nullcontext() if backwards_left[stage.index] else stage.last_backward():
+                is_last = not backwards_left[stage.index]
+                with self._as_last(stage, kind, micro_batch) if is_last else nullcontext():
                     run(stage, Message(kind, stage.index, micro_batch))
             case "receive", kind:
                 message = Message(kind, stage.index, micro_batch)
@@ -193,6 +195,10 @@ class Engine:
                 message = Message("B", stage.index, micro_batch)
                 gradients, shapes = self._gradients.pop((stage.index, micro_batch)), _carrying(stage.received)
                 self._transfers.send_gradient(gradients, shapes, self._rank_of(self._target(message)))
+
+    def _as_last(self, stage: EngineStage, kind: Letter, micro_batch: int) -> AbstractContextManager[object]:
+        is_put_off = kind == "W"
+        return stage.last_backward(additions_of(self._put_off[stage.index, micro_batch]) if is_put_off else None)
 
     def _forward(self, stage: EngineStage, micro_batch: int) -> None:
         message = Message("F", stage.index, micro_batch)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from planner.core.errors import ModelError, UsageError
-from planner.executor.run.random_state import HostStates
+from planner.executor.run.random_state import HostStates, OwnStates
 from planner.model.load import Batch, LoadedModel
 
 _HOLD_GENERATORS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
@@ -24,7 +24,7 @@ _HOLD_GENERATORS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 def drawn_alike(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     """`batches`, of which nothing may have been drawn yet, made with random states that start at `seed`."""
-    states = _OwnStates(HostStates.seeded(seed))
+    states = OwnStates(HostStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
 
     def drawn() -> Any:
@@ -67,7 +67,7 @@ class Loader:
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
         self.loader: Any = loader
-        self._states = _OwnStates(HostStates.seeded(seed))
+        self._states = OwnStates(HostStates.seeded(seed))
         self._number = self._batch = 0
         self._begun: dict[str, Any] = {}
         """Random states at the start of the epoch."""
@@ -181,21 +181,6 @@ def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         if not all(isinstance(held, torch.Tensor) for held in drawn["generators"].values()):
             raise TypeError("a generator's state that is no tensor")
     return state
-
-
-class _OwnStates:
-    """Random states that are the process's within a block, and go on where they were in the next one."""
-
-    def __init__(self, states: HostStates) -> None:
-        self.states = states
-
-    def __enter__(self) -> None:
-        self._before = HostStates.now()
-        self.states.restore()
-
-    def __exit__(self, *_: object) -> None:
-        self.states = HostStates.now()
-        self._before.restore()
 
 
 def _is_stateful(loader: Any) -> bool:

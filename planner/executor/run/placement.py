@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, launch_line
-from planner.core.values.placement import Placement, device_of, stages_on
+from planner.core.values.placement import Placement, device_of, rank_of, stages_on
 from planner.core.values.units import counted
 
 
@@ -55,7 +55,7 @@ class Place:
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """The process that runs `stage`, in this replica unless another one is given."""
         replica = self.replica if replica is None else replica
-        return replica * self.num_devices + self.order[self.position_of(stage)]
+        return rank_of(stage, replica, self.order, self.placement)
 
 
 def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
@@ -69,7 +69,7 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
         raise UsageError(
             f"the plan needs {_needed(balance)}, but {counted(num_processes, 'process', 'es')} "
             f"{'was' if num_processes == 1 else 'were'} started",
-            hint=f"run `{launch_line(balance.num_processes, 'train.py')}`",
+            hint=f"run `{launch_line(balance.num_processes, 'train.py')}`{_other_sizes(balance)}",
         )
     order = balance.device_order
     position = order.index(rank % devices)
@@ -105,6 +105,12 @@ class Groups:
         pipelines = [dist.new_group([r * place.num_devices + d for d in devices]) for r in replicas]
         copies = [dist.new_group([r * place.num_devices + d for r in replicas]) for d in devices]
         return cls(pipelines[place.replica], copies[place.rank % place.num_devices])
+
+
+def _other_sizes(balance: Balance) -> str:
+    """For how many processes there are plans beside this one; nothing where there is none."""
+    sizes = " or ".join(map(str, balance.smaller))
+    return f"; there are plans for {sizes} processes, too" if sizes else ""
 
 
 def _needed(balance: Balance) -> str:

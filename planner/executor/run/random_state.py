@@ -101,6 +101,23 @@ class HostStates(NamedTuple):
         np.random.set_state(self.numpy)
 
 
+class OwnStates:
+    """Random states that are the process's within a block, and go on where they were in the next one."""
+
+    def __init__(self, states: HostStates) -> None:
+        self.states = states
+
+    def __enter__(self) -> None:
+        """From now on they are the process's."""
+        self._before = HostStates.now()
+        self.states.restore()
+
+    def __exit__(self, *_: object) -> None:
+        """The process goes on as if nothing had been drawn."""
+        self.states = HostStates.now()
+        self._before.restore()
+
+
 @contextmanager
 def keeping_random_state() -> Iterator[None]:
     """Afterwards torch's generators go on as if nothing had been drawn."""

@@ -13,6 +13,7 @@ activations:
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,13 +54,14 @@ def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any
     # An input that requires a gradient makes the outputs require one: the first layer of all has no other.
     anchor = torch.zeros((), requires_grad=True)
     results: Tensors = _Recomputing.apply(run_tensors, layer.carries, anchor, *received)  # type: ignore[no-untyped-call]
+    # Autograd holds what it gives a backward to the end of it, and what it gives a hook in front of one no longer.
+    node: Any = next(result.grad_fn for result in results if result.grad_fn is not None)
+    node.register_prehook(partial(_take, node.arrived))
     return structure[0](results)
 
 
 class _Recomputing(torch.autograd.Function):
     """A layer whose forward makes no graph, and whose backward makes one by running it again."""
-
-    boxed_grads_call = True  # `backward` gets a list, and may take gradients out of it
 
     @staticmethod
     def forward(
@@ -68,6 +70,7 @@ class _Recomputing(torch.autograd.Function):
         kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
         ctx.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         ctx.run = run
+        ctx.arrived = []  # the gradients of its outputs, while nobody has used them
         ctx.save_for_backward(*tensors)
         # No zeros for outputs that nothing behind has used: they would be as large as these.
         ctx.set_materialize_grads(False)
@@ -79,10 +82,7 @@ class _Recomputing(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *arguments: Any) -> Any:
-        # Releases of torch that know no boxed calls give them one by one, and hold them until this is over.
-        boxed = len(arguments) == 1 and isinstance(arguments[0], list)
-        gradients: list[Tensor | None] = arguments[0] if boxed else list(arguments)
+    def backward(ctx: Any, *_taken: None) -> Any:
         # Leaves, so that the graph of this run ends here and not in what came before the layer.
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with ExitStack() as stack:
@@ -92,8 +92,8 @@ class _Recomputing(torch.autograd.Function):
             stack.enter_context(torch.enable_grad())
             # Views: of a leaf autocast would keep a low-precision copy until the end of the step.
             results = ctx.run(*(tensor.view_as(tensor) for tensor in inputs))
-            pairs = [(t, gradient) for t, gradient in zip(results, gradients, strict=True) if t.requires_grad]
-            gradients.clear()
+            pairs = [(t, gradient) for t, gradient in zip(results, ctx.arrived, strict=True) if t.requires_grad]
+            ctx.arrived.clear()
             # From here on the gradients are in one list, which `_Start` empties, and the outputs in none.
             waiting = [gradient for _, gradient in pairs]
             start: Tensor = _Start.apply(waiting, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
@@ -102,6 +102,12 @@ class _Recomputing(torch.autograd.Function):
         if start.requires_grad:
             start.backward()
         return (None, None, None, *(tensor.grad for tensor in inputs))
+
+
+def _take(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
+    """Takes the gradients out of autograd's hands, which passes on what is returned."""
+    into.extend(gradients)
+    return (None,) * len(gradients)
 
 
 class _Start(torch.autograd.Function):

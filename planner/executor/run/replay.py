@@ -10,7 +10,7 @@ none). So every tensor of its state is remembered as a lazy clone, which shares 
 written into, and takes none before. What has changed since gives way to its clone and is not written over: nothing that
 another micro-batch's backward still reads changes.
 
-Batch normalisation collects statistics of whole mini-batches (`planner.executor.run.batch_norm`): its state does not
+Batch normalisation collects statistics of whole mini-batches (`planner.model.batch_norm`): its state does not
 change in a forward.
 """
 

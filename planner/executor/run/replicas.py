@@ -2,18 +2,19 @@
 
 Every process of the same stages does the same sums in the same order: buckets are filled in the order in which backward
 makes gradients (from the last parameter to the first), and each goes out as soon as it and all before it are full.
-When a bucket is full is learnt in the first step, from how often a parameter's gradient is added to in the last
-micro-batch: more than once where two recomputed layers share it.
+The last W says beforehand to which gradients it adds: all others are there when it begins. Of a backward in one piece
+it is learnt in the first step, from how often a parameter's gradient is added to in the last micro-batch: more than
+once where two recomputed layers share it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from planner.core.cost.chain_costs import BUCKET_BYTES
 from planner.core.errors import ModelError
@@ -50,6 +51,8 @@ class ReplicaGradients:
             self._bucket_of |= {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self._additions = dict.fromkeys(self._bucket_of, 0)
         self._usual: dict[nn.Parameter, int] = {}
+        self._expected: Mapping[nn.Parameter, int] | None = None
+        """What is known of the backward that runs now; see `last_backward`."""
         self._open: list[_Bucket] = []
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._added)
@@ -61,14 +64,22 @@ class ReplicaGradients:
                 parameter.grad = None
 
     @contextmanager
-    def last_backward(self, stage: int) -> Iterator[None]:
-        """What the last backward, or half of one, of the process's `stage`-th stage runs in."""
+    def last_backward(self, stage: int, expected: Mapping[nn.Parameter, int] | None = None) -> Iterator[None]:
+        """What the last backward, or half of one, of the process's `stage`-th stage runs in.
+
+        Args:
+            stage: Place among the stages of the process.
+            expected: How often gradients are added to in it, where that is known before it runs: those of other
+                parameters are complete.
+        """
         if not self.is_last_part:
             yield
             return
-        self._open = self._stages[stage]
+        self._open, self._expected = self._stages[stage], expected
         for parameter in (p for bucket in self._open for p in bucket.parameters):
             self._additions[parameter] = 0
+        if expected is not None:
+            self._start_complete()
         yield
         self._open = []
         for bucket in self._stages[stage]:
@@ -98,6 +109,9 @@ class ReplicaGradients:
                 "a parameter's gradient was added to more often than in the first step, after it had been sent",
                 hint="a layer that checkpoints its own parts must use each parameter equally often in every step",
             )
+        self._start_complete()
+
+    def _start_complete(self) -> None:
         for bucket in self._open:
             if not bucket.is_started:
                 if not all(map(self._is_complete, bucket.parameters)):
@@ -105,6 +119,8 @@ class ReplicaGradients:
                 bucket.start()
 
     def _is_complete(self, parameter: nn.Parameter) -> bool:
+        if self._expected is not None:
+            return self._expected.get(parameter, 0) <= self._additions[parameter]
         # One that was not seen in the first step may come or not: its bucket waits for the end of the backward.
         return 0 < self._usual.get(parameter, 0) <= self._additions[parameter]
 
@@ -135,8 +151,9 @@ class _Bucket:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         expect_dense(gradients, "replicas")
         is_alone = len(gradients) == 1 and gradients[0].is_contiguous()
-        flat = gradients[0].view(-1) if is_alone else _flatten_dense_tensors(gradients)
-        self._sums = _unflatten_dense_tensors(flat, [p.detach() for p in self.parameters])
+        flat = gradients[0].view(-1) if is_alone else torch.cat([gradient.flatten() for gradient in gradients])
+        places = pairwise(accumulate((p.numel() for p in self.parameters), initial=0))
+        self._sums = [flat[first:end].view_as(p) for p, (first, end) in zip(self.parameters, places, strict=True)]
         for parameter, total in zip(self.parameters, self._sums, strict=True):
             # The gradient is from here on where it is summed, so that there is never a second copy of all of them.
             parameter.grad = None if parameter.grad is None else total

@@ -13,10 +13,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
-from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.parts import tensors_of
 from planner.executor.run.recompute import Recomputed
 from planner.model.autocast import autocast_dtype, layers_in
+from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer
 from planner.model.layout import shape_like
 from planner.model.load import to_device

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 from planner.core.values.plan import Recompute
-from planner.executor.run.batch_norm import BatchStatistics
 from planner.executor.run.losses import UNCOUNTED, nothing_of
 from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import StepSeeds
@@ -31,6 +30,7 @@ from planner.executor.run.recompute import Recomputed, recomputing
 from planner.executor.run.replay import LayerState
 from planner.executor.run.shapes import Boundary
 from planner.model.autocast import caching_only_with_graph
+from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Layer, register
 from planner.model.layout import laid_out
 from planner.model.regions import without_reentrance

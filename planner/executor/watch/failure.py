@@ -29,7 +29,7 @@ from planner.core.errors import ExitCode, PlannerError, TrainingError
 from planner.core.values.printable import printable_lines
 from planner.executor.watch.explain import explained, hang, is_lost_contact, left_alone, name_of_rank
 from planner.executor.watch.position import ANY, Position
-from planner.executor.watch.store import holds_store, job_store
+from planner.executor.watch.store import holds_store, job_store, rank_here
 
 _BEAT_S = 0.5
 _SILENT_S = 3.0
@@ -51,7 +51,7 @@ class Watch:
         self.position = Position()
         self.saves_on_stop = False
         """Whether a signal to stop is left to `stops_after`."""
-        self._rank, self._world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._rank, self._world = rank_here()
         self._timeout_s = timeout_s
         self._signal = 0
         self._signalled = 0.0
@@ -60,7 +60,7 @@ class Watch:
         self._stop: tuple[int, int] | None = None
         self._over = threading.Event()
         self._ending = threading.Event()
-        self._store: Any = _store_of_all() if "RANK" in os.environ and self._world > 1 else None
+        self._store: Any = _store_of_all() if self._world > 1 and _is_launched() else None
         self._wake = socket.socketpair()
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}
@@ -350,6 +350,10 @@ class Watch:
         if silent:
             return self._gone(silent)
         return hang(self._positions(store), self._timeout_s)
+
+
+def _is_launched() -> bool:
+    return "RANK" in os.environ or dist.is_initialized()
 
 
 def _store_of_all() -> Any:

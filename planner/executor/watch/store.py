@@ -6,7 +6,7 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from planner.core.errors import TrainingError
 
@@ -14,13 +14,20 @@ _HELLO, _ANSWER, _JOINED = "gpipe-plan/hello", "gpipe-plan/answer", "gpipe-plan/
 _ASKED_EVERY_S = 0.05
 
 
+def rank_here() -> tuple[int, int]:
+    """The rank of this process and how many there are: in the process group, if there is one, else by the launcher."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def holds_store() -> bool:
     """Whether the job's store is in this process, and gone when it ends."""
-    return os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return rank_here()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def job_store(timeout: timedelta) -> Store:
-    """The launcher's store, or where it has none, one that the first rank holds.
+    """The process group's store, if there is a group; else the launcher's, or where it has none, one of the first rank.
 
     A launcher may keep its store when it starts the processes again. They would find the addresses of those that are
     gone, so each start has keys of its own.
@@ -28,7 +35,12 @@ def job_store(timeout: timedelta) -> Store:
     Raises:
         TrainingError: The others did not come.
     """
-    store = TCPStore(
+    store = _get_default_store() if dist.is_initialized() else _launchers_store(timeout)
+    return PrefixStore(f"gpipe-plan/{_start(store, timeout)}", store)
+
+
+def _launchers_store(timeout: timedelta) -> Store:
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists not all that is public
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=holds_store(),
@@ -36,15 +48,16 @@ def job_store(timeout: timedelta) -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return PrefixStore(f"gpipe-plan/{_start(store, timeout)}", store)
+    return store
 
 
-def _start(store: TCPStore, timeout: timedelta) -> str:
+def _start(store: Store, timeout: timedelta) -> str:
     """A name for this start of the job's processes, the same on all of them."""
-    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"], os.environ["WORLD_SIZE"]
-    key = os.getpid(), *address  # a process that was forked has agreed on nothing
+    rank, world = rank_here()
+    address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    key = os.getpid(), *address, rank, world  # a process that was forked has agreed on nothing
     if key not in _agreed:
-        _agreed[key] = _agree(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
+        _agreed[key] = _agree(store, rank, world, timeout)
     return _agreed[key]
 
 
@@ -52,7 +65,7 @@ _agreed: dict[tuple[int | str, ...], str] = {}
 """What this process has agreed on with the others: it asks for the store more than once."""
 
 
-def _agree(store: TCPStore, rank: int, world: int, timeout: timedelta) -> str:
+def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:
     """The first rank's choice, answered to who says hello under a name that no process had before.
 
     torchrun counts its restarts (`TORCHELASTIC_RESTART_COUNT`) on each machine by itself, so that one that was lost
@@ -72,7 +85,7 @@ def _agree(store: TCPStore, rank: int, world: int, timeout: timedelta) -> str:
     return start
 
 
-def _answer_all(store: TCPStore, start: str, world: int, timeout: timedelta) -> None:
+def _answer_all(store: Store, start: str, world: int, timeout: timedelta) -> None:
     """Until every rank has joined; what an earlier process said under its rank is answered, too, and read by nobody."""
     end = time.monotonic() + timeout.total_seconds()
     answered: set[str] = set()

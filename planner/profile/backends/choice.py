@@ -4,8 +4,9 @@ from typing import Protocol
 
 import torch
 
-from planner.bridge.extra import check_installed, expect_no_tpu
+from planner.bridge.extra import expect_no_tpu
 from planner.core.errors import UsageError
+from planner.core.extras import check_installed
 from planner.core.values.devices import accelerator
 from planner.core.values.profile import Device
 from planner.device.kinds import DEVICE_KINDS
@@ -51,15 +52,16 @@ def backend_of(name: str) -> Backend:
     """The backend for the device called `name`.
 
     Raises:
-        UsageError: It is unknown or not on this machine, or the packages that it needs are not installed.
+        UsageError: It is unknown or not on this machine.
+        MissingPackageError: The packages that it needs are not installed.
     """
     if name.startswith(_ESTIMATE):
         return EstimatedBackend(accelerator(name.removeprefix(_ESTIMATE)))
     if name == "tpu":
-        check_installed()
+        check_installed("tpu")
         return CompiledBackend.of_attached()
     if name.startswith(_TPU):
-        check_installed()
+        check_installed("tpu")
         expect_no_tpu()
         return CompiledBackend.of_absent(accelerator(name))
     return MeasuredBackend(_device(name))

@@ -23,12 +23,12 @@ from planner.core.errors import UsageError
 from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import ACCELERATORS, Accelerator
 from planner.core.values.profile import Device, LayerProfile, ProgramMemory
+from planner.core.values.rates import Rates, rates_of
 from planner.device.kinds import kind_of
 from planner.model.ghosts import NeedsValuesError
 from planner.model.load import LoadedModel
 from planner.profile.backends.compiler import Compiler
 from planner.profile.backends.estimated import GhostMeter, RooflineClock, as_ghosts_if_lean
-from planner.profile.backends.rates import Rates, rates_of
 from planner.profile.layers import Costs, Measured, layer_profiles, own_buffer_bytes
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import OptimizerCost, measure_optimizer

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from planner.bridge.compiling import Problem, found_by, raise_problems
 from planner.bridge.extra import versions
 from planner.bridge.outcomes import CompiledLayer, CompiledStep
+from planner.core.values.rates import Rates
 from planner.model.optimizers import Builder
-from planner.profile.backends.rates import Rates
 from planner.profile.units import Unit, UnitInput
 
 if TYPE_CHECKING:

@@ -21,17 +21,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from planner.core.errors import ModelError
-from planner.core.values.devices import Accelerator
+from planner.core.values.devices import ASSUMED_RESERVE_BYTES, Accelerator
 from planner.core.values.profile import Device
-from planner.device.cuda import ASSUMED_RESERVE_BYTES, Cuda
+from planner.core.values.rates import Rates, rates_of
+from planner.device.cuda import Cuda
 from planner.device.meter import Usage
+from planner.model.batch_norm import BatchStatistics
 from planner.model.ghosts import storage_key, storage_of
+from planner.model.halves import SplitBackward
 from planner.model.held import as_ghosts
 from planner.model.load import LoadedModel
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch
 from planner.model.stage import ModelStage
-from planner.profile.backends.rates import Rates, rates_of
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import OptimizerCost, measure_optimizer
@@ -39,7 +41,7 @@ from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.sparse import check_ties
 from planner.profile.task import Task
-from planner.profile.timing import Times, passing_us, time_once
+from planner.profile.timing import Times, half_times_of, passing_us, time_halves_once, time_once
 from planner.profile.units import Key, Unit, UnitInput
 
 _LAUNCH_US = 3.0
@@ -81,22 +83,24 @@ class EstimatedBackend:
     def measure(self, task: Task) -> Measured:
         """Estimates every distinct layer once at each size: nothing scatters."""
         meter, clock = GhostMeter(), RooflineClock(self._rates)
-        ways = Ways(device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=False))
+        ways = Ways(device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True))
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
             check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))
             distinct = records.distinct
             peaks_add = _peaks_add(task)
+            optimizer = {
+                d: _optimizer_cost(unit.module, task, meter, clock, peaks_add=peaks_add) for d, unit in distinct.items()
+            }
+            times, half_times_us = _times(task, records, clock)
             costs = Costs(
                 records=records,
                 casts_bytes=records.of_each(partial(measure_casts, meter=meter)),
                 rewritten_bytes=records.of_each(rewritten_bytes),
-                optimizer={
-                    d: _optimizer_cost(unit.module, task, meter, clock, peaks_add=peaks_add)
-                    for d, unit in distinct.items()
-                },
+                optimizer=optimizer,
                 flops=records.of_each(clock.flops_of),
-                times=_times(task, records, clock),
+                times=times,
+                half_times_us=half_times_us,
                 passing_us=passing_us(distinct, records.inputs, clock=clock, repeats=task.options.repeats),
             )
             return Measured(
@@ -176,7 +180,7 @@ class RooflineClock:
             self.flops += flops
             half = bool(results) and all(t.element_size() < 4 for t in results if t.is_floating_point())
             rate = self._rates.half_flops_per_s if half else self._rates.float32_flops_per_s
-            moved = _moved_bytes(func, received, results)
+            moved = _moved_bytes(func, _read(func, args, received), results)
             total_us += max(_LAUNCH_US, 1e6 * flops / rate, 1e6 * moved / self._rates.bytes_per_s)
 
         with OperatorWatch(after=add):
@@ -187,10 +191,6 @@ class RooflineClock:
         """Floating-point operations of a unit's forward."""
         self.time_us(lambda: unit.run(received.fresh(), received))
         return self.flops
-
-    def typical_us(self, times_us: list[float]) -> float:
-        """Any of the times: all are the same."""
-        return times_us[0]
 
 
 def _peaks_add(task: Task) -> bool:
@@ -208,12 +208,18 @@ def _optimizer_cost(
     return replace(cost, peak_bytes=copy_bytes) if peaks_add else cost
 
 
-def _times(task: Task, records: Records, clock: RooflineClock) -> dict[Key, Times]:
-    times = {}
+def _times(
+    task: Task, records: Records, clock: RooflineClock
+) -> tuple[dict[Key, Times], dict[Key, tuple[float, float]]]:
+    """The times of every distinct layer, and those of I and W of its backward."""
+    times, half_times_us, split = {}, {}, SplitBackward()
     for key in task.steps.each(list(records.inputs), records.names):
-        forward_us, backward_us = time_once(records.distinct[key[0]], records.inputs[key], clock)
+        unit, received = records.distinct[key[0]], records.inputs[key]
+        forward_us, backward_us = time_once(unit, received, clock=clock, statistics=BatchStatistics())
         times[key] = Times(forward_us=forward_us, backward_us=backward_us, spread=0.0)
-    return times
+        in_halves = time_halves_once(unit, received, clock=clock, statistics=BatchStatistics(), split=split)
+        half_times_us[key] = half_times_of([in_halves], times[key])
+    return times, half_times_us
 
 
 def _moves_nothing(func: Any, received: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
@@ -229,6 +235,14 @@ def _moved_bytes(func: Any, received: Sequence[Tensor], results: Sequence[Tensor
     if func._schema.name in _ROWS_ONLY:
         return 2 * written
     return written + sum(map(_distinct_bytes, received))
+
+
+def _read(func: Any, args: Any, received: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors that an operator reads: each half of a convolution's backward leaves one of them alone."""
+    if func is not torch.ops.aten.convolution_backward.default:
+        return received
+    gradient, x, weight, *_, (of_input, of_weight, _) = args
+    return [gradient, *([x] if of_weight else []), *([weight] if of_input else [])]
 
 
 def _distinct_bytes(tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ from planner.device.clock import Clock
 from planner.device.kinds import kind_of
 from planner.device.machine import give_freed_memory_back, keep_freed_memory
 from planner.device.meter import Meter
+from planner.model.batch_norm import deferring
 from planner.model.lean import fill
 from planner.model.load import LoadedModel
 from planner.profile.flops import forward_flops
@@ -23,7 +24,15 @@ from planner.profile.regret import regret
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.sparse import check_ties
 from planner.profile.task import Task
-from planner.profile.timing import Times, enough_to_leave_the_cache, measure_times, passing_us, times_of
+from planner.profile.timing import (
+    Times,
+    enough_to_leave_the_cache,
+    half_times_of,
+    measure_times,
+    passing_us,
+    statistics_us,
+    times_of,
+)
 from planner.profile.units import Key, Unit, with_values
 
 _REGRET = 0.01
@@ -70,7 +79,13 @@ class MeasuredBackend:
         give_freed_memory_back()
         # Once more, at another time: its few steps in a row may all have met a busy machine.
         after = _optimizer_costs(task, records, meter, clock)
-        optimizer = {d: replace(cost, step_us=min(cost.step_us, before[d].step_us)) for d, cost in after.items()}
+        updating_us = statistics_us(
+            records.distinct, records.inputs, size=records.sizes[0], clock=clock, repeats=task.options.repeats
+        )
+        optimizer = {
+            digest: replace(cost, step_us=min(cost.step_us, before[digest].step_us) + updating_us[digest])
+            for digest, cost in after.items()
+        }
         costs = Costs(
             records=records,
             casts_bytes=casts_bytes,
@@ -78,7 +93,7 @@ class MeasuredBackend:
             optimizer=optimizer,
             flops=records.of_each(forward_flops),
             times=times,
-            half_times_us=_half_times_us(task, records, clock),
+            half_times_us={key: half_times_of(task.kept.half_samples[key], times[key]) for key in records.inputs},
             passing_us=passing,
         )
         return Measured(
@@ -125,7 +140,7 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
     def doubtful() -> bool:
         if not budget_s:
             return False
-        share = _regret(task, records, clock)
+        share = _regret(task, records)
         if share >= _REGRET and time.monotonic() - started > budget_s:
             task.warn(
                 f"this machine is too noisy to tell the best plan: that of another run may be {share:.1%} slower or "
@@ -138,24 +153,21 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
     for key in records.inputs:
         samples.setdefault(key, [])
         halves.setdefault(key, [])
-    measure_times(
-        records.units,
-        records.inputs,
-        samples,
-        halves,
-        clock=clock,
-        repeats=task.options.repeats,
-        doubtful=doubtful,
-        progress=partial(task.steps.each, names=records.names),
-    )
-    return {key: times_of(samples[key], clock) for key in records.inputs}
+    with deferring(task.chain.model) as statistics:
+        measure_times(
+            records.units,
+            records.inputs,
+            samples,
+            halves,
+            statistics=statistics,
+            clock=clock,
+            repeats=task.options.repeats,
+            doubtful=doubtful,
+            progress=partial(task.steps.each, names=records.names),
+        )
+    return {key: times_of(samples[key]) for key in records.inputs}
 
 
-def _half_times_us(task: Task, records: Records, clock: Clock) -> dict[Key, tuple[float, float]]:
-    of_key = {key: list(zip(*task.kept.half_samples[key], strict=True)) for key in records.inputs}
-    return {key: (clock.typical_us(list(i)), clock.typical_us(list(w))) for key, (i, w) in of_key.items()}
-
-
-def _regret(task: Task, records: Records, clock: Clock) -> float:
+def _regret(task: Task, records: Records) -> float:
     samples = {key: task.kept.samples[key] for key in records.inputs}
-    return regret([unit.digest for unit in records.units], samples, clock.typical_us)
+    return regret([unit.digest for unit in records.units], samples)

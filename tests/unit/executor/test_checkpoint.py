@@ -100,6 +100,7 @@ def test_a_run_that_is_resumed_from_an_earlier_step_replaces_the_later_ones(tmp_
 
 # torch warns in the thread that writes, where one process alone can only now and then keep it quiet.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of its own code, by torch 2.8
 def test_files_are_written_while_training_goes_on(tmp_path: Path) -> None:
     """As on CUDA: what is saved is the state of that step, and the last one is waited for."""
     path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 
 from planner.executor.run import loss_scale
 from planner.executor.run.loss_scale import LossScale
@@ -16,7 +15,7 @@ FIRST = 2.0**16
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
 

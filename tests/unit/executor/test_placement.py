@@ -1,5 +1,7 @@
 """Which process runs which stages of which replica."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.core.errors import UsageError
@@ -65,3 +67,10 @@ def test_a_wrong_number_of_processes(balance: Balance, what: str) -> None:
     with pytest.raises(UsageError, match=f"the plan needs {what}, but 5 processes were started") as refused:
         place_of(balance, 0, 5)
     assert f"torchrun --nproc-per-node {balance.num_processes} " in refused.value.hint
+
+
+def test_plans_for_fewer_processes_are_told() -> None:
+    """Where there are any, beside the command."""
+    with pytest.raises(UsageError) as refused:
+        place_of(replace(balance_of(3), smaller=(2, 1)), 0, 4)
+    assert refused.value.hint.endswith("train.py`; there are plans for 2 or 1 processes, too")

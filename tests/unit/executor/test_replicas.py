@@ -6,19 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run import replicas as replicas_module
 from planner.executor.run.replicas import ReplicaGradients, is_of_replicas
-from planner.model.halves import SplitBackward
+from planner.model.halves import SplitBackward, additions_of
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One replica: sums are what was there. Buckets of a few numbers."""
     monkeypatch.setattr(replicas_module, "BUCKET_BYTES", 64)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
 
@@ -137,9 +136,9 @@ def test_earlier_gradients_count_once(sent: Sent, *, keeps: bool) -> None:
     assert torch.equal(model.bias.grad, torch.full((4,), 3.0 if keeps else 2.0))
 
 
-def test_weights_that_are_put_off_go_out_with_the_last_w(sent: Sent) -> None:
-    """What is done in I is there by then, too, and waits for them."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+def test_weights_that_are_put_off_go_out_while_the_last_w_runs(sent: Sent) -> None:
+    """From the first step on, one by one; what is done in I is there by then, and waits for none of them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 16), nn.LayerNorm(16))
     gradients, split = (
         ReplicaGradients([model.parameters()], group(), keeps_earlier=True),
         SplitBackward(counts_only=is_of_replicas),
@@ -154,10 +153,12 @@ def test_weights_that_are_put_off_go_out_with_the_last_w(sent: Sent) -> None:
         assert [len(put_off) for put_off in kept] == [2, 2]
         split.backward_weight(kept[0])
         assert sent == []
-        with gradients.last_backward(0):
+        with gradients.last_backward(0, additions_of(kept[1])):
+            sent.append("W")
             split.backward_weight(kept[1])
+            sent.append("over")
         gradients.finish()
-        assert sent == ["4", "16", "12", "16"]
+        assert sent == ["16", "16", "W", "16", "64", "12", "16", "over"]
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             assert parameter.grad is not None
             assert torch.allclose(parameter.grad, gradient)

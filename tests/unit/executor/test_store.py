@@ -4,7 +4,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+import torch.distributed as dist
 
 from planner.core.errors import TrainingError
 from planner.executor.watch import store as store_module
@@ -12,12 +12,12 @@ from planner.executor.watch import store as store_module
 SOON = timedelta(seconds=20)
 
 
-def start(server: TCPStore, world: int) -> list[str]:
+def start(server: dist.TCPStore, world: int) -> list[str]:
     """What all ranks agree on, the first one being the last to come."""
     agreed = [""] * world
 
     def join(rank: int) -> None:
-        own = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=SOON)
+        own = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=SOON)
         agreed[rank] = store_module._agree(own, rank, world, SOON)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in reversed(range(world))]
@@ -31,7 +31,7 @@ def start(server: TCPStore, world: int) -> list[str]:
 def test_every_start_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have the same ones, whatever each machine's launcher has counted, beside what earlier starts left."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     server.set("gpipe-plan/hello/1", "one that is gone")
     rounds = [start(server, 3) for _ in range(3)]
     assert all(len(set(agreed)) == 1 for agreed in rounds)
@@ -40,7 +40,7 @@ def test_every_start_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_rank_that_never_comes_is_named() -> None:
     """On the first rank, and the first rank on the others."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     server.set("gpipe-plan/hello/1", "one that is gone")
     with pytest.raises(TrainingError, match=r"rank 1 did not join within 0\.5 s"):
         store_module._agree(server, 0, 3, timedelta(seconds=0.5))

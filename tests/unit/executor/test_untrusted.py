@@ -1,5 +1,6 @@
 """Checkpoints and weights that somebody else wrote: nothing in them runs, and what is damaged is one message."""
 
+import copyreg
 import io
 import json
 import os
@@ -93,6 +94,19 @@ def evil_index(folder: Path, mark: Path, where: str) -> None:
     else:
         index.state_dict_metadata["model.weight"].size = Evil(mark)
     path.write_bytes(pickle.dumps(index, protocol=int(where[-1]) if where[-1].isdigit() else None))
+
+
+def test_members_of_enumerations_as_earlier_pythons_wrote_them(tmp_path: Path) -> None:
+    """Up to Python 3.11.3 a member is a call of `getattr`, which is not made here either."""
+    folder = Path(save_folder(tmp_path / "folder"))
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    with (folder / ".metadata").open("wb") as file:
+        pickler = pickle.Pickler(file)
+        kind = type(index.state_dict_metadata["model.weight"].properties.__getstate__()[3])
+        pickler.dispatch_table = {**copyreg.dispatch_table, kind: lambda member: (getattr, (kind, member.name))}
+        pickler.dump(index)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert torch.equal(load(str(folder))["weight"], linear().weight)
 
 
 @pytest.mark.parametrize("where", ["instead", "key", "planner data", "beside", "size in protocol 2", "size 4"])

@@ -1,6 +1,7 @@
 """A backward in two parts adds to every leaf what the whole one adds, to the bit."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run.recompute import Recomputed, recomputing
-from planner.model.halves import PutOff, SplitBackward
+from planner.model.halves import PutOff, SplitBackward, additions_of
 
 MICRO_BATCHES = 3
 
@@ -491,3 +492,31 @@ def test_autocast_copies_a_weight_once_in_a_step() -> None:
     assert copy() is None
     assert layer.weight.grad is not None
     assert layer.weight.grad.dtype == torch.float32
+
+
+class Reentered(Functions):
+    """The same weights within a checkpoint that has a backward of its own, and outside of it."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x: Tensor = self.layer(self.rows(numbers))
+        x = checkpoint(self.layer, x, use_reentrant=True)
+        return functional.linear(self.layer(x), self.rows.weight)
+
+
+@DTYPES
+@pytest.mark.parametrize("build", [Functions, Reentered])
+def test_w_says_beforehand_how_often_it_adds(build: Build, dtype: torch.dtype | None) -> None:
+    """Once for every backward that came to a weight, however often it was used in it."""
+    model, split, added = build(), SplitBackward(counts_only=lambda _: True), Counter[Tensor]()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: added.update([p]))
+    autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+    with split.keeping_casts():
+        with autocast, split.splitting():
+            loss = loss_of(model(torch.randint(10, (2, 5))))
+        put_off = split.backward_input([loss], [torch.ones(())])
+        expected = additions_of(put_off)
+        added.clear()
+        split.backward_weight(put_off)
+    assert expected == added
+    assert max(expected.values()) == (3 if build is Reentered else 1)

@@ -142,3 +142,14 @@ def test_torchax_still_has_no_state_of_chance() -> None:
     with pytest.raises(TypeError):
         scope["get_rng_state"](0)
     assert "current_stream" not in scope, "torchax has streams: take the mends of them out"
+
+
+def test_models_are_still_compiled_by_torch() -> None:
+    """Torch would ask its own runtime for the stream of an accelerator that only JAX drives."""
+    import planner.bridge.torchax_adapter  # noqa: F401
+
+    assert not torch.accelerator.is_available()
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    assert torch.equal(torch.compile(model, backend="eager")(x), model(x))

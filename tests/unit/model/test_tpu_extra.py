@@ -1,21 +1,7 @@
-"""The extra `tpu` where it is not installed, and what may not import it."""
+"""The packages of the extra `tpu`: what may not import them."""
 
 import subprocess
 import sys
-
-import pytest
-
-from planner.bridge import extra
-from planner.bridge.extra import check_installed
-from planner.core.errors import UsageError
-
-
-def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is missing, and the command."""
-    monkeypatch.setattr(extra.importlib.util, "find_spec", lambda name: None if name != "libtpu" else name)
-    with pytest.raises(UsageError, match="jax and torchax are not installed") as refused:
-        check_installed()
-    assert refused.value.hint == "pip install 'gpipe-plan[tpu]'"
 
 
 def test_jax_is_imported_by_those_who_compile_alone() -> None:

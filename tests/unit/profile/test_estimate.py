@@ -1,26 +1,31 @@
 """Costs of a device that is not here: the memory of a real run, and times by the data sheet."""
 
+from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from planner.api.asked import request_of
-from planner.api.options import SolverOptions
-from planner.core.cost.costs import costs_at
+from planner.api.options.solving import SolverOptions
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.memory import stage_memory
+from planner.core.cost.stages import stages_in
 from planner.core.errors import ModelError, UsageError
+from planner.core.values.devices import ASSUMED_RESERVE_BYTES
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Profile
-from planner.device.cuda import ASSUMED_RESERVE_BYTES
+from planner.core.values.rates import RATES, rates_of
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.backends.estimated import GhostMeter, RooflineClock
-from planner.profile.backends.rates import RATES, rates_of
-from planner.show import Style, profile_text
+from planner.show.terminal.profile import profile_text
+from planner.show.terminal.style import Style
 from planner.solve import solve
 from tests.support.measure import loaded_model, mean_loss, profile_of_model
 from tests.support.moments import moments_with
@@ -55,6 +60,13 @@ def own_loss(output: Any, target: Any) -> Tensor:
     return output.loss if getattr(output, "loss", None) is not None else mean_loss(output, target)
 
 
+def levels_in_halves(costs: ChainCosts, first: int, end: int) -> dict[str, float]:
+    """What a stage has whose backward runs in halves, by name."""
+    stage = stages_in(costs, np.array([first]), slice(first, end), micro_batches=3, in_halves=True).halves
+    assert stage is not None
+    return {field.name: float(np.ravel(getattr(stage, field.name))[-1]) for field in fields(stage)}
+
+
 def adam(parameters: Any) -> torch.optim.Optimizer:
     """As a CPU runs it, so that the transients of its step can be compared."""
     return torch.optim.AdamW(parameters, foreach=False)
@@ -68,7 +80,9 @@ def test_a_device_that_is_not_here_has_a_reserve() -> None:
     profile = estimated(loaded_model(blocks, words, loss_fn=to_word), 2)
     assert profile.device.reserve_bytes == ASSUMED_RESERVE_BYTES == 10**9
     assert "reserve 954 MiB, assumed" in profile_text(profile, Style(width=100, unicode=True, color=False))
-    request = request_of(profile, ProfileReference(path="", digest=""), SolverOptions(devices=2, batch=2))
+    request = request_of(
+        profile, ProfileReference(path="", digest=""), SolverOptions(devices=2, batch=2, schedule="gpipe")
+    )
     assert {stage.memory.reserve for stage in solve(profile, request).stages} == {10**9}
 
 
@@ -90,6 +104,8 @@ def test_memory_is_that_of_a_measured_profile(name: str) -> None:
         for recompute in ("never", "always"):
             totals = [stage_memory(c, first, end, moments_with(3), recompute=recompute).total for c in costs]
             assert totals[0] / totals[1] == pytest.approx(1.0, abs=0.03)
+        halves = [levels_in_halves(c, first, end) for c in costs]
+        assert halves[0] == pytest.approx(halves[1], rel=0.03)
 
 
 def test_a_meter_counts_what_is_made_and_let_go() -> None:
@@ -140,9 +156,31 @@ def test_a_faster_device_is_faster_and_a_larger_batch_slower() -> None:
     old, new = estimated(loaded, 1024, 2048, device="v100"), estimated(loaded, 1024, 2048)
     # The second layer's backward has two products, the first one's, whose input needs no gradient, has one.
     assert new.layers[1].backward_us[1] / new.layers[1].forward_us[1] == pytest.approx(2, rel=0.2)
+    assert new.layers[1].backward_input_us[1] == pytest.approx(new.layers[1].backward_weight_us[1], rel=0.1)
     for a, b in zip(old.layers, new.layers, strict=True):
         assert all(x > y for x, y in zip(a.forward_us, b.forward_us, strict=True))
         assert b.forward_us[1] > b.forward_us[0]
+
+
+def test_halves_of_a_backward_are_told_apart_by_what_their_operators_do() -> None:
+    """Both add up to the whole. Of products each has one half; those of attention, without weights, are in I."""
+
+    def build() -> nn.Module:
+        block = nn.TransformerEncoderLayer(2048, 16, 8192, dropout=0.0, batch_first=True, norm_first=True)
+        return nn.Sequential(nn.Linear(2048, 2048), block, nn.Conv1d(512, 512, 3, padding=1))
+
+    profile = estimated(loaded_model(build, lambda size: torch.randn(size, 512, 2048)), 2)
+    assert not CostTable(profile).halves_assumed
+    for layer in profile.layers:
+        both_us = layer.backward_input_us[0] + layer.backward_weight_us[0]
+        assert both_us == pytest.approx(layer.backward_us[0], rel=0.01)
+    first, block, last = profile.layers
+    # Nobody wants a gradient of its input.
+    assert first.backward_input_us[0] < 0.2 * first.backward_weight_us[0]
+    # As many as the sequence over three widths makes of those with weights.
+    attention = 8 * 512 / (24 * 2048)
+    assert block.backward_input_us[0] == pytest.approx(block.backward_weight_us[0] * (1 + attention), rel=0.1)
+    assert last.backward_input_us[0] == pytest.approx(last.backward_weight_us[0], rel=0.1)
 
 
 def test_it_is_marked_as_estimated() -> None:

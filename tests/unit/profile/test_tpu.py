@@ -19,12 +19,12 @@ from planner.bridge.compiling import OutOfMemoryError
 from planner.bridge.outcomes import CompiledStep
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.values.profile import Profile
+from planner.core.values.rates import rates_of
 from planner.model import LoadedModel, in_precision, load_model, model_of
 from planner.model.optimizers import OPTIMIZERS
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.backends import compiler as tpu
 from planner.profile.backends.compiler import Compiler
-from planner.profile.backends.rates import rates_of
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_units
 

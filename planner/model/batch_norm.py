@@ -23,6 +23,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from planner.core.errors import ModelError
 
 
+@contextmanager
+def deferring(model: nn.Module) -> Iterator["BatchStatistics"]:
+    """In which the batch normalisations of a model are those of training: deferred.
+
+    Raises:
+        ModelError: One of them is a `SyncBatchNorm`.
+    """
+    before = {module: vars(module).get("forward") for module in model.modules()}
+    try:
+        yield BatchStatistics(model.named_modules())
+    finally:
+        for module, forward in before.items():
+            vars(module).pop("forward", None)
+            if forward is not None:
+                vars(module)["forward"] = forward
+
+
 class BatchStatistics:
     """Collects for the batch normalisations among some modules; frozen ones (in evaluation mode) stay as they are."""
 

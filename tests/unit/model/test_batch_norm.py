@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.device.meter import CpuMeter
-from planner.executor.run.batch_norm import BatchStatistics
+from planner.model.batch_norm import BatchStatistics, deferring
 from planner.model.chain import chain_of
 from planner.model.state import collecting_bytes
 
@@ -111,6 +111,17 @@ def test_a_synchronised_one_is_refused() -> None:
         BatchStatistics(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)).named_modules())
     assert "plain BatchNorm" in refused.value.hint
     BatchStatistics(nn.Sequential(nn.SyncBatchNorm(4)).eval().named_modules())
+
+
+def test_a_model_is_itself_again() -> None:
+    """Layers whose forward somebody had replaced keep that one; nothing was updated meanwhile."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    replaced = vars(model[1])["forward"] = lambda value: value + 1
+    with deferring(model) as statistics, statistics.collecting():
+        model(torch.randn(3, 4))
+    assert "forward" not in vars(model[0])
+    assert vars(model[1])["forward"] is replaced
+    assert torch.equal(model[0].running_mean, torch.zeros(4))
 
 
 def test_what_it_costs() -> None:

@@ -1,0 +1,266 @@
+"""Random questions for the explorer, random edits of them, what the core says of an edit, and what the page's laws say.
+
+The laws run in node, where there is one.
+"""
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planner.api.exploring import caveats, solve_words
+from planner.core.cost.costs import costs_at, covers
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.planning import build_plan
+from planner.core.judge.recut import with_cuts
+from planner.core.schedule import schedule_of
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, SolverReport
+from planner.core.values.profile import LayerProfile, Profile, SplitMemory
+from planner.show.explore import Question
+from planner.show.explore.data import page_data
+from planner.show.explore.lists import menu_of
+from planner.show.explore.page import law_script
+from tests.support.chains import random_profile, with_programs
+
+__all__ = ["NODE", "Case", "answers_of", "edits_of", "figures_of", "plan_of_edit", "question"]
+
+NODE = shutil.which("node")
+
+_LOOP = """
+const { cases } = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const answered = cases.map(({ data, edits }) => {
+  const memo = explorer(data);
+  return edits.map((state) => {
+    const answer = evaluate(memo, asked(data, state));
+    return {
+      step_us: answer.step_us, samples_per_s: answer.samples_per_s, bubble: answer.bubble,
+      recompute_share: answer.recompute_share, recompute: answer.recompute,
+      forward_us: answer.times.map((stage) => stage.F), backward_us: answer.backward_us,
+      bytes: answer.memory.map(total), memory_bytes: data.memory_bytes.map((bytes) => capOf(state.scale, bytes)),
+      ...commandsOf(data, state, answer),
+    };
+  });
+});
+console.log(JSON.stringify(answered));
+"""
+
+_LINKS = (Link(), Link(latency_us=2.0, bytes_per_s=1e8), Link(latency_us=2.0, bytes_per_s=5e7, blocking=True))
+_POLICIES: tuple[RecomputePolicy, ...] = ("auto", "auto", "never", "except-last", "always")
+
+Edit = dict[str, Any]
+
+
+class Case:
+    """A question, and the data of its page."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.data: dict[str, Any] = json.loads(page_data(question, menu_of(question)))
+
+
+def answers_of(cases: Sequence[tuple[Case, Sequence[Edit]]], folder: Path) -> list[list[dict[str, Any]]]:
+    """What the page's laws say of every edit."""
+    assert NODE is not None
+    script = folder / "laws.js"
+    script.write_text(law_script() + _LOOP, encoding="utf-8")
+    asked = {"cases": [{"data": case.data, "edits": edits} for case, edits in cases]}
+    done = subprocess.run(
+        [NODE, script], input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answered: list[list[dict[str, Any]]] = json.loads(done.stdout)
+    return answered
+
+
+def question(seed: int) -> Case:
+    """A random chain on random devices with a plan of even cuts: exact records, bounds or compiled programs."""
+    rng = random.Random(seed)
+    kind, devices = seed % 4, rng.choice([1, 2, 2, 3, 4])
+    num_layers = rng.randint(2 * devices, 3 * devices + 3)
+    sizes = rng.choice([(1, 2, 4), (1, 4), (1, 2)])
+    profile = random_profile(seed, num_layers, exact=kind < 2, sizes=sizes)
+    if kind == 3:
+        profile = with_programs(profile, seed)
+    is_tied = rng.random() < 0.5
+    # Gradients that are summed, over uses or over replicas, are dense.
+    replicas = rng.choice([1, 1, 2])
+    may_be_sparse = kind == 0 and not is_tied and replicas == 1
+    layers = [_frozen(layer, rng) if n == 0 else layer for n, layer in enumerate(profile.layers)]
+    if kind == 0:
+        layers = [_in_halves(layer, rng, sizes) for layer in layers]
+    if may_be_sparse:
+        layers = [_sparse(layer, rng, sizes) for layer in layers]
+    if is_tied:
+        _tie(layers, rng)
+    profile = replace(profile, layers=tuple(layers), optimizer_peak=rng.choice(["largest", "sum"]))
+    counts = tuple(m for m in (1, 2, 3, 4, 6, 12) if covers(profile, 12 // m, extrapolate=False))
+    inputs = Inputs(
+        profile=ProfileReference(path="profile.yaml", digest="sha256:0"),
+        devices=devices * replicas,
+        memory_bytes=_unlike(rng, [3000, 6000, 20_000], devices) if replicas == 1 else (6000,) * devices * replicas,
+        speeds=_unlike(rng, [0.5, 1.0, 2.0], devices) if replicas == 1 and rng.random() < 0.3 else (),
+        batch=12 * replicas,
+        link=rng.choice(_LINKS),
+        inter_link=rng.choice([None, *_LINKS]),
+        node_devices=rng.choice([0, 1, 2]),
+        allreduce=rng.choice([None, _LINKS[1]]),
+        overhead_us=rng.choice([0.0, 4.0]),
+        reserve_bytes=rng.choice([0, 100]),
+        recompute=rng.choice(_POLICIES),
+        replicas=replicas,
+        compute=rng.choice([1.0, 1.0, 1.0, 1.1]),
+    )
+    cuts = _cuts(rng, num_layers, devices)
+    partition = Partition(
+        schedule="gpipe",
+        micro_batches=counts[-1],
+        balance=cuts,
+        recompute=("never",) * devices,
+        replicas=replicas,
+        devices=tuple(rng.sample(range(devices), devices)) if replicas == 1 and rng.random() < 0.2 else (),
+    )
+    plan = _built(profile, partition, inputs)
+    asked = Question(
+        plan=plan,
+        profile=profile,
+        micro_batches=counts,
+        command=tuple(solve_words(plan, profile)),
+        caveats=tuple(caveats(plan)),
+    )
+    return Case(asked)
+
+
+def edits_of(case: Case, seed: int, number: int) -> list[Edit]:
+    """Random edits: any schedule, chunks and M that there is a list for, any cuts, any caps and recomputation."""
+    rng, data = random.Random(seed), case.data
+    edits = []
+    for _ in range(number):
+        at = rng.randrange(len(data["schedules"]))
+        chunks = rng.choice(list(data["schedules"][at]["lists"]))
+        balance = _cuts(rng, len(data["names"]), data["devices"] * int(chunks))
+        edit = {
+            "schedule": at,
+            "chunks": int(chunks),
+            "micro_batches": int(rng.choice(list(data["schedules"][at]["lists"][chunks]))),
+            "balance": balance,
+            "recompute": rng.choice([*_POLICIES, [rng.choice(_POLICIES[2:]) for _ in balance]]),
+            "scale": rng.choice([0, 0, -20, 15]),
+        }
+        edits.append(edit)
+    return edits
+
+
+def plan_of_edit(case: Case, edit: Edit, memory_bytes: tuple[int, ...]) -> Plan:
+    """What `check` would judge: the plan with the edit in it."""
+    plan, profile = case.question.plan, case.question.profile
+    schedule = schedule_of(case.data["schedules"][edit["schedule"]]["name"])
+    places = tuple(plan.device_of(stage) for stage in plan.stages) if plan.stages[0].device is not None else ()
+    partition = Partition(
+        schedule=schedule.name,
+        micro_batches=edit["micro_batches"],
+        balance=tuple(edit["balance"]),
+        recompute=tuple(edit["recompute"])
+        if isinstance(edit["recompute"], list)
+        else ("never",) * len(edit["balance"]),
+        chunks=edit["chunks"],
+        replicas=plan.replicas,
+        devices=places if len(places) == len(edit["balance"]) else (),
+    )
+    inputs = replace(plan.inputs, memory_bytes=memory_bytes)
+    if isinstance(edit["recompute"], list):
+        return _built(profile, partition, inputs)
+    edited = replace(
+        plan,
+        inputs=replace(inputs, recompute=edit["recompute"]),
+        schedule=schedule.name,
+        chunks=edit["chunks"],
+        micro_batches=edit["micro_batches"],
+        micro_batch_size=inputs.batch // plan.replicas // edit["micro_batches"],
+    )
+    return with_cuts(edited, profile, edit["balance"])
+
+
+def figures_of(plan: Plan) -> dict[str, Any]:
+    """The figures of a plan under the names that the page has for them."""
+    predicted = plan.predicted
+    return {
+        "step_us": predicted.step_us,
+        "samples_per_s": predicted.samples_per_s,
+        "bubble": predicted.bubble,
+        "recompute_share": predicted.recompute_share,
+        "recompute": [stage.recompute for stage in plan.stages],
+        "forward_us": [stage.forward_us for stage in plan.stages],
+        "backward_us": [stage.backward_us for stage in plan.stages],
+        "bytes": list(plan.device_bytes()),
+    }
+
+
+def _built(profile: Profile, partition: Partition, inputs: Inputs) -> Plan:
+
+    costs = costs_at(profile, inputs.batch // partition.replicas // partition.micro_batches)
+    return build_plan(costs, partition, inputs=inputs, solver=SolverReport(method="given", status="given"))
+
+
+def _unlike(rng: random.Random, choices: Sequence[Any], devices: int) -> tuple[Any, ...]:
+    return tuple(rng.choice(choices) for _ in range(devices))
+
+
+def _cuts(rng: random.Random, num_layers: int, stages: int) -> tuple[int, ...]:
+    ends = sorted(rng.sample(range(1, num_layers), stages - 1))
+    return tuple(b - a for a, b in zip([0, *ends], [*ends, num_layers], strict=True))
+
+
+def _frozen(layer: LayerProfile, rng: random.Random) -> LayerProfile:
+    return replace(layer, gradient_bytes=0, cast_bytes=0, optimizer_bytes=0) if rng.random() < 0.3 else layer
+
+
+def _sparse(layer: LayerProfile, rng: random.Random, sizes: Sequence[int]) -> LayerProfile:
+    if rng.random() < 0.8:
+        return layer
+    dense = layer.parameter_bytes // 2
+    details = tuple(
+        replace(d, sparse_parameter_bytes=dense, sparse_gradient_bytes=7 * s)
+        for d, s in zip(layer.detail, sizes, strict=True)
+    )
+    return replace(layer, detail=details, optimizer_sparse_peak=2.5)
+
+
+def _in_halves(layer: LayerProfile, rng: random.Random, sizes: Sequence[int]) -> LayerProfile:
+    """Halves of backwards as if they had been measured."""
+    made, held = rng.randint(0, layer.parameter_bytes), rng.randint(0, 40)
+    return replace(
+        layer,
+        backward_input_us=tuple(0.6 * us for us in layer.backward_us),
+        backward_weight_us=tuple(0.5 * us for us in layer.backward_us),
+        split=tuple(
+            SplitMemory(
+                held_bytes=(held + 5) * s,
+                held_input_bytes=held * s,
+                weight_gradient_bytes=made,
+                first_input_peak_bytes=(held + 60) * s,
+                input_peak_bytes=(held + 50) * s,
+                end_input_peak_bytes=(held + 80) * s,
+                first_weight_peak_bytes=made + (held + 9) * s,
+                weight_peak_bytes=(held + 30) * s,
+            )
+            for s in sizes
+        ),
+    )
+
+
+def _tie(layers: list[LayerProfile], rng: random.Random) -> None:
+    """Two layers hold the same parameters, or a part of them."""
+    first, second = sorted(rng.sample(range(len(layers)), 2))
+    for at, other in ((first, second), (second, first)):
+        layer = layers[at]
+        layers[at] = replace(
+            layer,
+            parameter_bytes=layer.parameter_bytes + 90,
+            tied_bytes=90,
+            tied=(f"{layers[other].name}.weight",),
+        )
