@@ -7,37 +7,28 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from planner.core.values.balance import Balance
-from planner.core.values.plan import FrontierPoint, Inputs, Plan, ProfileReference, StageMemory
-from planner.core.values.profile import (
-    BoundaryTensor,
-    Device,
-    LayerProfile,
-    MemoryDetail,
-    ProgramMemory,
-    SplitMemory,
-)
+from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMemory, SplitMemory
 from planner.core.values.proof import Proof
-from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMemory})
 """Classes of which every field that holds its default is left out: a profile has thousands of them."""
 
 # What came to the files later than the rest stays out of those that do not use it: they keep their bytes and digests.
-_SPARE_FIELDS: dict[type, frozenset[str]] = {
-    Balance: frozenset({"chunks", "placement", "replicas"}),
-    BoundaryRun: frozenset({"replica"}),
-    Device: frozenset({"reserve_bytes"}),
-    FrontierPoint: frozenset({"replicas"}),
-    Inputs: frozenset({"any_order", "chunks", "compute", "node_devices", "replicas"}),
-    LayerProfile: frozenset({"cast_bytes", "optimizer_sparse_peak", "rewritten_bytes"}),
-    Plan: frozenset({"chunks", "placement", "replicas"}),
-    ProfileReference: frozenset({"how"}),
-    RunReport: frozenset({"batch"}),
-    StageMemory: frozenset({"casts"}),
-    StageRun: frozenset({"outside_bytes", "replica"}),
+_SPARE_FIELDS: dict[str, frozenset[str]] = {
+    "Balance": frozenset({"chunks", "placement", "replicas"}),
+    "BoundaryRun": frozenset({"replica"}),
+    "Device": frozenset({"reserve_bytes"}),
+    "FrontierPoint": frozenset({"replicas"}),
+    "Inputs": frozenset({"any_order", "chunks", "compute", "node_devices", "replicas"}),
+    "LayerProfile": frozenset({"cast_bytes", "optimizer_sparse_peak", "rewritten_bytes"}),
+    "Plan": frozenset({"chunks", "placement", "replicas"}),
+    "ProfileReference": frozenset({"how"}),
+    "RunReport": frozenset({"batch"}),
+    "Stage": frozenset({"backward_weight_us"}),
+    "StageMemory": frozenset({"casts"}),
+    "StageRun": frozenset({"backward_input_us", "backward_weight_us", "outside_bytes", "replica"}),
 }
-"""Fields of other classes that are left out where they hold their default."""
+"""Fields of other classes, by the names of these, that are left out where they hold their default."""
 
 
 def to_plain(value: Any) -> Any:
@@ -71,7 +62,7 @@ def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ..
 def _left_out(field: "Field[Any]", kind: type) -> Callable[[Any], bool] | None:
     if field.default is MISSING and field.default_factory is MISSING:
         return None
-    if kind in _SPARE or field.name in _SPARE_FIELDS.get(kind, ()):
+    if kind in _SPARE or field.name in _SPARE_FIELDS.get(kind.__name__, ()):
         default = field.default
         return lambda value: bool(value == default)
     return lambda value: value is None or value in ("", (), {})

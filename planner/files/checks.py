@@ -1,42 +1,31 @@
 """Checks of meaning, beyond types: what a profile or a plan must satisfy before anything is computed from it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from planner.core.cost.calibration import Calibration
 from planner.core.errors import UsageError
 from planner.core.schedule import check_lists, lists_of, schedule_of
-from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, RATES, SPEEDS
-from planner.core.values.links import Links
-from planner.core.values.partial import Partial
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.profile import Profile
-from planner.core.values.run_report import RunReport
+from planner.files.kinds import word_of
 from planner.files.strict_yaml import KeyPath, Problem
 
+if TYPE_CHECKING:
+    from planner.core.values.balance import Balance, StageBalance
+    from planner.core.values.calibration import Calibration
+    from planner.core.values.links import Links
+    from planner.core.values.partial import Partial
+    from planner.core.values.run_report import RunReport
+    from planner.files.kinds import Value
 
-def problems_of(
-    value: Profile | Plan | RunReport | Balance | Links | Calibration | Partial, *, every_number: bool = True
-) -> Iterator[Problem]:
+
+def problems_of(value: "Value", *, every_number: bool = True) -> Iterator[Problem]:
     """Everything that makes no sense in `value`; `every_number` is false where none can be out of bounds."""
     if every_number:
         yield from _bad_numbers(value, ())
-    if isinstance(value, Profile):
-        yield from _profile_problems(value)
-    elif isinstance(value, Plan):
-        yield from _plan_problems(value)
-    elif isinstance(value, Balance):
-        yield from _balance_problems(value)
-    elif isinstance(value, Links):
-        yield from _links_problems(value)
-    elif isinstance(value, Partial):
-        yield from _partial_problems(value)
-    elif isinstance(value, Calibration):
-        yield from _compute_problems(value.compute, ("compute",))
-    elif not value.stages:
-        yield ("stages",), "a run has at least one stage", ""
+    yield from _PROBLEMS[word_of(value.schema)](value)
 
 
 def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
@@ -110,7 +99,7 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     yield from _recompute_problems(plan.stages)
 
 
-def _order_problems(plan: Plan | Balance) -> Iterator[Problem]:
+def _order_problems(plan: "Plan | Balance") -> Iterator[Problem]:
     if plan.chunks < 1 or not plan.balance:
         return  # told elsewhere
     try:
@@ -133,9 +122,12 @@ def _is_speed(value: float) -> bool:
     return SPEEDS[0] <= value <= SPEEDS[1]
 
 
-def _compute_problems(compute: float, at: KeyPath) -> Iterator[Problem]:
-    if not _is_speed(compute):
-        yield at, "must be from 1e-6 to 1e6", "1 is what was profiled, 2 takes twice as long"
+def _calibrated_problems(values: "Calibration | Inputs", at: KeyPath = ()) -> Iterator[Problem]:
+    """What a calibration brings as factors."""
+    if not _is_speed(values.compute):
+        yield (*at, "compute"), "must be from 1e-6 to 1e6", "1 is what was profiled, 2 takes twice as long"
+    if values.step_ratio is not None and not _is_speed(values.step_ratio):
+        yield (*at, "step_ratio"), "must be from 1e-6 to 1e6", "1 is a step as predicted, 2 took twice as long"
 
 
 def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
@@ -145,7 +137,7 @@ def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
     if inputs.devices > MOST_DEVICES or inputs.batch > MOST_BATCH:
         text = f"{inputs.devices} devices and a batch of {inputs.batch}"
         yield ("inputs",), f"{text}: at most {MOST_DEVICES} and {MOST_BATCH} are planned for", ""
-    yield from _compute_problems(inputs.compute, ("inputs", "compute"))
+    yield from _calibrated_problems(inputs, ("inputs",))
     if len(inputs.speeds) not in (0, inputs.devices) or not all(map(_is_speed, inputs.speeds)):
         text = f"expected {inputs.devices} speeds from 1e-6 to 1e6, one per device, got {list(inputs.speeds)[:20]}"
         yield ("inputs", "speeds"), text, ""
@@ -158,7 +150,7 @@ def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
         yield ("inputs", "links"), text, ""
 
 
-def _recompute_problems(stages: Sequence[Stage | StageBalance]) -> Iterator[Problem]:
+def _recompute_problems(stages: "Sequence[Stage | StageBalance]") -> Iterator[Problem]:
     for k, stage in enumerate(stages):
         if stage.recomputed and stage.recompute != "layers":
             text = f"names layers, but the stage's `recompute` is `{stage.recompute}`"
@@ -170,7 +162,7 @@ def _recompute_problems(stages: Sequence[Stage | StageBalance]) -> Iterator[Prob
             yield ("stages", k, "recomputed"), f'names "{twice[0]}" twice', ""
 
 
-def _balance_problems(balance: Balance) -> Iterator[Problem]:
+def _balance_problems(balance: "Balance") -> Iterator[Problem]:
     layers = [len(stage.layers) for stage in balance.stages]
     if list(balance.balance) != layers or not layers or min(layers) < 1:
         text = f"{list(balance.balance)} layers per stage, but the stages name {layers}"
@@ -178,6 +170,9 @@ def _balance_problems(balance: Balance) -> Iterator[Problem]:
     if balance.micro_batches < 1 or balance.batch < 1 or balance.batch % balance.micro_batches:
         text = f"a batch of {balance.batch} cannot be split into {balance.micro_batches} equal micro-batches"
         yield ("micro_batches",), text, "emit again from the plan"
+    if balance.smaller != tuple(sorted({*balance.smaller}, reverse=True)) or min(balance.smaller, default=1) < 1:
+        text = f"{list(balance.smaller)} are not numbers of processes, each smaller than the one before"
+        yield ("smaller",), text, "emit again from the plans"
     yield from _order_problems(balance)
     yield from _recompute_problems(balance.stages)
     for k, stage in enumerate(balance.stages):
@@ -186,7 +181,7 @@ def _balance_problems(balance: Balance) -> Iterator[Problem]:
             yield ("stages", k, "recomputed"), f'"{elsewhere[0]}" is no layer of this stage', "emit again from the plan"
 
 
-def _links_problems(links: Links) -> Iterator[Problem]:
+def _links_problems(links: "Links") -> Iterator[Problem]:
     if not links.boundaries:
         yield ("boundaries",), "at least one link between neighbours is needed", "measure again"
     for n, boundary in enumerate(links.boundaries):
@@ -195,7 +190,7 @@ def _links_problems(links: Links) -> Iterator[Problem]:
             yield ("boundaries", n, "sample_us"), text, ""
 
 
-def _partial_problems(partial: Partial) -> Iterator[Problem]:
+def _partial_problems(partial: "Partial") -> Iterator[Problem]:
     for n, measurement in enumerate(partial.measurements):
         repeats = len(measurement.forward_us)
         if repeats != len(measurement.backward_us):
@@ -205,3 +200,20 @@ def _partial_problems(partial: Partial) -> Iterator[Problem]:
         if repeats != len(measurement.backward_weight_us):
             text = f"expected {repeats} values, one per repeat, got {len(measurement.backward_weight_us)}"
             yield ("measurements", n, "backward_weight_us"), text, "delete the file to start over"
+
+
+def _run_problems(report: "RunReport") -> Iterator[Problem]:
+    if not report.stages:
+        yield ("stages",), "a run has at least one stage", ""
+
+
+_PROBLEMS: Final[Mapping[str, Callable[[Any], Iterator[Problem]]]] = {
+    "profile": _profile_problems,
+    "plan": _plan_problems,
+    "run": _run_problems,
+    "balance": _balance_problems,
+    "links": _links_problems,
+    "calibration": _calibrated_problems,
+    "partial": _partial_problems,
+}
+"""By kind of file, as in `planner.files.kinds`."""

@@ -3,47 +3,32 @@
 import json
 import re
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
-from planner.core.cost.calibration import CALIBRATION_SCHEMA, Calibration
 from planner.core.errors import FileError
-from planner.core.values.balance import BALANCE_SCHEMA, Balance
-from planner.core.values.links import LINKS_SCHEMA, Links
-from planner.core.values.partial import PARTIAL_SCHEMA, Partial
-from planner.core.values.plan import PLAN_SCHEMA, Plan
-from planner.core.values.profile import PROFILE_SCHEMA, Profile
-from planner.core.values.run_report import RUN_SCHEMA, RunReport
 from planner.files.bounds import MAX_BYTES
 from planner.files.checks import problems_of
+from planner.files.drafts import Draft, in_draft
+from planner.files.kinds import KINDS, word_of
 from planner.files.strict_yaml import Document
 from planner.files.validation import schema_of, validated
 
-Value = Profile | Plan | RunReport | Balance | Links | Calibration | Partial
-_T = TypeVar("_T", bound=Value)
+if TYPE_CHECKING:
+    from planner.core.values.balance import Balance
+    from planner.core.values.calibration import Calibration
+    from planner.core.values.links import Links
+    from planner.core.values.partial import Partial
+    from planner.core.values.plan import Plan
+    from planner.core.values.profile import Profile
+    from planner.core.values.run_report import RunReport
+    from planner.files.kinds import Value
+
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-class _Kind(NamedTuple):
-    schema: str
-    of: type[Value]
-    made_by: str
-
-
-_KINDS: Mapping[str, _Kind] = {
-    "profile": _Kind(PROFILE_SCHEMA, Profile, "gpipe-plan profile MODEL.py"),
-    "plan": _Kind(PLAN_SCHEMA, Plan, "gpipe-plan solve"),
-    "run": _Kind(RUN_SCHEMA, RunReport, "torchrun … train.py --report run.json"),
-    "balance": _Kind(BALANCE_SCHEMA, Balance, "gpipe-plan emit"),
-    "links": _Kind(LINKS_SCHEMA, Links, "torchrun --nproc-per-node K -m planner profile-links"),
-    "calibration": _Kind(CALIBRATION_SCHEMA, Calibration, "gpipe-plan verify"),
-    "partial": _Kind(PARTIAL_SCHEMA, Partial, "gpipe-plan profile MODEL.py"),
-}
-"""Every kind of file, by the word in the middle of its schema."""
-
-
-def read(path: str, wanted: str | None = None, text: str | None = None) -> Value:
+def read(path: str, wanted: str | None = None, text: str | None = None) -> "Value":
     """The value in the file at `path` (`-` is standard input), by its `schema` key.
 
     It may be of any kind, unless one is `wanted`. Where its `text` was read before, `path` only names it.
@@ -56,30 +41,38 @@ def read(path: str, wanted: str | None = None, text: str | None = None) -> Value
     if kind == "run" and isinstance(losses := document.content.get("losses"), list):
         document.content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
     plain = json.dumps(document.content)
-    value = validated(_KINDS[kind].of, plain, document)
+    value = validated(KINDS[kind].of, plain, document)
     problems = list(problems_of(value, every_number=_ODD_NUMBER.search(plain) is not None))
     if problems:
         raise document.refuse(problems)
     return value
 
 
+def read_plain(path: str) -> Any:
+    """What a YAML or JSON file of another tool says: mappings, lists, texts and numbers; raises as `read`."""
+    return Document.parse(path, read_text(path, _made_by(path, None))).content
+
+
 _ODD_NUMBER = re.compile(r"[:,\[] -?\d[\d.]*[eE]|[:,\[] ?-|\d{18}|Infinity|NaN")
 """What a number looks like that may be negative or very large. Most files have none, and are spared a look at each."""
 
 
-def _read_as(of: type[_T], path: str, text: str | None = None) -> _T:
-    """The value of class `of` in a file; arguments and errors are those of `read`."""
-    wanted = next(word for word, kind in _KINDS.items() if kind.of is of)
-    return cast("_T", read(path, wanted, text))
+class _Reader(Protocol[_T_co]):
+    def __call__(self, path: str, text: str | None = None) -> _T_co: ...
 
 
-read_profile = partial(_read_as, Profile)
-read_plan = partial(_read_as, Plan)
-read_balance = partial(_read_as, Balance)
-read_run = partial(_read_as, RunReport)
-read_links = partial(_read_as, Links)
-read_calibration = partial(_read_as, Calibration)
-read_partial = partial(_read_as, Partial)
+def _read_as(wanted: str, path: str, text: str | None = None) -> Any:
+    """The value in a file of the kind `wanted`; arguments and errors are those of `read`."""
+    return read(path, wanted, text)
+
+
+read_profile: "_Reader[Profile]" = partial(_read_as, "profile")
+read_plan: "_Reader[Plan]" = partial(_read_as, "plan")
+read_balance: "_Reader[Balance]" = partial(_read_as, "balance")
+read_run: "_Reader[RunReport]" = partial(_read_as, "run")
+read_links: "_Reader[Links]" = partial(_read_as, "links")
+read_calibration: "_Reader[Calibration]" = partial(_read_as, "calibration")
+read_partial: "_Reader[Partial]" = partial(_read_as, "partial")
 
 
 def stage_lines(path: str) -> tuple[int, ...]:
@@ -92,12 +85,15 @@ def stage_lines(path: str) -> tuple[int, ...]:
 
 def is_replayable(path: str) -> bool:
     """Whether a file can be read twice, and has a folder: neither standard input nor another pipe, as of `<(…)`."""
-    return path != "-" and (Path(path).is_file() or not Path(path).exists())
+    try:
+        return path != "-" and (Path(path).is_file() or not Path(path).exists())
+    except OSError:  # there can be no such file, which is told where it is opened
+        return True
 
 
 def _made_by(path: str, wanted: str | None) -> str:
     # What is not there is told by its name: `plan.yaml` would be a plan, any other a profile, with which all begins.
-    return _KINDS[wanted or (Path(path).stem if Path(path).stem in _KINDS else "profile")].made_by
+    return KINDS[wanted or (Path(path).stem if Path(path).stem in KINDS else "profile")].made_by
 
 
 def read_text(path: str, made_by: str) -> str:
@@ -138,24 +134,20 @@ def _bounded(file: TextIO, path: str) -> str:
 
 def _kind_of(document: Document, wanted: str | None) -> str:
     """The file's kind, if we can read it and it is the wanted one."""
-    schemas = [kind.schema for kind in _KINDS.values()]
     if not isinstance(document.content, dict) or "schema" not in document.content:
-        expected = _KINDS[wanted].schema if wanted else " or ".join(f"`{schema}`" for schema in schemas)
-        message = f"has no key `schema` (expected {expected}): not a file of gpipe-plan"
+        message = f"has no key `schema` (expected {_expected(wanted, quote='`')}): not a file of gpipe-plan"
         raise FileError(message, path=document.path, line=1)
     schema = document.content["schema"]
     if not isinstance(schema, str):
         schema = json.dumps(schema)
-    parts = schema.split("/")
-    kind = parts[1] if len(parts) == 3 else schema
-    if schema not in schemas:
-        meant = wanted or (kind if kind in _KINDS else None)
-        expected = _KINDS[meant].schema if meant else " or ".join(schemas)
+    kind = word_of(schema) or schema
+    if kind not in KINDS or schema != KINDS[kind].schema:
+        meant = wanted or (kind if kind in KINDS else None)
         raise FileError(
-            f"`schema`: expected {expected}, got {json.dumps(schema)}",
+            f"`schema`: expected {_expected(meant)}, got {json.dumps(schema)}",
             path=document.path,
             line=document.line_of(("schema",)),
-            hint=f"write the file anew with this version: `{_KINDS[meant or 'profile'].made_by}`",
+            hint=f"write the file anew with this version: `{KINDS[meant or 'profile'].made_by}`",
         )
     if wanted not in (None, kind):
         called = {"links": "list of links", "partial": "partial profile"}
@@ -164,9 +156,14 @@ def _kind_of(document: Document, wanted: str | None) -> str:
     return kind
 
 
-def json_schema(kind: str) -> dict[str, Any]:
-    """The JSON Schema of a kind of file, such as `profile`."""
-    schema = schema_of(_KINDS[kind].of)
+def _expected(kind: str | None, quote: str = "") -> str:
+    """The schema of a kind, or of all of them, each in `quote`."""
+    return KINDS[kind].schema if kind else " or ".join(f"{quote}{each.schema}{quote}" for each in KINDS.values())
+
+
+def json_schema(kind: str, draft: Draft = "2020-12") -> dict[str, Any]:
+    """The JSON Schema of a kind of file, such as `profile`, in that draft of JSON Schema."""
+    schema = schema_of(KINDS[kind].of)
     # The dataclass has a default for it, the file must not.
     schema["required"] = ["schema", *schema["required"]]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    return in_draft(schema, draft)

@@ -1,33 +1,15 @@
-"""Plain content to values, by the types of their fields: all that pydantic does for us, and what its errors mean.
-
-The values are dataclasses of the standard library, which say nothing of files. Here alone stands that no key may be in
-a file that their fields do not name, and which texts a field takes whose type is no closed set: `_CHOICES`.
-"""
+"""Plain content to values, by the types of their fields: all that pydantic does for us, and what its errors mean."""
 
 import json
-from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, NewType, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import CoreSchema, ErrorDetails, SchemaValidator
-from pydantic_core.core_schema import DataclassSchema, literal_schema
+from pydantic_core import ErrorDetails, SchemaValidator, ValidationError
 
-from planner.core.schedule import GIVEN, SCHEDULE_CHOICES, SCHEDULES, SEARCHED
-from planner.core.values.balance import Balance
-from planner.core.values.plan import FrontierPoint, Inputs, Plan
+from planner.files.core_schemas import core_schema_of
 from planner.files.strict_yaml import Document, KeyPath, Problem
 
 _T = TypeVar("_T")
-
-_CHOICES: dict[tuple[type, str], Sequence[str]] = {
-    (Balance, "schedule"): (*SCHEDULES, SEARCHED.name),
-    (FrontierPoint, "schedule"): (*SCHEDULES, SEARCHED.name),
-    (Inputs, "schedule"): (*SCHEDULE_CHOICES, GIVEN),
-    (Plan, "schedule"): (*SCHEDULES, SEARCHED.name),
-}
-"""By class and field; `planner.core.values` lies below the schedules, and cannot name them."""
 
 
 def validated(kind: type[_T], plain: str, document: Document) -> _T:
@@ -37,7 +19,7 @@ def validated(kind: type[_T], plain: str, document: Document) -> _T:
         FileError: A key is unknown or missing, or its value is of another type; names all of them.
     """
     try:
-        return cast("_T", SchemaValidator(_core_schema(kind)).validate_json(plain, strict=True))
+        return cast("_T", SchemaValidator(core_schema_of(kind)).validate_json(plain, strict=True))
     except ValidationError as error:
         keys = _Keys(kind)
         problems = [_explain(e, document, keys) for e in error.errors(include_url=False)]
@@ -48,36 +30,9 @@ def validated(kind: type[_T], plain: str, document: Document) -> _T:
 
 def schema_of(kind: type[Any]) -> dict[str, Any]:
     """The JSON Schema of the dataclass `kind`."""
-    return _Schema().generate(_core_schema(kind))
+    from planner.files.json_schemas import JsonSchema  # noqa: PLC0415 - dear to import, and seldom asked for
 
-
-class _Schema(GenerateJsonSchema):
-    """A JSON Schema that forbids unknown keys whatever the version of pydantic: not each says so of its own accord."""
-
-    def dataclass_schema(self, schema: DataclassSchema) -> JsonSchemaValue:
-        return {"additionalProperties": False, **super().dataclass_schema(schema)}
-
-
-def _core_schema(kind: type[Any]) -> CoreSchema:
-    """What pydantic checks of the dataclass `kind` and those within, and we of them."""
-    # pydantic takes rules for a dataclass from nothing but an attribute of it, yet those for any other type hold for
-    # the dataclasses within: a new name for the class is such a type.
-    adapter: TypeAdapter[Any] = TypeAdapter(NewType(kind.__name__, kind), config={"extra": "forbid"})  # type: ignore[arg-type]
-    return cast("CoreSchema", _with_choices(adapter.core_schema, kind))
-
-
-def _with_choices(node: Any, kind: type) -> Any:
-    """A part of a schema, within that of the class `kind`, whose fields among `_CHOICES` take these texts alone."""
-    if isinstance(node, list):
-        return [_with_choices(item, kind) for item in node]
-    if not isinstance(node, dict):
-        return node
-    kind = node.get("cls", kind)
-    choices = _CHOICES.get((kind, node["name"])) if node.get("type") == "dataclass-field" else None
-    if choices is None:
-        return {key: _with_choices(item, kind) for key, item in node.items()}
-    literal, inner = literal_schema(list(choices)), node["schema"]
-    return {**node, "schema": {**inner, "schema": literal} if inner["type"] == "default" else literal}
+    return JsonSchema().generate(core_schema_of(kind))
 
 
 _EXPECTED = {

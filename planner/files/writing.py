@@ -13,11 +13,9 @@ from typing import Any
 import yaml
 
 from planner.core.errors import FileError
-from planner.core.values.balance import Balance
-from planner.core.values.plan import Plan
 from planner.core.values.printable import spelled_out
-from planner.core.values.run_report import RunReport
 from planner.files.canonical import to_plain
+from planner.files.kinds import word_of
 from planner.files.strict_yaml import StrictLoader
 
 
@@ -64,14 +62,15 @@ def json_text(value: Any) -> str:
 def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
     """Deterministic text of `value`: YAML with a line per layer and per stage, or JSON."""
     plain = _rounded(to_plain(value))
-    if isinstance(value, RunReport):
+    kind = word_of(plain.get("schema", "")) if isinstance(plain, dict) else ""
+    if kind == "run":
         # A run that diverged reports losses that JSON has no number for.
         plain["losses"] = [x if math.isfinite(x) else str(x) for x in value.losses]
     if as_json:
         text = json.dumps(plain, indent=2, allow_nan=False)
         return text.replace("\x7f", r"\u007f").replace(_OLD_COMMAND, r"#\u0023[") + "\n"
     for key, item in plain.items():
-        if isinstance(value, Plan | Balance) and key == "order":
+        if kind in ("plan", "balance") and key == "order":
             plain[key] = _Lines(item)
         elif isinstance(item, dict) and not any(isinstance(v, dict) for v in item.values()):
             plain[key] = _Line(item)

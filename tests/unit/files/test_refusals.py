@@ -12,7 +12,15 @@ import pytest
 from planner.core.errors import FileError
 from planner.core.values.cluster import Link
 from planner.files import dump, read, read_balance, read_calibration, read_links, read_plan, read_profile, read_run
-from tests.support.file_values import full_balance, full_links, full_partial, full_plan, full_profile, full_run
+from tests.support.file_values import (
+    full_balance,
+    full_calibration,
+    full_links,
+    full_partial,
+    full_plan,
+    full_profile,
+    full_run,
+)
 
 PROFILE = """\
 schema: gpipe-plan/profile/v1
@@ -495,6 +503,8 @@ def test_a_number_too_large_to_compute_with_is_refused(tmp_path: Path) -> None:
             "backward_us: [2.5]",
             "`measurements[0].backward_us`: expected 2 values",
         ),
+        (full_calibration, "compute: 1.125", "compute: 0.0", "`compute`: must be from 1e-6 to 1e6"),
+        (full_calibration, "step_ratio: 1.031", "step_ratio: 0.0", "`step_ratio`: must be from 1e-6 to 1e6"),
         (full_partial, "forward_us: [1.5, 1.4]", "forward_us: [1.5, nan]", "expected a number"),
     ],
 )

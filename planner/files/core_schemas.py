@@ -1,0 +1,103 @@
+"""What pydantic-core is to check of our dataclasses, from the types of their fields.
+
+pydantic's own generator makes the same (`tests/unit/files/test_core_schemas.py` holds one against the other). But to
+import it and to have it look at the classes of a plan takes longer than all else that `check` does. Our values have few
+types: numbers, texts, closed sets of texts, tuples and mappings of them, and dataclasses.
+"""
+
+import builtins
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import NoneType
+from typing import Any, Final, get_args, get_origin, get_type_hints
+
+from pydantic_core import CoreSchema, core_schema
+
+from planner.core.schedule import GIVEN, SCHEDULE_CHOICES, SCHEDULES, SEARCHED
+
+_CHOICES: Final[dict[tuple[str, str], Sequence[str]]] = {
+    ("Balance", "schedule"): (*SCHEDULES, SEARCHED.name),
+    ("FrontierPoint", "schedule"): (*SCHEDULES, SEARCHED.name),
+    ("Inputs", "schedule"): (*SCHEDULE_CHOICES, GIVEN),
+    ("Plan", "schedule"): (*SCHEDULES, SEARCHED.name),
+}
+"""By class and field; `planner.core.values` lies below the schedules, and cannot name them."""
+
+
+_SCALARS: Final[dict[type, Callable[[], CoreSchema]]] = {
+    bool: core_schema.bool_schema,
+    float: core_schema.float_schema,
+    int: core_schema.int_schema,
+    str: core_schema.str_schema,
+}
+
+
+def core_schema_of(kind: type[Any]) -> CoreSchema:
+    """The schema of the dataclass `kind`: no key that its fields do not name, and no other type than theirs."""
+    classes: dict[type[Any], CoreSchema] = {}
+    whole = _typed(kind, classes)
+    return core_schema.definitions_schema(whole, list(classes.values()))
+
+
+def _typed(annotation: Any, classes: dict[type[Any], CoreSchema]) -> CoreSchema:
+    """What a value of this type is; `classes` takes the dataclasses that it may hold."""
+    if annotation in _SCALARS:
+        return _SCALARS[annotation]()
+    if is_dataclass(annotation):
+        assert isinstance(annotation, type)
+        if annotation not in classes:
+            classes[annotation] = core_schema.none_schema()  # its place, should it hold itself
+            classes[annotation] = _dataclass(annotation, classes)
+        return core_schema.definition_reference_schema(_reference(annotation))
+    of = get_args(annotation)
+    match get_origin(annotation):
+        case typing.Literal:
+            schema: CoreSchema = core_schema.literal_schema(list(of))
+        case typing.Union | types.UnionType:
+            members = [_typed(member, classes) for member in of if member is not NoneType]
+            schema = members[0] if len(members) == 1 else core_schema.union_schema([*members])
+            schema = core_schema.nullable_schema(schema) if NoneType in of else schema
+        case builtins.tuple:
+            items = [_typed(item, classes) for item in of if item is not Ellipsis]
+            variadic = len(items) - 1 if Ellipsis in of else None
+            schema = core_schema.tuple_schema(items, variadic_item_index=variadic)
+        case builtins.dict:
+            schema = core_schema.dict_schema(*(_typed(item, classes) for item in of))
+        case _:
+            raise TypeError(f"no file holds a {annotation}")
+    return schema
+
+
+def _dataclass(kind: type[Any], classes: dict[type[Any], CoreSchema]) -> CoreSchema:
+    hints = get_type_hints(kind)
+    inner = core_schema.dataclass_args_schema(
+        kind.__name__,
+        [
+            core_schema.dataclass_field(of.name, _field(kind, of, _typed(hints[of.name], classes)))
+            for of in fields(kind)
+        ],
+    )
+    return core_schema.dataclass_schema(
+        kind,
+        inner,
+        [of.name for of in fields(kind)],
+        ref=_reference(kind),
+        slots=True,
+        config=core_schema.CoreConfig(title=kind.__name__, extra_fields_behavior="forbid"),
+    )
+
+
+def _field(kind: type[Any], of: "Field[Any]", typed: CoreSchema) -> CoreSchema:
+    choices = _CHOICES.get((kind.__name__, of.name))
+    schema = typed if choices is None else core_schema.literal_schema(list(choices))
+    if of.default is not MISSING:
+        return core_schema.with_default_schema(schema, default=of.default)
+    if of.default_factory is not MISSING:
+        return core_schema.with_default_schema(schema, default_factory=of.default_factory)
+    return schema
+
+
+def _reference(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}:{id(kind)}"
