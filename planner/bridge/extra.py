@@ -1,17 +1,12 @@
-"""The extra `tpu`: whether it is installed, and what must be settled before any of it is imported.
+"""The extra `tpu`: what must be settled before any of it is imported.
 
 This module imports neither jax nor torchax. Those of this room that do import them at the top; whoever needs one calls
-`check_installed` first, `expect_no_tpu` too where there is no TPU, and imports it then.
+`planner.core.extras.check_installed` first, `expect_no_tpu` too where there is no TPU, and imports it then.
 """
 
 import importlib.metadata
-import importlib.util
 import os
 from typing import Final
-
-from planner.core.errors import UsageError
-
-_PACKAGES = ("jax", "libtpu", "torchax")
 
 _PLANE = ("2x2", "4x4", "8x8")
 _CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
@@ -41,16 +36,6 @@ _SETTINGS = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-
-
-def check_installed() -> None:
-    """Raises `UsageError` where jax or torchax is not installed; imports nothing."""
-    absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if absent:
-        raise UsageError(
-            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed, which TPUs need",
-            hint="pip install 'gpipe-plan[tpu]'",
-        )
 
 
 def expect_no_tpu() -> None:

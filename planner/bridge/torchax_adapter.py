@@ -61,6 +61,9 @@ torchax.device_module.get_rng_state = lambda *_: torch.empty(0)
 _STREAM = SimpleNamespace(synchronize=lambda: None)
 torchax.device_module.current_stream = lambda *_: _STREAM
 torchax.device_module.stream = nullcontext
+# Nor is it an accelerator that torch itself drives: asked whether there is one, `torch.compile` would take its stream
+# from torch's own runtime, which knows none, and fail for every model of the process.
+torchax.device_module.is_available = lambda: False
 
 
 def shape_of(tensor: Tensor) -> jax.ShapeDtypeStruct:

@@ -6,7 +6,7 @@ from planner import Verb
 from planner.emit.engines import ENGINES, Written, check_engine, emit_engine, write_emitted
 from planner.emit.jax_program import emit_jax
 from planner.emit.layout import EngineFile
-from planner.emit.native import decisions_digest, emit_native
+from planner.emit.native import Places, decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
 from planner.emit.signature import is_edited
 from planner.emit.standalone import emit_standalone
@@ -15,6 +15,7 @@ __all__ = [
     "ENGINES",
     "SUFFIXES",
     "EngineFile",
+    "Places",
     "Written",
     "check_engine",
     "decisions_digest",

@@ -1,21 +1,24 @@
 """Every engine that a plan can be taken to, and a plan written to a folder in the format of any of them."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from planner import files
 from planner.core.errors import UsageError
 from planner.core.values.balance import launch_line
+from planner.core.values.nodes import Nodes
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
+from planner.emit.automodel import emit_automodel
 from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.device_map import emit_device_map
 from planner.emit.jax_program import JAX_SCRIPT, emit_jax
+from planner.emit.launch import LAUNCHERS, check_launcher, job_of
 from planner.emit.layout import EngineFile, Layout
 from planner.emit.megatron import emit_megatron
-from planner.emit.native import emit_native
+from planner.emit.native import Places, emit_native
 from planner.emit.schedule_csv import emit_schedule_csv
 from planner.emit.signature import refuse_other
 from planner.emit.split_spec import emit_split_spec
@@ -27,6 +30,7 @@ ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
     "torchgpipe": emit_torchgpipe,
     "torch": emit_split_spec,
     "torchtitan": emit_torchtitan,
+    "automodel": emit_automodel,
     "deepspeed": emit_deepspeed,
     "megatron": emit_megatron,
     "device-map": emit_device_map,
@@ -37,12 +41,18 @@ _FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
 """These, and the schedule alone, which several of them read."""
 
 
-def check_engine(engine: str, *, standalone: bool) -> None:
-    """Raises `UsageError` where there is no such engine, or it does not go with `standalone`."""
+def check_engine(engine: str, *, standalone: bool, launch: str | None = None, has_smaller: bool = False) -> None:
+    """Raises `UsageError` where there is no such engine, or it does not go with what else is asked."""
     if engine not in ("native", "jax", *_FORMATS):
         raise UsageError(f"unknown `--format {engine}`", hint=f"one of native, jax, {', '.join(_FORMATS)}")
     if standalone and engine != "native":
         raise UsageError(f"`--standalone` goes with the native format, not with `--format {engine}`")
+    for option, is_asked in (("--launch", launch is not None), ("--smaller", has_smaller)):
+        if is_asked and (standalone or engine != "native"):
+            other = "`--standalone`" if standalone else f"`--format {engine}`"
+            raise UsageError(f"`{option}` goes with the bundled executor's train.py, not with {other}")
+    if launch is not None:
+        check_launcher(launch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +76,26 @@ def write_emitted(
     engine: str,
     standalone: bool,
     folder: str,
-    profile_folder: str,
-    read: Iterable[str | None],
+    places: Places,
     force: bool,
+    smaller: Sequence[Plan] = (),
+    launch: str | None = None,
+    nodes: Nodes | None = None,
 ) -> Written:
     """Writes what runs `plan` to `folder`: for `engine`, or with `standalone` a script that needs torch alone.
 
-    The model's path counts from `profile_folder`. No file that was `read` is overwritten, and none that was edited but
-    with `force`.
+    No file of `places` is overwritten, nor the model's, and none that was edited but with `force`. For the bundled
+    executor there may be plans for fewer processes, which are made from the same profile (`smaller`), and a file that
+    starts the script where `launch` says, on `nodes`.
 
     Raises:
-        UsageError: There is no such engine, it cannot run the plan, or a file that was read would be overwritten.
+        UsageError: There is no such engine, it cannot run the plan, or a file that was read would be overwritten; the
+            nodes do not hold the processes; or one of `smaller` is no smaller plan of the same training.
         FileError: A file cannot be written, or was edited.
     """
-    check_engine(engine, standalone=standalone)
+    check_engine(engine, standalone=standalone, launch=launch, has_smaller=bool(smaller))
+    profile_folder = str(Path(places.profile).parent)
+    read = (places.plan, places.profile, files.model_path(profile, profile_folder), *places.smaller)
     if engine in _FORMATS:
         file = emit_engine(engine, plan, profile)
         texts = {**file.beside, file.name: file.text}
@@ -92,15 +108,24 @@ def write_emitted(
         text = emit_standalone(plan, profile, folder=folder, profile_folder=profile_folder)
         (path,) = _written(folder, {"train.py": text}, force=force)
         return Written(paths=(path,), use=f"torchrun --nproc-per-node {len(plan.stages)} {path}")
-    emit = emit_native if engine == "native" else emit_jax
-    emitted = emit(plan, profile, folder=folder, profile_folder=profile_folder)
-    kept = not emitted.write(folder, force=force)
-    script = Path(folder, emitted.name)
-    notes = _skipped_devices(plan)
-    use = launch_line(plan.num_devices * plan.replicas, str(script))
     if engine == "jax":
-        notes, use = (f"{emitted.note} (`--compile v2` asks the compiler)",), f"python {script}"
-    return Written(paths=(Path(folder, "balance.yaml"), script), kept=kept, notes=notes, use=use)
+        emitted = emit_jax(plan, profile, folder=folder, profile_folder=profile_folder)
+        notes: tuple[str, ...] = (f"{emitted.note} (`--compile v2` asks the compiler)",)
+        use = f"python {Path(folder, JAX_SCRIPT)}"
+    else:
+        emitted = emit_native(
+            plan, profile, folder=folder, profile_folder=profile_folder, smaller=smaller, places=places
+        )
+        script = Path(folder, emitted.name)
+        notes, use = _skipped_devices(plan), launch_line(plan.num_devices * plan.replicas, str(script))
+        if launch is not None:
+            job = job_of(emitted.plans, plan.inputs, profile.device, script=script.as_posix(), nodes=nodes)
+            file = LAUNCHERS[launch](job)
+            emitted, notes, use = replace(emitted, launch=file), (*notes, *file.notes), file.use
+    paths = emitted.paths(folder)
+    files.check_outputs({str(path): str(path) for path in paths}, read)
+    kept = not emitted.write(folder, force=force)
+    return Written(paths=paths, kept=kept, notes=notes, use=use)
 
 
 def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:

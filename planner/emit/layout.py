@@ -144,6 +144,14 @@ class Layout:
                 hint="solve with `--schedule 1f1b` or `gpipe`; or emit `--format torch` or `torchtitan`",
             )
 
+    def refuse_placement(self, engine: str) -> None:
+        """Raises `UsageError` where torch has no schedule that puts stages on devices as the plan does."""
+        if not self.placing_name:
+            raise UsageError(
+                f"{engine} does not place {self.plan.chunks} stages on each device as a {self.plan.placement.upper()}",
+                hint="emit for the bundled executor: `--format native`",
+            )
+
     def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
         """A note where the engine runs none but other schedules than the plan's; it names the first of them."""
         if self.schedule in runs:

@@ -1,7 +1,8 @@
 """Megatron-Core 0.16: `--pipeline-model-parallel-layout`.
 
-A string of layers with `|` between stages: `E` the embedding, `t` a transformer block, `L` the loss with what is in
-front of it, `t*3` for `ttt` (docs.nvidia.com/megatron-core, "Custom Pipeline Model Parallel Layout", experimental;
+A string of layers with `|` between stages: `E` the embedding, `t` a transformer block, `m` a layer of multi-token
+prediction, `L` the loss with what is in front of it, `t*3` for `ttt`
+(docs.nvidia.com/megatron-core, "Custom Pipeline Model Parallel Layout", experimental;
 megatron/core/transformer/pipeline_parallel_layer_layout.py). Stages are listed in the order of the model; where there
 are more than devices, they are interleaved as ours are.
 """
@@ -20,13 +21,15 @@ from planner.emit.layout import EngineFile, Layout, text_of
 _NAME: Final = "Megatron-LM"
 _OPTION: Final = "--pipeline-model-parallel-layout"
 _NUMBERED = re.compile(r"(?P<stem>.*[^\W\d].*?)(?P<number>\d+)(?P<rest>\D.*)?")
+_MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*(?:\.(?:layers\.)?(?P<number>\d+))?")
 
 
 def emit_megatron(layout: Layout) -> EngineFile:
     """A shell array of options.
 
     Raises:
-        UsageError: The layers are not an embedding, blocks and a head; or a cut is inside one of these.
+        UsageError: The layers are not an embedding, blocks and a head; a cut is inside one of these; or layers of
+            multi-token prediction are in several stages.
     """
     plan = layout.plan
     kinds = _kinds(layout.layers)
@@ -41,6 +44,8 @@ def emit_megatron(layout: Layout) -> EngineFile:
                 hint=f"solve with `--together {layout.layers[first - 1].name},{layout.layers[first].name}`",
             )
         letters.append([letter for (letter, _), _ in groupby(kinds[first:end])])
+    _check_mtp(layout, letters)
+    num_mtp = sum(stage.count("m") for stage in letters)
     text = "|".join("".join(_times(letter, len(list(run))) for letter, run in groupby(stage)) for stage in letters)
     runs = (INTERLEAVED, ONE_FORWARD_ONE_BACKWARD) if plan.chunks > 1 else (ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
     notes = [
@@ -54,7 +59,8 @@ def emit_megatron(layout: Layout) -> EngineFile:
         f'    {_OPTION} "{text}"\n'
         f"    --micro-batch-size {plan.micro_batch_size}\n"
         f"    --global-batch-size {plan.inputs.batch}\n"
-        ")\n"
+        + (f"    --mtp-num-layers {num_mtp}\n" if num_mtp else "")
+        + ")\n"
     )
     use = 'Use it:\n    source plan_megatron.sh\n    torchrun … pretrain_gpt.py "${PIPELINE_ARGS[@]}" …'
     return EngineFile(
@@ -80,7 +86,8 @@ def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, .
     if flat.replace("|", "") != expected:
         raise UsageError(
             f"the layout `{text}` is {flat.replace('|', '')}, the profile's layers are {expected}",
-            hint="one E, a t for every transformer block, one L; `m` and empty stages have no counterpart in a plan",
+            hint="one E, a t for every transformer block, an m for every layer of multi-token prediction, one L; "
+            "empty stages have no counterpart in a plan",
         )
     balance, first = [], 0
     for stage in flat.split("|"):
@@ -94,7 +101,7 @@ Kind = tuple[str, int]
 
 
 def _kinds(layers: Sequence[LayerProfile]) -> list[Kind]:
-    """What each layer is part of: the embedding, one of the blocks, or the head."""
+    """What each layer is part of: the embedding, one of the blocks, a layer of multi-token prediction, or the head."""
     blocks = _numbered(layers) or _alike(layers)
     inside = [n for n, block in enumerate(blocks) if block is not None]
     if not inside or None in blocks[inside[0] : inside[-1]]:
@@ -102,7 +109,9 @@ def _kinds(layers: Sequence[LayerProfile]) -> list[Kind]:
             "cannot tell which layers are the transformer blocks: they have neither numbered names nor equal digests",
             hint="Megatron-LM runs its own GPT: an embedding, blocks named like `h.0`, `h.1`, …, and a head",
         )
-    if inside[0] == 0 or inside[-1] == len(layers) - 1:
+    further = [_MTP.search(layer.name) for layer in layers]
+    predicting = [n for n, match in enumerate(further) if match and n > inside[-1]]
+    if inside[0] == 0 or max([inside[-1], *predicting]) == len(layers) - 1:
         raise UsageError(
             f'Megatron-LM\'s model begins with an embedding and ends with a head, this one with "{layers[0].name}" '
             f'and "{layers[-1].name}"',
@@ -110,21 +119,42 @@ def _kinds(layers: Sequence[LayerProfile]) -> list[Kind]:
         )
     kinds: list[Kind] = []
     for n, block in enumerate(blocks):
-        kinds.append(("t", block) if block is not None else ("E" if n < inside[0] else "L", 0))
+        if block is not None:
+            kinds.append(("t", block))
+        elif n < inside[0] or not predicting or n > predicting[-1]:
+            kinds.append(("E" if n < inside[0] else "L", 0))
+        else:
+            # A norm in front of these layers has no letter of its own.
+            match = further[max(n, predicting[0])]
+            kinds.append(("m", int(match["number"] or 0)) if match else kinds[-1])
     return kinds
+
+
+def _check_mtp(layout: Layout, letters: Sequence[Sequence[str]]) -> None:
+    """Raises `UsageError` where Megatron-LM cannot put layers of multi-token prediction."""
+    stages = [k for k, stage in enumerate(letters) if "m" in stage]
+    if len(stages) < 2:
+        return
+    names = [layer.name for layer in layout.layers if _MTP.search(layer.name)]
+    raise UsageError(
+        "Megatron-LM runs all layers of multi-token prediction in one stage, the plan in stages "
+        + ", ".join(map(str, stages)),
+        hint=f"solve with `--together {names[0]},{names[-1]}`",
+    )
 
 
 def _numbered(layers: Sequence[LayerProfile]) -> list[int | None]:
     """By layer the number in its name, if the rest of the name is the commonest; empty where no name has one."""
-    matches = [_NUMBERED.fullmatch(layer.name) for layer in layers]
+    matches = [None if _MTP.search(layer.name) else _NUMBERED.fullmatch(layer.name) for layer in layers]
     stem = _commonest(match["stem"] for match in matches if match)
     return [int(match["number"]) if match and match["stem"] == stem else None for match in matches] if stem else []
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[int | None]:
     """A number for each layer with the commonest digest."""
-    digest = _commonest(layer.digest for layer in layers if layer.digest)
-    return [n if layer.digest == digest else None for n, layer in enumerate(layers)] if digest else []
+    digests = ["" if _MTP.search(layer.name) else layer.digest for layer in layers]
+    commonest = _commonest(filter(None, digests))
+    return [n if digest == commonest else None for n, digest in enumerate(digests)] if commonest else []
 
 
 def _commonest(texts: Iterable[str]) -> str:
@@ -138,6 +168,7 @@ def _times(letter: str, count: int) -> str:
 
 
 def _described(kind: Kind) -> str:
+    block = "layer" if kind[0] == "m" else "block"
     return {"E": "both part of the embedding", "L": "both part of the head"}.get(
-        kind[0], f"both part of block {kind[1]}"
+        kind[0], f"both part of {block} {kind[1]}"
     )

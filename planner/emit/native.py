@@ -1,25 +1,39 @@
 """`balance.yaml` and `train.py` for the bundled executor."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 
 from planner import __version__
 from planner.core.cost.planning import GENERATOR
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, StageBalance, launch_line
+from planner.core.judge.question import calibrated_options
+from planner.core.values.balance import Balance, Planned, StageBalance, beside, launch_line
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted, format_bytes, format_speed, format_us
-from planner.emit.layout import Layout
+from planner.emit.layout import EngineFile, Layout
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
-from planner.files import digest_of, dump, relocated, write_text
+from planner.files import digest_of, dump, reference_path, relocated, write_text
 
 _HEADER = """\
 Which stage runs which layers: written by `gpipe-plan emit`.
 Edit the plan and emit again rather than editing here; train.py refuses a model whose layers are not these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the files stand that a script is made from; `-` where one came from standard input."""
+
+    plan: str = "plan.yaml"
+    profile: str = "profile.yaml"
+    smaller: tuple[str, ...] = ()
+    """The plans for fewer processes, in the order in which they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,55 +45,133 @@ class Emitted:
     name: str
     note: str = ""
     """What is to be said of it."""
+    smaller: Mapping[str, str] = field(default_factory=dict)
+    """The cuts for fewer processes, which stand beside `balance.yaml`: texts by name."""
+    plans: tuple[Balance, ...]
+    """What all these texts say, most processes first."""
+    launch: EngineFile | None = None
+    """What starts the script on a cluster."""
+
+    def paths(self, folder: str) -> tuple[Path, ...]:
+        """What `write` writes to `folder`; the script comes last."""
+        launch = () if self.launch is None else (self.launch.name,)
+        return tuple(Path(folder, name) for name in ("balance.yaml", *self.smaller, *launch, self.name))
 
     def write(self, folder: str, *, force: bool = False) -> bool:
-        """Writes both files, except a script that was edited after it was emitted: it runs the new `balance.yaml`.
+        """Writes all files, except a script that was edited after it was emitted: it runs the new `balance.yaml`.
 
         With `force` whatever was edited is overwritten. The answer is whether the script was written.
 
         Raises:
-            FileError: `balance.yaml` was edited, the script is somebody's own, or a file cannot be written.
+            FileError: A file of cuts or what starts the script was edited, the script is somebody's own, or a file
+                cannot be written.
         """
-        balance, script = Path(folder, "balance.yaml"), Path(folder, self.name)
+        cuts = {Path(folder, "balance.yaml"): self.balance, **{Path(folder, n): t for n, t in self.smaller.items()}}
+        launch = {} if self.launch is None else {Path(folder, self.launch.name): self.launch.text}
+        script = Path(folder, self.name)
         if not force:
-            refuse_edited(balance, hint="edit the plan instead; `--force` overwrites this file")
+            for path in cuts:
+                refuse_edited(path, hint="edit the plan instead; `--force` overwrites this file")
+            for path in launch:
+                refuse_edited(path, hint="leave `--launch` out to keep it, or pass `--force`")
         # An edited script reads the balance anew: it is kept, unless it would run something else beside the new file.
         is_kept = not force and is_edited(script)
         if is_kept and not runs_balance(script):
             refuse_edited(script)
-        write_text(str(balance), self.balance)
+        for path, text in {**cuts, **launch}.items():
+            write_text(str(path), text)
         if not is_kept:
             write_text(str(script), self.script)
         return not is_kept
 
 
-def emit_native(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) -> Emitted:
+def emit_native(
+    plan: Plan,
+    profile: Profile,
+    *,
+    folder: str,
+    profile_folder: str,
+    smaller: Sequence[Plan] = (),
+    places: Places = Places(),
+) -> Emitted:
     """The balance configuration and the training script of `plan`, which was made from `profile`.
 
     `folder` is where the files will stand, `profile_folder` where the profile stands, which the model's path in it is
-    relative to.
+    relative to. Of the plans in `smaller` the script takes the one that is for as many processes as were started.
+    `places` is what a run names that was not as planned.
 
     Raises:
-        UsageError: The plan does not cut the profile's chain, or the profile names no model to train.
+        UsageError: A plan does not cut the profile's chain, or the profile names no model to train; or one of `smaller`
+            trains something else than `plan`, or is not smaller.
     """
     layout = Layout.of(plan, profile)
     source = relocated(profile.model.source, profile_folder, folder)
-    return emit_with(layout, profile, source, template="train_template.py.txt", script=Path(folder, "train.py"))
+    check_source(profile)
+    planned = partial(_planned, profile, profile_path=places.profile, folder=folder)
+    where = places.smaller or ("-",) * len(smaller)
+    balances = (
+        replace(_balance(Layout.of(other, profile), profile, source), planned=planned(other, path))
+        for other, path in zip(smaller, where, strict=True)
+    )
+    fewer = sorted(balances, key=lambda b: -b.num_processes)
+    emitted = emit_with(
+        layout,
+        profile,
+        source,
+        template="train_template.py.txt",
+        script=Path(folder, "train.py"),
+        smaller=tuple(other.num_processes for other in fewer),
+        planned=planned(plan, places.plan),
+    )
+    plans = (*emitted.plans, *fewer)
+    for larger, other in pairwise(plans):
+        _check_smaller(larger, other)
+    texts = {beside(Path("balance.yaml"), b.num_processes).name: signed(dump(b, header=_HEADER)) for b in fewer}
+    return replace(emitted, smaller=texts, plans=plans)
 
 
-def emit_with(layout: Layout, profile: Profile, source: str, *, template: str, script: Path, **more: int) -> Emitted:
+def _check_smaller(larger: Balance, other: Balance) -> None:
+    """Raises `UsageError` unless `other` trains what `larger` trains, in fewer processes."""
+    if other.num_processes >= larger.num_processes:
+        raise UsageError(
+            f"a plan for {counted(other.num_processes, 'process', 'es')} is no smaller one beside a plan for "
+            f"{larger.num_processes}",
+            hint="give `--smaller` plans with fewer processes than PLAN, each with another number of them",
+        )
+    if other.batch != larger.batch:
+        raise UsageError(
+            f"the plan for {counted(other.num_processes, 'process', 'es')} is for a batch of {other.batch}, the one "
+            f"for {larger.num_processes} for {larger.batch}: it would not train the same",
+            hint=f"solve it with `--batch {larger.batch}`",
+        )
+
+
+def emit_with(
+    layout: Layout,
+    profile: Profile,
+    source: str,
+    *,
+    template: str,
+    script: Path,
+    smaller: tuple[int, ...] = (),
+    planned: Planned | None = None,
+    **more: int,
+) -> Emitted:
     """The configuration, as `emit_native` makes it, and a script from a template in this folder.
 
-    `source` is the model's file and entry, from the folder of the script; `more` is what the template needs beside what
+    `source` is the model's file and entry, from the folder of the script; `smaller` are the numbers of processes that
+    there are other plans for; `planned` is what a run is held against; `more` is what the template needs beside what
     every script does.
 
     Raises:
         UsageError: The profile names no model to train.
     """
     check_source(profile)
-    balance = _balance(layout, profile, source)
+    balance = replace(_balance(layout, profile, source), smaller=smaller, planned=planned)
     text = _script(template, script.as_posix(), layout, balance, **more)
-    return Emitted(balance=signed(dump(balance, header=_HEADER)), script=signed(text), name=script.name)
+    return Emitted(
+        balance=signed(dump(balance, header=_HEADER)), script=signed(text), name=script.name, plans=(balance,)
+    )
 
 
 def check_source(profile: Profile) -> None:
@@ -99,6 +191,19 @@ def decisions_digest(plan: Plan) -> str:
         **({"order": plan.order} if plan.order else {}),
     }
     return digest_of(decided)
+
+
+def _planned(profile: Profile, plan: Plan, path: str, *, profile_path: str, folder: str) -> Planned:
+    """What the plan at `path` predicts, as it stands beside its cuts in `folder`."""
+    from_here = str(Path(folder, "balance.yaml"))
+    where = {"plan": reference_path(path, from_here), "profile": reference_path(profile_path, from_here)}
+    return Planned(
+        step_us=plan.predicted.step_us,
+        reserve_bytes=plan.inputs.reserve_bytes,
+        solve=calibrated_options(plan.inputs, profile.device),
+        # What came from standard input may be anywhere: the usual name says what is meant.
+        **{name: at for name, at in where.items() if at != "-"},
+    )
 
 
 def _balance(layout: Layout, profile: Profile, source: str) -> Balance:
@@ -153,7 +258,7 @@ def _script(template: str, path: str, layout: Layout, balance: Balance, **more: 
         script=script,
         launch=launch,
         restarting=launch.replace("torchrun", "torchrun --max-restarts 3", 1),
-        several=_several_machines(plan, balance, script),
+        several=_several_machines(plan, balance, script) + _with_fewer(balance),
         table=stage_table(plan),
         prediction=in_docstring(prediction),
         version=__version__,
@@ -183,6 +288,14 @@ On several machines, this on each; ranks run through one pipeline, then through 
 
     {line}
 """
+
+
+def _with_fewer(balance: Balance) -> str:
+    """Which other plans the script takes; nothing where there is none."""
+    if not balance.smaller:
+        return ""
+    plans = ", ".join(f"{count} ({beside(Path('balance.yaml'), count)})" for count in balance.smaller)
+    return f"\nStarted in fewer processes it takes another plan, and goes on from the same checkpoints: {plans}.\n"
 
 
 def stage_table(plan: Plan) -> str:

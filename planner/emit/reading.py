@@ -16,9 +16,10 @@ from planner.core.errors import FileError, UsageError
 from planner.core.values.balance import Balance
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile
+from planner.emit.automodel import ON_EVERY_STAGE
 from planner.emit.layout import modules_of, paths_above
 from planner.emit.megatron import balance_of_layout
-from planner.files import read
+from planner.files import read, read_plain
 
 SUFFIXES: Final = (".py", ".json", ".toml", ".yaml", ".yml", ".sh", ".txt")
 """What the names of files with cuts in them end with."""
@@ -30,8 +31,8 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
     """How many of `layers` each stage has, by the file at `path`.
 
     Args:
-        path: A plan or balance.yaml of ours, or a file that gives torchgpipe's balance, a `split_spec`, torchtitan's
-            `module_fqns_per_model_part`, DeepSpeed's parts, Megatron's layout string or a device map.
+        path: A plan or balance.yaml of ours, or a file that gives torchgpipe's balance, a `split_spec`, torchtitan's or
+            Automodel's `module_fqns_per_model_part`, DeepSpeed's parts, Megatron's layout string or a device map.
         layers: The layers of the profile, in order.
 
     Raises:
@@ -39,9 +40,14 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
     """
     try:
         if path.endswith((".yaml", ".yml")):
-            return _balance_in(path, layers)
-        text = Path(path).read_text(encoding="utf-8")
-        for name, value in _values(path, text).items():
+            content = read_plain(path)
+            if not (isinstance(content, dict) and "distributed" in content):
+                return _balance_in(path, layers)
+            text, values = "", _named(content)
+        else:
+            text = Path(path).read_text(encoding="utf-8")
+            values = _values(path, text)
+        for name, value in values.items():
             if name in _READERS:
                 return _READERS[name](value, layers)
         layout = _LAYOUT.search(text)
@@ -80,11 +86,19 @@ def _values(path: str, text: str) -> dict[str, Any]:
         return {"module_fqns_per_model_part" if content and isinstance(content[0], list) else "balance": content}
     if not isinstance(content, dict):
         raise ValueError(f"expected a list or a mapping, got `{text.strip()}`")  # noqa: TRY004 - of a file
-    named = {str(key).lower(): value for key, value in content.items()}
-    if isinstance(named.get("parallelism"), dict):
-        named |= named["parallelism"]
+    named = _named(content)
     if path.endswith(".json") and not named.keys() & _READERS.keys():
         return {"device_map": content}  # as `model.hf_device_map` is saved
+    return named
+
+
+def _named(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a mapping has, in small letters, and what stands in the parts of it that engines read."""
+    named = {str(key).lower(): value for key, value in content.items()}
+    distributed = named.get("distributed")
+    for part in (named.get("parallelism"), distributed.get("pipeline") if isinstance(distributed, dict) else None):
+        if isinstance(part, dict):
+            named |= part
     return named
 
 
@@ -141,6 +155,8 @@ def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     stage_of: dict[str, int] = {}
     for stage, paths in enumerate(value):
         for path in paths:
+            if str(path).rpartition(".")[2] == ON_EVERY_STAGE:
+                continue  # it says nothing of the cuts
             if stage_of.setdefault(path, stage) != stage:
                 raise UsageError(f'"{path}" stands in two stages')
     stages = _placed(stage_of, layers)
@@ -204,6 +220,7 @@ _READERS: Final = {
     "balance": _from_balance,
     "split_spec": _from_split_spec,
     "module_fqns_per_model_part": _from_parts,
+    "pipeline_parallel_module_fqns_per_model_part": _from_parts,
     "parts": _from_boundaries,
     "device_map": _from_device_map,
 }

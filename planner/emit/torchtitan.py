@@ -1,10 +1,14 @@
-"""torchtitan 0.3.0: `module_fqns_per_model_part` of its `ParallelismConfig`.
+"""torchtitan 0.3.0 and what came after it: `module_fqns_per_model_part` of its `ParallelismConfig`.
 
 A list of module paths per stage; a stage is a copy of the model in which every other module is deleted
-(torchtitan/distributed/pipeline_parallel.py, `_split_module`; the option has had this name since 0.2.0). It looks at
-the model's children and, where these are a ModuleList or ModuleDict, at theirs, and no deeper. A schedule that torch
-has no name for is in a file, `pipeline_parallel_schedule_csv`; `pipeline_parallel_schedule` then only says which device
-has which stages (`pipeline_module_split`: a V for ZBVZeroBubble and DualPipeV, else a loop).
+(torchtitan/distributed/pipeline_parallel.py, `_split_module`). It looks at the model's children and, where these are a
+ModuleList or ModuleDict, at theirs, and no deeper. A schedule that torch has no name for is in a file,
+`pipeline_parallel_schedule_csv`; `pipeline_parallel_schedule` then only says which device has which stages
+(`pipeline_module_split`: a V for ZBVZeroBubble and DualPipeV, else a loop).
+
+Options have changed their names behind 0.3.0: the lists are `pipeline_parallel_module_fqns_per_model_part`, M is said
+by `num_pp_microbatches` in the place of a size, and batches are counted in tokens. Which of them there are is seen
+where the file is used, by the fields of the config.
 """
 
 from typing import Any, Final
@@ -17,13 +21,33 @@ _NAME: Final = "torchtitan"
 
 _USE: Final = """\
 Use it in a config function of torchtitan:
-    config.parallelism = dataclasses.replace(config.parallelism, **PARALLELISM)
-    config.training.local_batch_size = LOCAL_BATCH_SIZE
+    return planned(config)
 Modules that are in none of the lists are deleted from every stage."""
+
+_FUNCTION: Final = '''
+
+def planned(config):
+    """The config with the plan in it, under the names that this torchtitan has for its options."""
+    names = {field.name for field in dataclasses.fields(config.parallelism)}
+    options = dict(PARALLELISM)
+    if "module_fqns_per_model_part" not in names:
+        options["pipeline_parallel_module_fqns_per_model_part"] = options.pop("module_fqns_per_model_part")
+    if "num_pp_microbatches" in names:
+        options["num_pp_microbatches"] = MICRO_BATCHES
+    else:
+        options["pipeline_parallel_microbatch_size"] = MICRO_BATCH_SIZE
+    config.parallelism = dataclasses.replace(config.parallelism, **options)
+    if hasattr(config.training, "local_batch_size"):
+        config.training.local_batch_size = MICRO_BATCHES * MICRO_BATCH_SIZE
+    else:
+        tokens = MICRO_BATCH_SIZE * config.training.max_context_length
+        config.training.num_tokens_per_microbatch_per_dp_rank = tokens
+    return config
+'''
 
 
 def emit_torchtitan(layout: Layout) -> EngineFile:
-    """PARALLELISM and LOCAL_BATCH_SIZE.
+    """PARALLELISM, MICRO_BATCHES and MICRO_BATCH_SIZE, and the function that puts them into a config.
 
     Raises:
         UsageError: A layer has no path, or one that torchtitan does not look at; or it does not place stages so.
@@ -35,15 +59,10 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
                 f'torchtitan keeps or deletes children of the model and members of their lists, not "{path}"',
                 hint="profile the model in whole blocks, or use another `--format`",
             )
-    if not layout.placing_name:
-        raise UsageError(
-            f"torchtitan does not place {plan.chunks} stages on each device as a {plan.placement.upper()}",
-            hint="emit for the bundled executor: `--format native`",
-        )
+    layout.refuse_placement(_NAME)
     parallelism: dict[str, Any] = {
         "pipeline_parallel_degree": plan.num_devices,
         "pipeline_parallel_schedule": layout.placing_name,
-        "pipeline_parallel_microbatch_size": plan.micro_batch_size,
         "module_fqns_per_model_part": [list(stage) for stage in paths],
     }
     if plan.replicas > 1:
@@ -58,11 +77,14 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
         *layout.recompute_notes("torchtitan recomputes by layer, on all stages alike: set `activation_checkpoint`"),
         *layout.order_notes(),
     ]
-    body = python_values(PARALLELISM=parallelism, LOCAL_BATCH_SIZE=plan.micro_batches * plan.micro_batch_size)
+    values = python_values(
+        PARALLELISM=parallelism, MICRO_BATCHES=plan.micro_batches, MICRO_BATCH_SIZE=plan.micro_batch_size
+    )
+    body = f"import dataclasses\n\n{values}{_FUNCTION}"
     return EngineFile(
         name="plan_torchtitan.py",
-        text=text_of(layout, body, engine="torchtitan 0.3.0", option="torchtitan", notes=notes, docstring=_USE),
+        text=text_of(layout, body, engine="torchtitan 0.3.0 or later", option=_NAME, notes=notes, docstring=_USE),
         notes=tuple(notes),
-        use="`dataclasses.replace(config.parallelism, **PARALLELISM)` with what plan_torchtitan.py defines",
+        use="`return planned(config)` in a config function of torchtitan, with what plan_torchtitan.py defines",
         beside=beside,
     )

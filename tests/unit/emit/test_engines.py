@@ -4,9 +4,10 @@ import os
 import re
 import runpy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePo
 from planner.core.values.profile import LayerProfile, Profile
 from planner.emit import ENGINES, EngineFile, emit_engine, is_edited, read_balance_list
 from planner.emit.jax_program import emit_jax
+from planner.files import read_plain
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer
 
@@ -78,6 +80,12 @@ def stages_of(names: Sequence[str], balance: Sequence[int]) -> list[list[str]]:
     return [list(names[first:end]) for first, end in pairwise(accumulate(balance, initial=0))]
 
 
+def predicting(*more: str) -> Profile:
+    """A model with two layers of multi-token prediction, behind a norm, and what comes last."""
+    names = ("e", "h.0", "h.1", "norm", "mtp.layers.0", "mtp.layers.1", "head")
+    return profile_of(*(("e", "h.0", "h.1", "norm", *more) if more else names))
+
+
 # Text
 
 
@@ -131,7 +139,7 @@ def test_reading_back_gives_the_same_cuts(tmp_path: Path, name: str, balance: tu
     assert read_balance_list(str(write(tmp_path, file)), profile_of(*FLAT).layers) == balance
 
 
-@pytest.mark.parametrize("name", ["torch", "torchtitan", "megatron", "device-map"])
+@pytest.mark.parametrize("name", ["torch", "torchtitan", "automodel", "megatron", "device-map"])
 def test_interleaved_plans_come_back_too(tmp_path: Path, name: str) -> None:
     """Four stages on two devices."""
     balance = (2, 1, 1, 2)
@@ -183,6 +191,8 @@ def test_lists_written_by_hand_are_read(tmp_path: Path, name: str, text: str, ba
         ("a.json", '[["head"], ["head"]]', "in two stages"),
         ("a.sh", "--pipeline-model-parallel-layout Et*5|L", "EtttttL, the profile's layers are EttttL"),
         ("a.sh", "--pipeline-model-parallel-layout Et*4m|L", "EttttmL"),
+        ("a.yaml", "distributed: {pipeline: {module_fqns_per_model_part: [1, [2]]}}", "list of modules per stage"),
+        ("a.yaml", "distributed: {pipeline: {layers_per_stage: 3}}", "gives no cuts"),
         ("none.py", None, "cannot be read: No such file"),
     ],
 )
@@ -244,6 +254,9 @@ def test_layers_of_several_modules(tmp_path: Path, name: str) -> None:
         ("megatron", {}, "the plan is for GPipe, Megatron-LM runs 1F1B"),
         ("torch", {"recompute": "always"}, "does not recompute.*always on stages 0 to 1"),
         ("torchtitan", {"recompute": "always"}, "recomputes by layer"),
+        ("automodel", {"recompute": "always"}, "recomputes by layer"),
+        ("automodel", {"replicas": 2, "devices": 4}, "shards parameters"),
+        ("automodel", {}, "none is called so here"),
         ("deepspeed", {"recompute": "except-last"}, "on every micro-batch or not at all"),
         ("megatron", {"recompute": "always"}, "--recompute-granularity"),
         ("device-map", {}, "without a pipeline"),
@@ -313,10 +326,16 @@ def tied() -> Profile:
         ("torch", profile_of("a", "b#2"), (1, 1), {}, '"b#2" is none with a path'),
         ("device-map", profile_of("a", "b\nc"), (1, 1), {}, "is none with a path"),
         ("torchtitan", profile_of("a", "b.0.attention"), (1, 1), {}, "members of their lists"),
+        ("automodel", profile_of("a", "model.layers.0.mlp"), (1, 1), {}, "members of lists as a whole"),
+        ("automodel", tied(), (3, 3), {}, "share parameters over stages"),
+        ("automodel", None, (3, 3), {"micro_batches": 1}, "as many micro-batches as devices, 2, and the plan has 1"),
         ("megatron", profile_of("a", "b", "c"), (1, 2), {}, "cannot tell which layers"),
         ("megatron", profile_of("h.0", "h.1", "head"), (1, 2), {}, "begins with an embedding"),
         ("megatron", profile_of("e", "h.0.a", "h.0.b", "h.1.a", "h.1.b", "o"), (2, 4), {}, "part of block 0"),
         ("megatron", profile_of("e", "p", "h.0", "h.1", "o"), (1, 4), {}, "part of the embedding"),
+        ("megatron", predicting(), (2, 3, 2), {}, "in one stage, the plan in stages 1, 2"),
+        ("megatron", predicting(), (2, 2, 3), {}, "which are both part of layer 0"),
+        ("megatron", predicting("mtp.0"), (2, 3), {}, "ends with a head"),
     ],
 )
 def test_plans_that_a_format_cannot_hold(
@@ -352,6 +371,90 @@ def test_blocks_by_digest_where_names_are_plain_numbers() -> None:
     profile = profile_of(*"01234")
     layers = [replace(one, digest="block" if one.name in "123" else one.name) for one in profile.layers]
     assert '"Et|t*2L"' in emitted("megatron", (2, 3), replace(profile, layers=tuple(layers))).text
+
+
+def test_layers_of_multi_token_prediction(tmp_path: Path) -> None:
+    """As `m`, with their number; the loss may have a stage of its own; and read back."""
+    file = emitted("megatron", (2, 1, 3, 1), predicting())
+    assert '"Et|t|m*2|L"\n' in file.text
+    assert "    --mtp-num-layers 2\n" in file.text
+    assert read_balance_list(str(write(tmp_path, file)), predicting().layers) == (2, 1, 3, 1)
+    assert '"Et*2m*2L"' in emitted("megatron", (7,), predicting()).text
+    assert "mtp" not in emitted("megatron").text
+
+
+def llama() -> Profile:
+    """As transformers names it; rotary embeddings are a module without parameters."""
+    profile = profile_of("model.embed_tokens", *(f"model.layers.{n}" for n in range(4)), "lm_head")
+    modules = {"model.embed_tokens": ("model.embed_tokens", "model.rotary_emb"), "lm_head": ("model.norm", "lm_head")}
+    return replace(profile, layers=tuple(replace(one, modules=modules.get(one.name, ())) for one in profile.layers))
+
+
+def test_an_automodel_recipe(tmp_path: Path) -> None:
+    """Lists of modules with the rotary embeddings in each, batch sizes, replicas; another schedule in a file."""
+    file = emitted("automodel", (3, 3), llama(), schedule="1f1b", replicas=2, devices=4)
+    path = write(tmp_path, file)
+    assert read_balance_list(str(path), llama().layers) == (3, 3)
+    recipe = read_plain(str(path))
+    first, second = recipe["distributed"].pop("pipeline").pop("module_fqns_per_model_part")
+    assert first == ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1"]
+    assert second == ["model.layers.2", "model.layers.3", "model.norm", "lm_head", "model.rotary_emb"]
+    assert recipe == {
+        "distributed": {"strategy": "fsdp2", "pp_size": 2, "dp_size": 2},
+        "step_scheduler": {"global_batch_size": 12, "local_batch_size": 6},
+    }
+    for schedule, says, needs_file in (
+        ("zbv", "ZBVZeroBubble", False),
+        ("dualpipev", "ZBVZeroBubble", True),
+        ("zb-h1", "GPipe", True),
+        ("interleaved-zb", "InterleavedZeroBubble", False),
+    ):
+        chunks = 1 if schedule == "zb-h1" else 2
+        file = emitted("automodel", (3, 3) if chunks == 1 else (1, 2, 2, 1), schedule=schedule, chunks=chunks)
+        assert f'pp_schedule: "{says}"\n' in file.text
+        assert [*file.beside] == ["schedule.csv"] * needs_file == re.findall(r'pp_schedule_csv: "(.*)"', file.text)
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Some of torchtitan's options: those of 0.3.0, or those of what came after it."""
+
+    pipeline_parallel_degree: int = 1
+    pipeline_parallel_schedule: str = "1F1B"
+
+
+@dataclass(kw_only=True)
+class Earlier(Options):
+    module_fqns_per_model_part: list[list[str]] | None = None
+    pipeline_parallel_microbatch_size: int = 1
+
+
+@dataclass(kw_only=True)
+class Later(Options):
+    pipeline_parallel_module_fqns_per_model_part: list[list[str]] | None = None
+    num_pp_microbatches: int = 1
+
+
+def test_torchtitans_options_have_the_names_that_are_there(tmp_path: Path) -> None:
+    """By the fields of its config, so that one file is for both."""
+    planned = values_of(write(tmp_path, emitted("torchtitan", micro_batches=3)))["planned"]
+    stages = stages_of(FLAT, (3, 3))
+    old = planned(SimpleNamespace(parallelism=Earlier(), training=SimpleNamespace(local_batch_size=8)))
+    assert old.parallelism == Earlier(
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule="GPipe",
+        module_fqns_per_model_part=stages,
+        pipeline_parallel_microbatch_size=1,
+    )
+    assert old.training == SimpleNamespace(local_batch_size=3)
+    new = planned(SimpleNamespace(parallelism=Later(), training=SimpleNamespace(max_context_length=128)))
+    assert new.parallelism == Later(
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule="GPipe",
+        pipeline_parallel_module_fqns_per_model_part=stages,
+        num_pp_microbatches=3,
+    )
+    assert new.training.num_tokens_per_microbatch_per_dp_rank == 128
 
 
 # The engines themselves
@@ -456,6 +559,9 @@ def test_megatron_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> 
     parsed = layout.PipelineParallelLayerLayout(words, len(balance))
     parsed.validate_layer_layout(num_layers=4, mtp_num_layers=0)
     assert [len(stages[0]) for stages in parsed.layout] == list(balance)
+    text = write(tmp_path, emitted("megatron", (2, 1, 3, 1), predicting())).read_text()
+    parsed = layout.PipelineParallelLayerLayout(text.partition("layout ")[2].split()[0].strip('"'), 4)
+    parsed.validate_layer_layout(num_layers=2, mtp_num_layers=2)
 
 
 @ENGINE
@@ -469,7 +575,9 @@ def test_torchtitan_gives_the_stages(tmp_path: Path) -> None:
     profile = profile_of(*names)
     for balance in BALANCES:
         values = values_of(write(tmp_path, emitted("torchtitan", balance, profile)))
-        config = ParallelismConfig(**values["PARALLELISM"])
+        config = SimpleNamespace(parallelism=ParallelismConfig(), training=SimpleNamespace(local_batch_size=1))
+        config = values["planned"](config).parallelism
+        assert len(balance) == config.pipeline_parallel_degree
         model = nn.Module()
         for child in ("tok_embeddings", "norm", "lm_head"):
             model.add_module(child, nn.Linear(2, 2))
@@ -477,6 +585,22 @@ def test_torchtitan_gives_the_stages(tmp_path: Path) -> None:
         parts = [titan._split_module(model, part) for part in config.module_fqns_per_model_part]
         counts = [sum(1 for m in part.modules() if isinstance(m, nn.Linear)) for part in parts]
         assert counts == list(balance)
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@ENGINE
+def test_automodel_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
+    """Its own parser of recipes."""
+    name = "nemo_automodel.recipes._dist_utils"
+    recipes = pytest.importorskip(name, reason="nemo_automodel is not installed", exc_type=ImportError)
+    recipe = read_plain(str(write(tmp_path, emitted("automodel", balance, llama()))))
+    parsed = recipes.parse_distributed_section(recipe["distributed"])
+    assert parsed["pp_size"] == len(balance)
+    if len(balance) > 1:  # else its pipeline is off
+        stages = parsed["pipeline_config"].module_fqns_per_model_part
+        assert [len([path for path in stage if not path.endswith(("rotary_emb", "norm"))]) for stage in stages] == [
+            *balance
+        ]
 
 
 @pytest.mark.parametrize("balance", BALANCES)

@@ -9,9 +9,10 @@ from typing import Literal
 import pytest
 
 from planner.core.errors import UsageError
+from planner.core.values.balance import Planned
 from planner.core.values.plan import Inputs, Plan, ProfileReference
 from planner.core.values.profile import Environment, Model, Profile
-from planner.emit import decisions_digest, emit_native, is_edited
+from planner.emit import Places, decisions_digest, emit_native, is_edited
 from planner.files import digest_of, read_balance
 from planner.solve import Request, solve
 from tests.support.chains import random_profile
@@ -281,3 +282,23 @@ def test_a_prediction_from_an_estimate_is_marked(how: Literal["measured", "compi
     script = emit_native(plan, profile, folder=".", profile_folder=".").script
     (line,) = [line for line in script.splitlines() if line.startswith("Predicted: ")]
     assert line.endswith("'s device." if how == "measured" else f"'s device; {how}, not measured.")
+
+
+def test_what_a_run_is_held_against_stands_beside_the_cuts() -> None:
+    """What the plan predicts; where plan and profile stand, from the folder of the cuts; the same of smaller plans."""
+    profile = profile_of()
+    plan, smaller = plan_of(profile, (2, 4, 6)), plan_of(profile, (5, 7))
+    places = Places(plan="plans/three.yaml", profile="data/profile.yaml", smaller=("two.yaml",))
+    emitted = emit_native(plan, profile, folder="out", profile_folder="data", smaller=(smaller,), places=places)
+    expected = {"profile": "../data/profile.yaml", "reserve_bytes": 0}
+    assert [balance.planned for balance in emitted.plans] == [
+        Planned(
+            step_us=each.predicted.step_us,
+            plan=f"../{path}",
+            solve=(f"--devices {count}", "--mem 1GB", "--batch 8", "--schedule gpipe"),
+            **expected,
+        )
+        for each, path, count in ((plan, "plans/three.yaml", 3), (smaller, "two.yaml", 2))
+    ]
+    piped = emit_native(plan, profile, folder="out", profile_folder=".", places=Places(plan="-", profile="-"))
+    assert piped.plans[0].planned == replace(emitted.plans[0].planned, plan="plan.yaml", profile="profile.yaml")

@@ -1,0 +1,128 @@
+"""NeMo Automodel 0.7: `distributed` and `step_scheduler` of a recipe.
+
+`distributed.pipeline` is its `PipelineConfig`; `module_fqns_per_model_part` there is a list of module paths per stage,
+in the place of `layers_per_stage`, which only cuts evenly. A stage is a copy of the model in which every other module
+is set to None (nemo_automodel/components/distributed/pipelining/functional.py, `split_model_into_stages`): of lists it
+keeps or deletes members as a whole, and rotary embeddings are needed everywhere. `pp_schedule` is one of torch's names
+and says which device has which stages, in a V under ZBVZeroBubble alone; another schedule than that is in a file.
+"""
+
+import json
+import re
+from typing import Any, Final
+
+from planner.core.errors import UsageError
+from planner.core.schedule import SCHEDULES
+from planner.emit.layout import EngineFile, Layout, text_of
+from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
+
+ON_EVERY_STAGE: Final = "rotary_emb"
+"""The last part of the paths that every stage lists."""
+
+_NAME: Final = "Automodel"
+_INSIDE_A_MEMBER = re.compile(r"\.\d+\.")
+_BLOCK = re.compile(r"(\w+\.)*layers\.\d+")
+_WIDTH: Final = 100
+
+_USE: Final = """\
+Put it into a recipe, in the place of its `distributed` and of these two keys of its `step_scheduler`.
+Modules that are in none of the lists are deleted from every stage."""
+
+
+def emit_automodel(layout: Layout) -> EngineFile:
+    """A piece of a recipe.
+
+    Raises:
+        UsageError: A layer has no path, or one inside a member of a list; parameters are shared over stages; there are
+            fewer micro-batches than devices; or it does not place stages so.
+    """
+    plan = layout.plan
+    _check(layout)
+    name = _schedule_name(layout)
+    pipeline: dict[str, Any] = {"pp_schedule": name, "pp_microbatch_size": plan.micro_batch_size}
+    beside: dict[str, str] = {}
+    if name != layout.schedule.torch_name:
+        pipeline["pp_schedule_csv"] = SCHEDULE_FILE
+        beside[SCHEDULE_FILE] = schedule_table(layout)
+    sizes = {"pp_size": plan.num_devices, **({"dp_size": plan.replicas} if plan.replicas > 1 else {})}
+    lines = ["distributed:", "  strategy: fsdp2", *(f"  {key}: {size}" for key, size in sizes.items()), "  pipeline:"]
+    lines += [f"    {key}: {json.dumps(value)}" for key, value in pipeline.items()]
+    lines += ["    module_fqns_per_model_part:", *_lists(layout)]
+    # One step of the scheduler is one mini-batch: `local_batch_size` is what each pipeline has of it.
+    batches = {"global_batch_size": plan.inputs.batch, "local_batch_size": plan.micro_batches * plan.micro_batch_size}
+    lines += ["step_scheduler:", *(f"  {key}: {size}" for key, size in batches.items())]
+    notes = _notes(layout)
+    return EngineFile(
+        name="plan_automodel.yaml",
+        text=text_of(
+            layout,
+            "".join(f"{line}\n" for line in lines),
+            engine="NeMo Automodel 0.7",
+            option="automodel",
+            notes=notes,
+            docstring=_USE,
+        ),
+        notes=tuple(notes),
+        use="`distributed` and `step_scheduler` of a recipe, as plan_automodel.yaml has them",
+        beside=beside,
+    )
+
+
+def _check(layout: Layout) -> None:
+    plan = layout.plan
+    layout.refuse_placement(_NAME)
+    for path in (path for stage in layout.module_paths(_NAME) for path in stage):
+        if _INSIDE_A_MEMBER.search(path):
+            raise UsageError(
+                f'{_NAME} keeps or deletes members of lists as a whole, not "{path}"',
+                hint="profile the model in whole blocks, or use another `--format`",
+            )
+    for first, second in layout.ties_over_stages():
+        together = layout.kept_together(first, second)
+        raise UsageError(
+            f'"{first}" and "{second}" share parameters over stages, of which {_NAME} would train two copies',
+            hint="build the model without sharing them (`tie_word_embeddings: false` in its config) and profile again"
+            + (f"; or solve with {together}" if together else ""),
+        )
+    if plan.micro_batches < plan.num_devices:
+        raise UsageError(
+            f"{_NAME} wants as many micro-batches as devices, {plan.num_devices}, and the plan has "
+            f"{plan.micro_batches}",
+            hint=f"solve with `--micro-batches {plan.num_devices}` or a multiple of it",
+        )
+
+
+def _schedule_name(layout: Layout) -> str:
+    """What Automodel is to call the schedule, so that it puts stages where the plan has them."""
+    if layout.plan.placement == "loop":
+        return layout.placing_name
+    in_v = (rule.torch_name for rule in SCHEDULES.values() if rule.placement == "v" and rule.torch_name)
+    return next(in_v)
+
+
+def _lists(layout: Layout) -> list[str]:
+    """The modules of each stage, in one line where that is not too long."""
+    stages = layout.module_paths(_NAME)
+    shared = [path for stage in stages for path in stage if path.rpartition(".")[2] == ON_EVERY_STAGE]
+    lines = []
+    for stage in stages:
+        words = [json.dumps(path) for path in dict.fromkeys((*stage, *shared))]
+        line = f"      - [{', '.join(words)}]"
+        if len(line) > _WIDTH:
+            line = "\n".join(f"      {'- -' if word is words[0] else '  -'} {word}" for word in words)
+        lines.append(line)
+    return lines
+
+
+def _notes(layout: Layout) -> list[str]:
+    notes = []
+    if not any(_BLOCK.fullmatch(path) for stage in layout.module_paths(_NAME) for path in stage):
+        notes.append("Automodel splits models whose blocks are called `layers.0`, …: none is called so here")
+    if layout.plan.replicas > 1:
+        notes.append("Automodel's FSDP2 shards parameters and optimizer over replicas: it holds less and sends more")
+    return [
+        *notes,
+        *layout.halves_notes(),
+        *layout.recompute_notes("Automodel recomputes by layer, on all stages alike: set `activation_checkpointing`"),
+        *layout.order_notes(),
+    ]

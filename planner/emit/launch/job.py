@@ -1,0 +1,202 @@
+"""A job as every scheduler is told of it: how many processes on how many nodes, and which cuts lie between nodes.
+
+Ranks are numbered node by node, so that neighbours of a pipeline share a node wherever they can:
+
+    4 nodes of 2 processes, K = 8      node 0   node 1   node 2   node 3
+    rank = device of the pipeline      0  1  |  2  3  |  4  5  |  6  7        three cuts cross nodes
+"""
+
+import shlex
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import PurePath
+from string import Template
+from typing import Final
+
+from planner import __version__
+from planner.core.errors import UsageError
+from planner.core.values.balance import Balance, beside
+from planner.core.values.devices import ACCELERATORS
+from planner.core.values.nodes import Nodes, are_apart
+from planner.core.values.placement import rank_of
+from planner.core.values.plan import Inputs
+from planner.core.values.printable import spelled_out
+from planner.core.values.profile import Device
+from planner.core.values.units import counted
+from planner.emit.signature import signed
+
+_WIDTH: Final = 110
+_MOST_CUTS: Final = 16
+"""Cuts that are told one by one."""
+
+_GPU: Final = "cuda"
+
+
+class _Text(Template):
+    """Shell and Python have uses of their own for `$` and for braces."""
+
+    delimiter = "@"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be started."""
+
+    script: str
+    """The path of train.py, from where the job is submitted."""
+    shares: tuple[Nodes, ...]
+    """How nodes share the processes of each plan that the script takes, most processes first."""
+    device: str
+    threads: int
+    """CPU threads of each process."""
+    accelerator: str
+    """What `planner.core.values.devices` calls the device of the profile; empty where it has no name for it."""
+    crossing: tuple[str, ...]
+    """The cuts of the largest plan that lie between nodes."""
+    notes: tuple[str, ...] = ()
+    """What of the plan does not go with these nodes."""
+
+    @property
+    def largest(self) -> Nodes:
+        """How nodes share the processes of the largest plan."""
+        return self.shares[0]
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether every process needs a GPU."""
+        return self.device == _GPU
+
+    @property
+    def cores(self) -> int:
+        """CPU cores of each process: for its threads, and for what moves tensors beside them where that is a GPU."""
+        return self.threads + self.uses_gpus
+
+    def path_of(self, name: str) -> str:
+        """The path of a file beside the script."""
+        return PurePath(self.script).with_name(name).as_posix()
+
+    def file(self, template: str, *, scheduler: str, option: str, use: str, **values: object) -> str:
+        """A template of this folder, filled in and signed; below its `@header` stands what is said of every job.
+
+        `scheduler` is what people call it, `option` what `emit --launch` does, `use` the command that submits the file.
+        """
+        text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
+        lines = [
+            f"Starts {self.script} on {scheduler}: {_described(self.largest)}, ranks node by node.",
+            f"Written by `gpipe-plan emit --launch {option}` (gpipe-plan {__version__}); yours to edit.",
+            *self._about_nodes(),
+            *self._about_plans(),
+            *self.notes,
+            f"Submit it with: {use}",
+        ]
+        # Names come from files: whatever they hold, they must not end a comment.
+        wrapped = (part for line in lines for part in textwrap.wrap(spelled_out(line), _WIDTH, break_long_words=False))
+        header = "\n".join(f"# {line}" for line in wrapped)
+        return signed(_Text(text).substitute(header=header, **values))
+
+    def _about_nodes(self) -> list[str]:
+        if self.largest.count == 1:
+            return []
+        if not self.crossing:
+            return ["No cut lies between nodes."]
+        more = len(self.crossing) - _MOST_CUTS
+        cuts = [*self.crossing[:_MOST_CUTS], *([f"and {more} more"] if more > 0 else [])]
+        return [f"Cuts between nodes: {'; '.join(cuts)}."]
+
+    def _about_plans(self) -> list[str]:
+        fewer = [f"{_described(s)} ({_balance_of(s)})" for s in self.shares[1:]]
+        return [f"Where less is left, it goes on with {', or '.join(fewer)}."] if fewer else []
+
+
+def job_of(plans: Sequence[Balance], inputs: Inputs, device: Device, *, script: str, nodes: Nodes | None) -> Job:
+    """The job that trains under `plans`, most processes first; by default on the nodes that the first was solved for.
+
+    Args:
+        plans: The cuts that the script at `script` takes.
+        inputs: What was asked of the solver for the first of them.
+        device: What was profiled.
+        script: The path of train.py.
+        nodes: The nodes there are.
+
+    Raises:
+        UsageError: The nodes do not hold so many processes, or not as many on each.
+    """
+    first = plans[0]
+    there = _planned_nodes(inputs, first) if nodes is None else nodes
+    shares = tuple(_shared(plan.num_processes, there) for plan in plans)
+    return Job(
+        script=script,
+        shares=shares,
+        device=first.device,
+        threads=first.threads,
+        accelerator=_accelerator(device),
+        crossing=_crossing(first, shares[0].devices),
+        notes=_notes(inputs, shares[0]),
+    )
+
+
+def shell_word(text: str) -> str:
+    """`text` as one word of bash, on one line."""
+    if text.isprintable():
+        return shlex.quote(text)
+    kept = (c if c.isprintable() and c not in "\\'" else f"\\U{ord(c):08x}" for c in text)
+    return f"$'{''.join(kept)}'"
+
+
+def _planned_nodes(inputs: Inputs, balance: Balance) -> Nodes:
+    """The nodes of the plan; one that holds all where it has none."""
+    each = inputs.node_devices or max(inputs.devices, balance.num_processes)
+    return Nodes(count=-(-inputs.devices // each), devices=each)
+
+
+def _shared(num_processes: int, nodes: Nodes) -> Nodes:
+    """The fewest of `nodes` that hold so many processes, as many on each: `torchrun` starts them alike."""
+    for count in range(-(-num_processes // nodes.devices), nodes.count + 1):
+        if num_processes % count == 0:
+            return Nodes(count=count, devices=num_processes // count)
+    raise UsageError(
+        f"{counted(num_processes, 'process', 'es')} cannot be shared evenly by nodes of "
+        f"{counted(nodes.devices, 'device')}, of which there {'is' if nodes.count == 1 else 'are'} {nodes.count}",
+        hint="solve for as many devices as fill nodes, or give the nodes that there are: `--nodes 4x8`",
+    )
+
+
+def _crossing(balance: Balance, node_devices: int) -> tuple[str, ...]:
+    """The cuts between ranks on different nodes, with these ranks, in whichever replica."""
+    order, cuts = balance.device_order, []
+    for stage in range(balance.num_stages - 1):
+        pairs = [
+            (rank_of(stage, r, order, balance.placement), rank_of(stage + 1, r, order, balance.placement))
+            for r in range(balance.replicas)
+        ]
+        ranks = ", ".join(f"{a} to {b}" for a, b in pairs if are_apart(a, b, node_devices))
+        if ranks:
+            cuts.append(f"behind {balance.stages[stage].layers[-1]}, stage {stage} to {stage + 1} (rank {ranks})")
+    return tuple(cuts)
+
+
+def _notes(inputs: Inputs, share: Nodes) -> tuple[str, ...]:
+    if share.count == 1 or inputs.links:
+        return ()
+    if not inputs.node_devices:
+        return (f"the plan takes links within and between nodes for alike: `solve --nodes {share} --inter-link …`",)
+    if inputs.node_devices != share.devices:
+        used = f"the plan is for nodes of {inputs.node_devices} devices, of which {share.devices} are used here"
+        return (f"{used}: `solve --nodes {share}`",)
+    return ()
+
+
+def _accelerator(device: Device) -> str:
+    """The most exact of the names that go with what the device reports."""
+    named = [listed for listed in ACCELERATORS if listed.is_called(device.name)]
+    return max(named, key=lambda listed: len(listed.called)).name if named else ""
+
+
+def _described(share: Nodes) -> str:
+    return f"{counted(share.count, 'node')} of {counted(share.devices, 'process', 'es')}"
+
+
+def _balance_of(share: Nodes) -> str:
+    return beside(PurePath("balance.yaml"), share.num_processes).name
