@@ -28,7 +28,7 @@ def verdict_markdown(verdict: Verdict, place: Place) -> str:
     parts += [f"- would fit: {_text(line)}" for line in verdict.would_fit]
     if verdict.plan is not None:
         stages = stage_table(verdict.plan, brief=True).pick(*_STAGES)
-        parts += ["", " · ".join(figures(verdict.plan)), "", *_table(stages)]
+        parts += ["", " · ".join(figures(verdict.plan, verdict.certainty)), "", *_table(stages)]
     if verdict.difference is not None:
         parts += ["", *_difference(verdict.difference)]
     return "\n".join(parts) + "\n"

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import isfinite
 
-from planner.core.judge.verification import Compared, Quantity, compared_of, timed_steps_us
+from planner.core.cost.calibration import timed_steps_us
+from planner.core.judge.verification import Compared, Quantity, compared_of
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
@@ -43,7 +44,7 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
 
 
 _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
-    (format_us, ("step_us", "forward_us", "backward_us")),
+    (format_us, ("step_us", "forward_us", "backward_us", "backward_input_us", "backward_weight_us")),
     (percent, ("bubble",)),
     (format_bytes, ("peak_bytes",)),
 )

@@ -1,32 +1,29 @@
 """The report as a page: head, key figures, sections, style and script, all in one file."""
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from functools import cache
-from importlib import resources
 from string import Template
 
 from planner import __version__
 from planner.core.cost.step import Step
-from planner.core.schedule.kinds import BACKWARD, FORWARD
+from planner.core.judge.certainty import Certainty, certainty_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us
+from planner.show.html.assets import asset, policy_for, scripts, style
 from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
 from planner.show.html.memory import memory_section
-from planner.show.html.parts import Section, definitions, scroll, view
+from planner.show.html.parts import Section, definitions, scroll, section_markup, view
 from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
+from planner.show.views.certainty import peak_words, rate_words, step_words, why
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest
-from planner.show.views.numbers import method_name, not_measured, percent, rate
+from planner.show.views.numbers import method_name, not_measured, percent
 from planner.show.views.plan import claim, headline, ideal_bubble, stage_table
-from planner.show.views.spans import ink_rules, kind_rules
 
 _MANY = 24
 
@@ -37,9 +34,12 @@ _Figure = tuple[str, str, str]
 def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: RunReport | None, *, digest: str) -> str:
     """The report of a plan.
 
-    Without its profile there are no layers to show, and no step, which takes the profile as well. `report` is of a run
-    under the plan; `digest` is of what the plan decides, by which run reports name it.
+    Without its profile there are no layers to show, and no step, which takes the profile as well; nor is it known
+    how sure its figures are. `report` is of a run under the plan; `digest` is of what the plan decides, by which run
+    reports name it.
     """
+    certainty = certainty_of(plan, profile) if profile else None
+    lead = (profile.model.source if profile else "", not_measured(plan.inputs.profile.how))
     sections = [
         timeline_section(plan, step),
         memory_section(plan, step),
@@ -53,8 +53,8 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
     ]
     return _page(
         title=headline(plan, of=" of ", by=", "),
-        lead="; ".join(filter(None, (profile.model.source if profile else "", not_measured(plan.inputs.profile.how)))),
-        figures=_marked(_figures(plan), plan.inputs.profile.how),
+        lead="; ".join(filter(None, (*lead, why(certainty) if certainty else ""))),
+        figures=_marked(_figures(plan, certainty), plan.inputs.profile.how),
         sections=sections,
         data=timeline_data(plan, step) if step else "{}",
     )
@@ -96,14 +96,14 @@ def run_html(report: RunReport) -> str:
     )
 
 
-def _figures(plan: Plan) -> list[_Figure]:
+def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
     predicted = plan.predicted
     nearest = fullest(device_memory(plan.by_device()))
     return [
-        ("step", format_us(predicted.step_us), _certificate(plan)),
-        ("samples/s", rate(predicted.samples_per_s), f"batch {plan.inputs.batch}"),
+        ("step", step_words(plan, certainty), _certificate(plan)),
+        ("samples/s", rate_words(plan, certainty), f"batch {plan.inputs.batch}"),
         ("bubble", percent(predicted.bubble), ideal_bubble(plan)),
-        ("peak memory", format_bytes(nearest.total_bytes), f"{nearest.share} of its cap"),
+        ("peak memory", peak_words(plan, certainty), f"{nearest.share} of its cap"),
         ("recompute", percent(predicted.recompute_share), f"imbalance {predicted.imbalance:.2f}"),
     ]
 
@@ -184,41 +184,27 @@ def _versions(torch: str, python: str, dtype: str) -> str:
     return ", ".join(filter(None, named))
 
 
+def _card(what: str, value: str, remark: str) -> str:
+    # A range behind a figure, as `530 ms (500 to 590)` has one, does not fit beside it in a card.
+    figure, bracket, range_ = value.partition(" (")
+    below = element("small", safe(f"({range_}"), class_="range") if bracket else ""
+    card = element("dd", safe(figure), below, element("small", safe(remark)))
+    return element("div", element("dt", safe(what)), card)
+
+
 def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequence[Section], data: str = "{}") -> str:
-    script = _file("report.js")
-    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    cards = [
-        element("div", element("dt", safe(what)), element("dd", safe(value), element("small", safe(remark))))
-        for what, value, remark in figures
-    ]
+    script = scripts("theme.js", "timeline.js", "report.js")
+    cards = [_card(*figure) for figure in figures]
     links = [element("a", safe(section.title), href=f"#{section.anchor}") for section in sections]
-    return Template(_file("report.html.txt")).substitute(
+    return Template(asset("report.html.txt")).substitute(
         title=safe(title),
         lead=safe(lead),
-        # Nothing but this very script runs, and nothing is loaded: whatever names the files hold.
-        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'",
-        style=_style(),
+        policy=policy_for(script),
+        style=style(),
         script=script,
         data=data,
         figures=element("dl", *cards, class_="figures") if cards else "",
         links="".join(links),
-        sections="".join(map(_section, sections)),
+        sections="".join(map(section_markup, sections)),
         version=safe(__version__),
     )
-
-
-def _section(section: Section) -> str:
-    heading = element("h2", safe(section.title), id=f"h-{section.anchor}")
-    lead = element("p", safe(section.lead), class_="lead") if section.lead else ""
-    return element("section", heading, lead, section.body, id=section.anchor, aria_labelledby=f"h-{section.anchor}")
-
-
-@cache
-def _style() -> str:
-    colours = {"forward": FORWARD.paper[0], "backward": BACKWARD.paper[0]}
-    return Template(_file("report.css")).substitute(inks=ink_rules(), kinds=kind_rules(), **colours)
-
-
-@cache
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -95,3 +95,10 @@ def bar(look: str, start: float, width: float, tip: str = "") -> str:
     """A part of a bar, in shares of its track."""
     place = f"left:{number(start * 100)}%;width:{number(max(0.0, width) * 100)}%"
     return element("i", class_=look, style=place, title=tip or None)
+
+
+def section_markup(section: Section) -> str:
+    """A part of the report with its heading."""
+    heading = element("h2", safe(section.title), id=f"h-{section.anchor}")
+    lead = element("p", safe(section.lead), class_="lead") if section.lead else ""
+    return element("section", heading, lead, section.body, id=section.anchor, aria_labelledby=f"h-{section.anchor}")

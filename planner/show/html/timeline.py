@@ -24,6 +24,17 @@ def timeline_section(plan: Plan, step: Step | None) -> Section:
         return Section(anchor="timeline", title="Timeline", body=body)
     title = f"Timeline of one training step, {format_us(step.pipeline_us)} up to the last backward"
     picture = element("div", timeline_svg(step, title, standalone=False), class_="still")
+    live = live_canvas(title, hidden="")
+    return Section(
+        anchor="timeline",
+        title="Timeline",
+        lead=_lead(plan, step),
+        body=element("div", picture, live, legend(_looks(step)), class_="timeline-box"),
+    )
+
+
+def live_canvas(label: str, **attributes: str) -> str:
+    """The box that a script draws a step in, with its controls; `attributes` are the box's own."""
     buttons = "".join(
         element("button", sign, type="button", data_do=what, title=tip, aria_label=tip)
         for what, sign, tip in (
@@ -37,16 +48,19 @@ def timeline_section(plan: Plan, step: Step | None) -> Section:
         "canvas",
         tabindex="0",
         role="img",
-        aria_label=f"{title}. Arrow keys walk from box to box, plus and minus zoom, 0 shows the whole step.",
+        aria_label=f"{label}. Arrow keys walk from box to box, plus and minus zoom, 0 shows the whole step.",
     )
     keys = "Drag to move, double-click or Ctrl+wheel to zoom; or arrow keys, + and −, 0."  # noqa: RUF001
-    live = element("div", controls, canvas, element("p", keys, class_="note"), class_="live", hidden="")
-    return Section(
-        anchor="timeline",
-        title="Timeline",
-        lead=_lead(plan, step),
-        body=element("div", picture, live, legend(_looks(step)), class_="timeline-box"),
-    )
+    return element("div", controls, canvas, element("p", keys, class_="note"), class_="live", **attributes)
+
+
+def kinds_data() -> dict[str, object]:
+    """What a script has to know of the kinds of spans: colours and letters, labels, and which may redo forwards."""
+    return {
+        "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
+        "labels": ["optimizer step" if kind == "optimizer" else kind for kind in _KINDS],
+        "redone": [_KINDS.index(label) for label in sorted(REDONE)],
+    }
 
 
 def _lead(plan: Plan, step: Step) -> str:
@@ -80,9 +94,7 @@ def timeline_data(plan: Plan, step: Step) -> str:
     spared = sorted(s.stage for s in step.spans if s.kind in REDONE and s.micro_batch == last and not s.recompute_us)
     places = [sorted({s.stage for s in step.spans if s.device == d}) for d in range(step.num_devices)]
     data = {
-        "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
-        "labels": ["optimizer step" if kind == "optimizer" else kind for kind in _KINDS],
-        "redone": [_KINDS.index(label) for label in sorted(REDONE)],
+        **kinds_data(),
         "row": place_word(step.chunks),
         "chunks": step.chunks,
         "last": last,

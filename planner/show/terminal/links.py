@@ -2,7 +2,8 @@
 
 from planner.core.values.links import Links
 from planner.core.values.units import counted, format_bytes, format_rate, format_us
-from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.show.terminal.grids import Column, table
+from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING
 

@@ -7,16 +7,19 @@ from rich.text import Text
 
 from planner.core.cost.simulate import Event
 from planner.core.cost.step import Step
+from planner.core.judge.certainty import Certainty
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Insight, Noise, Plan, WhatIf
 from planner.core.values.units import counted, format_bytes, format_us
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
+from planner.show.terminal.grids import facts
 from planner.show.terminal.held import held_parts
 from planner.show.terminal.memory import memory_parts
-from planner.show.terminal.rendering import BLANK, facts, flow, heading, plain, render
+from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.stages import recomputed_layers, stages_drawn
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
+from planner.show.views.certainty import peak_words, why
 from planner.show.views.numbers import method_name, not_measured, percent, place_word
 from planner.show.views.plan import claim, figures, has_unlike_devices, headline, ideal_bubble
 
@@ -24,12 +27,25 @@ _LEAST_GAP = 0.0005
 """A smaller gap would be shown as none."""
 
 
-def plan_text(plan: Plan, events: Sequence[Event], style: Style, *, step: Step | None = None) -> str:
+def plan_text(
+    plan: Plan,
+    events: Sequence[Event],
+    style: Style,
+    *,
+    step: Step | None = None,
+    certainty: Certainty | None = None,
+) -> str:
     """Everything a plan says. `events` are those of one step under it; without any the timeline is left out.
 
-    With the `step` drawn out there is the memory of every device over its time as well.
+    With the `step` drawn out there is the memory of every device over its time as well; with its `certainty` figures
+    stand with their bounds.
     """
-    sections = _sections(plan, events, style, step)
+    first: list[RenderableType] = [heading(plain(headline(plan), style))]
+    first += [*_figures(plan, certainty, style), Text(_status(plan, style))]
+    if certainty is not None:
+        reasons = plain(why(certainty, plus_minus=style.glyphs.plus_minus), style)
+        first.append(flow(reasons.split(), style, gap=" "))
+    sections = [first, *_sections(plan, events, style, step)]
     parts = [part for section in sections if section for part in (*section, BLANK)]
     return render(style, *parts[:-1])
 
@@ -37,7 +53,6 @@ def plan_text(plan: Plan, events: Sequence[Event], style: Style, *, step: Step |
 def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | None) -> list[list[RenderableType]]:
     notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _unused(plan)]
     return [
-        [heading(plain(headline(plan), style)), _figures(plan, style), Text(_status(plan, style))],
         [flow([note], style) for note in notes if note],
         [stages_drawn(plan, style)],
         [recomputed_layers(stage, style) for stage in plan.stages if stage.recompute == "layers"],
@@ -50,17 +65,18 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | No
     ]
 
 
-def _figures(plan: Plan, style: Style) -> Text:
+def _figures(plan: Plan, certainty: Certainty | None, style: Style) -> list[Text]:
     predicted = plan.predicted
-    step, speed, bubble = figures(plan)
-    said = [
-        step,
-        speed,
+    step, speed, bubble = figures(plan, certainty)
+    shares = [
         f"{bubble} ({ideal})" if (ideal := ideal_bubble(plan)) else bubble,
         f"imbalance {predicted.imbalance:.2f}",
         f"recompute {percent(predicted.recompute_share)}",
     ]
-    return flow(said, style, gap=f" {style.glyphs.dot} ")
+    gap = f" {style.glyphs.dot} "
+    if certainty is None:
+        return [flow([step, speed, *shares], style, gap=gap)]
+    return [flow([step, speed, f"peak {peak_words(plan, certainty)}"], style, gap=gap), flow(shares, style, gap=gap)]
 
 
 def _status(plan: Plan, style: Style) -> str:

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.core.values.units import counted, format_bytes
-from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.show.terminal.grids import Column, table
+from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING, TimeScale, format_count, layer_range, percent
 

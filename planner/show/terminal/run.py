@@ -11,11 +11,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.core.judge.verification import Compared, Quantity, Verification, compared_of, timed_steps_us
+from planner.core.cost.calibration import timed_steps_us
+from planner.core.judge.verification import Compared, Quantity, Verification, compared_of
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us
-from planner.show.terminal.rendering import BLANK, Column, flow, heading, plain, render, table
+from planner.show.terminal.grids import Column, table
+from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import drawn
 from planner.show.views.measured import (

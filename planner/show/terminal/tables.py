@@ -6,7 +6,7 @@ from rich.cells import cell_len
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from planner.show.terminal import rendering
+from planner.show.terminal import grids
 from planner.show.terminal.rendering import plain
 from planner.show.terminal.style import Style
 from planner.show.views.table import Column, Table
@@ -17,13 +17,13 @@ GAP = 2
 
 def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> Drawn:
     """The table; `marks` says by column what follows the values that are marked there, and their look."""
-    columns = [rendering.Column(header=_header(column, view), number=column.unit != "text") for column in view.columns]
+    columns = [grids.Column(header=_header(column, view), number=column.unit != "text") for column in view.columns]
     rows = list(zip(*(_cells(column, view, style, marks or {}) for column in view.columns), strict=True))
     lines: list[tuple[Text, ...] | None] = []
     for number, row in enumerate(rows):
         lines += [None] if view.group and number and number % view.group == 0 else []
         lines.append(row)
-    return rendering.table(columns, lines, style)
+    return grids.table(columns, lines, style)
 
 
 def fitted(view: Table, style: Style) -> Table:

@@ -10,7 +10,6 @@ from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, Rule
 from planner.core.values.units import counted
 from planner.show.terminal.memory import memory_parts
-from planner.show.terminal.plans import difference_parts
 from planner.show.terminal.rendering import BLANK, heading, plain, render
 from planner.show.terminal.style import Style
 
@@ -26,6 +25,8 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
         lines = [Text("what would fit:"), *(Text(f"      {plain(line, style)}") for line in verdict.would_fit)]
         parts += [*lines, BLANK]
     if verdict.difference is not None:
+        from planner.show.terminal.plans import difference_parts  # noqa: PLC0415 - tables, which few verdicts have
+
         parts += [*difference_parts(verdict.difference, style), BLANK]
     if verdict.plan is not None:
         parts += [*memory_parts(verdict.plan.by_device(), style), BLANK]

@@ -23,6 +23,8 @@ _LABELS: Mapping[Quantity, str] = {
     "bubble": "bubble",
     "forward_us": "forward, stage",
     "backward_us": "backward, stage",
+    "backward_input_us": "input backward, stage",
+    "backward_weight_us": "weight backward, stage",
     "peak_bytes": "peak memory,",
 }
 
@@ -62,12 +64,17 @@ def pipeline_words(report: RunReport) -> str:
 
 def run_table(report: RunReport) -> Table:
     """A row per stage of every replica; times of one micro-batch, transfer and idle time of a whole step."""
+    halves = (
+        column("input_backward", "input\nbackward", attrgetter("backward_input_us"), "us", per="micro-batch"),
+        column("weight_backward", "weight\nbackward", attrgetter("backward_weight_us"), "us", per="micro-batch"),
+    )
     return table(
         report.stages,
         column("stage", "stage", _stage),
         column("layers", "layers", lambda run: layer_range(run.first, run.last)),
         column("forward", "forward", attrgetter("forward_us"), "us", per="micro-batch"),
         column("backward", "backward", attrgetter("backward_us"), "us", per="micro-batch"),
+        *(halves if any(run.backward_weight_us for run in report.stages) else ()),
         column("recompute", "recomp.", attrgetter("recompute_us"), "us", per="micro-batch"),
         column("transfer", "transfer", attrgetter("transfer_us"), "us", per="step"),
         column("idle", "idle", attrgetter("idle_us"), "us", per="step"),

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from operator import attrgetter
 
+from planner.core.judge.certainty import Certainty
 from planner.core.schedule import GIVEN, SPLITTING, schedule_of
 from planner.core.values.plan import FrontierPoint, Plan, Stage
 from planner.core.values.units import counted, format_us
+from planner.show.views.certainty import rate_words, step_words
 from planner.show.views.memory import share_of_cap
-from planner.show.views.numbers import layer_range, percent, rate
+from planner.show.views.numbers import layer_range, percent
 from planner.show.views.table import Table, Value, column, table
 
 
@@ -22,13 +24,12 @@ def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
     return f"{schedule_of(plan.schedule).title}, {shape}{by}{micro_batches}"
 
 
-def figures(plan: Plan) -> tuple[str, str, str]:
+def figures(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
     """What a step takes, what it yields, and how much of it is bubble."""
-    predicted = plan.predicted
     return (
-        f"step {format_us(predicted.step_us)}",
-        f"{rate(predicted.samples_per_s)} samples/s",
-        f"bubble {percent(predicted.bubble)}",
+        f"step {step_words(plan, certainty)}",
+        f"{rate_words(plan, certainty)} samples/s",
+        f"bubble {percent(plan.predicted.bubble)}",
     )
 
 

@@ -9,6 +9,7 @@ from planner.core.cost.evaluate import Partition, timeline
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.cost.simulate import Event, StageTimes, simulate
 from planner.core.cost.step import Step, step_of
+from planner.core.judge.certainty import certainty_of
 from planner.core.judge.verdict import Verdict, judge
 from planner.core.judge.verification import Tolerance, Verification, verification_of
 from planner.core.schedule import SCHEDULES
@@ -29,18 +30,14 @@ from planner.core.values.plan import (
 )
 from planner.core.values.profile import Device, Environment, LayerProfile, Model, Profile
 from planner.core.values.run_report import RunReport, StageRun
-from planner.show import (
-    Style,
-    comparison_text,
-    plan_text,
-    profile_text,
-    run_text,
-    verdict_text,
-    verification_text,
-)
 from planner.show.terminal.memory import memory_parts
+from planner.show.terminal.plan import plan_text
+from planner.show.terminal.profile import profile_text
 from planner.show.terminal.rendering import render
+from planner.show.terminal.run import comparison_text, run_text, verification_text
+from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
+from planner.show.terminal.verdict import verdict_text
 
 MIB = 2**20
 LONG_NAME = "encoder.layers.11.self_attention.output_projection.dropout.with.a.very.long.module.path"
@@ -271,6 +268,8 @@ def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99
                 last=s.last,
                 forward_us=s.forward_us * time_factor,
                 backward_us=s.backward_us * time_factor,
+                backward_input_us=(s.backward_us - s.backward_weight_us) * time_factor if s.backward_weight_us else 0.0,
+                backward_weight_us=s.backward_weight_us * time_factor,
                 recompute_us=0.0 if s.recompute == "never" else s.forward_us,
                 transfer_us=1500.0 * s.index,
                 idle_us=4000.0,
@@ -306,6 +305,7 @@ def renamed(planned: Plan, name: str) -> Plan:
 
 EVERYTHING: dict[str, Callable[[Style], str]] = {
     "plan": lambda s: plan_text(plan(), events_of(plan()), s),
+    "plan with its bounds": lambda s: plan_text(plan(), (), s, certainty=certainty_of(plan(), profile())),
     "plan over its caps": lambda s: plan_text(plan(cap=40 * MIB), (), s),
     "plan far below its caps": lambda s: plan_text(plan(cap=10**15, recompute="except-last"), (), s),
     "interleaved plan": lambda s: plan_text(interleaved(), events_of(interleaved()), s),

@@ -6,7 +6,9 @@ import sys
 import pytest
 from rich.cells import cell_len
 
-from planner.show import comparison_text, plan_text, profile_text, run_text
+from planner.show.terminal.plan import plan_text
+from planner.show.terminal.profile import profile_text
+from planner.show.terminal.run import comparison_text, run_text
 from tests.unit.show.samples import EVERYTHING, LONG_NAME, bare, events_of, plan, profile, renamed, report, style
 
 ALL = pytest.mark.parametrize("show", EVERYTHING.values(), ids=EVERYTHING)
@@ -102,7 +104,12 @@ def test_a_narrow_terminal_folds_names():
 
 def test_show_needs_no_torch():
     """Showing things imports neither torch nor what only other rooms may know."""
-    code = "import sys, planner.show; print(sorted({'torch', 'yaml', 'pydantic', 'typer'} & set(sys.modules)))"
+    code = (
+        "import pkgutil, sys, planner.show.terminal\n"
+        "names = [m.name for m in pkgutil.walk_packages(planner.show.terminal.__path__, 'planner.show.terminal.')]\n"
+        "list(map(__import__, names))\n"
+        "print(sorted({'torch', 'yaml', 'pydantic', 'typer'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 
 from planner.core.values.plan import FrontierPoint
-from planner.show import plan_text
+from planner.show.terminal.plan import plan_text
 from tests.unit.show.samples import explained, plan, style
 
 WIDE = style(120, wrap=False)

@@ -11,7 +11,6 @@ from planner import api, files
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import RULES, Finding
 from planner.core.values.printable import spelled_out
-from planner.show import verdict_text
 from planner.show.gate import (
     Place,
     annotations,
@@ -22,6 +21,7 @@ from planner.show.gate import (
     verdict_markdown,
 )
 from planner.show.terminal.plans import plans_text, sweep_text
+from planner.show.terminal.verdict import verdict_text
 from tests.support import gate
 from tests.support.golden import assert_golden
 from tests.unit.show.samples import style

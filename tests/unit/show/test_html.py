@@ -13,8 +13,8 @@ from planner.core.cost.planning import cluster_of
 from planner.core.cost.step import step_of
 from planner.core.schedule import KINDS as COMPUTED
 from planner.core.values.plan import SolverReport
-from planner.show import comparison_text
 from planner.show.html import plan_html, profile_html, run_html
+from planner.show.terminal.run import comparison_text
 from planner.show.views.memory import KINDS
 from tests.unit.show.samples import MIB, explained, interleaved, plan, profile, report, step_of_sample, style, unlike
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from planner.core.values.plan import Insight, WhatIf
 from planner.core.values.units import format_us
-from planner.show import plan_text
+from planner.show.terminal.plan import plan_text
 from tests.unit.show.samples import MIB, explained, interleaved, plan, style
 
 WIDE = style(120, wrap=False)

@@ -6,7 +6,7 @@ import pytest
 
 from planner.core.values.plan import SolverReport
 from planner.core.values.units import format_bytes, format_us
-from planner.show import plan_text
+from planner.show.terminal.plan import plan_text
 from tests.unit.show.samples import MIB, events_of, interleaved, plan, profile, style, unlike
 
 WIDE = style(120, wrap=False)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.core.values.profile import Device, LayerProfile, Profile
-from planner.show import profile_text
+from planner.show.terminal.profile import profile_text
 from planner.show.views.numbers import TimeScale, difference, format_count
 from tests.unit.show.samples import layer, profile, style
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from planner.core.judge.verification import compared_of
-from planner.show import comparison_text, run_text
+from planner.show.html import run_html
+from planner.show.terminal.run import comparison_text, run_text
 from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, report, style
 
 WIDE = style(120, wrap=False)
@@ -106,3 +107,19 @@ def test_peaks_of_a_v_are_compared_by_device():
     assert [row.predicted for row in peaks] == list(planned.device_bytes())
     measured = [stage.peak_bytes for stage in run.stages]
     assert [row.measured for row in peaks] == [max(measured[d], measured[5 - d]) for d in range(3)]
+
+
+def test_the_halves_of_a_backward_are_compared_where_a_plan_has_them():
+    """Beside the whole, stage by stage; without a plan as columns. A run of whole backwards has none."""
+    planned = in_a_v()
+    run = report(planned, time_factor=1.1)
+    text = comparison_text(planned, run, WIDE)
+    predicted = {(figure.what, figure.index): figure.predicted for figure in compared_of(planned, run)}
+    for k, stage in enumerate(planned.stages):
+        assert all(row(text, f"{half} backward, stage {k} ").endswith("+10.0 %") for half in ("input", "weight"))
+        halves = (predicted[what, k] for what in ("backward_input_us", "backward_weight_us"))
+        assert sum(halves) == pytest.approx(stage.backward_us)
+    assert run_text(run, None, WIDE).count("backward") == 3
+    assert "weight backward" in run_html(run)
+    for whole in (comparison_text(plan(), report(plan()), WIDE), run_text(report(plan()), None, WIDE)):
+        assert "weight" not in whole

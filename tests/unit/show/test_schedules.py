@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
-from planner.show import plan_text
 from planner.show.html import plan_html
+from planner.show.terminal.plan import plan_text
 from tests.unit.show.samples import compared_schedules, in_a_v, profile, step_of_sample, style
 
 

@@ -6,7 +6,7 @@ import pty
 
 import pytest
 
-from planner.show import style_for
+from planner.show.terminal.style import style_for
 
 
 class Terminal(io.TextIOWrapper):

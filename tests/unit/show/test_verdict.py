@@ -1,7 +1,7 @@
 """The verdict on a plan."""
 
 from planner.core.judge.verdict import Finding, Verdict, judge
-from planner.show import verdict_text
+from planner.show.terminal.verdict import verdict_text
 from tests.unit.show.samples import MIB, interleaved, plan, profile, style, verdict
 
 WIDE = style(120, wrap=False)

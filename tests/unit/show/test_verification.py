@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planner.core.judge.verification import Tolerance, verification_of
-from planner.show import verification_text
+from planner.show.terminal.run import verification_text
 from tests.unit.show.samples import plan, profile, report, style, verification
 
 WIDE = style(120, wrap=False)

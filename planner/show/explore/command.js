@@ -1,0 +1,47 @@
+// The commands that make a plan of what is seen, or judge it, and what they cannot say.
+
+const capOf = (scale, bytes) => (scale === 0 ? bytes : shortBytes(bytes * 2 ** (scale / 25)));
+const capsOf = (data, state) => data.places.map((place) => capOf(state.scale, data.memory_bytes[place]));
+
+function memoryWords(data, { scale }) {
+  const every = data.memory_bytes.map((bytes) => capOf(scale, bytes));
+  return "--mem " + (new Set(every).size === 1 ? every.slice(0, 1) : every).map(bytesOption).join(",");
+}
+
+function solveWords(data, state, { recompute }) {
+  const { name } = data.schedules[state.schedule], used = new Set(recompute);
+  return [
+    ...data.command, memoryWords(data, state), `--schedule ${name}`, `--chunks ${state.chunks}`,
+    `--micro-batches ${state.micro_batches}`, `--recompute ${used.size === 1 ? recompute[0] : "auto"}`,
+    `--balance ${state.balance.join(",")}`,
+  ].join(" ");
+}
+
+// `check` judges other cuts of the plan as it is, so that nothing else may have been moved but the caps.
+function checkWords(data, state) {
+  const isSame = ["schedule", "chunks", "micro_batches"].every((name) => state[name] === data.start[name]);
+  if (!isSame || state.recompute !== data.policy) return null;
+  const caps = state.scale === 0 ? "" : " " + memoryWords(data, state);
+  return `gpipe-plan check ${data.place} --balance ${state.balance.join(",")}${caps}`;
+}
+
+function commandsOf(data, state, answer) {
+  const isOwn = data.schedules[state.schedule].is_own, check = checkWords(data, state), caveats = [];
+  const caps = capsOf(data, state), over = answer.memory.flatMap((items, k) => (total(items) > caps[k] ? [k] : []));
+  const which = over.length > 8 ? counted(over.length, "device") : "device " + over.join(", ");
+  if (over.length) caveats.push(`Over its cap: ${which}. \`solve\` refuses that, and says what would fit.`);
+  if (state.isEven) caveats.push("Even by time, these cuts are a beginning: `solve` without `--balance` searches for the best.");
+  if (isOwn) caveats.push("The plan's lists have no name that `solve` takes: `check` judges other cuts under them.");
+  else caveats.push(...data.caveats);
+  if (isOwn && !check) caveats.push("No command recomputes otherwise under them: edit `stages[].recompute` of the plan.");
+  // One stage on each device leaves nothing to choose: the fastest that fits.
+  if (new Set(answer.recompute).size > 1 && !isOwn && (state.chunks > 1 || Array.isArray(asked(data, state).recompute))) {
+    caveats.push("`solve` chooses recomputation by itself, stage by stage: its plan may differ from this.");
+  }
+  return { lines: [...(isOwn ? [] : [solveWords(data, state, answer)]), ...(check ? [check] : [])], caveats };
+}
+
+// What the laws are asked of what the handles say.
+const OWN = "as in the plan";
+const asked = (data, state) =>
+  ({ ...state, caps: capsOf(data, state), recompute: state.recompute === OWN ? data.recompute : state.recompute });

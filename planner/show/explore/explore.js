@@ -1,0 +1,229 @@
+// The handles: what they are at, what happens when they are moved, and the command that makes a plan of it.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const memo = explorer(data), byId = (id) => document.getElementById(id), L = data.names.length;
+  const step = timeline(document.querySelector(".live"));
+  const policies = [
+    ["auto", "as needed, device by device"], ["never", "never"], ["except-last", "all micro-batches but the last"],
+    ["always", "every micro-batch"],
+  ];
+  // Cuts that were seen last, by how many stages there are, and whether nobody has moved one.
+  const seen = { [data.start.balance.length]: [data.start.balance, false] };
+  const state = { ...data.start, balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false };
+  let answer = null, begun = null, queued = false, isWaiting = true;
+
+  const schedule = () => data.schedules[state.schedule];
+  const counts = () => Object.keys(schedule().lists[state.chunks]).map(Number).sort((a, b) => a - b);
+  const placeWord = () => (state.chunks === 1 ? "stage" : "device");
+  const caps = () => capsOf(data, state);
+
+  // ---- options
+
+  const options = (select, items, chosen) => {
+    select.replaceChildren(...items.map(([value, words]) => make("option", { value }, words)));
+    select.value = String(chosen);
+    select.disabled = items.length < 2;
+  };
+
+  function refreshOptions() {
+    options(byId("schedule"), data.schedules.map((one, n) => [n, one.title]), state.schedule);
+    options(byId("chunks"), Object.keys(schedule().lists).map((v) => [v, v]), state.chunks);
+    const hasOwn = state.balance.length === data.recompute.length && !data.recompute.includes("layers");
+    if (!hasOwn && state.recompute === OWN) state.recompute = data.policy;
+    const able = data.may_recompute ? policies : [["never", "never"]];
+    options(byId("recompute"), hasOwn ? [...able, [OWN, OWN]] : able, state.recompute);
+    const range = byId("micro-batches");
+    range.max = counts().length - 1;
+    range.value = counts().indexOf(state.micro_batches);
+    range.disabled = counts().length < 2;
+    byId("cap").value = state.scale;
+  }
+
+  // Even cuts by the time of layers, each stage with one at least.
+  function evenCuts(S) {
+    const chain = chainAt(memo, state.micro_batches), sums = before(chain, "forward_us").map((us, n) => us + before(chain, "backward_us")[n]);
+    const cuts = [0];
+    for (let k = 1; k < S; k++) {
+      const wanted = (sums[L] * k) / S, near = (n) => Math.abs(sums[n] - wanted);
+      let cut = cuts[k - 1] + 1;
+      while (cut < L - (S - k) && near(cut + 1) < near(cut)) cut++;
+      cuts.push(cut);
+    }
+    return [...cuts, L].slice(1).map((end, k) => end - cuts[k]);
+  }
+
+  // Keeps what can be kept: the M that is nearest, and the cuts that there were for so many stages.
+  function adjust() {
+    if (!schedule().lists[state.chunks]) state.chunks = Number(Object.keys(schedule().lists)[0]);
+    const nearest = (a, b) => (Math.abs(b - state.micro_batches) < Math.abs(a - state.micro_batches) ? b : a);
+    state.micro_batches = counts().reduce(nearest);
+    const S = data.devices * state.chunks;
+    if (state.balance.length !== S) {
+      seen[state.balance.length] = [state.balance, state.isEven];
+      [state.balance, state.isEven] = seen[S] || [evenCuts(S), true];
+      state.balance = [...state.balance];
+      isWaiting = true;
+    }
+    refreshOptions();
+    show();
+  }
+
+  // ---- the chain and its cuts
+
+  const cutsOf = () => state.balance.reduce((cuts, layers) => [...cuts, cuts[cuts.length - 1] + layers], [0]);
+
+  function moveCut(k, layer) {
+    const cuts = cutsOf(), at = Math.max(cuts[k - 1] + 1, Math.min(cuts[k + 1] - 1, layer));
+    if (at === cuts[k]) return;
+    state.isEven = false;
+    state.balance[k - 1] = at - cuts[k - 1];
+    state.balance[k] = cuts[k + 1] - at;
+    show();
+  }
+
+  function handle(k) {
+    const made = make("button", { type: "button", class: "handle", role: "slider", "aria-orientation": "horizontal",
+      "aria-label": `cut between stages ${k - 1} and ${k}` });
+    const steps = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -5, PageUp: 5, Home: -L, End: L };
+    made.addEventListener("keydown", (event) => {
+      if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      moveCut(k, cutsOf()[k] + steps[event.key]);
+    });
+    made.addEventListener("pointerdown", (event) => {
+      const move = ({ clientX }) => {
+        const box = byId("chain").getBoundingClientRect();
+        moveCut(k, Math.round(((clientX - box.left) / box.width) * L));
+      };
+      const leave = () => {
+        made.classList.remove("held");
+        document.removeEventListener("pointermove", move);
+      };
+      made.classList.add("held");
+      document.addEventListener("pointermove", move);
+      for (const name of ["pointerup", "pointercancel"]) document.addEventListener(name, leave, { once: true });
+    });
+    return made;
+  }
+
+  function drawChain(slowest) {
+    const chain = byId("chain"), S = state.balance.length, cuts = cutsOf();
+    if (isWaiting) {
+      const stages = state.balance.map(() => make("div", { class: "stage" }));
+      chain.replaceChildren(make("div", {}), ...stages, ...state.balance.slice(1).map((_, k) => handle(k + 1)));
+      chain.classList.toggle("dense", S > MANY);
+      chain.style.minWidth = Math.max(S * 13, L * 3) + "px";
+      isWaiting = false;
+    }
+    chain.firstElementChild.replaceWith(columns(chainAt(memo, state.micro_batches)));
+    chain.querySelectorAll(".stage").forEach((stage, k) => {
+      const device = answer.program.device[k], isOver = total(answer.memory[device]) > caps()[device];
+      stage.style.left = share(cuts[k] / L);
+      stage.style.width = share(state.balance[k] / L);
+      stage.className = "stage" + (k === slowest && S > 1 ? " slow" : "") + (isOver ? " over" : "");
+      stage.textContent = S > MANY && k % 8 ? "" : k;
+      stage.title = `stage ${k}: ${layerRange(data.names, cuts[k], cuts[k + 1])}`;
+    });
+    chain.querySelectorAll(".handle").forEach((made, n) => {
+      const k = n + 1;
+      made.style.left = share(cuts[k] / L);
+      for (const [name, value] of Object.entries({ min: cuts[k - 1] + 1, max: cuts[k + 1] - 1, now: cuts[k],
+        text: `stage ${k} begins with layer ${cuts[k]}, ${data.names[cuts[k]]}` })) made.setAttribute("aria-value" + name, value);
+    });
+  }
+
+  // ---- figures and words
+
+  function drawFigures() {
+    const needs = answer.memory.map(total), most = needs.indexOf(Math.max(...needs));
+    const fullest = needs.map((need, k) => need / caps()[k]), top = fullest.indexOf(Math.max(...fullest));
+    const change = answer.step_us / data.step_us - 1;
+    const against = Math.abs(change) < 5e-5 ? "as the plan" : `plan ${formatUs(data.step_us)}, ${change > 0 ? "+" : "−"}${percent(Math.abs(change))}`;
+    const cards = [
+      [formatUs(answer.step_us), against],
+      [rate(answer.samples_per_s), `recompute ${percent(answer.recompute_share)}`],
+      [percent(answer.bubble), `${counted(data.devices, "device")}, M = ${state.micro_batches}`],
+      [formatBytes(needs[most]), `${placeWord()} ${top}: ${percent(fullest[top], 0)} of its cap`, fullest[top] > 1],
+    ];
+    byId("figures").querySelectorAll("dd").forEach((card, n) => {
+      const [value, remark, isWorse] = cards[n];
+      card.className = isWorse ? "worse" : "";
+      card.firstElementChild.textContent = value;
+      card.lastElementChild.textContent = remark;
+    });
+  }
+
+  function drawWords() {
+    const size = chainAt(memo, state.micro_batches).size, uniform = new Set(caps()), M = state.micro_batches;
+    byId("schedule-words").textContent = schedule().splits && data.traits.halves_assumed
+      ? "halves of backwards were not measured: each is taken to be half of one" : "";
+    byId("chunks-words").textContent = counted(state.balance.length, "stage");
+    byId("micro-batches-words").textContent = `${counted(M, "micro-batch", "es")} of ${counted(size, "sample")}`;
+    const used = [...new Set(answer.recompute)];
+    byId("recompute-words").textContent = used.length === 1 ? used[0] : used.join(" or ") + ", by stage";
+    byId("cap-words").textContent = uniform.size === 1
+      ? `${bytesOption(caps()[0])} (${formatBytes(caps()[0])})` : `${formatBytes(Math.min(...uniform))} to ${formatBytes(Math.max(...uniform))}`;
+    byId("micro-batches").setAttribute("aria-valuetext", byId("micro-batches-words").textContent);
+    byId("cap").setAttribute("aria-valuetext", byId("cap-words").textContent);
+    byId("said").textContent = state.balance.length > MANY ? "" : `cuts ${state.balance.join(", ")}`;
+  }
+
+  function drawCommand() {
+    const { lines, caveats } = commandsOf(data, state, answer);
+    byId("words").textContent = lines.join("\n");
+    byId("words").hidden = byId("copy").hidden = !lines.length;
+    byId("caveats").replaceChildren(...caveats.map((text) => make("li", {}, text)));
+  }
+
+  // ---- drawing
+
+  function draw() {
+    queued = false;
+    answer = begun || evaluate(memo, asked(data, state));
+    begun = null;
+    const slowest = stageTable(byId("table"), data, answer);
+    drawChain(slowest);
+    drawFigures();
+    drawWords();
+    drawCommand();
+    memoryBars(byId("bars"), answer.memory, caps(), placeWord());
+    byId("items").querySelectorAll("li").forEach((item) => {
+      const kind = item.querySelector("i").className.split("m-")[1];
+      item.hidden = !answer.memory.some((items) => items[kind]);
+    });
+    step.load(stepOf(data, answer));
+    byId("kinds").replaceChildren(...timelineLegend(data, answer));
+  }
+  const show = () => {
+    begun = null;
+    if (!queued) { queued = true; setTimeout(draw); }
+  };
+
+  // ---- what is moved
+
+  const onChange = (id, change) => byId(id).addEventListener("input", (event) => { change(event.target.value); adjust(); });
+  onChange("schedule", (value) => { state.schedule = Number(value); });
+  onChange("chunks", (value) => { state.chunks = Number(value); });
+  onChange("micro-batches", (value) => { state.micro_batches = counts()[Number(value)]; });
+  onChange("recompute", (value) => { state.recompute = value; });
+  onChange("cap", (value) => { state.scale = Number(value); });
+  byId("reset").addEventListener("click", () => {
+    Object.assign(state, data.start, { balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false });
+    isWaiting = true;
+    begin();
+  });
+  byId("copy").addEventListener("click", async () => {
+    getSelection().selectAllChildren(byId("words"));
+    try { await navigator.clipboard.writeText(byId("words").textContent); } catch { document.execCommand("copy"); }
+  });
+
+  // What the plan recomputes, where that is not what the policy would choose.
+  function begin() {
+    adjust();
+    begun = evaluate(memo, asked(data, state));
+    if (data.recompute.includes("layers") || begun.recompute.join() === data.recompute.join()) return;
+    [state.recompute, begun] = [OWN, null];
+    adjust();
+  }
+  begin();
+})();

@@ -1,0 +1,146 @@
+"""The explorer as a page: handles, figures, timeline, memory and stages, which the scripts fill in."""
+
+from string import Template
+
+from planner import __version__
+from planner.show.explore.data import page_data
+from planner.show.explore.lists import Menu, menu_of
+from planner.show.explore.question import Question
+from planner.show.html.assets import asset, policy_for, scripts, style
+from planner.show.html.parts import Section, legend, scroll, section_markup
+from planner.show.html.timeline import live_canvas
+from planner.show.markup import element, safe
+from planner.show.views.memory import KINDS, kind_words
+from planner.show.views.numbers import not_measured
+from planner.show.views.plan import headline
+
+_SCRIPTS = ("schedule.js", "memory.js", "evaluate.js", "units.js", "command.js", "drawing.js", "explore.js")
+"""In the order in which they need each other; the last two know a page."""
+
+_BEGIN = "the plan that the handles begin with"
+
+_FIGURES = ("step", "samples/s", "bubble", "peak memory")
+
+
+def explore_html(question: Question) -> str:
+    """The page: one file that needs nothing else."""
+    plan, profile = question.plan, question.profile
+    script, menu = page_script(), menu_of(question)
+    sections = (_handles(question, menu), _timeline(), _memory(), _stages(), _command())
+    links = [element("a", safe(section.title), href=f"#{section.anchor}") for section in sections]
+    return Template(asset("explore.html.txt", __package__)).substitute(
+        title=safe(headline(plan, of=" of ", by=", ")),
+        lead=safe("; ".join(filter(None, (profile.model.source, not_measured(plan.inputs.profile.how), _BEGIN)))),
+        policy=policy_for(script),
+        style=style() + asset("explore.css", __package__),
+        script=script,
+        data=page_data(question, menu),
+        figures=_figures(),
+        links="".join(links),
+        sections="".join(map(section_markup, sections)),
+        version=safe(__version__),
+    )
+
+
+def law_script() -> str:
+    """The laws, and what makes commands of their answers: a script without a page."""
+    return "\n".join(asset(name, __package__) for name in _SCRIPTS[:-2])
+
+
+def page_script() -> str:
+    """Everything that runs on the page."""
+    laws_and_page = "\n".join(asset(name, __package__) for name in _SCRIPTS)
+    return f"{scripts('theme.js', 'timeline.js')}\n{laws_and_page}"
+
+
+def _figures() -> str:
+    cards = [
+        element("div", element("dt", safe(what)), element("dd", element("span"), element("small"))) for what in _FIGURES
+    ]
+    return element("dl", *cards, class_="figures live-figures", id="figures")
+
+
+def _knob(name: str, words: str, control: str) -> str:
+    return element("label", element("span", safe(words)), control, element("b", id=f"{name}-words"))
+
+
+def _handles(question: Question, menu: Menu) -> Section:
+    knobs = [
+        _knob("schedule", "schedule", element("select", id="schedule")),
+        _knob("chunks", "stages per device", element("select", id="chunks")),
+        _knob("micro-batches", "micro-batches", '<input type="range" id="micro-batches" min="0" step="1">'),
+        _knob("recompute", "recompute", element("select", id="recompute")),
+        _knob("cap", "memory of each device", '<input type="range" id="cap" min="-100" max="100" step="1" value="0">'),
+    ]
+    chain = element("div", id="chain", class_="chain")
+    reset = element("button", "the plan again", type="button", id="reset")
+    remarks = element("ul", *(element("li", safe(text)) for text in _remarks(question, menu)), class_="remarks")
+    return Section(
+        anchor="handles",
+        title="Cuts and schedule",
+        lead="Drag a cut, or walk to it with Tab and move it with the arrow keys. Columns are the times of layers.",
+        body=element("div", *knobs, class_="knobs")
+        + element(
+            "div", chain, class_="wide", tabindex="0", role="group", aria_label="the chain of layers and its cuts"
+        )
+        + legend((("l-f", "forward of a layer"), ("l-b", "backward")))
+        + element("div", reset, element("output", id="said", aria_live="polite"), class_="controls")
+        + remarks,
+    )
+
+
+def _remarks(question: Question, menu: Menu) -> list[str]:
+    """What the page does not do, so that nobody takes it for something else."""
+    plan = question.plan
+    remarks = []
+    if any(stage.recomputed for stage in plan.stages):
+        remarks.append("The plan recomputes single layers; here whole stages are recomputed, or none of one.")
+    elif plan.inputs.recompute == "layers":
+        remarks.append("The plan might recompute single layers; here whole stages are recomputed, or none of one.")
+    if not question.may_recompute:
+        remarks.append("Stages of this model that are recomputed do not come out the same: nothing is recomputed here.")
+    if not menu.is_complete:
+        remarks.append(
+            "Lists of very many actions are too long for a page: with more micro-batches, some schedules are missing."
+        )
+    return remarks
+
+
+def _timeline() -> Section:
+    label = "Timeline of one training step"
+    return Section(
+        anchor="timeline",
+        title="Timeline",
+        lead="One step; blank is idle. At the right: bubble, from a row's first box to its last.",
+        body=element("div", live_canvas(label), element("ul", class_="legend", id="kinds"), class_="timeline-box"),
+    )
+
+
+def _memory() -> Section:
+    return Section(
+        anchor="memory",
+        title="Memory",
+        lead="Predicted peak of every device by kind; the line is its cap.",
+        body=scroll(element("div", class_="bars", id="bars"), "memory of every device")
+        + element("div", legend((f"m-{kind}", kind_words(kind)) for kind in KINDS), id="items"),
+    )
+
+
+def _stages() -> Section:
+    table = element("table", element("thead"), element("tbody"), id="table")
+    return Section(
+        anchor="stages",
+        title="Stages",
+        lead="Times are for one micro-batch, backward with any recomputation. ◀ marks the slowest.",
+        body=scroll(element("div", table, class_="wide"), "stages"),
+    )
+
+
+def _command() -> Section:
+    copy = element("button", "copy", type="button", id="copy")
+    return Section(
+        anchor="command",
+        title="The command",
+        lead="What makes a plan of this.",
+        body=element("pre", id="words", tabindex="0") + copy + element("ul", class_="remarks", id="caveats"),
+    )

@@ -1,0 +1,63 @@
+"""Rows and columns laid out by rich; apart from `rendering`, for what is said without them does not wait for them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE, Box
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from planner.show.terminal.style import Style
+
+_FACTS_GAP = 2
+_ASCII_BOX = Box(str(SIMPLE).replace("─", "-"), ascii=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of a table."""
+
+    header: str
+    footer: str = ""
+    number: bool = True
+    """Numbers stand to the right and are never broken; anything else stands to the left and may be."""
+
+
+def facts(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
+    """What things are called, to the left, and what there is to say of each, in a pipe on several lines as well."""
+    drawn = Table.grid(padding=(0, _FACTS_GAP, 0, 0), pad_edge=False)
+    names = max(cell_len(name) for name, _ in rows)
+    drawn.add_column(no_wrap=True)
+    drawn.add_column(overflow="fold", max_width=style.columns - names - _FACTS_GAP)
+    for name, said in rows:
+        drawn.add_row(Text(name), Text(said) if isinstance(said, str) else said)
+    return drawn
+
+
+def table(columns: Sequence[Column], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:
+    """A table with a rule under its header (and above its footer); None among the rows leaves a gap."""
+    drawn = Table(
+        box=SIMPLE if style.unicode else _ASCII_BOX,
+        show_edge=False,
+        show_footer=any(column.footer for column in columns),
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="bold",
+        footer_style="bold",
+    )
+    for column in columns:
+        drawn.add_column(
+            Text(column.header),
+            Text(column.footer),
+            justify="right" if column.number else "left",
+            vertical="top",
+            no_wrap=column.number,
+            overflow="fold",
+        )
+    for row in rows:
+        if row is None:
+            drawn.add_section()
+        else:
+            drawn.add_row(*(Text(item) if isinstance(item, str) else item for item in row))
+    return drawn

@@ -1,0 +1,104 @@
+"""How sure the figures of a plan are, in words; and no digit of them that is not sure.
+
+Without a `Certainty` (its profile is not at hand) figures are written as predicted.
+"""
+
+from collections.abc import Callable
+from math import ceil, floor, log10
+
+from planner.core.judge.certainty import Certainty
+from planner.core.values.plan import Plan
+from planner.core.values.units import format_bytes, format_us, three_digits_end, unit_of_bytes, unit_of_us
+from planner.show.views.memory import device_memory, fullest
+from planner.show.views.numbers import percent, rate
+
+
+def step_words(plan: Plan, certainty: Certainty | None) -> str:
+    """The step and its range: `530 ms (500 to 590)`; `about 530 ms` where no such run was timed."""
+    step_us = plan.predicted.step_us
+    if certainty is None or not step_us:
+        return format_us(step_us)
+    unit_us, unit = unit_of_us(step_us)
+    if certainty.step_us is None:
+        return f"about {_ending(step_us / unit_us, _digits_end(step_us / unit_us, 2))} {unit}"
+    step, low, high = (time_us / unit_us for time_us in (step_us, *certainty.step_us))
+    # A range that is wider than the step leaves it one digit, so that it is not written as nothing.
+    end = max(_digits_end(step, 1), min(three_digits_end(step), certain_end(low, high)))
+    return f"{_ending(step, end)} {unit} ({_ending(low, end, floor)} to {_ending(high, end, ceil)})"
+
+
+def rate_words(plan: Plan, certainty: Certainty | None) -> str:
+    """Samples per second and their range, by that of the step: `18.6 (15.4 to 19.0)`."""
+    predicted = plan.predicted
+    if certainty is None or not predicted.step_us:
+        return rate(predicted.samples_per_s)
+    per_s = predicted.samples_per_s
+    if certainty.step_us is None:
+        return _ending(per_s, min(1, _digits_end(per_s, 2)))
+    high, low = (per_s * predicted.step_us / time_us for time_us in certainty.step_us)
+    end = max(_digits_end(per_s, 1), min(1 if per_s < 1000 else 0, certain_end(low, high)))
+    return f"{_ending(per_s, end)} ({_ending(low, end, floor)} to {_ending(high, end, ceil)})"
+
+
+def peak_words(plan: Plan, certainty: Certainty | None) -> str:
+    """The peak of the fullest device and the most that it may be: `12.4 GiB (at most 13.0)`."""
+    needs = device_memory(plan.by_device())
+    nearest = fullest(needs)
+    size_bytes = nearest.total_bytes
+    if certainty is None or not certainty.device_bytes:
+        return format_bytes(size_bytes)
+    unit_bytes, unit = unit_of_bytes(size_bytes)
+    size, most = size_bytes / unit_bytes, certainty.device_bytes[needs.index(nearest)] / unit_bytes
+    end = 0 if unit == "B" else min(three_digits_end(size), certain_end(size, most))
+    return f"{_ending(size, end)} {unit} (at most {_ending(most, end, ceil)})"
+
+
+def why(certainty: Certainty, *, plus_minus: str = "±") -> str:
+    """Where the bounds come from, in one line."""
+    words = [f"how sure: {certainty.source}"]
+    if certainty.step_ratio is None:
+        words.append("no such step was ever timed")
+    else:
+        least, most = (_signed(ratio) for ratio in certainty.step_ratio)
+        words.append(f"steps came out at {least} to {most}")
+    if certainty.sampling:
+        words.append(f"layers repeat to {plus_minus}{percent(certainty.sampling)}")
+    if certainty.peak_ratio is None:
+        words.append("no such peak was ever measured")
+    else:
+        words.append(f"peaks at {_signed(certainty.peak_ratio)} at most")
+    if certainty.peak_ratio is not None and certainty.allocator_ratio > 1:
+        words.append(f"PyTorch reserves up to {percent(certainty.allocator_ratio - 1)} more")
+    return "; ".join(words)
+
+
+def certain_end(low: float, high: float) -> int:
+    """How many digits behind the point are certain of a number from `low` to `high`; below 0: not even those before it.
+
+    By the rule of the Particle Data Group (Review of Particle Physics, Introduction, 5.3): of half the range two digits
+    where its first three are at most 354, else one; the number ends where these do.
+    """
+    half = (high - low) / 2
+    if half <= 0:
+        return _MOST_DIGITS
+    power = floor(log10(half))
+    return min(_MOST_DIGITS, int(half < 3.545 * 10.0**power) - power)
+
+
+_MOST_DIGITS = 9
+
+
+def _digits_end(value: float, digits: int) -> int:
+    """How many digits behind the point `value` has where so many are written in all."""
+    return digits - 1 - floor(log10(value)) if value > 0 else 0
+
+
+def _ending(value: float, end: int, whole: Callable[[float], int] = round) -> str:
+    """`value` up to so many digits behind the point, or in tens, hundreds, …; `whole` rounds to the last of them."""
+    # What is round but for an error of computing is not rounded up or down.
+    steps = whole(round(value * 10.0**end, 6))
+    return f"{steps / 10.0**end:,.{max(0, end)}f}"
+
+
+def _signed(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"

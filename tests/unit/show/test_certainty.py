@@ -1,0 +1,73 @@
+"""How sure a plan's figures are, in words: no digit that is not known, and the reasons in a line."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core.judge.certainty import Certainty, certainty_of
+from planner.show.html import plan_html
+from planner.show.terminal.plan import plan_text
+from planner.show.views.certainty import peak_words, rate_words, step_words, why
+from tests.unit.show.samples import MIB, plan, profile, step_of_sample, style
+
+OPEN = Certainty(source="compiled for tpu:v2")
+
+
+def taking(step_us, samples_per_s=18.64):
+    planned = plan()
+    return replace(planned, predicted=replace(planned.predicted, step_us=step_us, samples_per_s=samples_per_s))
+
+
+@pytest.mark.parametrize(
+    ("step_us", "range_us", "step", "rate"),
+    [
+        (532e3, (500e3, 590e3), "530 ms (500 to 590)", "18.6 (16.8 to 19.9)"),
+        (430.4e3, (417e3, 524e3), "430 ms (410 to 530)", "18.6 (15.3 to 19.3)"),
+        (5.54e6, (5.53e6, 5.56e6), "5.54 s (5.53 to 5.56)", "18.6 (18.5 to 18.7)"),
+        (73.2e3, (73.2e3, 86.5e3), "73 ms (73 to 87)", "18.6 (15.7 to 18.7)"),
+        (6.9e3, (6.2e3, 15.3e3), "7 ms (6 to 16)", "19 (8 to 21)"),
+        (980e3, (930e3, 1.12e6), "980 ms (930 to 1,120)", "18.6 (16.3 to 19.7)"),
+        (200.0, (180.0, 220.0), "200 us (180 to 220)", "18.6 (16.9 to 20.8)"),
+        (400e3, None, "about 400 ms", "19"),
+        (5.31e6, None, "about 5.3 s", "19"),
+    ],
+)
+def test_figures_have_the_digits_that_their_range_leaves(step_us, range_us, step, rate):
+    """Ends are rounded outward; where nothing is known of the range, two digits."""
+    certainty = replace(OPEN, step_us=range_us)
+    assert step_words(taking(step_us), certainty) == step
+    assert rate_words(taking(step_us), certainty) == rate
+
+
+def test_a_peak_stands_with_the_most_that_it_may_be():
+    """That of the device nearest to its cap, rounded up."""
+    planned = plan((1, 3, 2))
+    needs = [need / MIB for need in planned.device_bytes()]
+    most = tuple(round((need * 1.01) * MIB) + 7 for need in needs)
+    words = peak_words(planned, replace(OPEN, device_bytes=most))
+    fullest = needs.index(max(needs))
+    size, _, bound = words.partition(" MiB (at most ")
+    assert float(size) == pytest.approx(needs[fullest], rel=0.005)
+    assert 0 <= float(bound.rstrip(")")) - most[fullest] / MIB <= 1
+    assert "at most" not in peak_words(planned, OPEN)
+
+
+def test_the_terminal_and_the_report_say_the_same():
+    """Step, peak and the line that says why; without a certainty figures are as predicted."""
+    planned = plan(of=profile())
+    certainty = certainty_of(planned, profile())
+    text = plan_text(planned, (), style(120, wrap=False), certainty=certainty)
+    page = plan_html(planned, profile(), step_of_sample(planned), None, digest="sha256:0")
+    reason = why(certainty)
+    assert reason.startswith("how sure: measured on GPUs; steps came out at -1.4 % to +17.1 %; layers repeat to ±1.0 %")
+    assert reason in " ".join(text.split())
+    assert reason in page
+    for words in (step_words(planned, certainty), peak_words(planned, certainty)):
+        assert words in text
+        assert words.replace(" (", '<small class="range">(') in page  # its range stands below it
+    assert " to " not in plan_text(planned, (), style(120, wrap=False)).splitlines()[1]
+
+
+def test_what_was_never_held_against_a_run_is_said():
+    """Neither step nor peak has a bound then."""
+    assert why(OPEN) == "how sure: compiled for tpu:v2; no such step was ever timed; no such peak was ever measured"

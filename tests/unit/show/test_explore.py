@@ -1,0 +1,149 @@
+"""The explorer: its laws are the core's, its page needs nothing else, and its commands make what is seen."""
+
+import os
+import re
+import shlex
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from planner.api.asked import request_of
+from planner.api.exploring import caveats
+from planner.api.options.solving import SolverOptions
+from planner.core.errors import StaleError
+from planner.core.judge.recut import with_cuts
+from planner.core.schedule import SCHEDULES
+from planner.core.values.plan import Plan
+from planner.show.explore import Question, explore_html
+from planner.show.explore.lists import menu_of
+from planner.show.explore.page import page_script
+from planner.solve import solve
+from tests.support import gate
+from tests.support.explorer import NODE, Case, answers_of, edits_of, figures_of, plan_of_edit, question
+from tests.unit.show.samples import in_a_v, plan, profile, renamed
+from tests.unit.show.test_html import EVIL, Page
+
+EDITS = int(os.environ.get("EDITS", "240"))
+"""A thousand take as long as many another file: they are for changes of the laws."""
+
+needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
+
+
+def asked(planned: Plan, counts: tuple[int, ...] = (2, 4)) -> Question:
+    return Question(plan=planned, profile=profile(), micro_batches=counts, command=("gpipe-plan solve",))
+
+
+@needs_node
+def test_random_edits_are_what_check_says(tmp_path: Path) -> None:
+    """Times, bubble and recomputation to rounding, each device's bytes to the byte, in ten edits of every question.
+
+    The first command of every question that says all there is to say makes the same plan, asked of the solver.
+    """
+    cases = [question(seed) for seed in range(EDITS // 10)]
+    edits = [(case, edits_of(case, seed, 10)) for seed, case in enumerate(cases)]
+    answered = answers_of(edits, tmp_path)
+    for (case, wanted), answers in zip(edits, answered, strict=True):
+        for edit, answer in zip(wanted, answers, strict=True):
+            checked = plan_of_edit(case, edit, tuple(answer["memory_bytes"]))
+            for name, figure in figures_of(checked).items():
+                exactly = name == "recompute"
+                assert answer[name] == (figure if exactly else pytest.approx(figure, rel=1e-9, abs=1e-9)), (name, edit)
+        sayable = (n for n, answer in enumerate(answers) if answer["lines"] and not answer["caveats"])
+        for n in islice(sayable, 1):
+            solved = solve(case.question.profile, request_of(*typed(case.question, answers[n]["lines"][0])))
+            assert figures_of(solved)["step_us"] == pytest.approx(answers[n]["step_us"])
+            assert (solved.balance, solved.schedule) == (wanted[n]["balance"], schedule_name(case, wanted[n]))
+
+
+def schedule_name(case: Case, edit: dict[str, Any]) -> str:
+    return case.data["schedules"][edit["schedule"]]["name"]
+
+
+def typed(asked_of: Question, line: str) -> tuple[Any, ...]:
+    """The profile, its reference and the options of a `solve` command."""
+    names = {field.name for field in fields(SolverOptions)}
+    words, options = iter(shlex.split(line)[3:]), {}
+    for word in words:
+        name = word.removeprefix("--").replace("-", "_")
+        assert name in names, line
+        value = True if name in ("extrapolate", "devices_any_order") else next(words)
+        options[name] = int(value) if name in ("devices", "batch") else value
+    return asked_of.profile, asked_of.plan.inputs.profile, SolverOptions(**options)
+
+
+def test_the_page_needs_nothing_else() -> None:
+    """Well-formed, without an address of another place, and with no script but its own; names are text."""
+    planned = renamed(plan(), EVIL)
+    named = replace(profile(), layers=tuple(replace(x, name=EVIL + x.name) for x in profile().layers))
+    text = explore_html(replace(asked(planned), profile=named))
+    page = Page(text)
+    assert page.links == [link for link in page.links if link.startswith("#")]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert "alert(1)" not in page.words
+    assert len(page.ids) == len(set(page.ids))
+    assert set(re.findall(r'byId\("([\w-]+)"\)', page_script())) <= {*page.ids, "data"}
+
+
+def test_every_schedule_that_runs_has_its_lists() -> None:
+    """All that the core knows: the page has no list of names, so a new schedule is there by itself."""
+    listed = {one.schedule.name: one.lists for one in menu_of(asked(in_a_v(), (2, 6))).schedules}
+    assert set(listed) == set(SCHEDULES)
+    assert {name: sorted(chunks) for name, chunks in listed.items()} == {
+        name: [schedule.exact_chunks] if schedule.exact_chunks else [2] if schedule.is_chunked else [1]
+        for name, schedule in SCHEDULES.items()
+    }  # six layers on three devices
+    assert sorted(listed["gpipe"][1]) == [2, 6]
+    assert sorted(listed["1f1b"][1]) == [6]  # it needs as many micro-batches as stages
+    assert listed["gpipe"][1][2] == ("AABB",) * 3
+
+
+def test_long_lists_are_left_out_but_not_the_plans_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room, the shortest are there beside the plan's."""
+    monkeypatch.setattr("planner.show.explore.lists.MOST_ACTIONS", 50)
+    menu = menu_of(asked(in_a_v(), (3, 6)))
+    assert [(one.schedule.name, {v: [*lists] for v, lists in one.lists.items()}) for one in menu.schedules] == [
+        ("zbv", {2: [6]})
+    ]
+    assert not menu.is_complete
+    assert "too long for a page" in explore_html(asked(in_a_v(), (3, 6)))
+
+
+@needs_node
+def test_lists_of_a_plan_may_overtake(tmp_path: Path) -> None:
+    """Where micro-batches do not come in order, a list says each of them, and the page runs it so."""
+    rows = ("0F1 0F0 0B1 0B0", "1F1 1B1 1F0 1B0")
+    case = Case(asked(replace(plan((3, 3), micro_batches=2), schedule="search", order=rows), (2,)))
+    (at,) = (n for n, one in enumerate(case.data["schedules"]) if one["is_own"])
+    assert case.data["schedules"][at]["lists"] == {"1": {"2": [[8, 0, 9, 1], [12, 13, 4, 5]]}}
+    edit = {"schedule": at, "chunks": 1, "micro_batches": 2, "balance": (2, 4), "recompute": "auto", "scale": 0}
+    ((answer,),) = answers_of([(case, [edit])], tmp_path)
+    figures = figures_of(with_cuts(case.question.plan, profile(), (2, 4)))
+    assert {name: answer[name] for name in figures} == {name: pytest.approx(of) for name, of in figures.items()}
+    assert answer["lines"] == ["gpipe-plan check plan.yaml --balance 2,4"]
+
+
+def test_a_page_is_of_a_plan_that_its_profile_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written where `output` says; of a plan that was made from another profile there is none."""
+    monkeypatch.chdir(tmp_path)
+    gate.write(tmp_path)
+    page = planner.explore("plan.yaml", output="page.html")
+    assert Path("page.html").read_text(encoding="utf-8") == page
+    with pytest.raises(StaleError):
+        planner.explore("plan.yaml", profile=gate.profile(widened=1))
+
+
+@pytest.mark.parametrize("recomputed", [(), ((0,), (2, 3), (4, 5))], ids=["none of them", "some"])
+def test_single_layers_are_refused_in_words(recomputed: tuple[tuple[int, ...], ...]) -> None:
+    """Beside the handles, and beside the command, which recomputes otherwise than the plan was asked to."""
+    planned = plan(recomputed=recomputed)
+    layered = replace(planned, inputs=replace(planned.inputs, recompute="layers"))
+    assert "single layers; here whole stages are recomputed" in Page(explore_html(asked(layered))).words
+    assert "`solve --recompute layers`" in " ".join(caveats(layered))
+    plain = plan()
+    assert "single layers" not in Page(explore_html(asked(plain))).words
+    assert not [*caveats(plain)]
