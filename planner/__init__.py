@@ -5,9 +5,10 @@
     planner.emit(plan, profile=profile)                          # balance.yaml and train.py
     verdict = planner.check("plan.yaml", device="h100")          # does it still fit?
 
-`planner.compare` sets plans beside each other, `planner.sweep` answers which cluster is large enough, `planner.verify`
-runs a plan and sets what it took beside its prediction. All of them stand in `planner.api`, which is imported when one
-is first used: `import planner` itself costs nothing.
+`planner.solve_family` makes a plan for each of several numbers of devices, `planner.compare` sets plans beside each
+other, `planner.sweep` answers which cluster is large enough, `planner.explore` writes a page on which a plan is changed
+by hand, `planner.verify` runs a plan and sets what it took beside its prediction. All of them stand in `planner.api`,
+which is imported when one is first used: `import planner` itself costs nothing.
 """
 
 from importlib import import_module
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from inspect import Signature
 
-    from planner.api import check, compare, emit, profile, solve, sweep, verify
+    from planner.api import check, compare, emit, explore, profile, solve, solve_family, sweep, verify
 
-__all__ = ["__version__", "check", "compare", "emit", "profile", "solve", "sweep", "verify"]
+__all__ = ["__version__", "check", "compare", "emit", "explore", "profile", "solve", "solve_family", "sweep", "verify"]
 
 __version__ = "0.1.0"
 

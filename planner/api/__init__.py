@@ -1,20 +1,57 @@
-"""The commands as functions: `planner.profile`, `planner.solve`, `planner.emit`, `planner.check`, and three more.
+"""The commands as functions: `planner.profile`, `planner.solve`, `planner.emit`, `planner.check`, and five more.
 
 Options have the names and defaults that they have on the command line, and take its texts ("8GB", "25GB/s,5us") or
 values (bytes, numbers, lists, a `Link`). Profiles and plans may be values or paths. Nothing is printed, and a profile
 or plan is written to a file only where `output` names one. Errors are those of `planner.core.errors`.
+
+A function's module is imported when the function is first asked for: the command line looks at options alone before it
+runs one of them.
 """
 
-from planner.api.checking import check
-from planner.api.comparing import compare
-from planner.api.emitting import emit
-from planner.api.profiling import profile
-from planner.api.solving import solve, sweep
-from planner.api.verifying import verify
-from planner.core.values.plan import Plan
-from planner.show.notebook import plan_html
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["check", "compare", "emit", "profile", "solve", "sweep", "verify"]
+from planner.core.values.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.api.checking import check
+    from planner.api.comparing import compare
+    from planner.api.emitting import emit
+    from planner.api.exploring import explore
+    from planner.api.profiling import profile
+    from planner.api.solving import solve, solve_family, sweep
+    from planner.api.verifying import verify
+
+__all__ = ["check", "compare", "emit", "explore", "profile", "solve", "solve_family", "sweep", "verify"]
+
+_MODULES = {
+    "check": "checking",
+    "compare": "comparing",
+    "emit": "emitting",
+    "explore": "exploring",
+    "profile": "profiling",
+    "solve": "solving",
+    "solve_family": "solving",
+    "sweep": "solving",
+    "verify": "verifying",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _plan_html(plan: Plan) -> str:
+    from planner.show.notebook import plan_html  # noqa: PLC0415 - for notebooks alone
+
+    return plan_html(plan)
+
 
 # The core draws nothing; whoever uses this package may be in a notebook.
-Plan._repr_html_ = plan_html  # type: ignore[attr-defined]
+Plan._repr_html_ = _plan_html  # type: ignore[attr-defined]

@@ -4,14 +4,16 @@ from typing import cast
 
 from planner.api import texts
 from planner.api.given_lists import check_cuts, for_lists, lists_of, lists_path
-from planner.api.options import SolverOptions
+from planner.api.headroom import headroom_of
+from planner.api.options.solving import SolverOptions
 from planner.api.reading import calibration_of, cuts_of, links_of
-from planner.api.texts import Sizes
-from planner.core.cost.calibration import Calibration, calibrated_executor
+from planner.api.texts import Numbers, Sizes
+from planner.core.cost.calibration import calibrated_executor
 from planner.core.errors import UsageError
 from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, schedules_for
+from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
-from planner.core.values.limits import MOST_BATCH, MOST_DEVICES, short
+from planner.core.values.limits import MOST_BATCH, short
 from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
@@ -45,6 +47,12 @@ def request_of(profile: Profile, reference: ProfileReference, asked: SolverOptio
     )
 
 
+def headroom_asked(profile: Profile, asked: SolverOptions) -> float:
+    """The share of every cap that is to stay free; raises `UsageError` as `request_of` does."""
+    devices, _ = _devices(asked.devices, asked.nodes)
+    return headroom_of(asked.headroom, profile, _caps(asked.mem, devices, profile))
+
+
 def _inputs(
     profile: Profile,
     reference: ProfileReference,
@@ -57,18 +65,19 @@ def _inputs(
     """What a plan records of the question; files that the options name are read."""
     num_devices, node_devices = _devices(asked.devices, asked.nodes)
     recompute = _recompute(asked.recompute, profile)
-    only_gpipe = recompute == "layers" or asked.solver == "milp" or asked.devices_any_order
+    only_gpipe = asked.solver == "milp" or asked.devices_any_order
     schedule = GIVEN if lists_path(asked.schedule) else _schedule(str(asked.schedule), profile, only_gpipe=only_gpipe)
     executor = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
     if calibration is not None:
         executor = calibrated_executor(calibration, profile.device.kind, executor)
-    kept = 1 - texts.share(asked.headroom)
+    caps = _caps(asked.mem, num_devices, profile)
+    kept = 1 - headroom_of(asked.headroom, profile, caps)
     largest = max(profile.micro_batch_sizes)
     return Inputs(
         profile=reference,
         model_digest=profile.model.digest,
         devices=num_devices,
-        memory_bytes=tuple(int(cap * kept) for cap in _caps(asked.mem, num_devices, profile)),
+        memory_bytes=tuple(int(cap * kept) for cap in caps),
         speeds=texts.speeds(asked.speed, num_devices) if asked.speed is not None else (),
         batch=largest if asked.batch is None else texts.number_of("--batch", asked.batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if asked.link is None else texts.link(asked.link),
@@ -78,6 +87,7 @@ def _inputs(
         allreduce=texts.link(asked.allreduce, "--allreduce") if asked.allreduce is not None else None,
         reserve_bytes=_reserve(asked.reserve, calibration, profile),
         compute=calibration.compute if calibration is not None else 1.0,
+        step_ratio=calibration.step_ratio if calibration is not None else None,
         overhead_us=executor.overhead_us if asked.overhead is None else parse_us(asked.overhead),
         schedule=schedule,
         # Cuts are for one stage on each device, unless it is said that they are not.
@@ -110,15 +120,16 @@ def _caps(mem: Sizes | None, devices: int, profile: Profile) -> tuple[int, ...]:
     return (profile.device.memory_bytes,) * devices
 
 
-def _devices(devices: int | None, nodes: str | None) -> tuple[int, int]:
+def _devices(asked: Numbers | None, nodes: str | None) -> tuple[int, int]:
     """How many devices there are, and how many in each node (0 where nodes make no difference)."""
+    devices = None if asked is None else texts.device_count(asked)
     if nodes is None:
         if devices is None:
             raise UsageError("how many devices are there?", hint="`--devices 8`, or `--nodes 4x8`")
-        return texts.number_of("--devices", devices, "device", MOST_DEVICES), 0
+        return devices, 0
     count, each = texts.nodes(nodes)
     total = count * each
-    if devices is not None and not 1 <= devices <= total:
+    if devices is not None and devices > total:
         raise UsageError(
             f"`--devices {short(devices)}`, but `--nodes {nodes}` has {total}", hint="leave `--devices` out"
         )

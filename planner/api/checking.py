@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from planner import files
 from planner.api import texts
-from planner.api.comparing import earlier_plan
+from planner.api.headroom import headroom_of
 from planner.api.keywords import on_plan
-from planner.api.options import CheckOptions
-from planner.api.reading import File, cuts_of, plan_of, profile_for
+from planner.api.options.checking import CheckOptions
+from planner.api.reading import cuts_of, plan_of, profile_for
+from planner.api.texts import File
 from planner.core.errors import UsageError
+from planner.core.judge.certainty import certainty_of
 from planner.core.judge.figures import claimed_of
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import Verdict, compared, judge, with_findings
@@ -34,11 +36,12 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     """
     if options.mem is not None and options.device is not None:
         raise UsageError("`--mem` and `--device` both say what the cap is", hint="give one of them")
-    headroom = texts.share(options.headroom)
     device = accelerator(options.device) if options.device is not None else None
     read, place = plan_of(plan)
     profile = profile_for(read, place, options.profile).profile
     memory_bytes = texts.caps(options.mem, read.inputs.devices) if options.mem is not None else None
+    caps = memory_bytes or ((device.memory_bytes,) if device is not None else read.inputs.memory_bytes)
+    headroom = headroom_of(options.headroom, profile, caps)
     if options.balance is not None:
         read = with_cuts(read, profile, cuts_of(options.balance, profile), memory_bytes=memory_bytes)
     verdict = judge(
@@ -56,11 +59,15 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         verdict = certified(read, verdict, profile)
     if options.model is not None:
         verdict = with_findings(verdict, _changes(os.fspath(options.model), profile))
+    if verdict.plan is not None:
+        verdict = replace(verdict, certainty=certainty_of(verdict.plan, profile))
     if verdict.is_over and verdict.plan is not None:
         from planner.solve import what_would_fit  # noqa: PLC0415 - a plan that fits is told so without the solver
 
         verdict = replace(verdict, would_fit=what_would_fit(verdict.plan, profile))
     if options.against is not None:
+        from planner.api.comparing import earlier_plan  # noqa: PLC0415 - seldom asked for
+
         before, recomputed, called = earlier_plan(options.against, place)
         verdict = compared(verdict, before, against=called, recomputed=recomputed)
     return verdict

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from planner import files
-from planner.api.reading import NOWHERE, File, path_of, plan_of, profile_for
+from planner.api.reading import NOWHERE, path_of, plan_of, profile_for
+from planner.api.texts import File
 from planner.core.errors import FileError, UsageError
 from planner.core.judge.difference import ComparedPlan, Comparison, difference_of
 from planner.core.judge.verdict import judge

@@ -5,12 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner import files
+from planner.api import texts
 from planner.api.keywords import on_plan
-from planner.api.options import EmitOptions
-from planner.api.reading import File, fresh_verdict, plan_of, profile_for
+from planner.api.options.emitting import EmitOptions
+from planner.api.reading import fresh_verdict, plan_of, profile_for
+from planner.api.texts import File
+from planner.core.errors import UsageError
 from planner.core.values.findings import Finding
+from planner.core.values.nodes import Nodes
 from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
 
 if TYPE_CHECKING:
     from planner.emit import Written
@@ -27,31 +31,54 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
         options: What is asked.
 
     Raises:
-        StaleError: The plan was made from another profile.
-        UsageError: The executor cannot run such a plan, or the profile names no model file.
+        StaleError: A plan was made from another profile.
+        UsageError: The executor cannot run such a plan, or the profile names no model file; the nodes do not hold its
+            processes; or one of `smaller` is no smaller plan of the same training.
         FileError: A file cannot be read or written; balance.yaml, or a standalone train.py, was edited.
     """
     return written(plan, options, tell=lambda _: None).paths
 
 
 def written(plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding], None]) -> "Written":
-    """Writes the files, after what `check` finds in the plan went to `tell`; raises as `emit`."""
-    from planner.emit import check_engine, write_emitted  # noqa: PLC0415 - only here
+    """Writes the files, after what `check` finds in the plans went to `tell`; raises as `emit`."""
+    from planner.emit import Places, check_engine, write_emitted  # noqa: PLC0415 - only here
 
-    check_engine(options.engine, standalone=options.standalone)
+    others = options.smaller or ()
+    check_engine(options.engine, standalone=options.standalone, launch=options.launch, has_smaller=bool(others))
+    nodes = _nodes(options)
     read, place = plan_of(plan)
     source = profile_for(read, place, options.profile)
-    verdict = fresh_verdict(read, source.profile, place)
-    for finding in verdict.findings:
-        tell(finding)
-    folder = str(Path(source.path).parent)
+    smaller = [plan_of(other) for other in others]
+    fresh = [_fresh(each, source.profile, where, tell) for each, where in ((read, place), *smaller)]
     return write_emitted(
-        verdict.plan or read,
+        fresh[0],
         source.profile,
         engine=options.engine,
         standalone=options.standalone,
         folder=os.fspath(options.output),
-        profile_folder=folder,
-        read=(place, source.path, files.model_path(source.profile, folder)),
+        places=Places(plan=place, profile=source.path, smaller=tuple(where for _, where in smaller)),
         force=options.force,
+        smaller=fresh[1:],
+        launch=options.launch,
+        nodes=nodes,
     )
+
+
+def _nodes(options: EmitOptions) -> Nodes | None:
+    if options.nodes is None:
+        return None
+    if options.launch is None:
+        raise UsageError(
+            f"`--nodes {options.nodes}` says where `--launch` starts the script",
+            hint="give `--launch slurm`, say; `solve --nodes` plans for nodes",
+        )
+    count, devices = texts.nodes(options.nodes)
+    return Nodes(count=count, devices=devices)
+
+
+def _fresh(plan: Plan, profile: Profile, place: str, tell: Callable[[Finding], None]) -> Plan:
+    """The plan as its profile says it today; raises as `fresh_verdict`."""
+    verdict = fresh_verdict(plan, profile, place)
+    for finding in verdict.findings:
+        tell(finding)
+    return verdict.plan or plan

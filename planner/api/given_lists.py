@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from planner import files
 from planner.api import texts
-from planner.api.options import SolverOptions
-from planner.api.reading import File
+from planner.api.options.solving import SolverOptions
+from planner.api.texts import File
 from planner.core.errors import UsageError
 from planner.core.schedule import Listed
 from planner.core.values.profile import Profile
@@ -69,8 +69,10 @@ def for_lists(asked: SolverOptions, lists: Listed, profile: Profile) -> SolverOp
 
 def _devices(asked: SolverOptions) -> int | None:
     """How many there are; None where nothing says so."""
-    if asked.devices is not None or asked.nodes is None:
-        return asked.devices
+    if asked.devices is not None:
+        return texts.device_count(asked.devices)
+    if asked.nodes is None:
+        return None
     nodes, each = texts.nodes(asked.nodes)
     return nodes * each
 

@@ -6,8 +6,9 @@ from functools import wraps
 from inspect import Parameter, Signature, cleandoc, signature
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from planner.api.options import Keyword, keywords_of
-from planner.api.reading import AnyProfile, File
+from planner.api.option import Keyword, keywords_of
+from planner.api.reading import AnyProfile
+from planner.api.texts import File
 from planner.core.values.plan import Plan
 
 P = ParamSpec("P")
@@ -25,7 +26,7 @@ class _OnPlan(Protocol[P, Result_co]):
 
 
 class _OnModel(Protocol[P, Result_co]):
-    def __call__(self, model: File | Any, *args: P.args, **keywords: P.kwargs) -> Result_co: ...
+    def __call__(self, model: File | Any | None = ..., *args: P.args, **keywords: P.kwargs) -> Result_co: ...
 
 
 def on_profile(
@@ -40,9 +41,11 @@ def on_plan(record: Callable[P, Record]) -> Callable[[Callable[[File | Plan, Rec
     return lambda verb: _with_keywords(verb, record, default="plan.yaml")
 
 
-def on_model(record: Callable[P, Record]) -> Callable[[Callable[[File | Any, Record], Result]], _OnModel[P, Result]]:
-    """A decorator: `verb(model, options)` becomes `verb(model, *, …)`, a keyword for each field."""
-    return lambda verb: _with_keywords(verb, record, default=Parameter.empty)
+def on_model(
+    record: Callable[P, Record],
+) -> Callable[[Callable[[File | Any | None, Record], Result]], _OnModel[P, Result]]:
+    """A decorator: `verb(model, options)` becomes `verb(model=None, *, …)`, a keyword for each field."""
+    return lambda verb: _with_keywords(verb, record, default=None)
 
 
 def _with_keywords(verb: Callable[..., Any], record: Any, *, default: object) -> Any:

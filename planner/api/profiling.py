@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from planner import files
 from planner.api import texts
+from planner.api.formula import profile_by_formula, refuse_shapes
 from planner.api.keywords import on_model
-from planner.api.options import ProfileOptions
-from planner.api.reading import File, calibration_of, path_of
-from planner.core.cost.calibration import Calibration, calibrated_executor
+from planner.api.options.profiling import ProfileOptions
+from planner.api.reading import calibration_of, path_of
+from planner.api.texts import File
+from planner.core.cost.calibration import calibrated_executor
 from planner.core.errors import UsageError
+from planner.core.extras import check_installed
+from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.precision import Precision
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @on_model(ProfileOptions)
-def profile(model: File | Any, options: ProfileOptions) -> Profile:
+def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     """Measures time and memory of every layer of a model, at several micro-batch sizes.
 
     On a CPU, two processes are started once for a machine, which measure what the executor and its link cost; that is
@@ -32,14 +36,22 @@ def profile(model: File | Any, options: ProfileOptions) -> Profile:
     which the same call goes on.
 
     Args:
-        model: `path/to/model.py[:ENTRY]`, or an `nn.Module` itself, of which a copy is measured.
+        model: `path/to/model.py[:ENTRY]`, or an `nn.Module` itself, of which a copy is measured; none with
+            `from_formula`, which imports no torch.
         options: What is asked.
 
     Raises:
+        MissingPackageError: torch is not installed, or what comes with it.
         PlannerError: The model cannot be loaded, cut into layers or run, or an option is wrong.
         InterruptedProfileError: Ctrl-C, with what had been measured.
     """
+    if options.from_formula is not None:
+        return _by_formula(model, options)
+    refuse_shapes(options)
+    if model is None:
+        raise UsageError("missing argument MODEL.py: which model?", hint="or `--from-formula transformer`, without one")
     asked = _asked(model, options)
+    check_installed("tpu" if options.device.startswith("tpu") else "train")
     # torch takes longer to import than everything else together.
     from planner.profile import InterruptedProfileError, profile_model  # noqa: PLC0415
     from planner.profile import ProfileOptions as Measuring  # noqa: PLC0415
@@ -82,11 +94,25 @@ def profile(model: File | Any, options: ProfileOptions) -> Profile:
     return measured
 
 
-def profile_header(model: File | Any, measured: Profile) -> str:
+def _by_formula(model: File | Any | None, options: ProfileOptions) -> Profile:
+    if model is not None:
+        raise UsageError(f"`--from-formula {options.from_formula}` is for no model, got `{_name_of(model)}`")
+    output = path_of(options.output)
+    if output is not None:
+        files.check_outputs({"--output": output}, ())
+        files.check_writable(output)
+    profile = profile_by_formula(options)
+    if output is not None:
+        files.write(output, profile, header=profile_header(model, profile))
+    return profile
+
+
+def profile_header(model: File | Any | None, measured: Profile) -> str:
     """The comment at the top of a profile's file."""
     how = measured.device.how.capitalize()
+    name = f"--from-formula {measured.model.settings['formula']}" if model is None else _name_of(model)
     of = "times in microseconds, sizes in bytes, one value per micro-batch size."
-    return f"{how} by `gpipe-plan profile {_name_of(model)}`; {of}"
+    return f"{how} by `gpipe-plan profile {name}`; {of}"
 
 
 def partial_path(output: File | None) -> Path | None:

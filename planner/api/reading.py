@@ -1,23 +1,18 @@
 """Profiles, plans and cuts as the verbs take them: values, or the files that hold them."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner import files
 from planner.api import texts
-from planner.api.texts import Numbers
-from planner.core.cost.calibration import Calibration
+from planner.api.texts import File, Numbers
 from planner.core.errors import StaleError, UsageError
 from planner.core.judge.verdict import Verdict, judge
+from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Plan, ProfileReference
 from planner.core.values.profile import Profile
-
-File = str | os.PathLike[str]
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is, and how much there is (0 while that is not known)."""
 
 NOWHERE = "-"
 """The path of a profile or plan that is a value, as of one that came from standard input."""

@@ -1,18 +1,22 @@
-"""`solve`: the fastest plan that fits; and `sweep`: the best plan for every number of devices and every cap."""
+"""`solve`: the fastest plan that fits, or one for each number of devices; `sweep`: the best for each and every cap."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 from planner import files
 from planner.api import texts
 from planner.api.given_lists import lists_path, refuse_lists
+from planner.api.headroom import AUTO, headroom_of
 from planner.api.keywords import on_profile
-from planner.api.options import SolveOptions, SolverOptions, SweepOptions
-from planner.api.reading import NOWHERE, AnyProfile, path_of, profile_of, reference
+from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
+from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, reference
+from planner.core.errors import InfeasibleError, UsageError
+from planner.core.extras import command_for
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
-from planner.core.values.units import parse_us
+from planner.core.values.units import counted, parse_us
 
 PLAN_HEADER = """\
 Made by `gpipe-plan solve`. You may edit balance, stages[].recompute, and micro_batches with micro_batch_size by hand:
@@ -33,34 +37,104 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
         FileError: The profile cannot be read, or the plan not written.
         SolverError: No plan was found in time.
     """
-    # `planner.solve` is imported where a plan is made, not by the help of commands.
-    from planner.api.asked import request_of  # noqa: PLC0415
-    from planner.core.cost.costs import CostTable  # noqa: PLC0415
-    from planner.solve import frontier_of, insight_of, trade_off_of  # noqa: PLC0415
-    from planner.solve import solve as solve_plan  # noqa: PLC0415
+    source, output = profile_of(profile), path_of(options.output)
+    _check_output(output, source, options)
+    plan = _solved(source, options, output)
+    if output is not None:
+        files.write(output, plan, header=PLAN_HEADER)
+    return plan
 
+
+@on_profile(SolveOptions)
+def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]:
+    """Finds a plan for each of several numbers of devices, most first: for when some of them are lost.
+
+    The first is written to `output`, the others beside it: `plan.yaml`, `plan-6.yaml`, `plan-4.yaml`. None is written
+    unless there is one for each.
+
+    Args:
+        profile: A profile, or its file.
+        options: What is asked, with several numbers in `devices`.
+
+    Raises:
+        InfeasibleError: For one of the numbers nothing fits; the hint says what would.
+        UsageError: The options contradict each other or the profile.
+        FileError: The profile cannot be read, or a plan not written.
+        SolverError: A plan was not found in time.
+    """
     source = profile_of(profile)
-    read, output = source.profile, path_of(options.output)
+    counts = texts.device_counts(options.devices) if options.devices is not None else ()
+    output = path_of(options.output)
+    paths = (None,) * max(1, len(counts)) if output is None else family_paths(output, counts)
+    plans: list[Plan] = []
+    for path, count in zip(paths, counts or (None,), strict=True):
+        _check_output(path, source, options)
+        # What is told of the options is the same for all of them.
+        asked = replace(options, devices=count, note=options.note if not plans else lambda _: None)
+        try:
+            plans.append(_solved(source, asked, path))
+        except InfeasibleError as error:
+            if len(paths) == 1:
+                raise
+            raise InfeasibleError(f"with {counted(count or 0, 'device')}: {error.message}", hint=error.hint) from None
+    for path, plan in zip(paths, plans, strict=True):
+        if path is not None:
+            files.write(path, plan, header=PLAN_HEADER)
+    return tuple(plans)
+
+
+def family_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
+    """Where the plans for so many devices are written; raises `UsageError` where they would be one file."""
+    if len(counts) < 2:
+        return (output,)
+    if output == "-":
+        raise UsageError(
+            f"{len(counts)} plans cannot be written to standard output", hint="name a file: `--output plan.yaml`"
+        )
+    path = Path(output)
+    return (output, *(str(path.with_name(f"{path.stem}-{count}{path.suffix}")) for count in counts[1:]))
+
+
+def _check_output(output: str | None, source: ReadProfile, options: SolveOptions) -> None:
+    """Before time is spent on what is to be written there."""
     if output is not None:
         files.check_outputs({"--output": output}, (source.path, *_files_of(options)))
         files.check_writable(output)
+
+
+def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> Plan:
+    """The plan that will stand at `output`, for one number of devices."""
+    # `planner.solve` is imported where a plan is made, not by the help of commands.
+    from planner.api.asked import headroom_asked, request_of  # noqa: PLC0415
+    from planner.core.cost.costs import CostTable  # noqa: PLC0415
+    from planner.solve import frontier_of, insight_of, trade_off_of  # noqa: PLC0415
+    from planner.solve import solve as solve_plan  # noqa: PLC0415
+    from planner.solve.simulated import lacks_bound  # noqa: PLC0415
+
+    read = source.profile
     if options.batch is None:
         largest = max(read.micro_batch_sizes)
         options.note(f"no `--batch`: planning for {largest} samples per step, the largest size profiled")
     request = request_of(read, reference(source, output or NOWHERE), options)
+    if options.headroom == AUTO:
+        share = headroom_asked(read, options)
+        options.note(f"headroom {100 * share:.4g}% of every cap, as far as peaks came out above such predictions")
     if CostTable(read).halves_assumed and all(each.splits_backward for each in request.schedules):
         options.note(
             "the profile says nothing of backwards in halves: each is taken to be half of the whole, and all that a "
             "forward keeps to be kept until the second; profile on the device to measure them"
         )
     plan = solve_plan(read, request)
+    if plan.solver.status == "feasible" and lacks_bound(request.schedules):
+        options.note(
+            "highspy is not installed: with its bound the gap may be smaller, and the plan faster "
+            f"(`{command_for('milp')}`)"
+        )
     if options.frontier:
         schedules = trade_off_of(read, plan, micro_batches=request.micro_batches)
         plan = replace(plan, frontier=frontier_of(read, request), schedules=schedules)
     if options.explain:
         plan = replace(plan, insight=insight_of(read, request, plan))
-    if output is not None:
-        files.write(output, plan, header=PLAN_HEADER)
     return plan
 
 
@@ -116,7 +190,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     place = reference(source, NOWHERE if output is None else str(Path(output, "plan.yaml")))
     request = request_of(source.profile, place, _of_largest(options, max(counts)))
     caps = request.inputs.memory_bytes[:1] if options.mem is None else texts.sizes(options.mem)
-    share = texts.share(options.headroom)
+    share = headroom_of(options.headroom, source.profile, caps)
     answers = sweep_of(
         source.profile, request, devices=counts, memory_bytes=caps, headroom=share, progress=options.progress
     )

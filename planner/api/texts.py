@@ -3,17 +3,23 @@
 Each function takes either form, and raises a `UsageError` that names the option for anything else.
 """
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, get_args
 
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.devices import ACCELERATORS
-from planner.core.values.limits import LARGEST, MOST_DEVICES, SPEEDS, at_most, short
+from planner.core.values.limits import LARGEST, MOST_DEVICES, RATES, SPEEDS, at_most, short
 from planner.core.values.precision import PRECISIONS, Precision, precision_of
-from planner.core.values.units import parse_bytes, parse_bytes_per_s, parse_share, parse_us
+from planner.core.values.units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_share, parse_us
+
+File = str | os.PathLike[str]
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is, and how much there is (0 while that is not known)."""
 
 Numbers = str | int | Sequence[int]
 """`1,2,4`, or the numbers."""
@@ -64,6 +70,30 @@ def number_of(option: str, asked: int, noun: str, most: int | None = None) -> in
     if asked < 1:
         raise UsageError(f"`{option} {short(asked)}`: at least 1 {noun} is needed")
     return asked if most is None else at_most(option, asked, most, f"{noun}s")
+
+
+def device_counts(asked: Numbers) -> tuple[int, ...]:
+    """`8`, or `8,6,4`: numbers of devices, most first."""
+    try:
+        counts = tuple(map(int, _parts(asked)))
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"`--devices {_shown(asked)}`: expected an integer, or several with commas between them"
+        ) from None
+    if not counts or len(set(counts)) < len(counts):
+        raise UsageError(f"expected different numbers of devices, got `--devices {_shown(asked)}`")
+    return tuple(sorted((number_of("--devices", count, "device", MOST_DEVICES) for count in counts), reverse=True))
+
+
+def device_count(asked: Numbers) -> int:
+    """One number of devices."""
+    counts = device_counts(asked)
+    if len(counts) > 1:
+        raise UsageError(
+            f"`--devices {_shown(asked)}`: one plan is for one number of devices",
+            hint="`planner.solve_family` makes a plan for each",
+        )
+    return counts[0]
 
 
 def size(asked: str | int) -> int:
@@ -149,6 +179,16 @@ def link(asked: str | Link, option: str = "--link") -> Link:
         latency_us=parse_us(latency) if latency else 0.0,
         blocking=mode == "blocking",
     )
+
+
+def flops_per_s(asked: str | float) -> float:
+    """`190TFLOP/s` as a number; from Python also a number of operations per second."""
+    if isinstance(asked, str):
+        return parse_flops_per_s(asked)
+    slowest, fastest = RATES
+    if not slowest <= asked <= fastest:
+        raise UsageError(f"a rate is from 1 FLOP/s to 10^18 FLOP/s, got {asked}")
+    return float(asked)
 
 
 def share(asked: str | float) -> float:

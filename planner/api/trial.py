@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from planner.core.errors import MeasurementError, UsageError
+from planner.core.judge.verification import crowding as crowding_of
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
+from planner.device.machine import usable_cores
 from planner.emit.native import emit_native
 from planner.files import read_run
 
@@ -55,11 +57,7 @@ def crowding(plan: Plan, profile: Profile) -> str:
     """Why times measured here would say nothing; empty if they do."""
     if training_kind(profile.device.kind) != "cpu":
         return ""
-    wanted = plan.num_devices * plan.replicas * profile.environment.threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if wanted <= cores:
-        return ""
-    return f"times are not judged: the plan's processes want {wanted} cores, and this machine has {cores}"
+    return crowding_of(plan.num_devices * plan.replicas, profile.environment.threads, usable_cores())
 
 
 @contextmanager

@@ -1,19 +1,29 @@
-"""`verify`: runs a plan on this machine, and sets what it took beside its prediction."""
+"""`verify`: runs a plan on this machine, or takes the report of a run, and sets it beside the prediction."""
 
+import os
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 from planner import files
 from planner.api import texts
 from planner.api.keywords import on_plan
-from planner.api.options import VerifyOptions
-from planner.api.reading import File, fresh_verdict, path_of, plan_of, profile_for
-from planner.core.errors import UsageError
-from planner.core.judge.verification import Tolerance, Verification, verification_of
+from planner.api.options.verifying import VerifyOptions
+from planner.api.reading import NOWHERE, ReadProfile, fresh_verdict, path_of, plan_of, profile_for
+from planner.api.texts import File
+from planner.core.errors import MeasurementError, UsageError
+from planner.core.extras import check_installed
+from planner.core.judge.question import calibrated_options, solve_again
+from planner.core.judge.verification import Tolerance, Verification, other_samples, verification_of
+from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
+from planner.core.values.run_report import RunReport
+
+_STEPS = 12
+"""How many steps `verify` runs, unless another number is asked for."""
 
 _PROOF_S = 30.0
 """How long `verify` holds the plan's stages against the model in one piece, about."""
@@ -27,40 +37,95 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     """Runs a plan for a few steps on this machine and sets what it took beside what was predicted.
 
     Starts torchrun with a process for every device of the plan, on the bundled executor. A
-    peak may be off by 64 KiB in any case.
+    peak may be off by 64 KiB in any case. With `run` nothing is started, torch is not needed, and what the stages
+    compute is not looked at.
 
     Args:
         plan: A plan, or its file.
         options: What is asked.
 
     Raises:
+        MissingPackageError: torch is not installed, or what comes with it.
         StaleError: The plan was made from another profile.
-        UsageError: The executor cannot run such a plan, or an option is wrong.
-        MeasurementError: The run failed.
+        UsageError: The executor cannot run such a plan, an option is wrong, or the run is of another plan.
+        MeasurementError: The run failed, or says nothing of the plan.
         FileError: A file cannot be read or written.
     """
-    from planner.api.trial import crowding, run_plan  # noqa: PLC0415 - only here
-
     written = path_of(options.calibration)
-    files.check_outputs({"--calibration": written}, (path_of(plan), path_of(options.profile)))
+    inputs = (path_of(plan), path_of(options.profile), path_of(options.run))
+    files.check_outputs({"--calibration": written}, inputs)
     options.progress("", 0, 0)
     below, above = texts.two_shares("--tolerance-memory", options.tolerance_memory)
     tolerance = Tolerance(step=texts.share(options.tolerance_time), memory_below=below, memory_above=above)
-    if options.steps < 3:
-        raise UsageError(f"`--steps {options.steps}`: the first 2 steps warm up, so at least 3 are needed")
+    _check_steps(options)
     if written is not None:
         files.check_writable(written)
     read, place = plan_of(plan)
     source = profile_for(read, place, options.profile)
     now = fresh_verdict(read, source.profile, place).plan or read
-    folder = str(Path(source.path).parent)
-    report = run_plan(now, source.profile, profile_folder=folder, steps=options.steps, progress=options.progress)
-    proof, wrong = _proof(now, source.profile, folder)
-    crowded = crowding(now, source.profile)
-    verification = verification_of(now, source.profile, report, tolerance, crowded=crowded, proof=proof, wrong=wrong)
-    if written is not None:
-        files.write(written, verification.calibration, header=_HEADER)
-    return verification
+    if options.run is None:
+        verification = _of_trial(now, source, tolerance, options)
+    else:
+        report = _report_of(options.run, now, source.profile, place)
+        verification = verification_of(now, source.profile, report, tolerance)
+    if written is None:
+        return verification
+    files.write(written, verification.calibration, header=_HEADER)
+    again = solve_again(
+        source.path,
+        calibrated_options(now.inputs, source.profile.device),
+        calibration=written,
+        plan="plan.yaml" if place == NOWHERE else place,
+    )
+    return replace(verification, again=again)
+
+
+def _check_steps(options: VerifyOptions) -> None:
+    """Raises `UsageError` where the number of steps is too small, or said of a run that is over."""
+    if options.steps is None:
+        return
+    if options.run is not None:
+        raise UsageError(
+            f"`--steps {options.steps}` says how long to run the plan, `--run` that it was run", hint="give one"
+        )
+    if options.steps < 3:
+        raise UsageError(f"`--steps {options.steps}`: the first 2 steps warm up, so at least 3 are needed")
+
+
+def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: VerifyOptions) -> Verification:
+    """What a run says that is made here and now."""
+    from planner.api.trial import crowding, run_plan  # noqa: PLC0415 - only here
+
+    profile, folder = source.profile, str(Path(source.path).parent)
+    check_installed("train")
+    steps = _STEPS if options.steps is None else options.steps
+    report = run_plan(plan, profile, profile_folder=folder, steps=steps, progress=options.progress)
+    proof, wrong = _proof(plan, profile, folder)
+    crowded = crowding(plan, profile)
+    return verification_of(plan, profile, report, tolerance, crowded=crowded, proof=proof, wrong=wrong)
+
+
+def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) -> RunReport:
+    """The report of a run, if it says something of the plan at `place`."""
+    from planner.emit import decisions_digest  # noqa: PLC0415 - only here
+
+    report = run if isinstance(run, RunReport) else files.read_run(os.fspath(run))
+    name = path_of(run) or "the run"
+    if report.plan_digest != decisions_digest(plan):
+        raise UsageError(
+            f"{name} is of another plan than {'this' if place == NOWHERE else place}",
+            hint="name the plan that `emit` was given; an edited one is another",
+        )
+    kind = training_kind(profile.device.kind)
+    if report.device.kind != kind:
+        raise UsageError(f"{name} was made on {report.device.kind}, the plan is for {kind}")
+    samples = other_samples(report)
+    if samples is not None:
+        raise MeasurementError(
+            f"a step of {name} had {samples:.0f} samples, the plan's has {report.batch}: they cannot be compared",
+            hint=f"plan for what is trained: `gpipe-plan solve --batch {samples:.0f}`",
+        )
+    return report
 
 
 def _proof(plan: Plan, profile: Profile, folder: str) -> tuple[Proof, tuple[str, ...]]:

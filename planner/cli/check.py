@@ -1,24 +1,20 @@
 """`gpipe-plan check`: does this plan still fit? For CI: exit code 0 or 1."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner import api, files
-from planner.api.options import CheckOptions, values_of
+from planner.api.option import values_of
+from planner.api.options.checking import CheckOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, PlanFile, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.errors import ExitCode
-from planner.show import gate, verdict_text
 
-_FOR_MACHINES = {
-    "github": gate.annotations,
-    "junit": gate.junit_xml,
-    "sarif": gate.sarif_log,
-    "markdown": gate.verdict_markdown,
-}
-_FORMATS = ("text", "json", *_FOR_MACHINES)
+if TYPE_CHECKING:
+    from planner.core.judge.verdict import Verdict
+
+_FORMATS = ("text", "json", "github", "junit", "sarif", "markdown")
 
 
 @with_options(CheckOptions)
@@ -34,12 +30,29 @@ def check(
 
     `gpipe-plan explain GP101` tells what a finding means.
     """
+    from planner import api
+
     check_format(format_, _FORMATS)
     verdict = api.check(plan, **values_of(options))
-    if format_ in _FOR_MACHINES:
-        place = gate.Place(path=plan, stage_lines=files.stage_lines(plan))
-        text = _FOR_MACHINES[format_](verdict, place)
-    else:
-        text = files.json_text(verdict) if format_ == "json" else verdict_text(verdict, style_for_stdout())
-    Console(quiet=quiet).result(text)
+    Console(quiet=quiet).result(_text(verdict, plan, format_))
     raise typer.Exit(ExitCode.OK if verdict.fits else ExitCode.NO)
+
+
+def _text(verdict: "Verdict", plan: str, format_: str) -> str:
+    if format_ == "text":
+        from planner.show.terminal.verdict import verdict_text
+
+        return verdict_text(verdict, style_for_stdout())
+    from planner import files
+
+    if format_ == "json":
+        return files.json_text(verdict)
+    from planner.show import gate
+
+    writers = {
+        "github": gate.annotations,
+        "junit": gate.junit_xml,
+        "sarif": gate.sarif_log,
+        "markdown": gate.verdict_markdown,
+    }
+    return writers[format_](verdict, gate.Place(path=plan, stage_lines=files.stage_lines(plan)))

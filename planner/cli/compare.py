@@ -4,11 +4,8 @@ from typing import Annotated
 
 import typer
 
-from planner import api, files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, OrMarkdown, check_format
-from planner.show.gate import comparison_markdown
-from planner.show.terminal.plans import plans_text
 
 
 def compare(
@@ -18,6 +15,10 @@ def compare(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Set plans beside each other: other caps, device counts, schedules. Of two, stage by stage as well."""
+    from planner import api, files
+    from planner.show.gate import comparison_markdown
+    from planner.show.terminal.plans import plans_text
+
     writers = {
         "text": lambda comparison: plans_text(comparison, style_for_stdout()),
         "json": files.json_text,

@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from planner.core.errors import FileError, PlannerError
 from planner.core.values.printable import printable, printable_lines
-from planner.show import Style, style_for
+
+if TYPE_CHECKING:
+    from planner.show.terminal.style import Style
 
 _Progress = Callable[[str, int, int], None]
 """(item, done, total); a total of 0 is not known yet."""
@@ -78,8 +80,8 @@ class Console:
             self.note(f"{what} …")
             yield lambda *_: None
             return
-        from rich.console import Console as RichConsole  # noqa: PLC0415 - only a terminal needs it
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
             TextColumn("{task.fields[what]}", markup=False),
@@ -119,6 +121,8 @@ class Closed(io.TextIOBase):
         raise OSError(errno.EBADF, "it is closed")
 
 
-def style_for_stdout() -> Style:
+def style_for_stdout() -> "Style":
     """How to draw on this process's standard output."""
+    from planner.show.terminal.style import style_for
+
     return style_for(sys.stdout)

@@ -1,11 +1,14 @@
 """`gpipe-plan emit`: the files that run a plan."""
 
-from planner.api.emitting import written
-from planner.api.options import EmitOptions
+from typing import TYPE_CHECKING
+
+from planner.api.options.emitting import EmitOptions
 from planner.cli.console import Console
 from planner.cli.options import Debug, PlanFile, Quiet
 from planner.cli.records import with_options
-from planner.core.values.findings import Finding
+
+if TYPE_CHECKING:
+    from planner.core.values.findings import Finding
 
 
 @with_options(EmitOptions)
@@ -17,9 +20,11 @@ def emit(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Write balance.yaml and train.py, the pipelined training script; or the plan in another engine's format."""
+    from planner.api.emitting import written
+
     console = Console(quiet=quiet)
 
-    def tell(finding: Finding) -> None:
+    def tell(finding: "Finding") -> None:
         said = console.note if finding.severity == "note" else console.warning
         said(f"{finding.code}: {finding.message}")
 

@@ -4,12 +4,8 @@ from typing import Annotated
 
 import typer
 
-from planner import files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, OrMarkdown, check_format
-from planner.core.values.findings import RULES, rule
-from planner.show import rules_text
-from planner.show.gate import rules_markdown
 
 
 def explain(
@@ -21,6 +17,11 @@ def explain(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Tell what a finding of `gpipe-plan check` means, why it matters, and what to do."""
+    from planner import files
+    from planner.core.values.findings import RULES, rule
+    from planner.show.gate import rules_markdown
+    from planner.show.terminal.verdict import rules_text
+
     writers = {
         "text": lambda rules: rules_text(rules, style_for_stdout()),
         "json": files.json_text,

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from planner import files
 from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet
 from planner.core.errors import FileError, UsageError
@@ -23,10 +22,12 @@ def export(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Write the weights in a checkpoint as one state dict of the whole model, for use without a pipeline."""
+    from planner import files
+
     console = Console(quiet=quiet)
     files.check_writable(output)
 
-    from planner.executor import check_whole, export_weights, latest_checkpoint  # noqa: PLC0415 - torch
+    from planner.executor import check_whole, export_weights, latest_checkpoint  # torch
 
     latest = latest_checkpoint(checkpoint)
     if latest is None:

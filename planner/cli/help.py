@@ -1,14 +1,44 @@
-"""What a command says of itself: options in sections, and what was meant by one that there is not."""
+"""What commands make of a command line and say of themselves: options in sections, what was meant by one unknown."""
 
+from contextlib import suppress
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from planner.core.errors import PlannerError
 
 
-class Sectioned(TyperCommand):
+class _AsTyped:
+    """A mixin: texts and flags are taken as they were typed.
+
+    typer has pydantic look at each of them, which takes longer to import than `check` to answer.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            _take_as_typed(parameter)
+        return parameters
+
+
+def _take_as_typed(parameter: Any) -> None:
+    # A typer that does this otherwise goes on as it does.
+    with suppress(ImportError, AttributeError):
+        from typer._coercion import PassThroughRuntimeParam
+
+        of = parameter.type_descriptor
+        if of.annotation in (str, bool):
+            parameter._runtime_param = PassThroughRuntimeParam(
+                parameter_info=of.parameter_info, annotation=of.annotation
+            )
+
+
+class Commands(_AsTyped, TyperGroup):
+    """All commands that may be asked for."""
+
+
+class Sectioned(_AsTyped, TyperCommand):
     """A command whose `--help` has sections; typer itself makes them in rich's boxes only."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -1,8 +1,12 @@
 """`gpipe-plan`: the commands put together, and every way to end mapped to its exit code."""
 
+import gc
 import io
+import os
 import sys
 import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Annotated, TextIO, cast
 
@@ -12,7 +16,7 @@ from typer.exceptions import TyperException
 from planner import __version__
 from planner.__main__ import main
 from planner.cli.console import Closed, Console, forget
-from planner.cli.help import Sectioned, misused
+from planner.cli.help import Commands, Sectioned, misused
 from planner.core.errors import ExitCode, PlannerError
 
 __all__ = ["app_for", "main", "run"]  # `main` for scripts that an earlier version installed
@@ -26,6 +30,7 @@ _HELP = """Plan pipeline-parallel training: where to cut a model into stages, an
   gpipe-plan check                        does it still fit? exit code 0 or 1
   gpipe-plan verify                       does it run so? calibration.yaml
   gpipe-plan show FILE                    a profile, a plan or a run report
+  gpipe-plan explore                      a report with handles: explore.html
   gpipe-plan compare A.yaml B.yaml        plans beside each other
   gpipe-plan sweep --devices 1,2,4 …      the smallest cluster that trains it
   gpipe-plan export CHECKPOINT            one state dict of it: model.pt
@@ -35,20 +40,32 @@ _HELP = """Plan pipeline-parallel training: where to cut a model into stages, an
 """
 
 _COMMANDS = (
-    *("profile", "profile-links", "solve", "emit", "check", "verify", "explain", "show", "compare", "sweep", "export"),
-    "schema",
+    *("profile", "profile-links", "solve", "emit", "check", "verify", "explain", "show", "explore", "compare"),
+    *("sweep", "export", "schema"),
 )
 """Each a function in the module of its name, with an underscore for the dash."""
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value
     if wanted:
-        from importlib import metadata  # noqa: PLC0415 - a tenth of the time that `check` takes
+        from planner.core.extras import absent_from, command_for
 
-        packages = ("torch", "numpy", "fvcore", "typer", "rich")
-        versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
+        absent = absent_from("train")
+        packages = (name for name in ("torch", "numpy", "fvcore", "typer", "rich") if name not in absent)
+        versions = ", ".join(f"{name} {_version_of(name)}" for name in packages)
         typer.echo(f"gpipe-plan {__version__} (python {sys.version.split()[0]}, {versions})")
+        if absent:
+            typer.echo(f"without {', '.join(absent)}: {command_for('train')}")
         raise typer.Exit
+
+
+def _version_of(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # it was not installed as packages are
+        return "of unknown version"
 
 
 def _options(
@@ -60,21 +77,55 @@ def _options(
     pass
 
 
+@contextmanager
+def _in_short() -> Iterator[None]:
+    """Within it two things wait that take a command longer than they spare it.
+
+    The garbage collector waits for very many objects: modules and what they define stay, it would find nothing among
+    them. And numpy's OpenBLAS starts no threads when it is imported, which spin for a while: one question has no large
+    matrices.
+    """
+    usual, threads = gc.get_threshold(), os.environ.get(_BLAS_THREADS)
+    gc.set_threshold(_MANY_OBJECTS, *usual[1:])
+    os.environ.setdefault(_BLAS_THREADS, "1")
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+        if threads is None:
+            del os.environ[_BLAS_THREADS]
+
+
+_MANY_OBJECTS = 500_000
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+_SHORT = frozenset(("--help", "--version", "check", "compare", "explain", "schema", "show"))
+"""Commands that neither measure nor search."""
+
+
 def app_for(arguments: list[str]) -> typer.Typer:
     """The application as far as `arguments` need it: importing every command takes longer than most of them run."""
     # Plain text: rich's boxes wrap messages, and colour help even into a pipe on CI machines.
     app = typer.Typer(
         name="gpipe-plan",
+        cls=Commands,
         help=_HELP,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for name in arguments[:1] if arguments[0] in _COMMANDS else _COMMANDS:
+    for name in _needed(arguments[0]):
         python_name = name.replace("-", "_")
         app.command(name, cls=Sectioned)(getattr(import_module(f"planner.cli.{python_name}"), python_name))
     return app
+
+
+def _needed(word: str) -> Collection[str]:
+    """The commands that a command line which begins with `word` may run, or tell of."""
+    if word == "--version":
+        return ()
+    return (word,) if word in _COMMANDS else _COMMANDS
 
 
 def run(arguments: list[str]) -> int:
@@ -88,7 +139,7 @@ def run(arguments: list[str]) -> int:
     if not arguments:
         arguments = ["--help"]
     try:
-        code = app_for(arguments)(arguments, prog_name="gpipe-plan", standalone_mode=False)
+        code = _code_of(arguments)
     except PlannerError as error:
         code = _code_after(console, error, error.exit_code)
         _debug(arguments)
@@ -106,6 +157,14 @@ def run(arguments: list[str]) -> int:
         code = _code_after(console, _explained(error), ExitCode.ERROR)
         _debug(arguments)
     return int(code or 0)
+
+
+def _code_of(arguments: list[str]) -> int | None:
+    with _in_short() if arguments[0] in _SHORT else nullcontext():
+        code: int | None = app_for(arguments)(arguments, prog_name="gpipe-plan", standalone_mode=False)
+    if code == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C within a command
+        raise KeyboardInterrupt
+    return code
 
 
 def _code_after(console: Console, error: PlannerError, code: int) -> int:

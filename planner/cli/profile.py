@@ -3,26 +3,25 @@
 import contextlib
 import sys
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner import api
-from planner.api.options import ProfileOptions, values_of
-from planner.api.profiling import partial_path, profile_header
+from planner.api.option import values_of
+from planner.api.options.profiling import ProfileOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Output, Quiet, check_format
 from planner.cli.records import with_options
-from planner.core.values.profile import Profile
-from planner.files import dump, json_text
-from planner.show import profile_text
+
+if TYPE_CHECKING:
+    from planner.core.values.profile import Profile
 
 
 @with_options(ProfileOptions)
 def profile(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL.py[:ENTRY]", help="Your model; see `docs/` for what it needs.")
-    ],
+        str | None, typer.Argument(metavar="MODEL.py[:ENTRY]", help="Your model; see `docs/` for what it needs.")
+    ] = None,
     output: Output = "profile.yaml",
     *,
     options: ProfileOptions,
@@ -31,6 +30,10 @@ def profile(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Measure time and memory of every layer, at several micro-batch sizes."""
+    from planner.api.profiling import profile_header
+    from planner.files import dump, json_text
+    from planner.show.terminal.profile import profile_text
+
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     measured = _measured(console, model, replace(options, output=None if output == "-" else output))
@@ -43,7 +46,10 @@ def profile(
     console.next(f"gpipe-plan solve{which} --devices 2{_cap(options.device, measured)}")
 
 
-def _measured(console: Console, model: str, options: ProfileOptions) -> Profile:
+def _measured(console: Console, model: str | None, options: ProfileOptions) -> "Profile":
+    from planner import api
+    from planner.api.profiling import partial_path
+
     try:
         # What the user's code prints is not our answer.
         with contextlib.redirect_stdout(sys.stderr), console.later_progress(f"profiling {model}") as progress:
@@ -59,7 +65,7 @@ def _measured(console: Console, model: str, options: ProfileOptions) -> Profile:
         raise
 
 
-def _cap(device: str, measured: Profile) -> str:
+def _cap(device: str, measured: "Profile") -> str:
     """The option for a cap, where the profile does not say what the device has."""
     if device.startswith("tpu:"):
         return f" --mem {device}"

@@ -5,12 +5,10 @@ from typing import Annotated
 
 import typer
 
-from planner import files
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Output, Quiet, check_format
 from planner.core.errors import ExitCode, UsageError
 from planner.core.values.devices import TORCH_KINDS
-from planner.show import links_text
 
 _START = "torchrun --nproc-per-node 4 -m planner profile-links"
 
@@ -26,6 +24,8 @@ def profile_links(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Measure latency and bandwidth between neighbours; start it as the training itself will be, under torchrun."""
+    from planner import files
+
     is_first = os.environ.get("RANK", "0") == "0"
     console = Console(quiet=quiet or not is_first)
     if "RANK" not in os.environ:
@@ -40,7 +40,7 @@ def profile_links(
     if is_first:
         files.check_writable(output)
 
-    from planner.executor import measure_links  # noqa: PLC0415 - torch
+    from planner.executor import measure_links  # torch
 
     with console.progress("measuring links") as progress:
         links = measure_links(device, progress)
@@ -50,6 +50,8 @@ def profile_links(
         console.result(files.dump(links, as_json=as_json, header=_HEADER))
         return
     files.write(output, links, header=_HEADER)
+    from planner.show.terminal.links import links_text
+
     console.result(files.json_text(links) if as_json else links_text(links, style_for_stdout()))
     console.note(f"wrote {output}")
     console.next(f"gpipe-plan solve --devices {len(links.boundaries) + 1} --mem 8GB --links {output}")

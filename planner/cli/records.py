@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.api.options import Keyword, Option, keywords_of
+from planner.api.option import Keyword, Option, keywords_of
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

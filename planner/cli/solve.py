@@ -1,24 +1,24 @@
 """`gpipe-plan solve`: the fastest plan under the caps."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from planner import api, files
-from planner.api.options import SolveOptions, values_of
-from planner.api.reading import profile_of
-from planner.api.solving import PLAN_HEADER, faster_schedule_for, with_schedules
+from planner.api.option import values_of
+from planner.api.options.solving import SolveOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, Output, ProfileFile, Quiet, check_format
-from planner.cli.plans import events_of
 from planner.cli.records import with_options
 from planner.core.schedule import schedule_of
 from planner.core.values.cluster import Link
 from planner.core.values.devices import training_kind
-from planner.core.values.plan import Inputs, Plan
-from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, counted, format_bytes, format_rate, format_us
-from planner.show import plan_text
-from planner.show.views.numbers import percent
+
+if TYPE_CHECKING:
+    from planner.core.judge.certainty import Certainty
+    from planner.core.values.plan import Inputs, Plan
+    from planner.core.values.profile import Profile
 
 
 @with_options(SolveOptions)
@@ -32,33 +32,66 @@ def solve(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Find the stage boundaries, micro-batches and recomputation with the smallest step time that fits."""
+    from planner import api, files
+    from planner.api.reading import profile_of
+    from planner.api.solving import PLAN_HEADER, family_paths, faster_schedule_for, with_schedules
+    from planner.api.texts import device_counts
+    from planner.cli.plans import events_of
+    from planner.core.judge.certainty import certainty_of
+    from planner.show.terminal.plan import plan_text
+    from planner.show.terminal.rendering import plain
+
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     source = profile_of(profile)
     options = replace(
         options, output=None if output == "-" else output, note=lambda text: console.note(f"note: {text}")
     )
+    paths = family_paths(output, () if options.devices is None else device_counts(options.devices))
     began_s = time.monotonic()
-    plan = api.solve(source, **values_of(options))
+    plans = api.solve_family(source, **values_of(options))
+    plan = plans[0]
     if output == "-":
         console.result(files.dump(plan, as_json=as_json, header=PLAN_HEADER))
         return
     read = source.profile
     if as_json:
-        console.result(files.json_text(plan))
+        console.result(files.json_text(plan if len(plans) == 1 else plans))
     else:
         shown = plan if quiet else with_schedules(read, plan, options)
-        console.result(plan_text(shown, events_of(plan, read), style_for_stdout()))
+        certainty = certainty_of(plan, read)
+        console.result(plan_text(shown, events_of(plan, read), style_for_stdout(), certainty=certainty))
+        for smaller in plans[1:]:
+            console.result(plain(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
     _notes(console, plan.inputs, read, extrapolated=options.extrapolate)
     if not quiet:
         _faster(console, plan, faster_schedule_for(read, plan, options, spent_s=time.monotonic() - began_s))
     if read.device.how == "estimated" and options.reserve is None and options.calibration is None:
         console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
-    console.note(f"wrote {output}")
-    console.next("gpipe-plan emit" if output == "plan.yaml" else f"gpipe-plan emit {output}")
+    console.note(f"wrote {', '.join(paths)}")
+    console.next(_emit_line(plans, paths))
 
 
-def _notes(console: Console, inputs: Inputs, profile: Profile, *, extrapolated: bool) -> None:
+def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
+    """A plan for fewer devices, below the one that is drawn."""
+    from planner.show.views.plan import figures, headline
+
+    step, speed, bubble = figures(plan, certainty)
+    return f"{counted(plan.inputs.devices, 'device')}: {headline(plan)}, {step}, {speed}, {bubble}"
+
+
+def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
+    """The command that usually follows. A plan may use fewer devices than there are: of those alike one will do."""
+    words = ["gpipe-plan emit"] + [paths[0]] * (paths[0] != "plan.yaml")
+    fewest = plans[0].num_devices * plans[0].replicas
+    for plan, path in zip(plans[1:], paths[1:], strict=True):
+        if plan.num_devices * plan.replicas < fewest:
+            fewest = plan.num_devices * plan.replicas
+            words.append(f"--smaller {path}")
+    return " ".join(words)
+
+
+def _notes(console: Console, inputs: "Inputs", profile: "Profile", *, extrapolated: bool) -> None:
     for cap in sorted(set(inputs.memory_bytes)):
         console.note(f"note: cap {cap / 1e9:g} GB = {format_bytes(cap)} per device")
     if inputs.links:
@@ -75,13 +108,14 @@ def _notes(console: Console, inputs: Inputs, profile: Profile, *, extrapolated: 
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be under-estimated")
 
 
-def _faster(console: Console, plan: Plan, other: Plan | None) -> None:
+def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:
     """Says what another schedule than the one asked for would give."""
+    from planner.show.views.numbers import percent
+
     if other is not None:
-        option = "--schedule auto" + (" --recompute auto" if plan.inputs.recompute == "layers" else "")
         less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
         name, step = schedule_of(other.schedule).title, format_us(other.predicted.step_us)
-        console.note(f"note: {name} would take {step}, {less} less: `{option}`")
+        console.note(f"note: {name} would take {step}, {less} less: `--schedule auto`")
 
 
 def _assumed_reserve(reserve_bytes: int) -> str:

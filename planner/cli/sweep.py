@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import typer
 
-from planner import api, files
-from planner.api.options import SweepOptions, values_of
+from planner.api.option import values_of
+from planner.api.options.solving import SweepOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, OrMarkdown, ProfileFile, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.errors import ExitCode
-from planner.show.gate import sweep_markdown
-from planner.show.terminal.plans import sweep_text
 
 
 @with_options(SweepOptions)
@@ -24,6 +22,10 @@ def sweep(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Find the best plan for every number of devices and every cap. Exit code 1: none of them trains this model."""
+    from planner import api, files
+    from planner.show.gate import sweep_markdown
+    from planner.show.terminal.plans import sweep_text
+
     console = Console(quiet=quiet)
     writers = {
         "text": lambda answers: sweep_text(answers, style_for_stdout()),

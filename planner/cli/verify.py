@@ -5,13 +5,12 @@ from typing import Annotated
 
 import typer
 
-from planner import api, files
-from planner.api.options import VerifyOptions, values_of
+from planner.api.option import values_of
+from planner.api.options.verifying import VerifyOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Debug, Format, PlanFile, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.errors import ExitCode
-from planner.show import verification_text
 
 
 @with_options(VerifyOptions)
@@ -28,15 +27,18 @@ def verify(
 ) -> None:
     """Run a plan for a few steps, predicted beside measured. Exit code 0: as predicted; 1: it is not; 2: no answer.
 
-    Starts torchrun itself, with one process for every device of the plan. What it measures of the machine goes to
-    calibration.yaml, for `gpipe-plan solve --calibration`.
+    Starts torchrun itself, with one process for every device of the plan, or takes a run that is over (`--run`). What
+    it measures of the machine goes to calibration.yaml, for `gpipe-plan solve --calibration`.
     """
+    from planner import api, files
+    from planner.show.terminal.run import verification_text
+
     console = Console(quiet=quiet)
     as_json = check_format(format_)
-    with console.later_progress(f"running {plan}") as progress:
+    with console.later_progress(f"{'running' if options.run is None else 'judging'} {plan}") as progress:
         verification = api.verify(plan, **values_of(replace(options, calibration=calibration, progress=progress)))
     console.result(files.json_text(verification) if as_json else verification_text(verification, style_for_stdout()))
     console.note(f"wrote {calibration}")
     if not verification.agrees:
-        console.next(f"gpipe-plan solve … --calibration {calibration}")
+        console.next(verification.again)
     raise typer.Exit(ExitCode.OK if verification.agrees else ExitCode.NO)

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from planner.core.values.units import format_us
+from planner.show.explore import Question, explore_html
 from planner.show.html import plan_html, profile_html
 from tests.unit.show.samples import (
+    AWKWARD,
     compared_schedules,
     explained,
     in_a_v,
@@ -40,29 +43,37 @@ REPORTS = {
     "profile": lambda: profile_html(profile()),
 }
 
-# The report forbids all scripts but its own, so it is looked at from outside, through a frame.
-PROBE = """<!doctype html><meta charset="utf-8"><body style="margin:0">
-<iframe src="report.html" style="width:WIDTHpx;height:9000px;border:0"></iframe><pre id="found"></pre><script>
-const frame = document.querySelector("iframe");
-const found = { errors: [] };
-frame.addEventListener("load", () => setTimeout(async () => {
-  const page = frame.contentDocument, root = page.documentElement;
-  root.dataset.theme = "THEME";
-  found.wide = root.scrollWidth > WIDTH;
+# What is looked for in every page: parts that lie over each other, or out of sight.
+LOOK = """
+function looked(page, width) {
   const inView = (e) => e.getClientRects().length && !e.closest(".wide, .tall, .live[hidden], .still[hidden]");
   const box = (e) => e.getBoundingClientRect();
-  const parts = [...page.querySelectorAll("h1, h2, p, button, a, dt, dd, li, figcaption, .bar > *, canvas, figure svg")]
+  const named = "h1, h2, p, button, a, dt, dd, li, label, figcaption, .bar > *, canvas, figure svg";
+  const parts = [...page.querySelectorAll(named)]
     .filter((e) => inView(e) && !e.classList.contains("skip"));
-  found.overlaps = [];
+  const overlaps = [];
   for (const a of parts) for (const b of parts) {
     if (a === b || a.contains(b) || b.contains(a)) continue;
     const p = box(a), q = box(b);
     const over = Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
       && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 2;
-    if (over) found.overlaps.push(a.outerHTML.slice(0, 60) + " | " + b.outerHTML.slice(0, 60));
+    if (over) overlaps.push(a.outerHTML.slice(0, 60) + " | " + b.outerHTML.slice(0, 60));
   }
-  const isOutside = (e) => box(e).right > WIDTH + 1 || box(e).left < -1;
-  found.outside = parts.filter(isOutside).map((e) => e.outerHTML.slice(0, 80));
+  const isOutside = (e) => box(e).right > width + 1 || box(e).left < -1;
+  const outside = parts.filter(isOutside).map((e) => e.outerHTML.slice(0, 80));
+  return { wide: page.documentElement.scrollWidth > width, overlaps, outside };
+}
+"""
+
+# The report forbids all scripts but its own, so it is looked at from outside, through a frame.
+PROBE = """<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe src="report.html" style="width:WIDTHpx;height:9000px;border:0"></iframe><pre id="found"></pre><script>LOOK
+const frame = document.querySelector("iframe");
+const found = { errors: [] };
+frame.addEventListener("load", () => setTimeout(async () => {
+  const page = frame.contentDocument, root = page.documentElement;
+  root.dataset.theme = "THEME";
+  Object.assign(found, looked(page, WIDTH));
   const canvas = page.querySelector("canvas");
   if (canvas) {
     const output = page.querySelector("output");
@@ -84,6 +95,56 @@ frame.addEventListener("load", () => setTimeout(async () => {
 </script>"""
 
 
+# The explorer wide and light, narrow and dark: handles by keyboard and pointer, and what follows.
+EXPLORED = """<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe src="explore.html" style="width:1280px;height:4000px;border:0"></iframe>
+<iframe src="explore.html" style="width:400px;height:4000px;border:0"></iframe>
+<pre id="found"></pre><script>LOOK
+const frames = [...document.querySelectorAll("iframe")], found = [];
+addEventListener("load", async () => {
+  for (const [n, { contentDocument: page, contentWindow: own }] of frames.entries()) {
+    page.documentElement.dataset.theme = n ? "dark" : "light";
+    const byId = (id) => page.getElementById(id), seen = { cuts: [], steps: [], words: "" };
+    const note = async () => {
+      // It is drawn with the next frame, whenever a headless browser has one.
+      for (let n = 0; n < 9 && byId("words").textContent === seen.words; n++) {
+        await new Promise((go) => setTimeout(go, 100));
+      }
+      seen.words = byId("words").textContent;
+      seen.cuts.push(byId("said").textContent);
+      seen.steps.push(page.querySelector("#figures span").textContent);
+    };
+    const press = (part, key) => part.dispatchEvent(new own.KeyboardEvent("keydown", { key, bubbles: true }));
+    const drag = (part, name, clientX) => part.dispatchEvent(new own.PointerEvent(name, { clientX, bubbles: true }));
+    const set = (id, value) => { byId(id).value = value; byId(id).dispatchEvent(new own.Event("input")); };
+    await note();
+    press(page.querySelector(".handle"), "ArrowRight");
+    await note();
+    const chain = byId("chain").getBoundingClientRect(), handle = page.querySelectorAll(".handle")[1];
+    drag(handle, "pointerdown", 0);
+    drag(page.body, "pointermove", chain.left + chain.width * 5 / 6);
+    drag(page.body, "pointerup", 0);
+    drag(page.body, "pointermove", chain.left);
+    await note();
+    seen.valueText = handle.getAttribute("aria-valuetext");
+    set("micro-batches", 0);
+    await note();
+    seen.fewer = seen.words;
+    set("cap", -100);
+    await note();
+    seen.over = page.querySelectorAll("#bars .over").length;
+    byId("reset").click();
+    await note();
+    byId("schedule").value = [...byId("schedule").options].find((o) => o.text === "ZB-V").value;
+    byId("schedule").dispatchEvent(new own.Event("input"));
+    await note();
+    found.push({ ...seen, ...looked(page, own.innerWidth) });
+  }
+  document.getElementById("found").textContent = JSON.stringify(found);
+});
+</script>"""
+
+
 def browse(folder: Path, page: str, *options: str) -> subprocess.CompletedProcess[str]:
     assert BROWSER is not None
     words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
@@ -98,7 +159,9 @@ def browse(folder: Path, page: str, *options: str) -> subprocess.CompletedProces
 def test_the_report_in_a_browser(name, width, theme, tmp_path):
     """No console message, no part over another or out of sight, keys walk from box to box."""
     (tmp_path / "report.html").write_text(REPORTS[name](), encoding="utf-8")
-    (tmp_path / "probe.html").write_text(PROBE.replace("WIDTH", str(width)).replace("THEME", theme), encoding="utf-8")
+    (tmp_path / "probe.html").write_text(
+        PROBE.replace("LOOK", LOOK).replace("WIDTH", str(width)).replace("THEME", theme), encoding="utf-8"
+    )
     done = browse(tmp_path, "probe.html", "--dump-dom", f"--window-size={max(width, 500)},9000")
     assert "CONSOLE" not in done.stderr, done.stderr
     found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
@@ -116,3 +179,30 @@ def test_the_report_in_a_browser(name, width, theme, tmp_path):
     if folder := os.environ.get("SCREENSHOTS"):
         picture = Path(folder, f"{name}-{theme}-{width}.png").resolve()
         browse(tmp_path, "probe.html", f"--screenshot={picture}", f"--window-size={max(width, 500)},4200")
+
+
+def test_the_explorer_in_a_browser(tmp_path):
+    """Wide and narrow: no console message, nothing over another; what handles are at is what the page shows."""
+    (tmp_path / "explore.html").write_text(
+        explore_html(Question(plan=plan(), profile=profile(), micro_batches=(2, 4), command=("gpipe-plan solve",))),
+        encoding="utf-8",
+    )
+    (tmp_path / "probe.html").write_text(EXPLORED.replace("LOOK", LOOK), encoding="utf-8")
+    done = browse(tmp_path, "probe.html", "--dump-dom", "--window-size=1700,4000")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    both = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
+    for found in both:
+        assert (found["wide"], found["overlaps"], found["outside"]) == (False, [], [])
+        moved = ["2, 2, 2", "3, 1, 2", "3, 2, 1", "3, 2, 1", "3, 2, 1", "2, 2, 2", "1, 1, 1, 1, 1, 1"]
+        assert found["cuts"] == [f"cuts {cuts}" for cuts in moved]
+        assert found["valueText"] == f"stage 2 begins with layer 5, {AWKWARD[5]}"
+        begun, one, two, fewer, _, again, _ = found["steps"]
+        assert begun == again == format_us(plan().predicted.step_us)
+        assert len({begun, one, fewer}) == 3
+        assert one == two  # its slowest stage is the same
+        assert found["fewer"].endswith("--chunks 1 --micro-batches 2 --recompute never --balance 3,2,1")
+        assert found["over"] == 3
+    if folder := os.environ.get("SCREENSHOTS"):
+        for width in (1280, 400):
+            picture = Path(folder, f"explore-{width}.png").resolve()
+            browse(tmp_path, "explore.html", f"--screenshot={picture}", f"--window-size={max(width, 500)},2600")

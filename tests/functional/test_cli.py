@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,12 @@ from tests.support.cli import (
     spawn,
     write_model,
 )
+from tests.support.docs import blocks, lines
 from tests.support.profiles import profile_of
 
 COMMANDS = (
     *("profile", "profile-links", "solve", "emit", "check", "verify"),
-    *("explain", "show", "compare", "sweep", "export", "schema"),
+    *("explain", "show", "explore", "compare", "sweep", "export", "schema"),
 )
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
 
@@ -121,11 +123,11 @@ def test_the_commands_of_the_readme_work_as_typed(empty: Path, capsys: Capsys) -
     assert solved.err.endswith("next: gpipe-plan emit\n")
 
     emitted = call(capsys, "emit")
-    num_stages = len(files.read_plan("plan.yaml").stages)
+    plan = files.read_plan("plan.yaml")
     assert emitted.code == 0
     assert emitted.out.split() == ["balance.yaml", "train.py"]
     assert {"balance.yaml", "train.py"} < visible(empty)
-    assert emitted.err.endswith(f"next: torchrun --nproc-per-node {num_stages} train.py\n")
+    assert emitted.err.endswith(f"next: torchrun --nproc-per-node {plan.num_devices * plan.replicas} train.py\n")
 
     checked = call(capsys, "check")
     assert checked.code == 0
@@ -503,6 +505,27 @@ def test_headroom_warns_and_does_not_change_the_answer(here: Path, capsys: Capsy
     assert call(capsys, "check", "--mem", f"{need - 1}B").code == 1
 
 
+def test_headroom_auto_is_a_share_that_is_told(here: Path, capsys: Capsys) -> None:
+    """The plan is to the byte that of the share in the note; `check` takes it, too; `show` has the same bounds."""
+    solved = call(capsys, *SOLVE, "--headroom", "auto")
+    share = re.search(r"note: headroom ([\d.]+)% of every cap", solved.err)
+    assert share is not None
+    plan = Path("plan.yaml").read_bytes()
+    assert call(capsys, *SOLVE, "--headroom", f"{share[1]}%").code == 0
+    assert Path("plan.yaml").read_bytes() == plan
+    bounds = [line for line in solved.out.splitlines() if line.startswith(("step ", "how sure: measured on the CPU"))]
+    assert len(bounds) == 2
+    assert [line for line in call(capsys, "show").out.splitlines() if line in bounds] == bounds
+    need = max(stage.memory.total for stage in files.read_plan("plan.yaml").stages)
+    tight = call(capsys, "check", "--mem", f"{need}B", "--headroom", "auto", "--format", "json")
+    verdict = json.loads(tight.out)
+    assert verdict["findings"][0]["code"] == "GP102"
+    assert verdict["certainty"]["device_bytes"][0] > need or verdict["certainty"]["device_bytes"][1] > need
+    least, most = verdict["certainty"]["step_us"]
+    assert least < verdict["plan"]["predicted"]["step_us"] < most
+    assert call(capsys, "sweep", "--devices", "1", "--mem", "8GB", "--batch", "2", "--headroom", "auto").code == 0
+
+
 def test_a_plan_is_stale_once_a_number_of_its_profile_changes(here: Path, capsys: Capsys) -> None:
     """One digit of one byte count is enough: exit code 1, GP201, the plan's own numbers are not trusted."""
     saved = files.read_profile("profile.yaml").layers[0].saved_bytes
@@ -810,6 +833,22 @@ def test_schema_prints_a_json_schema(capsys: Capsys, kind: str) -> None:
     assert schema["properties"]["schema"]["const"] == f"gpipe-plan/{kind}/v1"
 
 
+def test_an_editor_is_shown_the_schema_of_a_plan(here: Path, capsys: Capsys) -> None:
+    """As docs/file-formats.md has it: the command answers, and the line for the editor changes nothing of the plan."""
+    ((typed, _),) = lines("docs/file-formats.md")
+    (modeline,) = blocks("docs/file-formats.md", "yaml")
+    asked, schema_file = typed.split(" > ")
+    schema = json.loads(call(capsys, *asked.split()[1:]).out)
+    assert schema["$schema"] == "http://json-schema.org/draft-07/schema#"
+    assert schema["properties"]["schema"]["const"] == "gpipe-plan/plan/v1"
+    assert modeline == f"# yaml-language-server: $schema={schema_file}\n"
+    before = files.read_plan("plan.yaml")
+    Path("plan.yaml").write_text(modeline + Path("plan.yaml").read_text())
+    assert files.read_plan("plan.yaml") == before
+    assert call(capsys, "check").code == 0
+    assert "unknown `--draft 4`" in call(capsys, "schema", "plan", "--draft", "4").error
+
+
 def test_version_names_what_the_numbers_depend_on(capsys: Capsys) -> None:
     """This package, python and torch, on one line."""
     done = call(capsys, "--version")
@@ -821,15 +860,16 @@ OPTIONS = {
     "profile-links": "--output --device --format --quiet",
     "profile": "--output --batch-sizes --batch --repeat --time-budget --device --optimizer --set --input --format",
     "solve": "--devices --mem --batch --micro-batches --recompute --link --reserve --calibration --balance",
-    "emit": "--output --profile --standalone --force --quiet",
+    "emit": "--output --profile --launch --nodes --smaller --standalone --force --quiet",
     "verify": "--profile --steps --tolerance-time --tolerance-memory --calibration --format --quiet",
     "check": "--mem --device --headroom --against --strict --profile --format --quiet",
     "explain": "--format",
     "compare": "--format",
     "sweep": "--devices --mem --batch --schedule --recompute --link --headroom --time-limit --output --format",
     "show": "--plan --profile --run --html --svg --trace --format",
+    "explore": "--output --profile --quiet --debug",
     "export": "CHECKPOINT --output --quiet --debug",
-    "schema": "profile|plan|balance|run|links|calibration|partial",
+    "schema": "profile|plan|balance|run|links|calibration|partial --draft",
 }
 
 
@@ -949,7 +989,7 @@ def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen
     assert (profiling.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert "bug" not in err
-    assert err.endswith("wrote profile.yaml.partial: the same command goes on from there\n")
+    assert err.endswith("wrote profile.yaml.partial: the same command goes on from there\ninterrupted\n")
     assert visible(empty) == {"model.py", "profile.yaml.partial", ".cache"}
     assert files.read_partial("profile.yaml.partial").measurements
 
@@ -963,10 +1003,10 @@ def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch
     command_line = ("profile", "model.py", *FAST)
     for options, told in (((), "note: going on from profile.yaml.partial"), (("--optimizer", "sgd"), "starting over")):
         with monkeypatch.context() as patch:
-            patch.setattr("planner.profile.backends.measured.measure_times", interrupted)
+            patch.setattr(import_module("planner.profile.backends.measured"), "measure_times", interrupted)
             stopped = call(capsys, *command_line)
         assert (stopped.code, visible(empty)) == (130, {"model.py", "profile.yaml.partial"})
-        assert stopped.err.endswith("wrote profile.yaml.partial: the same command goes on from there\n")
+        assert stopped.err.endswith("wrote profile.yaml.partial: the same command goes on from there\ninterrupted\n")
         assert "profile.yaml.partial is an unfinished profile" in call(capsys, "show", "profile.yaml.partial").error
         done = call(capsys, *command_line, *options)
         assert (done.code, visible(empty)) == (0, {"model.py", "profile.yaml"})

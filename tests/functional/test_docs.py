@@ -1,19 +1,25 @@
 """Every command that README and guides show is run, in the order of the page, on small models."""
 
+import contextlib
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
+from planner import files
+from planner.cli import main
 from planner.cli.main import app_for
-from tests.support.cli import EXAMPLE, HEAD, LOSS, environment
+from planner.core.values.profile import Model
+from tests.support.cli import EXAMPLE, HEAD, LOSS, MODEL, environment
 from tests.support.docs import ROOT, blocks, lines, quick
+from tests.support.profiles import profile_of
 from tests.support.ranks import run_ranks
 
 PAGES = {
@@ -21,6 +27,7 @@ PAGES = {
     "guide": "docs/guide.md",
     "engines": "docs/engines.md",
     "training": "docs/training.md",
+    "clusters": "docs/clusters.md",
     "tpu": "docs/tpu.md",
 }
 NOT_RUN = re.compile(r"make |pip install ")
@@ -76,6 +83,12 @@ def prepare(page: str, folder: Path) -> None:
         for balance, output in (("2,3", "."), ("1,2,2", "three")):
             run(f"gpipe-plan solve --devices 3 --mem 8GB --batch 8 --balance {balance}", folder)
             run(f"gpipe-plan emit -o {output}", folder)
+    if page == "clusters":
+        (folder / "model.py").write_text(MODEL)
+        by_hand = profile_of([1e4] * 5, [2e4] * 5, size=2)
+        layers = tuple(replace(layer, name=str(n)) for n, layer in enumerate(by_hand.layers))
+        by_hand = replace(by_hand, layers=layers, model=Model(source="model.py:build_model"), optimizer="adamw")
+        files.write(str(folder / "profile.yaml"), by_hand)
     if page == "tpu":
         layers = "*(nn.Linear(8, 8) for _ in range(8)), nn.Linear(8, 4)"  # one for each of eight cores
         (folder / "model.py").write_text(
@@ -90,6 +103,9 @@ def prepare(page: str, folder: Path) -> None:
 
 def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """One command as a shell would run it; but for the README's, ranks are started without torchrun, in less time."""
+    if folder.parent.name == "clusters" and line.startswith("gpipe-plan "):
+        with contextlib.chdir(folder):  # in this process: the page is about files, and begins no torch
+            return subprocess.CompletedProcess(line, main.run(shlex.split(line)[1:]), "", "")
     env = environment(
         PATH=f"{Path(sys.executable).parent}:{environment()['PATH']}",
         PYTHONPATH=f"{folder}:{ROOT}",
@@ -125,8 +141,8 @@ def test_every_command_ends_as_the_page_says(page: str, tmp_path: Path) -> None:
 def test_every_option_that_is_mentioned_exists() -> None:
     """In some command of ours, or in an emitted script."""
     others = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
-    others |= {"--rdzv-conf"}
-    others |= {"--pipeline-model-parallel-layout"}
+    others |= {"--rdzv-conf", "--env", "--signal", "--requeue"}
+    others |= {"--pipeline-model-parallel-layout", "--mtp-num-layers"}
     group = get_command(app_for(["--help"]))
     options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
     scripts = ("script.py", "jax/training.py")

@@ -12,6 +12,9 @@ from planner.core.values.profile import Model, Profile
 from planner.emit import ENGINES
 from tests.support.chains import chain, layer
 from tests.support.cli import Ran, call
+from tests.support.docs import blocks
+from tests.support.ranks import run_ranks
+from tests.support.training import Case, write_balance
 
 Capsys = pytest.CaptureFixture[str]
 DOCS = Path(__file__).parents[2] / "docs"
@@ -163,4 +166,32 @@ def test_the_page_names_every_format_and_file(here: Path, capsys: Capsys) -> Non
         compile(block, "engines.md", "exec")
         for module, names in re.findall(r"from (plan_\w+) import (.*)", block):
             defined = Path(f"{module}.py").read_text()
-            assert all(re.search(rf"(?m)^(class )?{name}\b", defined) for name in names.split(", ")), module
+            assert all(re.search(rf"(?m)^(class |def )?{name}\b", defined) for name in names.split(", ")), module
+
+
+MODEL = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+dataset = [{"input_ids": words, "labels": words} for words in (torch.arange(16)[:, None] + torch.arange(8)) % 32]
+
+def build_model():
+    sizes = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+def example_batch(size):
+    words = torch.randint(32, (size, 8))
+    return {"input_ids": words, "labels": words}, None
+"""
+
+
+@pytest.mark.slow
+def test_the_loop_with_parts_of_transformers_trains(tmp_path: Path) -> None:
+    """Where the page says why its Trainer does not: as it stands there, on two stages."""
+    pytest.importorskip("transformers")
+    (loop,) = (block for block in blocks("docs/engines.md", "python") if "get_scheduler" in block)
+    (tmp_path / "train.py").write_text(loop)
+    (tmp_path / "model.py").write_text(MODEL)
+    write_balance(Case(model=tmp_path / "model.py", balance=(3, 4), schedule="1f1b"), tmp_path / "balance.yaml")
+    said = run_ranks(2, ["train.py", "--steps", "4"], tmp_path)
+    assert [int(step) for step in re.findall(r"(?m)^step (\d+): loss \d", said)] == [0, 1, 2, 3]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import write_script
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance
 
@@ -59,6 +60,26 @@ pipeline.close()
 dist.destroy_process_group()
 """
 
+GROUP = """
+import os
+import threading
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+
+import train
+
+thread = threading.Thread(target=train.main)
+thread.start()
+thread.join()
+assert dist.get_world_size() == 2
+dist.destroy_process_group()
+"""
+"""As Ray Train does it: the group is made, and left, by somebody else; the script runs in a thread."""
+
 
 @pytest.mark.parametrize(
     "case",
@@ -83,3 +104,15 @@ def test_the_loss_is_known_on_every_rank(tmp_path: Path, case: Case) -> None:
     assert rates[-1] < rates[0]
     assert 0 < evaluated[2]["absolute"] < evaluated[2]["largest"]
     assert samples == case.batch
+
+
+def test_a_process_group_that_is_there_is_taken(tmp_path: Path) -> None:
+    """The same losses to the bit, and the group is left to who made it; ranks are those of the group."""
+    write_script(Case(model=MISCHIEF, balance=(2, 3), batch=8, micro_batches=4), tmp_path)
+    (tmp_path / "group.py").write_text(GROUP)
+    for script in ("train.py", "group.py"):
+        run_ranks(
+            2, (script, "--steps", "3", "--checkpoint", f"{script}.saved", "--report", f"{script}.json"), tmp_path
+        )
+    plain, within = (json.loads((tmp_path / f"{name}.py.json").read_text())["losses"] for name in ("train", "group"))
+    assert within == plain

@@ -75,7 +75,6 @@ def test_the_command_says_what_it_costs(here: Path, capsys: pytest.CaptureFixtur
         ({"batch": 6}, "`mine.csv` is for 4 micro-batches, into which a batch of 6 cannot be split"),
         ({"micro_batches": 2}, "`--micro-batches 2`: `mine.csv` has 4"),
         ({"chunks": 1}, "`--chunks 1`: each device of `mine.csv` has 2"),
-        ({"recompute": "layers"}, "under the GPipe schedule only"),
         ({"solver": "milp"}, "for the GPipe schedule only"),
         ({"balance": (4, 4)}, "2 stages were given, `mine.csv` is for 4"),
     ],

@@ -1,4 +1,4 @@
-"""The pictures and figures of docs/schedules.md are those that the script gives today."""
+"""The pictures of README and docs/schedules.md, and its figures, are those that the scripts give today."""
 
 import runpy
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_the_pictures_are_of_today(drawn: tuple[dict[str, str], str]) -> None:
     """`make pictures` would change none of them."""
     pictures, _ = drawn
     folder = ROOT / "docs" / "pictures"
-    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == pictures
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")} == pictures
 
 
 def test_the_page_shows_every_picture_and_their_figures(drawn: tuple[dict[str, str], str]) -> None:
@@ -35,3 +35,13 @@ def test_the_page_shows_every_picture_and_their_figures(drawn: tuple[dict[str, s
     page = PAGE.read_text(encoding="utf-8")
     assert all(page.count(f"(pictures/{name})") == 1 for name in pictures)
     assert table in page
+
+
+def test_the_pictures_of_the_readme_are_of_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands in the terminal answer as it shows, badges say what pyproject.toml does; all are in the README."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    pictures = runpy.run_path(str(ROOT / "scripts" / "readme_pictures.py"))["pictures"](tmp_path)
+    folder, readme = ROOT / "docs" / "pictures" / "readme", (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")} == pictures
+    assert all(readme.count(f"(docs/pictures/readme/{path.name})") == 1 for path in folder.iterdir())
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -57,6 +57,14 @@ def test_the_report_has_everything(folder: Path) -> None:
     assert all(boundary.forward_us > 0 < boundary.backward_us for boundary in report.boundaries)
 
 
+def test_the_script_is_told_every_step_on_the_first_rank(folder: Path) -> None:
+    """And on no other: with the loss that the report has, and the samples of the whole mini-batch."""
+    report = read_run(str(folder / "run.json"))
+    (told,) = folder.glob("steps_*.txt")
+    assert told.name == "steps_0.txt"
+    assert told.read_text().splitlines() == [f"{n} {loss} {report.batch}" for n, loss in enumerate(report.losses)]
+
+
 def test_the_trace_has_every_forward_and_backward(folder: Path) -> None:
     """Once per rank, step and micro-batch; the last micro-batch is not recomputed."""
     found = defaultdict(list)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_an_interrupted_profile_goes_on(here: Path, monkeypatch: pytest.MonkeyPa
     write_model(here)
     notes: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr("planner.profile.backends.measured.measure_times", interrupted)
+        patch.setattr(import_module("planner.profile.backends.measured"), "measure_times", interrupted)
         with pytest.raises(KeyboardInterrupt):
             planner.profile("model.py", repeat=2, batch_sizes=1, output="profile.yaml")
     assert files.read_partial("profile.yaml.partial").measurements
@@ -188,7 +189,8 @@ def a_plan_for_every_engine(folder: Path) -> None:
     of_gate = gate.profile()
     layers = tuple(replace(layer, name=name) for layer, name in zip(of_gate.layers, names, strict=True))
     files.write("profile.yaml", replace(of_gate, layers=layers, model=Model(source="model.py:build_model")))
-    planner.solve("profile.yaml", devices=2, mem="8GB", recompute="never", schedule="gpipe", output="plan.yaml")
+    asked = {"devices": 2, "mem": "8GB", "recompute": "never", "schedule": "gpipe", "batch": 2}
+    planner.solve("profile.yaml", output="plan.yaml", **asked)
 
 
 @pytest.mark.parametrize("engine", ["native", "jax", "standalone", "csv", *ENGINES])

@@ -20,11 +20,45 @@ from tests.support.cli import environment, spawn
 
 HEAVY = ("torch", "fvcore", "networkx", "pulp")
 
+FACES = ("planner.emit", "planner.show.html", "planner.show.svg", "planner.show.trace")
+HELP = (
+    "numpy",
+    "yaml",
+    "pydantic",
+    "rich",
+    "planner.files",
+    "planner.show",
+    "planner.solve",
+    "planner.core.cost",
+    *FACES,
+)
+UNUSED = {
+    ("--version",): (*HELP, "planner.api.options"),
+    ("--help",): HELP,
+    ("check", "--help"): HELP,
+    ("solve", "--help"): HELP,
+    # What pydantic brings beside its core takes longer than the check itself.
+    ("check",): (
+        *(*FACES, "planner.show.gate", "planner.show.terminal.tables", "rich.table"),
+        *("planner.solve.simulated", "planner.solve.explain", "planner.solve.insight", "planner.solve.layer_times"),
+        *("planner.api.options.solving", "planner.core.judge.difference", "planner.core.values.run_report"),
+        *("planner.core.values.balance", "planner.core.values.links", "planner.core.values.partial"),
+        *("pydantic.main", "numpy.random", "statistics"),
+    ),
+    ("show",): (*FACES[1:], "planner.show.gate", "pydantic.main"),
+}
+"""What a command does without, and does not wait for."""
+
 _PROBE = """
-import json, sys
+import gc, json, os, sys
+before = gc.get_threshold(), dict(os.environ)
 from planner.cli.main import run
 code = run(sys.argv[1:])
-print(json.dumps({"code": code, "modules": sorted(sys.modules)}), file=sys.stderr)
+left = before == (gc.get_threshold(), dict(os.environ))
+tasks = "/proc/self/task"
+threads = len(os.listdir(tasks)) if os.path.isdir(tasks) else 1
+told = {"code": code, "modules": sorted(sys.modules), "left": left, "threads": threads}
+print(json.dumps(told), file=sys.stderr)
 """
 
 
@@ -79,6 +113,7 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
         ("show",),
         ("show", "profile.yaml"),
         ("show", "--html", "report.html", "--svg", "step.svg", "--trace", "step.json"),
+        ("explore",),
         ("schema", "plan"),
         ("verify", "--steps", "2"),
         ("profile", "model.py", "--format", "xml"),
@@ -91,6 +126,15 @@ def test_torch_is_not_imported(here: Path, arguments: tuple[str, ...]) -> None:
     assert told["code"] == (2 if "xml" in arguments or "verify" in arguments else 0)
     assert "planner.cli.main" in told["modules"]
     assert [name for name in HEAVY if name in told["modules"]] == []
+
+
+@pytest.mark.parametrize("arguments", UNUSED, ids=" ".join)
+def test_what_is_not_used_is_not_imported(here: Path, arguments: tuple[str, ...]) -> None:
+    """A command waits for its own modules alone, and for no threads; the process is left as it was."""
+    told = probe(here, *arguments)
+    assert [name for name in UNUSED[arguments] if name in told["modules"]] == []
+    assert told["threads"] == 1
+    assert told["left"]
 
 
 def test_the_probe_sees_torch_where_it_is_imported(here: Path) -> None:

@@ -162,8 +162,8 @@ def test_what_is_renamed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_action_runs_nothing_of_the_checkout(tmp_path: Path) -> None:
     """A pip.py, a typer.py or a sitecustomize.py in a pull request is not imported by the step that installs."""
     action = (Path(__file__).parents[2] / "action.yml").read_text()
-    lines = re.findall(r"^\s*(python\S* .*-m pip) ", action, re.MULTILINE)
-    assert len(lines) == 2
+    lines = re.findall(r"^\s*(?:run: )?(python\S* .*-m pip) ", action, re.MULTILINE)
+    assert len(lines) == action.count("pip install") == 1
     for name in ("pip.py", "sitecustomize.py", "numpy.py"):
         (tmp_path / name).write_text("open('mark', 'w')\n")
     for line in lines:

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from planner.bridge import extra
+from planner.core import extras
 from planner.core.values.devices import accelerator
 from planner.executor.jax import training
 from planner.executor.jax.training import JaxArguments
@@ -205,7 +205,7 @@ def test_without_the_extra_profile_says_what_to_install(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2, one error, and the command."""
-    monkeypatch.setattr(extra.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(extras, "find_spec", lambda _: None)
     refused = call(capsys, "profile", "model.py", "--device", "tpu:v2")
     assert refused.code == 2
     assert "not installed" in refused.error

@@ -1,6 +1,7 @@
 """`verify` runs a plan and says whether it is as predicted."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import pytest
 import planner
 from planner import files
 from planner.api import trial
+from planner.core.cost.costs import costs_at
+from planner.core.cost.planning import cluster_of
 from planner.core.errors import MeasurementError, UsageError
+from planner.emit import decisions_digest
 from tests.support.cli import FAST, call, no_calibration, write_model
+from tests.support.runs import report_of, slower
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -77,6 +82,46 @@ def test_what_torchrun_says_of_other_failures() -> None:
     said = "W1 torch\nTraceback (most recent call last):\n  File\nRuntimeError: out of cheese\n\nChildFailedError: x\n"
     assert "here: RuntimeError: out of cheese" in trial._failure(said, 1).message
     assert "exit code 7" in trial._failure("", 7).message
+
+
+def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch and with nothing started: the same answers and exit codes, and what plans with it."""
+    monkeypatch.setattr("planner.api.verifying.check_installed", lambda _: pytest.fail("needs torch"))
+    plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
+    machine = cluster_of(plan.inputs)
+    costs = costs_at(profile, plan.micro_batch_size)
+    run = replace(report_of(plan, costs, machine), plan_digest=decisions_digest(plan))
+    files.write("run.json", run)
+    words = ("verify", "plans/plan.yaml", "--run", "run.json")
+    as_planned = call(capsys, *words)
+    assert (as_planned.code, "as predicted (step" in as_planned.out) == (0, True), as_planned.err
+    assert "next: " not in as_planned.err
+
+    slow = report_of(plan, costs, slower(machine, compute=1.5, overhead_us=0.0, link=1.0))
+    files.write("run.json", replace(slow, plan_digest=run.plan_digest))
+    not_as_planned = call(capsys, *words, "--format", "json")
+    assert not_as_planned.code == 1
+    again = json.loads(not_as_planned.out)["again"]
+    assert f"next: {again}\n" in not_as_planned.err
+    assert again.endswith("--calibration calibration.yaml -o plans/plan.yaml")
+    assert call(capsys, *shlex.split(again)[1:]).code == 0
+    assert files.read_plan("plans/plan.yaml").inputs.compute == pytest.approx(1.5, rel=1e-3)
+    assert planner.verify(plan, profile=profile, run=run).again == ""
+
+    batch = plan.inputs.batch
+    rates = tuple(3 * batch / time * 1e6 for time in run.step_us)
+    files.write("plans/plan.yaml", plan)
+    for of, more, said in (
+        (replace(run, plan_digest="sha256:other"), (), "run.json is of another plan than plans/plan.yaml"),
+        (replace(run, device=replace(run.device, kind="cuda")), (), "run.json was made on cuda, the plan is for cpu"),
+        (replace(run, samples_per_s=rates), (), f"a step of run.json had {3 * batch} samples, the plan's has {batch}"),
+        (replace(run, step_us=run.step_us[:2]), (), "2 steps are all warm-up"),
+        (run, ("--steps", "5"), "`--steps 5` says how long to run the plan, `--run` that it was run"),
+        (run, ("--calibration", "run.json"), "would overwrite run.json, which is read"),
+    ):
+        files.write("run.json", of)
+        refused = call(capsys, *words, *more)
+        assert (refused.code, said in refused.err) == (2, True), refused.err
 
 
 def test_options_are_checked_before_anything_runs(here: Path, capsys: Capsys) -> None:

@@ -24,6 +24,7 @@ from tests.support.house import (
     modules,
     named_files,
     names,
+    private_torch,
 )
 
 LONG_FILES: set[str] = set()
@@ -39,6 +40,18 @@ MANY_ARGUMENTS = {
 
 SCHEDULES_BY_NAME: set[str] = set()
 
+PRIVATE_TORCH = {
+    # The store of a process group that somebody else has made; nothing public tells of it.
+    "torch.distributed.distributed_c10d._get_default_store",
+    "torch._C",  # where a tensor lies, without parting it from its lazy clones
+    "torch._amp_foreach_non_finite_check_and_unscale_",
+    "torch._lazy_clone",
+    "torch._subclasses",
+    "torch.utils._python_dispatch",
+    "torch.utils._pytree",
+}
+"""What the executor cannot do without, by a name that the next release need not have."""
+
 VAGUE_NAMES: dict[str, int] = {}
 """Rooms and the share of their names in percent, rounded up; elsewhere it is less than one."""
 
@@ -46,7 +59,7 @@ DOCSTRINGS_WITHOUT_SUBJECT: dict[str, int] = {}
 """Rooms and the share of their docstrings, in the same way."""
 
 
-USERS_FILES = re.compile(r"(path/to/)?model\.py|train(_jax)?\.py|plan_\w+\.py|pip\.py")
+USERS_FILES = re.compile(r"(path/to/)?model\.py|train(_jax|_ray)?\.py|plan_\w+\.py|pip\.py")
 """Python files of which the documents speak that are not ours: users', and what `emit` writes."""
 
 RECIPES = {
@@ -97,6 +110,12 @@ def test_only_the_schedules_know_their_names() -> None:
     elsewhere = [module for module in modules() if not module.path.startswith("planner/core/schedule/")]
     words = ("gpipe", "1f1b", "interleaved")
     assert {module.path for module in elsewhere if compared_words(module, words)} == SCHEDULES_BY_NAME
+
+
+def test_the_executor_uses_public_names_of_torch() -> None:
+    """They outlive releases."""
+    executor = (module for module in modules() if module.room == "executor")
+    assert set().union(*map(private_torch, executor)) == PRIVATE_TORCH
 
 
 def test_names_say_the_thing() -> None:

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-PINS = Path(__file__).parents[2] / "constraints.txt"
+ROOT = Path(__file__).parents[2]
+PINS = ROOT / "constraints.txt"
 
 
 def test_torchvision_is_the_one_for_torch() -> None:
@@ -11,3 +12,15 @@ def test_torchvision_is_the_one_for_torch() -> None:
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", PINS.read_text(encoding="utf-8"), re.MULTILINE))
     torch, vision = (tuple(map(int, pins[name].split(".")[:2])) for name in ("torch", "torchvision"))
     assert vision == (0, torch[1] + 15)
+
+
+def test_the_ends_of_the_range_of_torch_are_tried() -> None:
+    """By the workflow, and between them the release that is pinned."""
+    declared = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    tried = re.search(r"torch: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    pinned = re.search(r"^torch==2\.(\d+)", PINS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert declared
+    assert tried
+    assert pinned
+    lowest, end, pin = (int(number) for number in (*declared.groups(), pinned[1]))
+    assert [int(minor) for minor in re.findall(r"2\.(\d+)\.\d+", tried[1])] == [lowest, pin, end - 1]

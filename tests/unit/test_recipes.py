@@ -8,7 +8,8 @@ from planner.core.judge.verdict import judge
 from planner.core.schedule import SCHEDULES, Action, Schedule, programs
 from planner.core.values.profile import Model
 from planner.emit import emit_native
-from planner.show import Style, plan_text
+from planner.show.terminal.plan import plan_text
+from planner.show.terminal.style import Style
 from planner.solve import Request, solve
 from tests.support.profiles import inputs_of, profile_of
 

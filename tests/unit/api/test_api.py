@@ -65,7 +65,7 @@ def command_options(verb: str) -> dict[str, Any]:
     return {name: default for name, default in found.items() if name not in PRINTING}
 
 
-@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "verify", "compare", "sweep"])
+@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "explore", "verify", "compare", "sweep"])
 def test_functions_have_the_options_of_their_commands(verb: str) -> None:
     """The same names; the same defaults, but that nothing is written unless a file is named."""
     parameters = inspect.signature(getattr(api, verb)).parameters
@@ -100,7 +100,7 @@ def test_a_standalone_script_can_be_emitted(here: Path) -> None:
     assert [path.name for path in Path("alone").iterdir()] == ["train.py"]
 
 
-@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "verify", "sweep"])
+@pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "explore", "verify", "sweep"])
 def test_an_unknown_keyword_is_refused_by_name(verb: str) -> None:
     """Before anything is read."""
     with pytest.raises(TypeError, match="devcies"):

@@ -1,0 +1,78 @@
+"""`explore`: the plan as a page with handles, on which cuts, M, schedule and caps can be moved."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from planner import files
+from planner.api.keywords import on_plan
+from planner.api.options.exploring import ExploreOptions
+from planner.api.reading import NOWHERE, fresh_verdict, path_of, plan_of, profile_for
+from planner.api.texts import File
+from planner.core.judge.question import solve_options
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+
+_ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
+"""Options that the page says by itself, or tells of as a caveat."""
+
+
+@on_plan(ExploreOptions)
+def explore(plan: File | Plan, options: ExploreOptions) -> str:
+    """The plan as one HTML page with handles: what other cuts, M, schedules or caps would give, at once.
+
+    Args:
+        plan: A plan, or its file.
+        options: What is asked.
+
+    Raises:
+        StaleError: The plan was made from another profile.
+        UsageError: The plan is none: layers lost, an empty stage.
+        FileError: A file cannot be read, or the page not written.
+    """
+    from planner.show.explore import Question, explore_html  # noqa: PLC0415 - numpy only where a page is made
+    from planner.solve.cases import micro_batch_counts  # noqa: PLC0415
+    from planner.solve.request import Request  # noqa: PLC0415
+
+    read, place = plan_of(plan)
+    source, output = profile_for(read, place, options.profile), path_of(options.output)
+    if output is not None:
+        files.check_outputs({"--output": output}, (source.path, place))
+        files.check_writable(output)
+    profile = source.profile
+    now = fresh_verdict(read, profile, place).plan or read
+    counts = micro_batch_counts(profile, Request(inputs=now.inputs), replicas=now.replicas, required=False)
+    page = explore_html(
+        Question(
+            plan=now,
+            profile=profile,
+            micro_batches=tuple(sorted({*counts, now.micro_batches})),
+            command=tuple(solve_words(now, profile)),
+            place="plan.yaml" if place == NOWHERE else place,
+            caveats=tuple(caveats(now)),
+            may_recompute=profile.proof is None or not profile.proof.differs_recomputed,
+        )
+    )
+    if output is not None:
+        files.write_text(output, page)
+    return page
+
+
+def solve_words(plan: Plan, profile: Profile) -> Iterator[str]:
+    """The command that asks the plan's question, without what the page can change."""
+    inputs = replace(plan.inputs, replicas=plan.replicas)
+    yield f"gpipe-plan solve {inputs.profile.path}"
+    yield from solve_options(inputs, profile.device, without=_ON_THE_PAGE)
+
+
+def caveats(plan: Plan) -> Iterator[str]:
+    """What the command cannot say, in sentences."""
+    inputs = plan.inputs
+    if inputs.links:
+        yield "The plan's links were measured one by one: give their file with `--links`."
+    if inputs.recompute == "layers":
+        yield "`solve --recompute layers`, as the plan was asked for, recomputes single layers: it may be faster."
+    if inputs.compute != 1.0:
+        yield "The plan was made with a calibration: give its file with `--calibration`."
+    if any(stage.device is not None for stage in plan.stages):
+        yield "The plan's devices stay in its order here; `solve` chooses one for itself."

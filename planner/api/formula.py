@@ -1,0 +1,172 @@
+"""`profile --from-formula`: a profile of a model that is not there yet, for a device that need not be there either.
+
+No torch is imported. The formulas are in `planner.core.cost.transformer`.
+"""
+
+from dataclasses import fields
+from typing import Any, Final
+
+from planner.api import texts
+from planner.api.option import keywords_of
+from planner.api.options.profiling import FormulaOptions, ProfileOptions
+from planner.core.cost.transformer import Pace, Transformer, Widths, transformer_profile
+from planner.core.errors import UsageError
+from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
+from planner.core.values.limits import LARGEST
+from planner.core.values.precision import Precision
+from planner.core.values.profile import Device, Profile
+from planner.core.values.rates import Rates, rates_of
+
+FORMULAS: Final = ("transformer",)
+
+_ESTIMATE: Final = "estimate:"
+_SHAPE_OPTIONS: Final = tuple(of.name for of in fields(FormulaOptions))
+_SHARED_OPTIONS: Final = ("output", "batch_sizes", "batch", "device", "optimizer", "dtype", "progress", "note", "warn")
+"""What a formula is asked with of the options that are not its own."""
+
+_STATES: Final = {"adamw": 2, "adam": 2, "momentum": 1, "rmsprop": 1, "sgd": 0}
+"""Numbers that optimizers keep for each parameter, in the parameter's precision."""
+
+_NEEDED: Final = {
+    "layers": ("layer", 10_000),
+    "hidden": ("channel", 2**20),
+    "heads": ("head", 2**16),
+    "sequence": ("token", 2**26),
+    "vocabulary": ("word", 2**26),
+}
+"""What has no default: what it counts, and more of it than anybody builds."""
+
+
+def profile_by_formula(options: ProfileOptions) -> Profile:
+    """The profile of a model of the shape that options tell.
+
+    Raises:
+        UsageError: An option is wrong, missing, or for models that are measured.
+    """
+    texts.choice("--from-formula", str(options.from_formula), FORMULAS)
+    _refuse(
+        options,
+        [k.name for k in keywords_of(ProfileOptions) if k.name not in (*_SHARED_OPTIONS, *_SHAPE_OPTIONS)],
+        "a model's file",
+    )
+    for name in _NEEDED:
+        if getattr(options, name) is None:
+            raise UsageError(f"`--from-formula {options.from_formula}` needs `{_spelled(name)}`", hint=_EXAMPLE)
+    precision = texts.precision(options.dtype)
+    half = precision not in ("", "fp32")
+    pace, device = _pace(options, half=half)
+    profile = transformer_profile(
+        _shape(options),
+        _widths(options, precision, half=half),
+        pace,
+        device=device,
+        dtype=precision or "float32",
+        optimizer=_optimizer(options),
+        micro_batch_sizes=texts.micro_batch_sizes(options.batch_sizes, options.batch),
+        # Optimizers of torch do; those that state their bytes are another engine's.
+        steps_at_once=options.state_bytes is None,
+    )
+    if max(max(each) for layer in profile.layers for each in (layer.saved_bytes, layer.forward_flops)) > LARGEST:
+        raise UsageError("a model of that shape is too large to compute with")
+    return profile
+
+
+def refuse_shapes(options: ProfileOptions) -> None:
+    """Raises `UsageError` where an option tells the shape of a model that is to be measured."""
+    _refuse(options, [name for name in _SHAPE_OPTIONS if name != "from_formula"], "`--from-formula`")
+
+
+_EXAMPLE: Final = "for example `--layers 32 --hidden 3072 --heads 24 --sequence 2048 --vocabulary 32000`"
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
+    """Refuses options that are not left at their default."""
+    defaults = {k.name: k for k in keywords_of(ProfileOptions)}
+    for name in names:
+        option, value = defaults[name].option, getattr(options, name)
+        if value and value != defaults[name].default:
+            spelled = option.forms if option is not None and option.forms else _spelled(name)
+            raise UsageError(f"`{spelled}` goes with {owner} alone", hint="see `gpipe-plan profile --help`")
+
+
+def _shape(options: ProfileOptions) -> Transformer:
+    sizes = {name: texts.number_of(_spelled(name), getattr(options, name), *of) for name, of in _NEEDED.items()}
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    split = texts.number_of("--tensor-parallel", options.tensor_parallel, "device", heads)
+    wide = 4 * hidden if options.feed_forward is None else options.feed_forward
+    texts.number_of("--feed-forward", wide, "channel", 2**22)
+    if hidden % heads or heads % split:
+        raise UsageError(
+            f"`--hidden {hidden} --heads {heads} --tensor-parallel {split}` do not divide",
+            hint="heads have equal widths, and devices equally many heads",
+        )
+    return Transformer(
+        **sizes,
+        feed_forward=wide,
+        tensor_parallel=split,
+        sequence_parallel=options.sequence_parallel,
+        keep_scores=options.keep_scores,
+        tied=options.tied,
+    )
+
+
+def _widths(options: ProfileOptions, precision: Precision, *, half: bool) -> Widths:
+    activation = 2 if half else 4
+    if options.state_bytes is not None:
+        state = _state_bytes(options.state_bytes)
+        return Widths(activation=activation, parameter=state[0], gradient=state[1], optimizer=state[2])
+    mixed = precision.endswith("-mixed")
+    width = 4 if mixed else activation
+    return Widths(
+        activation=activation,
+        parameter=width,
+        gradient=width,
+        optimizer=width * _STATES[_optimizer(options)],
+        cast=2 if mixed else 0,
+    )
+
+
+def _state_bytes(asked: Any) -> tuple[int, ...]:
+    numbers = texts.integers("--state-bytes", asked)
+    if len(numbers) != 3 or max(numbers) > 64:
+        raise UsageError(
+            f"`--state-bytes {asked}`: three numbers up to 64 are needed",
+            hint="of a parameter, its gradient, and the optimizer's state with master copies: `2,2,12`",
+        )
+    return numbers
+
+
+def _optimizer(options: ProfileOptions) -> str:
+    return texts.choice("--optimizer", options.optimizer or "adamw", tuple(_STATES))
+
+
+def _pace(options: ProfileOptions, *, half: bool) -> tuple[Pace, Device]:
+    """What the device gets done, and the device as the profile names it."""
+    rate = None if options.rate is None else texts.flops_per_s(options.rate)
+    if not options.device.startswith(_ESTIMATE):
+        if rate is None or options.device != "cpu":
+            raise UsageError(
+                f"a formula needs a device that is estimated, got `--device {options.device}`",
+                hint="`--device estimate:a100-80gb`, or what it sustains: `--rate 190TFLOP/s`",
+            )
+        return Pace(flops_per_s=rate), Device(kind="cuda", name=f"at {rate / 1e12:g} TFLOP/s", how="estimated")
+    absent = accelerator(options.device.removeprefix(_ESTIMATE))
+    rates: Rates = rates_of(absent.name)
+    if rate is None:
+        rate = rates.half_flops_per_s if half else rates.float32_flops_per_s
+        options.note(
+            f"times are those at the peak of the data sheet, {rate / 1e12:g} TFLOP/s, which no model reaches: "
+            "`--rate` takes what yours was seen to sustain"
+        )
+    device = Device(
+        kind=absent.name if absent.name.startswith("tpu") else "cuda",
+        name=rates.full_name,
+        memory_bytes=absent.memory_bytes,
+        reserve_bytes=ASSUMED_RESERVE_BYTES,
+        how="estimated",
+    )
+    return Pace(flops_per_s=rate, bytes_per_s=rates.bytes_per_s), device

@@ -1,0 +1,202 @@
+"""What `gpipe-plan show` reads, draws and writes; `planner.cli.show` has the options."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from planner import files
+from planner.api.reading import profile_for
+from planner.cli.console import Console, style_for_stdout
+from planner.cli.options import check_format
+from planner.cli.plans import events_of, step_of_plan
+from planner.core.errors import StaleError, UsageError
+from planner.core.judge.certainty import certainty_of
+from planner.core.judge.figures import claimed_of
+from planner.core.judge.verdict import judge
+from planner.core.schedule import schedule_of
+from planner.core.values.balance import Balance
+from planner.core.values.calibration import Calibration
+from planner.core.values.links import Links
+from planner.core.values.partial import Partial
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+from planner.core.values.run_report import RunReport
+from planner.emit import decisions_digest
+from planner.show.terminal.links import links_text
+from planner.show.terminal.plan import plan_text
+from planner.show.terminal.profile import profile_text
+from planner.show.terminal.run import comparison_text, run_text
+
+_Shown = Profile | Plan | RunReport | Links
+
+
+def draw(
+    file: str,
+    plan: str | None,
+    profile: str | None,
+    run: str | None,
+    *,
+    outputs: Mapping[str, str | None],
+    format_: str,
+    quiet: bool,
+) -> None:
+    """Prints a file, and writes what is asked for of it.
+
+    Args:
+        file: A profile, a plan, links or a run report.
+        plan: For a run report, its plan.
+        profile: The plan's profile.
+        run: For a plan, a report of a run under it.
+        outputs: By option, the file to write.
+        format_: How to print it.
+        quiet: Whether to leave out notes.
+
+    Raises:
+        UsageError: The file is none of these, or has nothing to draw.
+        FileError: A file cannot be read or written.
+    """
+    console = Console(quiet=quiet)
+    as_json = check_format(format_)
+    value = files.read(file)
+    to_stdout = [option for option, path in outputs.items() if path == "-"]
+    if len(to_stdout) > 1 or (to_stdout and as_json):
+        taken = " and ".join([*to_stdout, *(["--format json"] if as_json else [])])
+        raise UsageError(f"{taken} all go to standard output", hint="name a file")
+    if isinstance(value, (Balance, Calibration, Partial)):
+        raise _refusal(value, file)
+    if run is not None and not isinstance(value, Plan):
+        raise UsageError(f"`--run` goes with a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
+    wanted = {option: path for option, path in outputs.items() if path is not None}
+    also_read = (files.profile_path(value, file, profile) if isinstance(value, Plan) else profile, plan, run, file)
+    files.check_outputs(wanted, also_read)
+    for path in wanted.values():
+        files.check_writable(path)
+    shown, report = _plan_and_report(value, file, plan, run, console=console)
+    if isinstance(value, Plan) and (wanted or not as_json):
+        shown = _as_profiled(value, file, profile_for(value, file, profile).profile, console)
+    text = files.json_text(value) if as_json else _text(value, shown, report, file=file, profile=profile)
+    drawn = _drawn(value, shown, report, wanted, place=plan or file, profile=profile, console=console)
+    for option, path in wanted.items():
+        files.write_text(path, drawn[option])
+    if not to_stdout:
+        console.result(text)
+    for path in wanted.values():
+        if path != "-":
+            console.note(f"wrote {path}")
+
+
+def _refusal(value: Balance | Calibration | Partial, file: str) -> UsageError:
+    if isinstance(value, Balance):
+        return UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
+    if isinstance(value, Calibration):
+        return UsageError(f"{file} is a calibration", hint=f"plan with it: `gpipe-plan solve --calibration {file}`")
+    return UsageError(f"{file} is an unfinished profile", hint="finish it: run the same `gpipe-plan profile` again")
+
+
+def _plan_and_report(
+    value: _Shown, file: str, plan: str | None, run: str | None, *, console: Console
+) -> tuple[Plan | None, RunReport | None]:
+    """The plan that is shown or was run, and the report that is shown or set beside it."""
+    if isinstance(value, RunReport):
+        return _plan_of(value, file, plan, console), value
+    if not isinstance(value, Plan):
+        return None, None
+    report = files.read_run(run) if run is not None else None
+    if report is not None and decisions_digest(value) != report.plan_digest:
+        console.warning(f"{run} is of another plan than {file}: nothing to compare with")
+        report = None
+    return value, report
+
+
+def _text(value: _Shown, plan: Plan | None, report: RunReport | None, *, file: str, profile: str | None) -> str:
+    style = style_for_stdout()
+    if isinstance(value, Profile):
+        return profile_text(value, style)
+    if isinstance(value, Links):
+        return links_text(value, style)
+    if isinstance(value, RunReport):
+        return run_text(value, plan, style)
+    assert plan is not None
+    source = profile_for(value, file, profile).profile
+    certainty = certainty_of(plan, source)
+    text = plan_text(plan, events_of(plan, source), style, step=step_of_plan(plan, source), certainty=certainty)
+    return text if report is None else f"{text}\n\n{comparison_text(plan, report, style)}"
+
+
+def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> Plan:
+    """The plan as its profile gives it, after a warning for each thing in which it contradicts it.
+
+    Raises:
+        StaleError: It cuts other layers than the profile has: there is nothing to show.
+    """
+    verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
+    if claimed_of(plan, verdict) is not None:
+        from planner.solve import certified  # of cuts that were given there is no certificate
+
+        verdict = certified(plan, verdict, profile)
+    contradictions = [
+        finding for finding in verdict.findings if finding.severity != "note" and finding.code[:3] == "GP2"
+    ]
+    if verdict.plan is None:
+        finding = contradictions[-1]
+        raise StaleError(finding.message, path=path, hint=finding.hint)
+    for finding in contradictions:
+        console.warning(f"{finding.code}: {finding.message}; shown is what the profile gives")
+    return replace(plan, stages=verdict.plan.stages, predicted=verdict.plan.predicted, solver=verdict.plan.solver)
+
+
+def _drawn(
+    value: _Shown,
+    plan: Plan | None,
+    report: RunReport | None,
+    wanted: Collection[str],
+    *,
+    place: str,
+    profile: str | None,
+    console: Console,
+) -> dict[str, str]:
+    """The text of every file that is wanted, by its option; the plan stands at `place`."""
+    if not wanted:
+        return {}
+    from planner.show.html import plan_html, profile_html, run_html
+    from planner.show.svg import timeline_svg
+    from planner.show.trace import trace_json
+
+    if isinstance(value, Links):
+        raise UsageError(f"`{next(iter(wanted))}` draws plans, profiles and run reports, not links")
+    pictures = [option for option in wanted if option != "--html"]
+    if plan is None:
+        if pictures:
+            what, hint = ("run report", "`--plan FILE`") if report else ("profile", "`gpipe-plan show plan.yaml`")
+            raise UsageError(f"`{pictures[0]}` needs a plan: a {what} alone has no timeline", hint=hint)
+        if isinstance(value, Profile):
+            return {"--html": profile_html(value)}
+        assert report is not None  # nothing else is without a plan
+        return {"--html": run_html(report)}
+    path = files.profile_path(plan, place, profile)
+    if report is not None and profile is None and not pictures and not Path(path).exists():
+        # A run report is worth showing without, as it is in the terminal.
+        console.warning(f"{path} is not there: the report has neither timeline nor layers")
+        return {"--html": plan_html(plan, None, None, report, digest=decisions_digest(plan))}
+    measured = files.read_profile(path)
+    if report is not None:
+        plan = _as_profiled(plan, place, measured, console)
+    step = step_of_plan(plan, measured)
+    title = f"{schedule_of(plan.schedule).title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
+    makers = {"--svg": timeline_svg, "--trace": trace_json}
+    drawn = {option: makers[option](step, title) for option in pictures}
+    if "--html" in wanted:
+        drawn["--html"] = plan_html(plan, measured, step, report, digest=decisions_digest(plan))
+    return drawn
+
+
+def _plan_of(report: RunReport, report_path: str, plan_path: str | None, console: Console) -> Plan | None:
+    """The plan that was run, to set its predictions beside what was measured."""
+    beside = Path(report_path).with_name("plan.yaml")
+    if plan_path is None and (report_path == "-" or not beside.exists()):
+        return None
+    plan = files.read_plan(plan_path or str(beside))
+    if decisions_digest(plan) != report.plan_digest:
+        console.warning(f"{plan_path or beside} is not the plan of this run: nothing to compare with")
+        return None
+    return plan

@@ -1,0 +1,30 @@
+"""`gpipe-plan explore`: a page with handles."""
+
+from dataclasses import replace
+
+from planner.api.option import values_of
+from planner.api.options.exploring import ExploreOptions
+from planner.cli.console import Console
+from planner.cli.options import Debug, Output, PlanFile, Quiet
+from planner.cli.records import with_options
+
+
+@with_options(ExploreOptions)
+def explore(
+    options: ExploreOptions,
+    plan: PlanFile = "plan.yaml",
+    output: Output = "explore.html",
+    *,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - read by main
+) -> None:
+    """Write the plan as a page on which cuts, micro-batches, schedule and caps can be moved; it needs no network."""
+    from planner import api
+
+    console = Console(quiet=quiet)
+    page = api.explore(plan, **values_of(replace(options, output=None if output == "-" else output)))
+    if output == "-":
+        console.result(page)
+    else:
+        console.result(output)
+        console.next(f"open {output} in a browser")

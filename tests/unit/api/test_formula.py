@@ -1,0 +1,104 @@
+"""`profile --from-formula`: a profile before there is code or a device, as a command and as a function."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import planner
+from planner import files
+from planner.core.errors import UsageError
+from planner.core.values.profile import Profile
+from tests.support.cli import call, environment
+
+SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 128, "vocabulary": 1000}
+TYPED = [text for name, value in SHAPE.items() for text in (f"--{name}", str(value))]
+
+
+def by_formula(**more: object) -> Profile:
+    """A small model."""
+    return planner.profile(**{"from_formula": "transformer", **SHAPE, **more})
+
+
+def test_no_torch_is_imported() -> None:
+    """Neither by the profile nor by the plan made of it."""
+    program = (
+        "import planner, sys; "
+        f"p = planner.profile(from_formula='transformer', rate='100TFLOP/s', **{SHAPE}); "
+        "planner.solve(p, devices=2, mem='8GB', batch=8, schedule='zb-h1'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+def test_the_command_writes_what_the_function_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Marked as estimated, for the device that is named, at its peak unless a rate is given; and it can be planned."""
+    path = tmp_path / "profile.yaml"
+    estimate = ["--from-formula", "transformer", *TYPED, "--device", "estimate:a100-80gb", "--dtype", "bf16-mixed"]
+    ran = call(capsys, "profile", *estimate, "-o", str(path))
+    assert ran.code == 0
+    assert "312 TFLOP/s" in ran.err
+    assert path.read_text().startswith("# Estimated by `gpipe-plan profile --from-formula transformer`")
+    asked = {"device": "estimate:a100-80gb", "dtype": "bf16-mixed"}
+    by_formula(**asked, output=tmp_path / "again.yaml")
+    assert path.read_text() == (tmp_path / "again.yaml").read_text()
+    written = files.read_profile(str(path))
+    assert (written.device.how, written.device.name) == ("estimated", "NVIDIA A100-SXM4-80GB")
+    assert written.micro_batch_sizes == (1, 2, 4, 8)
+    at_peak, half = by_formula(**asked).layers[1], by_formula(**asked, rate=156e12).layers[1]
+    assert half.forward_us[0] == pytest.approx(2 * at_peak.forward_us[0])
+    ran = call(capsys, "solve", str(path), "--devices", "2", "-o", str(tmp_path / "plan.yaml"))
+    assert ran.code == 0
+    assert "estimated, not measured" in ran.out + ran.err
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "expected"),
+    [
+        (None, "adamw", (4, 4, 8, 0, 4)),
+        ("bf16", "adamw", (2, 2, 4, 0, 2)),
+        ("bf16-mixed", "momentum", (4, 4, 4, 2, 2)),
+        ("fp32", "sgd", (4, 4, 0, 0, 4)),
+    ],
+)
+def test_precision_and_optimizer_say_how_many_bytes(
+    dtype: str | None, optimizer: str, expected: tuple[int, ...]
+) -> None:
+    """Of a parameter, its gradient, the optimizer's state and autocast's copy; and of an activation."""
+    layer = by_formula(rate=1e12, dtype=dtype, optimizer=optimizer, batch_sizes=1).layers[1]
+    parameters = 12 * 256**2 + 13 * 256
+    state = (layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_bytes, layer.cast_bytes)
+    assert state == tuple(width * parameters for width in expected[:4])
+    assert layer.output_bytes == (expected[4] * 128 * 256,)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "--device cpu"),
+        ({"device": "estimate:b200"}, "rates of `b200`"),
+        ({"rate": "190"}, "`190`"),
+        ({"rate": "190GB/s"}, "`GB/s`"),
+        ({"rate": 1e12, "heads": 3}, "do not divide"),
+        ({"rate": 1e12, "layers": None}, "needs `--layers`"),
+        ({"rate": 1e12, "layers": 0}, "`--layers 0`"),
+        ({"rate": 1e12, "hidden": 2**30}, "`--hidden 1073741824`"),
+        ({"rate": 1e12, "tensor_parallel": 8}, "at most 4 devices"),
+        ({"rate": 1e12, "state_bytes": "2,2"}, "`--state-bytes 2,2`"),
+        ({"rate": 1e12, "optimizer": "adafactor"}, "--optimizer adafactor"),
+        ({"rate": 1e12, "settings": {"width": 2}}, "`--set`"),
+        ({"rate": 1e12, "sequence": 2**26, "vocabulary": 2**26}, "too large"),
+        ({"from_formula": "perceptron"}, "--from-formula perceptron"),
+        ({"model": "model.py"}, "`model.py`"),
+        ({"from_formula": None, "model": "model.py"}, "`--layers`"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_wrong_shapes_are_refused_by_name(options: dict[str, object], told: str) -> None:
+    """Missing, impossible, too large, or an option of models that are measured."""
+    with pytest.raises(UsageError) as refused:
+        by_formula(**options)
+    assert told in refused.value.message

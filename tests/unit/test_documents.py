@@ -1,0 +1,88 @@
+"""The documents hold together: links lead somewhere, the site has every page, figures are those of their rows."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from tests.support.docs import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "sample_models").glob("*.md"))
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links into the page may end with: its headings, as GitHub and the site spell them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in plain}
+
+
+def leads_nowhere(page: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    return not target.exists() or (bool(anchor) and anchor not in anchors(target))
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    """To a file that exists, and to a heading in it."""
+    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", prose(page))]
+    ours = [(page, link) for page, link in links if "://" not in link]
+    assert len(ours) > 100
+    assert [(page.name, link) for page, link in ours if leads_nowhere(page, link)] == []
+
+
+def named(nav: Any) -> Iterator[str]:
+    """The pages in a navigation of mkdocs."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for part in nav.values() if isinstance(nav, dict) else nav:
+            yield from named(part)
+
+
+def test_the_site_has_every_page_once() -> None:
+    """A page that is not in its navigation is found by nobody."""
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(named(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def tables(page: str) -> list[dict[str, list[str]]]:
+    """The columns of every table in a page, by their headers."""
+    found = re.findall(r"(?:^\|.*\n)+", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    cells = [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in found]
+    return [{name: [row[n] for row in rows] for n, name in enumerate(header)} for header, _, *rows in cells]
+
+
+def test_figures_beside_other_planners_are_those_of_their_rows() -> None:
+    """In docs/comparison.md and, shorter, in the README."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    of = next(table for table in tables("measurements/solve.md") if "VGG-16" in table.get("chain", ()))
+    said = next(table for table in tables("comparison.md") if "planner" in table)
+    for planner, steps, misfits in zip(*said.values(), strict=True):
+        pairs = list(zip(of["caps"], of[planner], strict=True))
+        free = [float(step) for caps, step in pairs if caps == "none"]
+        tight = [step for caps, step in pairs if caps == "tight"]
+        assert steps == f"{min(free):.2f} to {max(free):.2f}"
+        assert misfits == f"{tight.count('OOM')} of {len(tight)}"
+        assert steps in readme
+        assert f"{len(tight) - tight.count('OOM')} of {len(tight)}" in readme
+
+
+def test_figures_of_the_executor_are_those_of_its_rows() -> None:
+    """Beside torch's own loops, in README and docs/comparison.md."""
+    columns = [table["ours / bare"] for table in tables("measurements/executor.md")]
+    ratios = [float(ratio) for column in columns for ratio in column if ratio]
+    compared = " ".join((DOCS / "comparison.md").read_text(encoding="utf-8").split())
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+    assert f"{median(ratios):.3f} in the median of {len(ratios)} settings, {spread}" in compared
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{median(ratios):.3f} of their steps in the median, {max(ratios):.3f} at most" in readme

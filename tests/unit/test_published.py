@@ -1,0 +1,53 @@
+"""Published runs on real accelerators beside predictions: what came true stays true.
+
+Figures are what was met (`docs/measurements/published.md` has every row), in percent and to a tenth of one, so that any
+change of the laws that moves them is seen.
+"""
+
+from itertools import islice
+
+import pytest
+
+from benchmarks import published_formulas as formulas
+from benchmarks import published_runs as runs
+from benchmarks.published_runs import Row
+
+
+def fitted(schedule: str) -> list[Row]:
+    """Steps of the 1.5B model under a schedule, computing taken from 1F1B with the smallest M."""
+    rows = list(islice(runs.zero_bubble_rows(), 9))
+    return [row for row in runs.scaled(rows, rows[0]) if row.name[2] == schedule]
+
+
+MET = {
+    "A100, nothing fitted": (runs.a100_rows, 8, (-1.5, -0.7)),
+    "A100, forecasts": (runs.forecast_rows, 4, (-4.9, 0.6)),
+    "GH200, one number fitted": (lambda: islice(runs.gh200_rows(), 1, None), 3, (1.1, 1.4)),
+    "1F1B, fitted": (lambda: fitted("1f1b"), 3, (-0.4, 0.0)),
+    "halves, fitted": (lambda: fitted("zb1p"), 3, (-2.3, -1.7)),
+    "interleaved, fitted": (lambda: fitted("interleaved"), 3, (-6.5, -5.7)),
+    "recomputation": (runs.recomputation_rows, 3, (-8.1, 0.4)),
+    "recomputation, forecast": (lambda: islice(formulas.recomputation_forecast_rows(), 1), 1, (1.1, 1.1)),
+    "even stages": (runs.even_stage_rows, 8, (-3.3, 25.4)),
+    "24 settings, memory": (formulas.vocabulary_memory_rows, 24, (1.1, 4.9)),
+    "V-Half, memory": (lambda: islice(formulas.vocabulary_memory_rows("v-half"), 8), 8, (1.6, 5.1)),
+    "halves, memory": (lambda: islice(formulas.zero_bubble_memory_rows(), 6), 6, (-4.0, 1.1)),
+    "24 settings, time": (formulas.vocabulary_step_rows, 24, (-1.9, 3.1)),
+}
+
+
+@pytest.mark.parametrize("name", MET)
+def test_predictions_miss_by_no_more_and_no_less(name: str) -> None:
+    """The smallest and the largest difference of a table's rows."""
+    rows, count, met = MET[name]
+    errors = sorted(100 * row.error for row in rows())
+    assert len(errors) == count
+    assert (errors[0], errors[-1]) == pytest.approx(met, abs=0.051)
+
+
+def test_cuts_are_no_worse_than_those_made_by_hand() -> None:
+    """All optimal, and as much shorter than the authors' as the page says."""
+    cuts = list(runs.cut_rows())
+    assert {each.solved.solver.status for each in cuts} == {"optimal"}
+    gains = [100 * each.gain for each in cuts]
+    assert gains == pytest.approx([2.3, 0.7, 13.9, 0.0], abs=0.051)
