@@ -3,7 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# For `matrix`: a release of torch, and whatever options of benchmarks/torch_versions.py.
+TORCH ?= 2.15.0
+MATRIX ?=
 READY := $(VENV)/.ready
+DOCS := .venv-docs
 
 define ASIDE
 note: this torchvision does not load beside this torch (the package index has CUDA builds, say), and transformers fails \
@@ -12,13 +16,21 @@ loads. For a CPU torch: $(BIN)/python -m pip install --no-deps --constraint cons
 --index-url https://download.pytorch.org/whl/cpu torchvision
 endef
 
-.PHONY: demo test lint types contracts check pictures clean
+.PHONY: demo test light matrix lint types contracts check docs pictures clean
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto
+
+# The wheel in an empty environment, without torch.
+light:
+	PYTHON=$(PYTHON) scripts/light
+
+# Another release of torch, in an environment of its own beside .venv.
+matrix:
+	$(PYTHON) benchmarks/torch_versions.py $(TORCH) $(MATRIX)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -30,8 +42,19 @@ types: $(READY)
 contracts: $(READY)
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
+# The README's picture of the report needs chromium.
 pictures: $(READY)
 	$(BIN)/python scripts/pictures.py
+	$(BIN)/python scripts/readme_pictures.py
+
+# The site, in build/site, by an environment of its own beside .venv; no torch.
+docs: $(DOCS)/.ready
+	$(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
 
 check: lint types contracts test
 
@@ -44,4 +67,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) .venv-matrix demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@
 Random chains of 10 to 48 layers on 2 to 6 devices, under interleaved 1F1B and ZBV. Caps are loose, or tight: what even
 stages hold with recomputation everywhere, and 30 % of what they would hold above that without. Random search knows
 nothing but the cost model: again and again it begins with cuts and recomputation at random, and keeps random changes
-that help, for so many seconds a case. Prints Markdown.
+that help, for so many seconds of process time a case. Prints Markdown.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def main() -> None:
     """Prints a table for each schedule and kind of caps, and what they come to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chains", type=int, default=60, help="random chains for each table")
-    parser.add_argument("--random", type=float, default=10.0, help="seconds of random search for a case")
+    parser.add_argument("--random", type=float, default=10.0, help="process seconds of random search for a case")
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=["interleaved", "zbv"])
     options = parser.parse_args()
     print("# Plans of several chunks: gaps, and random search beside them")
@@ -174,10 +174,10 @@ def random_search(profile: Profile, request: Request, seconds: float) -> float:
     case = cases_of(profile, request)[0]
     rng = np.random.default_rng(0)
     many = Many(case, case.num_devices)
-    ends, best = time.perf_counter() + seconds, np.inf
+    ends, best = time.process_time() + seconds, np.inf
     for steps in _climbs(many, rng):
         best = min(best, steps)
-        if time.perf_counter() > ends:
+        if time.process_time() > ends:
             return best
     return best
 

@@ -1,0 +1,109 @@
+"""The pictures of the README: a recording of the terminal, badges, and the report in a browser.
+
+    python scripts/readme_pictures.py [FOLDER]       default: docs/pictures/readme
+
+Commands are run, and what they print becomes an SVG, by rich. Badges say what pyproject.toml says, without asking any
+service. The report needs chromium; without it `report.png` stays as it is.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from readme_example import COLUMNS, COMMANDS, PAGES, said
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "pictures" / "readme"
+
+_WEB_FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
+_FONT = "Fira Code, monospace"
+_FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+
+_LETTER = 6.2
+"""Width of a letter in a badge, at 11 px."""
+
+
+def recording(folder: Path) -> str:
+    """The commands of the example and what they print, in colour, as an SVG that loads nothing."""
+    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True, color_system="truecolor")
+    for n, line in enumerate(COMMANDS):
+        if n:
+            console.print()
+        console.print(Text.assemble(("$ ", "bold green"), (line, "bold")))
+        console.print(Text.from_ansi(said(line, folder, colors=True).rstrip()))
+    drawn = console.export_svg(title="gpipe-plan", unique_id="terminal")
+    return _WEB_FONT.sub("", drawn).replace(_FONT, _FONTS)
+
+
+def badges() -> dict[str, str]:
+    """The badges by their file's name: versions and licence, as pyproject.toml has them."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = settings["project"]
+    torch = next(n for n in project["optional-dependencies"]["train"] if n.startswith("torch>"))
+    facts = {
+        "python": _versions(project["requires-python"]),
+        "torch": _versions(torch),
+        "licence": project["license"],
+        "types": "mypy, strict" if settings["tool"]["mypy"]["strict"] else "unchecked",
+    }
+    return {f"{what}.svg": _badge(what, fact) for what, fact in facts.items()}
+
+
+def _versions(requirement: str) -> str:
+    """`3.11 to 3.13` of `>=3.11,<3.14`."""
+    low, end = re.findall(r"\d+\.(\d+)", requirement)
+    major = requirement.split(".", maxsplit=1)[0].rpartition("=")[2]
+    return f"{major}.{low} to {major}.{int(end) - 1}"
+
+
+def _badge(what: str, fact: str) -> str:
+    left, right = (round(_LETTER * len(text) + 12) for text in (what, fact))
+    texts = "".join(
+        f'<text x="{x}" y="14" textLength="{_LETTER * len(text):.0f}">{text}</text>'
+        for x, text in ((left / 2, what), (left + right / 2, fact))
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" '
+        f'aria-label="{what}: {fact}"><title>{what}: {fact}</title>'
+        f'<clipPath id="r"><rect width="{left + right}" height="20" rx="4"/></clipPath><g clip-path="url(#r)">'
+        f'<rect width="{left}" height="20" fill="#4a5361"/>'
+        f'<rect x="{left}" width="{right}" height="20" fill="#1f5f9e"/></g>'
+        f'<g fill="#fff" text-anchor="middle" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">{texts}</g>'
+        "</svg>\n"
+    )
+
+
+def pictures(folder: Path) -> dict[str, str]:
+    """The text of every picture, by its file's name; the example's files lie in `folder` afterwards."""
+    return {"terminal.svg": recording(folder), **badges()}
+
+
+def screenshot(page: Path, picture: Path) -> bool:
+    """Whether there is a browser; then the top of the page is in `picture`."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        return False
+    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    words += [f"--user-data-dir={page.parent / 'browser'}", "--window-size=1280,948", "--virtual-time-budget=9000"]
+    subprocess.run(
+        [*words, f"--screenshot={picture.resolve()}", page.as_uri()], check=True, capture_output=True, timeout=120
+    )
+    return True
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as work:
+        for file_name, text in pictures(Path(work)).items():
+            (target / file_name).write_text(text, encoding="utf-8")
+        said(PAGES[0], Path(work))
+        if not screenshot(Path(work, "report.html"), target / "report.png"):
+            print("no chromium: report.png stays as it is")
