@@ -11,6 +11,7 @@ by hand, `planner.verify` runs a plan and sets what it took beside its predictio
 which is imported when one is first used: `import planner` itself costs nothing.
 """
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -46,10 +47,18 @@ class Verb(ModuleType):
         return signature(self._function)
 
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module(f"{__name__}.api"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def imported_when_asked(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names are imported when first asked for, each from a module of its own."""
+
+    def get(name: str) -> Any:
+        if name in modules:
+            return getattr(import_module(f"{package}.{modules[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get
+
+
+__getattr__ = imported_when_asked(__name__, dict.fromkeys(__all__, "api"))
 
 
 def __dir__() -> list[str]:

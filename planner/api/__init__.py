@@ -8,9 +8,9 @@ A function's module is imported when the function is first asked for: the comman
 runs one of them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from planner import imported_when_asked
 from planner.core.values.plan import Plan
 
 if TYPE_CHECKING:
@@ -24,23 +24,20 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "compare", "emit", "explore", "profile", "solve", "solve_family", "sweep", "verify"]
 
-_MODULES = {
-    "check": "checking",
-    "compare": "comparing",
-    "emit": "emitting",
-    "explore": "exploring",
-    "profile": "profiling",
-    "solve": "solving",
-    "solve_family": "solving",
-    "sweep": "solving",
-    "verify": "verifying",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = imported_when_asked(
+    __name__,
+    {
+        "check": "checking",
+        "compare": "comparing",
+        "emit": "emitting",
+        "explore": "exploring",
+        "profile": "profiling",
+        "solve": "solving",
+        "solve_family": "solving",
+        "sweep": "solving",
+        "verify": "verifying",
+    },
+)
 
 
 def __dir__() -> list[str]:

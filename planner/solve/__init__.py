@@ -5,10 +5,9 @@ solves one question again and has no use for the others.
 """
 
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from planner import Verb
+from planner import Verb, imported_when_asked
 
 if TYPE_CHECKING:
     from planner.solve.certificate import certified
@@ -34,25 +33,22 @@ __all__ = [
     "what_would_fit",
 ]
 
-_MODULES = {
-    "MOST_HINT_S": "faster",
-    "Request": "request",
-    "Solver": "request",
-    "certified": "certificate",
-    "faster_schedule": "faster",
-    "frontier_of": "insight",
-    "insight_of": "insight",
-    "solve": "search",
-    "sweep_of": "sweep",
-    "trade_off_of": "trade_off",
-    "what_would_fit": "remedy",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = imported_when_asked(
+    __name__,
+    {
+        "MOST_HINT_S": "faster",
+        "Request": "request",
+        "Solver": "request",
+        "certified": "certificate",
+        "faster_schedule": "faster",
+        "frontier_of": "insight",
+        "insight_of": "insight",
+        "solve": "search",
+        "sweep_of": "sweep",
+        "trade_off_of": "trade_off",
+        "what_would_fit": "remedy",
+    },
+)
 
 
 sys.modules[__name__].__class__ = Verb

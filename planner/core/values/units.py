@@ -6,6 +6,7 @@ refused, because nobody agrees on what `--mem 8` means.
 
 import math
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 from planner.core.errors import UsageError
@@ -41,17 +42,7 @@ def parse_bytes_per_s(text: str) -> float:
     Raises:
         UsageError: Not a number with a unit of bytes per second, or zero.
     """
-    number, unit = _split(text, "25GB/s")
-    size, slash, per = unit.partition("/")
-    factor = _BYTES.get(size.lower())
-    if factor is None or slash == "" or per.lower() != "s":
-        raise _refuse(text, unit, "a rate", "B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s", sample="25GB/s")
-    if number == 0:
-        raise UsageError(f"a rate of zero never moves anything: `{text}`")
-    rate = number * factor
-    if not RATES[0] <= rate <= RATES[1]:
-        raise UsageError(f"a rate is from 1 B/s to 10^18 B/s, got `{short(text)}`")
-    return float(rate)
+    return _parse_rate(text, _BYTES, what="B", units="B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s", sample="25GB/s")
 
 
 def parse_flops_per_s(text: str) -> float:
@@ -60,14 +51,7 @@ def parse_flops_per_s(text: str) -> float:
     Raises:
         UsageError: Not a number with a unit of operations per second, or zero.
     """
-    number, unit = _split(text, "190TFLOP/s")
-    operations, slash, per = unit.partition("/")
-    factor = _FLOPS.get(operations.lower())
-    if factor is None or slash == "" or per.lower() != "s":
-        raise _refuse(text, unit, "a rate", "GFLOP/s, TFLOP/s, PFLOP/s", sample="190TFLOP/s")
-    if not RATES[0] <= number * factor <= RATES[1]:
-        raise UsageError(f"a rate is from 1 FLOP/s to 10^18 FLOP/s, got `{short(text)}`")
-    return float(number * factor)
+    return _parse_rate(text, _FLOPS, what="FLOP", units="GFLOP/s, TFLOP/s, PFLOP/s", sample="190TFLOP/s")
 
 
 def parse_us(text: str) -> float:
@@ -157,6 +141,19 @@ _DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 def _two_decimals(hundredths: int, unit: str) -> str:
     whole, rest = divmod(hundredths, 100)
     return f"{whole}{f'.{rest:02d}'.rstrip('0') if rest else ''}{unit}"
+
+
+def _parse_rate(text: str, factors: Mapping[str, int], *, what: str, units: str, sample: str) -> float:
+    number, unit = _split(text, sample)
+    amount, slash, per = unit.partition("/")
+    factor = factors.get(amount.lower())
+    if factor is None or slash == "" or per.lower() != "s":
+        raise _refuse(text, unit, "a rate", units, sample=sample)
+    if number == 0:
+        raise UsageError(f"a rate of zero never gets anything done: `{text}`")
+    if not RATES[0] <= number * factor <= RATES[1]:
+        raise UsageError(f"a rate is from 1 {what}/s to 10^18 {what}/s, got `{short(text)}`")
+    return float(number * factor)
 
 
 def _split(text: str, sample: str) -> tuple[Fraction, str]:

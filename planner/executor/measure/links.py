@@ -99,16 +99,16 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 
 def _over_gloo(index: int, one: Group, both: Group) -> list[float]:
     """What a transfer of every size adds to a step, per micro-batch; the receiver's figures mean nothing."""
-    overhead_us = overhead_us_of(_step_us(0, 1, _SIZES[0] // 4, one)) if index == 0 else 0.0
-    return [transfer_us_of(_step_us(index, 2, size // 4, both), overhead_us) for size in _SIZES]
+    overhead_us = _overhead_us_of(_step_us(0, 1, _SIZES[0] // 4, one)) if index == 0 else 0.0
+    return [_transfer_us_of(_step_us(index, 2, size // 4, both), overhead_us) for size in _SIZES]
 
 
-def overhead_us_of(alone_us: float) -> float:
+def _overhead_us_of(alone_us: float) -> float:
     """The executor's time per micro-batch and direction, from the step of one stage that computes nothing."""
     return alone_us / (2 * MICRO_BATCHES)
 
 
-def transfer_us_of(both_us: float, overhead_us: float) -> float:
+def _transfer_us_of(both_us: float, overhead_us: float) -> float:
     """What moving a micro-batch adds to the step of two stages that compute nothing; not negative.
 
     A transfer t keeps the receiving stage busy, so with M micro-batches and the overhead o the step is
