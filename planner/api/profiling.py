@@ -209,7 +209,7 @@ def _executor_cost(options: ProfileOptions) -> ExecutorCost | None:
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan")
     try:
-        return executor_cost(folder / "executor.json")
+        return executor_cost(folder / "executor.json", warn=options.warn)
     except Exception as error:  # whatever it is, the profile that is about to be measured is worth more
         options.warn(f"two processes could not be run, so links are taken to cost nothing: {error}")
         return None

@@ -10,7 +10,7 @@ RUN_SCHEMA: Final = "gpipe-plan/run/v1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
-    """What one stage took. Times are medians over the last steps: of one micro-batch, waiting of a whole step."""
+    """What one stage took. Times are means over the middle of the last steps: of one micro-batch, waiting of a step."""
 
     index: int
     replica: int = 0
@@ -23,7 +23,7 @@ class StageRun:
     backward_input_us: float = 0.0
     """I of a backward in halves, recomputation included; 0 where no backward came so."""
     backward_weight_us: float = 0.0
-    """W, likewise: medians, whose sum need not be `backward_us`."""
+    """W, likewise; the sum need not be `backward_us`."""
     recompute_us: float = 0.0
     """How much of `backward_us` was computing activations again."""
     transfer_us: float = 0.0
@@ -39,7 +39,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryRun:
-    """What moving one micro-batch over a boundary took, as the receiver felt it: medians."""
+    """What moving one micro-batch over a boundary took, as the receiver felt it: a mean."""
 
     index: int
     """The stage in front of it."""

@@ -92,7 +92,7 @@ class Recorder:
         self._pending.append(_Timed("optimizer", stage, 0, start, self._device.now()))
 
     def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
-        """Median time of one micro-batch's `kind`; 0 if nothing was timed."""
+        """What one micro-batch's `kind` took, see `run_times.typical_us`; 0 if nothing was timed."""
         return typical_us([step.spans for step in self.steps if step.number >= WARM_UP_STEPS], kind, stage)
 
     def close(self) -> None:

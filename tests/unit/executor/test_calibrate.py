@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.executor.measure import calibrate
-from planner.executor.measure.calibrate import executor_cost, measure_executor
+from planner.executor.measure.calibrate import Measured, executor_cost, measure_executor
 
 COST = ExecutorCost(overhead_us=12.5, link=Link(latency_us=3.0, bytes_per_s=1e9, blocking=True))
 
@@ -17,18 +17,22 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for every time that processes would have been started."""
     calls: list[int] = []
 
-    def measure() -> ExecutorCost:
+    def measure() -> Measured:
         calls.append(1)
-        return COST
+        return Measured(COST, is_alone=True)
 
     monkeypatch.setattr(calibrate, "measure_executor", measure)
     return calls
 
 
+def _cost(cache: Path) -> ExecutorCost:
+    return executor_cost(cache, warn=pytest.fail)
+
+
 def test_it_is_measured_once(tmp_path: Path, measured: list[int]) -> None:
     """Then remembered, in a folder that is made for it."""
     cache = tmp_path / "made" / "here" / "executor.json"
-    assert [executor_cost(cache) for _ in range(3)] == [COST] * 3
+    assert [_cost(cache) for _ in range(3)] == [COST] * 3
     assert len(measured) == 1
 
 
@@ -36,14 +40,14 @@ def test_it_is_measured_once(tmp_path: Path, measured: list[int]) -> None:
 def test_another_machine_or_version_is_measured_anew(tmp_path: Path, measured: list[int], key: str) -> None:
     """A home folder may be shared by unlike machines; torch may be upgraded."""
     cache = tmp_path / "executor.json"
-    executor_cost(cache)
+    _cost(cache)
     known = json.loads(cache.read_text())
     known["machine"][key] = "another"
     known["overhead_us"] = 99.0
     cache.write_text(json.dumps(known))
-    assert executor_cost(cache) == COST
+    assert _cost(cache) == COST
     assert len(measured) == 2
-    assert executor_cost(cache) == COST
+    assert _cost(cache) == COST
     assert len(measured) == 2
 
 
@@ -61,27 +65,42 @@ def test_another_machine_or_version_is_measured_anew(tmp_path: Path, measured: l
 def test_a_spoilt_cache_is_written_anew(tmp_path: Path, measured: list[int], change: object) -> None:
     """As another version, or a power cut, may leave it: it is no reason to plan without links."""
     cache = tmp_path / "executor.json"
-    executor_cost(cache)
+    _cost(cache)
     spoilt = change(cache.read_text())  # type: ignore[operator]
     cache.write_text(spoilt)
-    assert executor_cost(cache) == COST
+    assert _cost(cache) == COST
     assert len(measured) == 2
     assert cache.read_text() != spoilt
-    assert executor_cost(cache) == COST
+    assert _cost(cache) == COST
     assert len(measured) == 2
 
 
 def test_a_cache_that_cannot_be_written_loses_nothing(tmp_path: Path, measured: list[int]) -> None:
     """What was measured is used all the same (a home folder in a container may be read-only)."""
     (tmp_path / "file").write_text("not a folder\n")
-    assert executor_cost(tmp_path / "file" / "executor.json") == COST
+    assert _cost(tmp_path / "file" / "executor.json") == COST
     assert len(measured) == 1
+
+
+def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would spoil every profile from then on."""
+    found = [Measured(COST, is_alone=False), Measured(ExecutorCost(overhead_us=1.0, link=COST.link), is_alone=True)]
+    monkeypatch.setattr(calibrate, "measure_executor", lambda: found.pop(0))
+    warnings: list[str] = []
+    assert executor_cost(tmp_path / "executor.json", warn=warnings.append) == COST
+    assert len(warnings) == 1
+    assert "12 us" in warnings[0]
+    assert _cost(tmp_path / "executor.json").overhead_us == 1.0
+    assert _cost(tmp_path / "executor.json").overhead_us == 1.0
+    assert found == []
 
 
 @pytest.mark.slow
 def test_two_processes_cost_something() -> None:
     """On this machine: positive and finite; over gloo the link keeps the receiving stage busy."""
-    cost = measure_executor()
+    cost = measure_executor().cost
     assert 0 < cost.overhead_us < float("inf")
     assert cost.link.latency_us >= 0
     assert 0 < cost.link.bytes_per_s < float("inf")
