@@ -101,7 +101,4 @@ WEIGHT_BACKWARD: Final = Kind(
 KINDS: Final[Mapping[Letter, Kind]] = {
     kind.letter: kind for kind in (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 }
-"""All kinds by their letters."""
-
-COMPUTING: Final = tuple(KINDS)
-"""The letters, in the order in which they are counted and drawn."""
+"""All kinds by their letters, in the order in which they are counted and drawn."""

@@ -9,7 +9,7 @@ interrupted profile goes on where it was.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,6 @@ from planner.profile.units import Key
 
 _TPU = "tpu:"
 _PRECISIONS = ("", "fp32", "bf16")
-
-Layers = Mapping[Key, CompiledLayer]
 
 
 class CompiledBackend:
