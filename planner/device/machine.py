@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 from pathlib import Path
+from typing import NamedTuple
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 
@@ -30,6 +31,32 @@ def cpu_name() -> str:
 def usable_cores() -> int:
     """How many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CoreTime(NamedTuple):
+    """How long a thread ran, and how long it waited for a core that others had; 0 where the system does not tell."""
+
+    ran_ns: int = 0
+    waited_ns: int = 0
+
+    @property
+    def share(self) -> float:
+        """How much of the time that it wanted to run it did; 0 where nothing is known."""
+        wanted_ns = self.ran_ns + self.waited_ns
+        return self.ran_ns / wanted_ns if wanted_ns else 0.0
+
+    def since(self, earlier: "CoreTime") -> "CoreTime":
+        """How much has come to it since `earlier`."""
+        return CoreTime(self.ran_ns - earlier.ran_ns, self.waited_ns - earlier.waited_ns)
+
+
+def core_time() -> CoreTime:
+    """How long this thread ran and waited since it began, by Linux's scheduler."""
+    try:
+        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()
+        return CoreTime(int(ran), int(waited))
+    except (OSError, ValueError):
+        return CoreTime()
 
 
 def available_bytes() -> int:

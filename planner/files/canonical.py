@@ -26,7 +26,7 @@ _SPARE_FIELDS: dict[str, frozenset[str]] = {
     "RunReport": frozenset({"batch"}),
     "Stage": frozenset({"backward_weight_us"}),
     "StageMemory": frozenset({"casts"}),
-    "StageRun": frozenset({"backward_input_us", "backward_weight_us", "outside_bytes", "replica"}),
+    "StageRun": frozenset({"backward_input_us", "backward_weight_us", "core_share", "outside_bytes", "replica"}),
 }
 """Fields of other classes, by the names of these, that are left out where they hold their default."""
 

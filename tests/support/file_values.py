@@ -232,6 +232,7 @@ def full_run() -> RunReport:
                 parameter_bytes=9,
                 peak_bytes=99,
                 outside_bytes=1000,
+                core_share=0.97,
             ),
         ),
         boundaries=(BoundaryRun(index=0, replica=1, forward_us=0.5, backward_us=0.7),),

@@ -63,6 +63,7 @@ def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
             backward_weight_us=max(known.backward_weight_us, run.backward_weight_us),
             peak_bytes=max(known.peak_bytes, run.peak_bytes),
             outside_bytes=max(known.outside_bytes, run.outside_bytes),
+            core_share=min(known.core_share, run.core_share),
         )
     return tuple(runs[index] for index in sorted(runs))
 

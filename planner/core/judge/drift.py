@@ -9,6 +9,7 @@ from planner.core.judge.verification import (
     DEFAULT_TOLERANCE,
     Compared,
     Tolerance,
+    disturbance,
     judged,
     other_samples,
     peaks_of,
@@ -29,7 +30,7 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
     Args:
         balance: What was run.
         report: What it took.
-        are_times_judged: Whether its times say anything.
+        are_times_judged: Whether its times say anything, by what is known beside the report.
     """
     planned, steps_us = balance.planned, timed_steps_us(report)
     is_long = len(report.step_us) - report.warmup_steps >= ENOUGH_STEPS
@@ -38,7 +39,7 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
     step = Compared(what="step_us", predicted=planned.step_us, measured=median(steps_us))
     peaks = peaks_of(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
     # Layers written by hand may take no time at all.
-    are_times_judged = are_times_judged and planned.step_us > 0
+    are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance(report)
     rows = (judged(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))
     return tuple(row for row in rows if row.agrees is False)
 

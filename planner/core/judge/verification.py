@@ -14,7 +14,7 @@ from planner.core.values.calibration import Calibration
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
-from planner.core.values.run_report import RunReport
+from planner.core.values.run_report import LEAST_CORE_SHARE, RunReport
 
 Quantity = Literal[
     "step_us", "bubble", "forward_us", "backward_us", "backward_input_us", "backward_weight_us", "peak_bytes"
@@ -92,7 +92,7 @@ def verification_of(
         profile: Its profile.
         report: Of a run under it.
         tolerance: How far it may be off.
-        crowded: Why times say nothing here, if they do not: they are not judged then.
+        crowded: Why times say nothing here, if that is known beside the report: they are not judged then.
         proof: What its stages computed, held against the model in one piece.
         wrong: What they did not compute as the model does.
 
@@ -101,6 +101,7 @@ def verification_of(
     """
     if len(report.step_us) <= report.warmup_steps:
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up", hint="run more: `--steps 12`")
+    crowded = crowded or disturbance(report)
     compared = tuple(judged(row, tolerance, are_times_judged=not crowded) for row in compared_of(plan, report))
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     return Verification(
@@ -130,6 +131,15 @@ def crowding(processes: int, threads: int, cores: int) -> str:
     if wanted <= cores:
         return ""
     return f"times are not judged: the plan's processes want {wanted} cores, and this machine has {cores}"
+
+
+def disturbance(report: RunReport) -> str:
+    """Why the times of a run say nothing, where its processes were kept waiting for a core; empty if they were not."""
+    share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
+    if share >= LEAST_CORE_SHARE:
+        return ""
+    had = f"a process of the run had a core for only {share:.0%} of the time that it wanted one"
+    return f"times are not judged: {had}; end what runs beside it, and run it again"
 
 
 def other_samples(report: RunReport) -> float | None:

@@ -17,6 +17,7 @@ import torch
 from planner.core.schedule import KINDS
 from planner.device.kind import Moment, Peak
 from planner.device.kinds import kind_of
+from planner.device.machine import CoreTime, core_time
 from planner.executor.measure.run_times import RunSpan, RunSpanKind, RunStep, typical_us
 
 WARM_UP_STEPS = 2
@@ -54,6 +55,10 @@ class Recorder:
         """The most memory of this rank; known behind the step in which memory is read."""
         gc.collect()  # what is garbage by now is not this rank's, and must not be taken off its memory later
         self._memory = self._device.peak_watch()
+        self._warm = CoreTime()
+        """Of this thread as the warm-up ended."""
+        self.core_share = 0.0
+        """Since then: of the time that it wanted to run, how much it did; 0 where that is not known."""
 
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
         """Runs `work` and notes its time as `kind` of a micro-batch on one of the process's stages."""
@@ -82,6 +87,9 @@ class Recorder:
         self.steps.append(RunStep(self._step, self._collected(base, begin)))
         if self._step == WARM_UP_STEPS - 1:
             self.peak = self._memory.end()
+            self._warm = core_time()
+        elif self._step >= WARM_UP_STEPS:
+            self.core_share = core_time().since(self._warm).share
         self._step += 1
 
     @contextmanager

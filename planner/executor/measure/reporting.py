@@ -136,6 +136,7 @@ def _stage_runs(balance: Balance, place: Place, recorder: Recorder, modules: Seq
             parameter_bytes=sum(p.nbytes for p in module.parameters()),
             peak_bytes=recorder.peak.tensor_bytes,
             outside_bytes=recorder.peak.outside_bytes,
+            core_share=round(recorder.core_share, 3),
         )
         for stage, module in zip(described, modules, strict=True)
     ]

@@ -168,6 +168,10 @@ def test_the_verdict(compute, peak, agrees):
     crowded = verification_of(plan, profile, report, TOLERANCE, crowded="too few cores")
     assert crowded.agrees is (peak in (1.0, 1.009, 0.96))
     assert crowded.notes == ("too few cores",)
+    waited = replace(report, stages=tuple(replace(run, core_share=0.4) for run in report.stages))
+    disturbed = verification_of(plan, profile, waited, TOLERANCE)
+    assert disturbed.agrees is crowded.agrees
+    assert "a core for only 40% of the time" in disturbed.notes[0]
 
 
 def test_a_few_kilobytes_are_no_difference():

@@ -89,6 +89,7 @@ def test_nothing_is_said_of_runs_that_say_nothing(run: tuple[Balance, RunReport]
         replace(slow, step_us=slow.step_us[1:]),
         replace(slow, device=replace(slow.device, kind="cuda")),
         replace(slow, samples_per_s=rates),
+        replace(slow, stages=(replace(slow.stages[0], core_share=0.4), *slow.stages[1:])),
     ):
         assert not drift_of(balance, other, are_times_judged=True)
     assert not drift_of(replace(balance, planned=None), slow, are_times_judged=True)

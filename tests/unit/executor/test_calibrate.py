@@ -100,8 +100,9 @@ def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
 @pytest.mark.slow
 def test_two_processes_cost_something() -> None:
     """On this machine: positive and finite; over gloo the link keeps the receiving stage busy."""
-    cost = measure_executor().cost
+    cost, is_alone = measure_executor()
     assert 0 < cost.overhead_us < float("inf")
     assert cost.link.latency_us >= 0
-    assert 0 < cost.link.bytes_per_s < float("inf")
+    assert 0 <= cost.link.bytes_per_s < float("inf")
+    assert cost.link.bytes_per_s > 0 or not is_alone  # beside other programs the larger transfer may be the faster one
     assert cost.link.blocking

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from planner.device.machine import CoreTime, core_time
 from planner.device.meter import CpuMeter
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 
@@ -23,7 +24,7 @@ def step(recorder: Recorder, kept: list[Tensor] | None = None, *, size: int = 0)
     """One step: forward, backward, and `size` bytes that come and go."""
     with recorder.step():
         recorder.timed("forward", lambda: time.sleep(0.001))
-        recorder.timed("backward", lambda: time.sleep(0.002))
+        recorder.timed("backward", lambda: time.sleep(0.02))
         if size:
             temporary = torch.empty(size, dtype=torch.uint8)
             del temporary
@@ -57,6 +58,19 @@ def test_the_typical_time_is_the_median(recorder: Recorder) -> None:
         for n, seconds in enumerate((0.001, 0.001, 0.2)):
             recorder.timed("forward", lambda s=seconds: time.sleep(s), micro_batch=n)  # type: ignore[misc]
     assert 1000 <= recorder.typical_us("forward") < 200_000
+
+
+@pytest.mark.skipif(not core_time().ran_ns, reason="the system does not tell how long a thread waits for a core")
+def test_the_share_of_a_core_is_told_behind_the_warm_up(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the time that the thread wanted to run: sleeping does not count."""
+    for _ in range(WARM_UP_STEPS):
+        step(recorder)
+    assert recorder.core_share == 0.0
+    step(recorder)
+    assert 0.0 < recorder.core_share <= 1.0
+    monkeypatch.setattr("planner.executor.measure.recorder.core_time", lambda: CoreTime(10**18, 10**18))
+    step(recorder)
+    assert recorder.core_share == pytest.approx(0.5)
 
 
 def test_memory_counts_from_the_beginning() -> None:
