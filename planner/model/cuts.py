@@ -26,6 +26,7 @@ from torch import nn
 from planner.core.values.profile import Granularity
 from planner.model.joins import joins_of
 from planner.model.recording import END, Call, Join, Operator, Recording
+from planner.model.regions import Region
 from planner.model.repetition import Repetition
 
 _NEAR = 1.1
@@ -336,8 +337,9 @@ class _Needs:
     def _check_sent(self, operator: Operator, storage: int, *, is_exposed: bool) -> None:
         """Notes what is wrong with having the result of an operator sent."""
         where = self._name_of(operator)
-        if not is_exposed and operator.region >= 0 and self._cuts.recording.regions[operator.region].function:
-            self._fail(self._cuts.recording.regions[operator.region].problem)
+        region = self._region_of(operator)
+        if not is_exposed and region is not None and region.function:
+            self._fail(region.problem)
         elif not is_exposed:
             self._fail(f"a tensor made in {where} ({operator.name}) is used behind it, and nobody returned it")
         elif self._was_made_outside(storage):
@@ -347,8 +349,9 @@ class _Needs:
     def _check_repeated(self, operator: Operator, *, strict: bool) -> None:
         """Notes what is wrong with running an operator again."""
         where, name = self._name_of(operator), operator.name
-        if operator.region >= 0:
-            self._fail(f"{where} computes it ({name}), and {self._cuts.recording.regions[operator.region].problem}")
+        region = self._region_of(operator)
+        if region is not None:
+            self._fail(f"{where} computes it ({name}), and {region.problem}")
         if operator.random and strict:  # each stage would draw others
             self._fail(f"random numbers are drawn ({name}) by the code of {where} between modules")
         if operator.writes_held:  # each stage that holds it would write once more
@@ -356,6 +359,11 @@ class _Needs:
         if any(not self._is_repeated(old) for old in operator.writes):
             # What is received has been written into already, in front.
             self._fail(f"the code of {where} writes into what a module returned ({name})")
+
+    def _region_of(self, operator: Operator) -> Region | None:
+        """The region around it that calls modules."""
+        region = self._cuts.recording.regions[operator.region] if operator.region >= 0 else None
+        return region if region is not None and region.calls_modules else None
 
     def _name_of(self, operator: Operator) -> str:
         return self._cuts.recording.calls[operator.call].path or "the model itself"

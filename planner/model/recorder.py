@@ -143,6 +143,8 @@ class _Recorder:
         call = self._begun(module)
         around = self._finder.around(sys._getframe(1), call.enter)
         call.function = next((number for number in around if self.recording.regions[number].function), -1)
+        for number in around:
+            self.recording.regions[number].calls_modules = True
         arguments = take_apart((args, kwargs))[0]
         attributes = Attributes(self._modules_in(module))
         # A call may write into an argument and return it: then it is no longer the object that was passed.

@@ -2,7 +2,8 @@
 
 `torch.utils.checkpoint` calls its function once more in backward, with the model's modules as they are then: what a
 stage put in place of those that it passed over is gone. An autograd function runs without a graph, so what the modules
-in it return carries no gradient; only what it returns itself does. No cut goes through either.
+in it return carries no gradient; only what it returns itself does. No cut goes through either. One that calls no module
+is no obstacle: a stage behind a cut runs it again, with all the code around it.
 
 The re-entrant kind of checkpointing is such an autograd function. While a model is recorded, and while its layers run,
 the other kind takes its place, which computes the same and leaves tensors their graph.
@@ -31,6 +32,8 @@ class Region:
     end: int
     function: str
     """Name of the autograd function; empty for a checkpoint."""
+    calls_modules: bool = False
+    """Whether a module was called in it; where none was, its code can be run again like any other."""
 
     def holds(self, cut: int) -> bool:
         """Whether a cut goes through it."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from planner.core.errors import ModelError
@@ -164,6 +165,52 @@ def test_results_within_an_autograd_function_cross_no_cut() -> None:
     blocks = Without(lambda block, value: apply(block, value, *block.parameters()))
     with pytest.raises(ModelError, match=r"function Own calls modules.*`use_reentrant=False`"):
         chain_of(blocks, values)
+
+
+class Doubled(torch.autograd.Function):
+    """What is written as a function for the sake of its backward; it calls no module."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor) -> Tensor:
+        """Twice the value."""
+        return 2 * value
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Any:
+        """Its gradient."""
+        return 2 * gradient
+
+
+@pytest.mark.parametrize("function", [Doubled.apply, lambda x: checkpoint(torch.sin, x, use_reentrant=False)])
+def test_a_function_that_calls_no_modules_is_run_again_behind_cuts(function: Callable[[Tensor], Tensor]) -> None:
+    """What it makes of the input is read by all blocks: each stage makes it for itself, and its gradient comes back."""
+
+    class Read(Checkpointed):
+        def forward(self, value: Tensor) -> Tensor:
+            value = self.stem(value)
+            read = function(value)
+            for block in self.blocks:
+                value = block(value) * read
+            return value
+
+    assert compared(Read(lambda block, value: block(value))).chain.names == ("stem", *(f"blocks.{n}" for n in range(4)))
+
+
+def test_a_mask_made_under_vmap_is_run_again_behind_cuts() -> None:
+    """As transformers 4 makes it of an attention mask: an autograd function of torch's own has a part in it."""
+
+    class Masked(Checkpointed):
+        def forward(self, value: Tensor) -> Tensor:
+            places, kept = torch.arange(WIDTH), torch.arange(WIDTH) % 3 > 0
+            with TransformGetItemToIndex():
+                seen = torch.vmap(torch.vmap(lambda q, k: (k <= q) & kept[k], (None, 0)), (0, None))(places, places)
+            value = self.stem(value)
+            for block in self.blocks:
+                value = block(value) @ seen.to(value.dtype)
+            return value
+
+    model = Masked(lambda block, value: block(value))
+    assert compared(model).chain.names == ("stem", *(f"blocks.{n}" for n in range(4)))
 
 
 def test_results_of_a_module_around_an_autograd_function_do() -> None:
