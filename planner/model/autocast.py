@@ -8,6 +8,7 @@ not: its operators run in the dtypes that forward chose.
 Until 2.11 torch kept a copy as it was first made: without a graph, if that was under `no_grad`, and who used it later
 passed the weight no gradient (pytorch/pytorch#165068). What is recomputed first runs so. There, with such a torch, it
 neither takes copies nor leaves any (`caching_only_with_graph`): each micro-batch makes its own and drops them at once.
+The same goes for what a model's own autograd functions call, such as those that recompute.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from planner.core.values.precision import Precision
 
@@ -30,7 +32,12 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
 def layers_in(precision: Precision, device: torch.device, *, keep: bool = True) -> AbstractContextManager[Any]:
     """The context in which layers and loss run; without `keep`, copies of weights are made anew wherever needed."""
     dtype = _AUTOCAST.get(precision)
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=keep)
+    if dtype is None:
+        return nullcontext()
+    autocast = torch.autocast(device.type, dtype=dtype, cache_enabled=keep)
+    # Where there is no graph at all, in an evaluation, copies are kept as they are.
+    needs_care = keep and torch.is_grad_enabled() and not _copies_have_graphs()
+    return _with_care(autocast) if needs_care else autocast
 
 
 def keeping_casts(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
@@ -53,6 +60,24 @@ def _copies_have_graphs() -> bool:
             torch.mm(weight.detach(), weight)
         with torch.enable_grad():
             return torch.mm(weight.detach(), weight).requires_grad
+
+
+@contextmanager
+def _with_care(autocast: torch.autocast) -> Iterator[None]:
+    with autocast, _Careful():
+        yield
+
+
+class _Careful(TorchFunctionMode):
+    """Sees the functions that a model calls: some of them in the forward of an autograd function, without a graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What `func` returns."""
+        # Most have a graph, and a forward waits for this. What is compiled is compiled without this mode.
+        if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
+        with _without_cache():
+            return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def _run(rehearsal: Rehearsal, budget_s: float) -> Probe:
         started = time.process_time()
         try:
             module = rehearsal.stage(StageRange(layer, layer + 1))
-            with saved_tensors_hooks(note, _nothing), layers_in(rehearsal.loaded.precision, _CPU):
+            with layers_in(rehearsal.loaded.precision, _CPU), saved_tensors_hooks(note, _nothing):
                 outputs = tensors_of(module(*received))
         except (Exception, SystemExit):  # of what kind is told when stages are compared
             return Probe(len(names), seconds, "", has_failed=True)

@@ -146,7 +146,7 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
         inputs = tensors_of(value)
         versions = [t._version for t in inputs]
         try:
-            with mode, layers_in(precision, device) if device is not None else nullcontext():
+            with layers_in(precision, device) if device is not None else nullcontext(), mode:
                 value = module(value)
         except Exception as error:
             raise ModelError(

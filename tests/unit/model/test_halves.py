@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run.recompute import Recomputed, recomputing
+from planner.model.autocast import layers_in
 from planner.model.halves import PutOff, SplitBackward, additions_of
 
 MICRO_BATCHES = 3
@@ -33,8 +34,8 @@ class Run:
         self.dtype = dtype
 
     def autocast(self) -> Any:
-        """What forwards run in."""
-        return nullcontext() if self.dtype is None else torch.autocast("cpu", dtype=self.dtype)
+        """What forwards run in, as the engine's do."""
+        return layers_in("" if self.dtype is None else "bf16-mixed", torch.device("cpu"))
 
     def in_one_piece(self) -> list[Tensor]:
         """Gradients of the inputs."""

@@ -1,15 +1,17 @@
 """A model converted, or under autocast."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from planner.core.values.precision import PRECISIONS, Precision, precision_of
 from planner.model import autocast
 from planner.model.autocast import caching_only_with_graph, keeping_casts, layers_in
 from planner.model.load import Batch
+from planner.model.operators import OperatorWatch
 from planner.model.precision import convert, converted, in_precision
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -76,7 +78,12 @@ def test_copies_of_weights_are_kept() -> None:
     assert layer.weight.grad is not None
 
 
-@pytest.mark.parametrize("what_torch_does", [autocast._copies_have_graphs, lambda: False], ids=["tried out", "none"])
+WHAT_TORCH_DOES = pytest.mark.parametrize(
+    "what_torch_does", [autocast._copies_have_graphs, lambda: False], ids=["tried out", "none"]
+)
+
+
+@WHAT_TORCH_DOES
 def test_a_run_without_a_graph_leaves_no_copy_without_one(
     monkeypatch: pytest.MonkeyPatch, what_torch_does: Callable[[], bool]
 ) -> None:
@@ -91,6 +98,43 @@ def test_a_run_without_a_graph_leaves_no_copy_without_one(
             assert torch.is_autocast_cache_enabled()
             layer(value).float().sum().backward()
     assert layer.weight.grad is not None
+
+
+class Again(torch.autograd.Function):
+    """A layer that is run again in backward, as libraries wrote it before torch had checkpoints."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, value: Tensor, *_parameters: Tensor) -> Tensor:
+        """Without a graph."""
+        ctx.layer = layer
+        ctx.save_for_backward(value)
+        result: Tensor = layer(value)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Forward and backward."""
+        with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            result = ctx.layer(*ctx.saved_tensors)
+        return (None, None, *torch.autograd.grad(result, list(ctx.layer.parameters()), gradient, allow_unused=True))
+
+
+@WHAT_TORCH_DOES
+def test_a_models_own_recomputing_function_leaves_no_copy_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, what_torch_does: Callable[[], bool]
+) -> None:
+    """Its backward comes while copies are kept: what it runs again finds none there, and its weights get gradients."""
+    monkeypatch.setattr(autocast, "_copies_have_graphs", what_torch_does)
+    layer, value = nn.Linear(8, 8), torch.randn(2, 8)
+    copied: list[Any] = []
+    with keeping_casts("bf16-mixed", CPU):
+        note = OperatorWatch(before=lambda func, args, _: copied.append(args[0]) if "_to_copy" in str(func) else None)
+        with layers_in("bf16-mixed", CPU), note:
+            results = [Again.apply(layer, value, *layer.parameters()) for _ in range(2)]  # type: ignore[no-untyped-call]
+        sum(result.float().sum() for result in results).backward()
+    assert layer.weight.grad is not None
+    num_copies = sum(tensor.shape == layer.weight.shape for tensor in copied)
+    assert num_copies == (1 if what_torch_does() else 2)
 
 
 def test_own_batches_are_converted() -> None:
