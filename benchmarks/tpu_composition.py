@@ -27,7 +27,7 @@ from planner.core.cost.one_program import program_memory
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model, Profile
-from planner.emit import emit_jax
+from planner.emit import Places, emit_jax
 from planner.executor.jax.training import JaxArguments, jax_training
 from planner.model import LoadedModel, in_precision, load_model
 from planner.profile import ProfileOptions, profile_model
@@ -159,7 +159,7 @@ def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Rec
     plan = api.solve(profile, **asked, recompute=recompute, schedule="gpipe", balance=cuts)
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     with TemporaryDirectory() as folder:
-        emit_jax(plan, profile, folder=folder, profile_folder=".").write(folder)
+        emit_jax(plan, profile, folder=folder, profile_folder=".", places=Places()).write(folder)
         how = JaxArguments(steps=1, seed=0, device=None, compile=CHIP)
         with jax_training(Path(folder, "balance.yaml"), how) as training:
             compiled = training.compiled_memory()

@@ -109,7 +109,7 @@ def write_emitted(
         (path,) = _written(folder, {"train.py": text}, force=force)
         return Written(paths=(path,), use=f"torchrun --nproc-per-node {len(plan.stages)} {path}")
     if engine == "jax":
-        emitted = emit_jax(plan, profile, folder=folder, profile_folder=profile_folder)
+        emitted = emit_jax(plan, profile, folder=folder, profile_folder=profile_folder, places=places)
         notes: tuple[str, ...] = (f"{emitted.note} (`--compile v2` asks the compiler)",)
         use = f"python {Path(folder, JAX_SCRIPT)}"
     else:

@@ -1,6 +1,6 @@
 """`balance.yaml` and `train.py` for the bundled executor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -13,7 +13,7 @@ from planner.core.errors import UsageError
 from planner.core.judge.question import calibrated_options
 from planner.core.values.balance import Balance, Planned, StageBalance, beside, launch_line
 from planner.core.values.devices import training_kind
-from planner.core.values.plan import Plan, Stage
+from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted, format_bytes, format_speed, format_us
@@ -107,7 +107,8 @@ def emit_native(
     layout = Layout.of(plan, profile)
     source = relocated(profile.model.source, profile_folder, folder)
     check_source(profile)
-    planned = partial(_planned, profile, profile_path=places.profile, folder=folder)
+    again = partial(calibrated_options, device=profile.device)
+    planned = partial(planned_of, profile, again=again, profile_path=places.profile, folder=folder)
     where = places.smaller or ("-",) * len(smaller)
     balances = (
         replace(_balance(Layout.of(other, profile), profile, source), planned=planned(other, path))
@@ -193,14 +194,23 @@ def decisions_digest(plan: Plan) -> str:
     return digest_of(decided)
 
 
-def _planned(profile: Profile, plan: Plan, path: str, *, profile_path: str, folder: str) -> Planned:
-    """What the plan at `path` predicts, as it stands beside its cuts in `folder`."""
+def planned_of(
+    profile: Profile,
+    plan: Plan,
+    path: str,
+    *,
+    again: Callable[[Inputs], tuple[str, ...]],
+    profile_path: str,
+    folder: str,
+) -> Planned:
+    """What the plan at `path` predicts, as it stands beside its cuts in `folder`; `again` are options of `solve`."""
     from_here = str(Path(folder, "balance.yaml"))
     where = {"plan": reference_path(path, from_here), "profile": reference_path(profile_path, from_here)}
     return Planned(
         step_us=plan.predicted.step_us,
         reserve_bytes=plan.inputs.reserve_bytes,
-        solve=calibrated_options(plan.inputs, profile.device),
+        device="" if training_kind(profile.device.kind) == profile.device.kind else profile.device.kind,
+        solve=again(plan.inputs),
         # What came from standard input may be anywhere: the usual name says what is meant.
         **{name: at for name, at in where.items() if at != "-"},
     )

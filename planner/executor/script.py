@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,13 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
-from planner.core.judge.drift import drift_of, drift_text
 from planner.core.judge.question import solve_again
-from planner.core.judge.verification import crowding
 from planner.core.values.balance import Planned
 from planner.core.values.devices import TORCH_KINDS
-from planner.core.values.printable import printable_lines
-from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
-from planner.device.machine import usable_cores
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.measure.step_record import OnStep
+from planner.executor.measure.telling import drift_note, places_of
 from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
 from planner.executor.watch.failure import Stopped, Watch
@@ -167,25 +164,23 @@ def _finish(pipeline: Pipeline, options: Arguments, folder: Path) -> None:
     if options.trace:
         write_text(options.trace, trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
         print(f"wrote {options.trace}", flush=True)
-    _tell_drift(pipeline, report, options, folder)
+    note = drift_note(
+        pipeline.balance,
+        report,
+        num_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        again=partial(_again, folder=folder, report=options.report),
+    )
+    if note:
+        print(note, file=sys.stderr, flush=True)
 
 
-def _tell_drift(pipeline: Pipeline, report: RunReport, options: Arguments, folder: Path) -> None:
-    """Says it, where the run was not as planned, with the commands that plan with what it measured."""
-    balance = pipeline.balance
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    is_crowded = report.device.kind == "cpu" and crowding(here, balance.threads, usable_cores())
-    drift = drift_of(balance, report, are_times_judged=not is_crowded)
-    if not drift or balance.planned is None:
-        return
-    how = "this run measured" if options.report else "a run measures, after `--report run.json`"
-    commands = _planning_again(balance.planned, folder, options.report or "run.json")
-    text = "\n    ".join([f"note: {drift_text(drift)}", f"plan again with what {how}:", *commands])
-    print(printable_lines(text), file=sys.stderr, flush=True)
-
-
-def _planning_again(planned: Planned, folder: Path, report: str) -> tuple[str, str]:
-    """What to type where this script was started."""
-    plan, profile = (os.path.relpath(folder / path) for path in (planned.plan, planned.profile))
-    words = ["gpipe-plan verify", *([] if plan == "plan.yaml" else [shlex.quote(plan)]), f"--run {shlex.quote(report)}"]
-    return " ".join(words), solve_again(profile, planned.solve, calibration="calibration.yaml", plan=plan)
+def _again(planned: Planned, folder: Path, report: str | None) -> tuple[str, str, str]:
+    """How to plan with what the run measured."""
+    plan, profile = places_of(planned, folder)
+    how = "this run measured" if report else "a run measures, after `--report run.json`"
+    named = [] if plan == "plan.yaml" else [shlex.quote(plan)]
+    return (
+        f"plan again with what {how}:",
+        " ".join(["gpipe-plan verify", *named, f"--run {shlex.quote(report or 'run.json')}"]),
+        solve_again(profile, planned.solve, calibration="calibration.yaml", plan=plan),
+    )

@@ -13,14 +13,14 @@ from torch import Tensor
 from planner.core.errors import ModelError
 from planner.executor.build.assembly import Assembly
 from planner.executor.job import Job
-from planner.executor.measure.step_record import OnStep, StepRecord, learning_rates
+from planner.executor.measure.step_record import OnStep, StepHook, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
 from planner.executor.run.gradients import check_gradients, check_losses, dense_part
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of
 from planner.executor.run.parts import Part, micro_batches_of
-from planner.executor.run.random_state import HostStates, OwnStates, StepSeeds, keeping_random_state
+from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.relay import Relay
 from planner.executor.watch.position import ANY
 from planner.model.autocast import autocast_dtype
@@ -46,7 +46,7 @@ class Trainer:
         self.samples: list[int] = []
         """Samples of every step, over all replicas: a mini-batch may be smaller than planned."""
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
-        self._hook = _Hook(on_step, job.seed) if on_step is not None and job.place.rank == 0 else None
+        self._hook = StepHook(on_step, job.seed) if on_step is not None and job.place.rank == 0 else None
 
     @contextmanager
     def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
@@ -210,18 +210,3 @@ class Trainer:
         finally:
             last.targets, last.seen = [], None
         return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
-
-
-class _Hook:
-    """What the script gave to be called after every step, on one rank.
-
-    What it draws must not part that rank's random states from those of the others: it draws from states of its own.
-    """
-
-    def __init__(self, on_step: OnStep, seed: int) -> None:
-        self._on_step, self._states = on_step, OwnStates(HostStates.seeded(seed))
-
-    def call(self, record: StepRecord) -> None:
-        """Tells it a step."""
-        with self._states:
-            self._on_step(record)

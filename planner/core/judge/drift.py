@@ -34,7 +34,9 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
     """
     planned, steps_us = balance.planned, timed_steps_us(report)
     is_long = len(report.step_us) - report.warmup_steps >= ENOUGH_STEPS
-    if planned is None or not is_long or report.device.kind != balance.device or other_samples(report) is not None:
+    if planned is None or not is_long or other_samples(report) is not None:
+        return ()
+    if report.device.kind != (planned.device or balance.device):
         return ()
     step = Compared(what="step_us", predicted=planned.step_us, measured=median(steps_us))
     peaks = peaks_of(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)

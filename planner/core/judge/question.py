@@ -70,17 +70,21 @@ def as_typed(options: Iterable[str]) -> str:
     return " ".join(shlex.join(filter(None, (name, value))) for name, _, value in words)
 
 
-def solve_again(profile: str, options: Iterable[str], *, calibration: str, plan: str = "plan.yaml") -> str:
-    """The command that makes a plan anew, at the same place, with what a run told of the machine.
+def solve_again(
+    profile: str, options: Iterable[str], *, calibration: str | None = None, plan: str = "plan.yaml"
+) -> str:
+    """The command that makes a plan anew, at the same place.
 
     Args:
         profile: Where the profile stands.
-        options: As `calibrated_options` has them.
-        calibration: Where the calibration stands.
+        options: As `solve_options` has them, with a calibration `calibrated_options`.
+        calibration: Where what a run told of the machine stands, if anywhere.
         plan: Where the plan stands.
     """
-    words = ["gpipe-plan solve", shlex.quote(profile), as_typed(options), f"--calibration {shlex.quote(calibration)}"]
-    return " ".join([*filter(None, words), *([] if plan == "plan.yaml" else [f"-o {shlex.quote(plan)}"])])
+    words = ["gpipe-plan solve", shlex.quote(profile), as_typed(options)]
+    places = {"--calibration": calibration, "-o": None if plan == "plan.yaml" else plan}
+    words += [f"{name} {shlex.quote(place)}" for name, place in places.items() if place is not None]
+    return " ".join(filter(None, words))
 
 
 def _caps(memory_bytes: tuple[int, ...]) -> str:

@@ -34,10 +34,13 @@ class Planned:
     step_us: float
     reserve_bytes: int = 0
     """What of every device's peak is for what its allocator does not see."""
+    device: str = ""
+    """The kind of device that it is predicted for, where the bundled executor does not train on such."""
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
     solve: tuple[str, ...] = ()
-    """The options that ask the plan's question again, beside `--calibration`, each with its value."""
+    """The options that ask the plan's question again, each with its value; of a plan for the bundled executor those
+    beside `--calibration`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

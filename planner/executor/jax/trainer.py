@@ -6,8 +6,10 @@ arXiv:2105.07576, section 3), by what collects them in the bundled executor.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, islice, starmap
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,13 +20,19 @@ from planner.bridge.compiling import OutOfMemoryError
 from planner.bridge.programs import compiled
 from planner.bridge.training_step import UPDATES, State, TrainingStep, Update
 from planner.core.errors import ExitCode, UsageError
+from planner.core.judge.question import solve_again
+from planner.core.values.balance import Planned
 from planner.core.values.devices import accelerator
+from planner.core.values.profile import Device
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
 from planner.executor.jax.pipeline import JaxPipeline
 from planner.executor.jax.training import CompiledMemory, JaxArguments, fitting
 from planner.executor.job import load_planned
 from planner.executor.keep.weights import first_names, load_weights, whole_state, write_weights
+from planner.executor.measure.reporting import steps_report
+from planner.executor.measure.step_record import OnStep, StepHook, StepRecord
+from planner.executor.measure.telling import drift_note, places_of
 from planner.executor.run.loader import epochs, example_of
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
@@ -45,7 +53,7 @@ class JaxTraining:
         PlannerError: The model or the plan cannot be run so.
     """
 
-    def __init__(self, balance_path: str | Path, how: JaxArguments) -> None:
+    def __init__(self, balance_path: str | Path, how: JaxArguments, *, on_step: OnStep | None = None) -> None:
         self.balance = read_balance(str(balance_path))
         if how.save:
             check_writable(how.save)
@@ -58,7 +66,7 @@ class JaxTraining:
         check_same_model(self.balance, self.model, layers)
         if how.weights:
             load_weights(how.weights, built.state_dict(), first_names(built))
-        update, num_states = _optimizer(self.model, built)
+        update, num_states, self._rate = _optimizer(self.model, built)
         devices = (
             named_chips(how.compile, self.balance.num_stages)
             if how.compile
@@ -66,6 +74,12 @@ class JaxTraining:
         )
         self.pipeline = JaxPipeline(self.model, layers, self.balance, devices)
         self._step = TrainingStep(self.pipeline.program, update, num_states, how.seed)
+        # In the spelling of profiles: what JAX calls a GPU is one of CUDA's to them.
+        kind = "cuda" if devices[0].platform == "gpu" else devices[0].platform
+        self._device = Device(kind=kind, name=devices[0].device_kind)
+        self._hook = None if on_step is None else StepHook(on_step, how.seed)
+        self._losses: list[float] = []
+        self._step_us: list[float] = []
 
     def begin(self) -> State:
         """The state in front of the first step: parameters as the model has them, nothing in the optimizer."""
@@ -81,7 +95,35 @@ class JaxTraining:
 
     def step(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[float, State]:
         """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
-        return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
+        begin = perf_counter()
+        loss, state = self._step.run(state, *self.pipeline.batch(inputs, targets), number)
+        step_us = (perf_counter() - begin) * 1e6
+        self._losses.append(loss)
+        self._step_us.append(step_us)
+        if self._hook is not None:
+            record = StepRecord(
+                step=number,
+                loss=loss,
+                step_us=step_us,
+                samples=self.balance.batch,
+                learning_rates=(self._rate,),
+                skipped=False,
+            )
+            self._hook.call(record)
+        return loss, state
+
+    def drift_note(self, folder: Path) -> str:
+        """What to say where the steps were not as planned; the balance configuration stands in `folder`."""
+        report = steps_report(
+            self.balance,
+            self._device,
+            "",
+            seed=self._seed,
+            losses=self._losses,
+            samples=[self.balance.batch] * len(self._losses),
+            step_us=self._step_us,
+        )
+        return drift_note(self.balance, report, num_here=self.balance.num_stages, again=partial(self._again, folder))
 
     def save(self, state: State, path: str) -> None:
         """Writes trained parameters and buffers as one state dict: safetensors by its suffix, else `torch.save`.
@@ -126,6 +168,15 @@ class JaxTraining:
         print(text, flush=True)
         return code
 
+    def _again(self, folder: Path, planned: Planned) -> tuple[str, str]:
+        """How to measure once more, and plan with that."""
+        plan, profile = places_of(planned, folder)
+        device = planned.device or self.balance.device
+        return (
+            f"measure once more, where it ran (`gpipe-plan profile … --device {device}`), and plan again:",
+            solve_again(profile, planned.solve, plan=plan),
+        )
+
     def _estimate_statistics(self) -> int:
         """Takes running statistics anew; returns of how many batch normalisations."""
         layers = collecting_layers(self._built)
@@ -148,8 +199,8 @@ class JaxTraining:
         return len(layers)
 
 
-def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int]:
-    """The model's optimizer, number by number, and how many numbers of state it has for each.
+def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int, float]:
+    """The model's optimizer, number by number, how many numbers of state it has for each, and its learning rate.
 
     Raises:
         UsageError: It is none of those known here, or has options that differ between parameters.
@@ -167,4 +218,5 @@ def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int]:
         )
     make, num_states = UPDATES[name]
     momentum = bool(options.get("momentum"))
-    return make(options), num_states if name not in ("SGD", "RMSprop") else num_states + momentum
+    num_states += momentum if name in ("SGD", "RMSprop") else 0
+    return make(options), num_states, float(options["lr"])

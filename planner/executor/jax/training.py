@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from planner.executor.jax.trainer import JaxTraining
+    from planner.executor.measure.step_record import OnStep
 
 __all__ = ["CompiledMemory", "JaxArguments", "fitting", "jax_arguments", "jax_training"]
 
@@ -81,11 +82,18 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
 
 
 @contextmanager
-def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[JaxTraining]":
-    """A plan's program with the model file's optimizer, for the block.
+def jax_training(
+    balance_path: str | Path, given: JaxArguments, *, on_step: "OnStep | None" = None
+) -> "Iterator[JaxTraining]":
+    """A plan's program with the model file's optimizer, for the block; then a word where it was not as planned.
 
     Errors of ours end the process with one message and exit code 2: the model or the plan cannot be run so, or the
     extra `tpu` is not installed.
+
+    Args:
+        balance_path: The balance configuration, as `gpipe-plan emit --format jax` writes it.
+        given: The command line.
+        on_step: Is called with a `StepRecord` after every step.
     """
     try:
         check_installed("tpu")
@@ -93,7 +101,11 @@ def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[Jax
             expect_no_tpu()
         from planner.executor.jax.trainer import JaxTraining  # noqa: PLC0415 - jax
 
-        yield JaxTraining(balance_path, given)
+        training = JaxTraining(balance_path, given, on_step=on_step)
+        yield training
+        note = training.drift_note(Path(balance_path).parent)
+        if note:
+            print(note, file=sys.stderr, flush=True)
     except PlannerError as error:
         print_error(error)
         sys.exit(ExitCode.ERROR)

@@ -9,6 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,27 +54,51 @@ def run_report(
     runs = [run for run, _ in gathered]
     stages = sorted((stage for _, its in gathered for stage in its), key=lambda stage: (stage.replica, stage.index))
     kind = kind_of(device)
-    report = RunReport(
+    report = steps_report(
+        balance,
+        Device(kind=kind.name, name=kind.model_name),
+        dtype_of(modules[0]),
+        seed=seed,
+        losses=losses,
+        samples=samples,
+        step_us=recorder.step_us,
+    )
+    report = replace(report, stages=tuple(stages))
+    return runs, with_waiting(report, runs, overlaps=kind.transfers_overlap)
+
+
+def steps_report(
+    balance: Balance,
+    device: Device,
+    dtype: str,
+    *,
+    seed: int,
+    losses: Sequence[float],
+    samples: Sequence[int],
+    step_us: Sequence[float],
+) -> RunReport:
+    """What the steps of a run took, but nothing of its stages.
+
+    `dtype` is the parameters'; losses, samples and times are those of every step, the samples of all replicas.
+    """
+    return RunReport(
         generator=Generator(name="gpipe-plan", version=__version__),
         plan_digest=balance.plan_digest,
         seed=seed,
-        device=Device(kind=kind.name, name=kind.model_name),
+        device=device,
         environment=Environment(
             torch=str(torch.__version__),
             python=platform.python_version(),
-            dtype=balance.dtype or dtype_of(modules[0]),
+            dtype=balance.dtype or dtype,
             threads=balance.threads,
         ),
         losses=tuple(losses),
-        step_us=tuple(round(time, 1) for time in recorder.step_us),
+        step_us=tuple(round(time, 1) for time in step_us),
         batch=balance.batch,
-        samples_per_s=tuple(
-            round(count / time_us * 1e6, 1) for count, time_us in zip(samples, recorder.step_us, strict=False)
-        ),
+        samples_per_s=tuple(round(count / time * 1e6, 1) for count, time in zip(samples, step_us, strict=False)),
         warmup_steps=WARM_UP_STEPS,
-        stages=tuple(stages),
+        stages=(),
     )
-    return runs, with_waiting(report, runs, overlaps=kind.transfers_overlap)
 
 
 def clock_offset_ns(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from planner.executor.run.random_state import HostStates, OwnStates
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
@@ -35,6 +37,21 @@ class StepRecord:
 
 
 OnStep = Callable[[StepRecord], None]
+
+
+class StepHook:
+    """What the script gave to be called after every step, on one rank.
+
+    What it draws must not part that rank's random states from those of the others: it draws from states of its own.
+    """
+
+    def __init__(self, on_step: OnStep, seed: int) -> None:
+        self._on_step, self._states = on_step, OwnStates(HostStates.seeded(seed))
+
+    def call(self, record: StepRecord) -> None:
+        """Tells it a step."""
+        with self._states:
+            self._on_step(record)
 
 
 def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, ...]:

@@ -93,6 +93,10 @@ def test_nothing_is_said_of_runs_that_say_nothing(run: tuple[Balance, RunReport]
     ):
         assert not drift_of(balance, other, are_times_judged=True)
     assert not drift_of(replace(balance, planned=None), slow, are_times_judged=True)
+    assert balance.planned is not None
+    for_tpus = replace(balance, planned=replace(balance.planned, device="tpu"))
+    assert not drift_of(for_tpus, slow, are_times_judged=True)
+    assert drift_of(for_tpus, replace(slow, device=replace(slow.device, kind="tpu")), are_times_judged=True)
     assert drift_of(balance, replace(slow, samples_per_s=tuple(r / 2 for r in rates)), are_times_judged=True)
 
 
