@@ -281,7 +281,8 @@ function timeline(live) {
     event.preventDefault();
   });
 
-  new ResizeObserver(redraw).observe(canvas.parentElement);
+  // Drawing sets the height: what counts is the width.
+  new ResizeObserver(() => { if (canvas.clientWidth !== width) redraw(); }).observe(canvas.parentElement);
   theme.whenPainted(redraw);
   return { load };
 }
