@@ -4,7 +4,7 @@
   const memo = explorer(data), byId = (id) => document.getElementById(id), L = data.names.length;
   const step = timeline(document.querySelector(".live"));
   const policies = [
-    ["auto", "as needed, device by device"], ["never", "never"], ["except-last", "all micro-batches but the last"],
+    ["auto", "as needed, by device"], ["never", "never"], ["except-last", "all but the last"],
     ["always", "every micro-batch"],
   ];
   // Cuts that were seen last, by how many stages there are, and whether nobody has moved one.
