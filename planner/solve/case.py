@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import CostsAtSize
+from planner.core.cost.evaluate import Partition
 from planner.core.cost.moments import Moments, stage_moments
-from planner.core.cost.stage_time import LAYERS, ChainSums
+from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums
 from planner.core.schedule import Loads, Schedule
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import RecomputePolicy
@@ -51,6 +52,10 @@ class Rules:
             no |= ~wanted
         return no
 
+    def allows(self, cuts: IntArray) -> BoolArray:
+        """Which partitions have none but wanted stages, shape (N,), for cuts of shape (N, S+1)."""
+        return ~np.asarray(self.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -68,6 +73,25 @@ class Case:
     layers: "LayerTimes | None" = None
     """What recomputing single layers costs; needed where the policy is `layers`."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
+
+    def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
+        """What the cost model takes: cuts of length S+1, choices that are indices into `CHOICES` or `LAYERS`.
+
+        Args:
+            cuts: From 0 to L.
+            choices: By stage.
+            more: Other fields of `Partition`.
+        """
+        return Partition(
+            schedule=self.schedule.name,
+            micro_batches=self.micro_batches,
+            balance=tuple(np.diff(cuts).tolist()),
+            recompute=tuple((*CHOICES, "layers")[choice] for choice in choices),
+            chunks=self.chunks,
+            order=self.schedule.texts,
+            replicas=self.replicas,
+            **more,
+        )
 
     @property
     def costs(self) -> ChainCosts:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.core.cost.evaluate import Partition
-from planner.core.cost.stage_time import CHOICES
 from planner.solve.answer import Answer
 from planner.solve.bottlenecks import BottleneckSearch
 from planner.solve.case import Case
@@ -98,7 +96,9 @@ def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
             bound_us = max(bound_us, search.bound_us)
     if best is None:
         return Answer(case, None, np.inf, bound_us, DYNAMIC_PROGRAMME)
-    return Answer(case, partition_of(case, best), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMME)
+    return Answer(
+        case, case.partition(best.cuts, best.choices), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMME
+    )
 
 
 def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None:
@@ -153,14 +153,3 @@ def _first_by_rank(search: LabelSearch, upper_us: float, best: ChainCuts | None)
         first = search.run(upper_us=upper_us, most_labels=most_labels, best_rank=rank, most_in_level=_MOST_TIED_LABELS)
         best = first or best
     return best
-
-
-def partition_of(case: Case, cuts: ChainCuts) -> Partition:
-    """A partition as the cost model wants it."""
-    return Partition(
-        schedule=case.schedule.name,
-        micro_batches=case.micro_batches,
-        balance=tuple(end - first for first, end in zip(cuts.cuts[:-1], cuts.cuts[1:], strict=True)),
-        recompute=tuple(CHOICES[choice] for choice in cuts.choices),
-        replicas=case.replicas,
-    )

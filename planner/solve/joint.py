@@ -22,7 +22,7 @@ from planner.solve.least_period import least_of_all_cuts_us, least_trip_us
 from planner.solve.list_scheduling import OrderProblem
 from planner.solve.many import Many
 from planner.solve.order_search import FoundOrder, Orders
-from planner.solve.progress import Progress
+from planner.solve.progress import SAME, Progress
 from planner.solve.several_chunks import starts_of
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -41,7 +41,7 @@ _OF_BOUND = 4
 
 def search_cuts_and_lists(progress: Progress) -> None:
     """Searches from the most devices down, until the deadline (`OutOfTimeError`) or as long as the effort lasts."""
-    case, balance = progress.case, progress.case.rules.balance
+    case = progress.case
     if case.is_too_large:
         return
     trip_us = least_trip_us(case)
@@ -50,9 +50,8 @@ def search_cuts_and_lists(progress: Progress) -> None:
         if least_us >= progress.upper_us or progress.effort.left <= 0:
             progress.leave_out(least_us)
             return
-        num_stages = num_devices * case.chunks
-        if case.costs.num_layers >= num_stages and (balance is None or len(balance) == num_stages):
-            many = Many(case, num_devices)
+        many = Many(case, num_devices)
+        if many.has_layers:
             _Joint(progress, many).search()
             of_all_us = least_of_all_cuts_us(many, progress.upper_us, progress.effort.spent // _OF_BOUND)
             progress.leave_out(max(least_us, of_all_us))
@@ -98,10 +97,10 @@ class _Joint:
         """The best partition that is found under lists; None if nothing fits. The best of all is noted."""
         progress = self._progress
         own = Progress(case=many.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
-        CutSearch(own, many, max(0, progress.effort.left) // _SHARE).search(starts)
+        CutSearch(own, many).search(starts, max(0, progress.effort.left) // _SHARE)
         if own.best is None:
             return None
-        if own.upper_us < progress.upper_us * (1 - 1e-12):
+        if own.upper_us < progress.upper_us * (1 - SAME):
             progress.upper_us, progress.best = own.upper_us, own.best
         return np.cumsum([0, *own.best.balance]), np.array([CHOICES.index(choice) for choice in own.best.recompute])
 

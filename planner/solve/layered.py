@@ -17,7 +17,7 @@ from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.chain_dp import ChainCuts
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.gpipe import DYNAMIC_PROGRAMME, Windows, gpipe_searches, partition_of
+from planner.solve.gpipe import DYNAMIC_PROGRAMME, Windows, gpipe_searches
 from planner.solve.layer_times import LayerTimes
 
 _ROUNDS = 400
@@ -68,10 +68,8 @@ def _with_layers(case: Case, cuts: ChainCuts) -> Partition | None:
         if choice is None:
             return None
         recomputed.append(choice.recomputed if choice else ())
-    whole = tuple(0 if choice == LAYERS else choice for choice in cuts.choices)
-    partition = partition_of(case, cuts._replace(choices=whole))
-    recompute = tuple(
-        "layers" if some else "never" if cuts.choices[k] == LAYERS else partition.recompute[k]
-        for k, some in enumerate(recomputed)
-    )
-    return replace(partition, recompute=recompute, recomputed=tuple(recomputed) if any(recomputed) else ())
+    choices = [
+        LAYERS if some else 0 if choice == LAYERS else choice
+        for choice, some in zip(cuts.choices, recomputed, strict=True)
+    ]
+    return case.partition(cuts.cuts, choices, recomputed=tuple(recomputed) if any(recomputed) else ())

@@ -14,14 +14,11 @@ from planner.solve.chunk_layers import DevicesOfChunks
 from planner.solve.layer_search import LayerSearch
 from planner.solve.many import Many
 from planner.solve.progress import Progress
-from planner.solve.several_chunks import all_cuts, bound_of, can_run, most_of_one, starts_of
+from planner.solve.several_chunks import all_cuts, bound_of, by_devices, most_of_one, starts_of
 from planner.solve.tables import width_for
 
 _SHARE = 4
 """One of so many parts of what effort is left looks at partitions one by one, where they are few."""
-
-_ORDER, _MOMENTS, _CELLS = 3, 10, 5
-"""What these cost is told in `planner.solve.several_chunks`."""
 
 
 def search_chunks_by_layers(progress: Progress, near: Partition | None) -> None:
@@ -31,26 +28,13 @@ def search_chunks_by_layers(progress: Progress, near: Partition | None) -> None:
         progress: Of the case.
         near: Its best partition that recomputes whole stages, if one is known.
     """
-    case, effort = progress.case, progress.effort
-    progress.deadline.check()
-    if case.schedule.is_to_be_made:
+    if progress.case.schedule.is_to_be_made:
+        progress.deadline.check()
         _search_under_lists(progress, near)
         return
-    if case.is_too_large:
-        return
-    for num_devices in range(case.num_devices, 0, -1):
-        least_us = progress.rest_us = max(progress.least_us(num_devices), case.bound_us)
-        if least_us >= progress.upper_us:
-            return
-        many = Many(case, num_devices)
-        cells = (case.costs.num_layers + 1) * many.width * len(many.allowed)
-        if not effort.pays((_ORDER + _MOMENTS + 1) * many.num_actions, cells // _CELLS):
-            progress.leave_out(least_us)
-            return
-        if can_run(many):
-            near_here = near if near is not None and near.num_devices == num_devices else None
-            progress.leave_out(_search(progress, many, least_us, near_here))
-    progress.rest_us = inf
+    for many, least_us in by_devices(progress):
+        near_here = near if near is not None and near.num_devices == many.num_devices else None
+        progress.leave_out(_search(progress, many, least_us, near_here))
 
 
 def never_over(progress: Progress) -> bool:
@@ -69,7 +53,7 @@ def never_over(progress: Progress) -> bool:
 
 
 def _holds_all(many: Many, width: int) -> bool:
-    if not can_run(many):
+    if not many.can_run:
         return True
     if width > many.width:
         return False

@@ -19,7 +19,7 @@ from planner.solve.chain_dp import ChainCuts, LabelSearch
 from planner.solve.device_layers import DevicesOfOneStage
 from planner.solve.gpipe import Windows
 from planner.solve.laws import OneForwardOneBackwardLaw
-from planner.solve.layer_search import LayerSearch, Place, raced
+from planner.solve.layer_search import LayerPlace, LayerSearch, raced
 from planner.solve.layer_times import LayerTimes
 from planner.solve.many import Many
 from planner.solve.progress import BLOCK, Progress
@@ -102,7 +102,7 @@ class _Search:
                 break
         return least, search
 
-    def _place(self, cuts: ChainCuts) -> Place | None:
+    def _place(self, cuts: ChainCuts) -> LayerPlace | None:
         """The partition with the cheapest layers of its stages; None if one does not fit after all."""
         choices = list(cuts.choices)
         recomputed: list[tuple[int, ...]] = [()] * len(choices)
@@ -117,7 +117,7 @@ class _Search:
                 return None
             recomputed[k], layers_us[k] = exact.recomputed, exact.again_us
             choices[k] = LAYERS if exact.recomputed else 0
-        return Place(
+        return LayerPlace(
             cuts=np.array(cuts.cuts), choices=np.array(choices), recomputed=tuple(recomputed), layers_us=layers_us
         )
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.core.errors import UsageError
 from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.many import Many, moved
@@ -38,16 +37,10 @@ def over_bytes_found(case: Case) -> float:
 def _over_bytes_on(many: Many) -> float:
     """The same on so many devices."""
     case, num_layers, num_stages = many.case, many.case.costs.num_layers, many.num_stages
-    if num_stages > num_layers or many.num_actions > _MOST_ACTIONS:
-        return np.inf
-    try:
-        many.actions  # noqa: B018 - raises where the schedule does not run so
-    except UsageError:
+    if many.num_actions > _MOST_ACTIONS or not many.can_run:
         return np.inf
     balance = case.rules.balance
     cuts = np.cumsum([0, *balance]) if balance else np.linspace(0, num_layers, num_stages + 1).astype(np.int64)
-    if len(cuts) != num_stages + 1:
-        return np.inf
     allowed = allowed_choices(case.policy, case.micro_batches)
     return min(_downhill(many, cuts, np.full(num_stages, choice), allowed) for choice in allowed)
 
@@ -77,5 +70,4 @@ def _downhill(many: Many, cuts: IntArray, choices: IntArray, allowed: Sequence[i
 
 def _over(many: Many, cuts: IntArray, choices: IntArray) -> FloatArray:
     """Over the caps, infinite where a rule is broken; shape (N,)."""
-    is_forbidden = many.case.rules.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1)
-    return np.where(is_forbidden, np.inf, many.over_bytes(cuts, choices).max(axis=1))
+    return np.where(many.case.rules.allows(cuts), many.over_bytes(cuts, choices).max(axis=1), np.inf)

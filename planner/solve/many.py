@@ -1,5 +1,6 @@
 """Many partitions of one case judged at once: simulated step time, and bytes over the caps."""
 
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,6 +22,7 @@ from planner.core.cost.layer_memory import most_savings
 from planner.core.cost.moments import PARTS, moments_of
 from planner.core.cost.simulate import StageTimes, makespans
 from planner.core.cost.stage_time import CHOICES, BusyTimes, HalfTimes, hidden_us, optimizer_tail_us
+from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
 from planner.core.values.placement import device_of, stages_on
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
@@ -67,6 +69,19 @@ class Many:
     def num_actions(self) -> int:
         """Actions of a step, the measure of what simulating costs."""
         return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether there are as many stages as fixed cuts have, and a layer for each."""
+        balance = self.case.rules.balance
+        return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the schedule runs with so many devices, too."""
+        with suppress(UsageError):
+            return self.has_layers and bool(self.actions)
+        return False
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:

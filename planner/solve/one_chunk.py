@@ -22,7 +22,7 @@ from planner.solve.gpipe import Windows
 from planner.solve.laws import OneForwardOneBackwardLaw
 from planner.solve.many import Many, moved
 from planner.solve.problem import ChainProblem
-from planner.solve.progress import BLOCK, Progress
+from planner.solve.progress import BLOCK, SAME, Progress
 from planner.solve.tables import NOWHERE
 
 _ORDER, _FIRST_ORDER = 3, 10
@@ -88,7 +88,7 @@ def _improve_cuts(progress: Progress, many: Many, problem: ChainProblem, cuts: I
     for _ in range(_ROUNDS):
         step_us = _race(progress, many, cuts, _choices(problem, cuts))
         at = int(np.argmin(step_us)) if len(step_us) else 0
-        if not len(step_us) or not step_us[at] < before_us * (1 - 1e-12) or progress.effort.left <= 0:
+        if not len(step_us) or not step_us[at] < before_us * (1 - SAME) or progress.effort.left <= 0:
             return
         before_us, current = float(step_us[at]), cuts[at]
         # Simulating one more round takes long enough to be late by.

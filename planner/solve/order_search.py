@@ -20,6 +20,7 @@ from planner.core.schedule import Action, Letter
 from planner.solve.arrays import FloatArray
 from planner.solve.least_period import LeastTimes, least_windows_us
 from planner.solve.list_scheduling import ListRules, Lists, OrderProblem, followed, listed
+from planner.solve.progress import SAME
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -135,7 +136,7 @@ class Orders:
     def _better(self, lists: Lists | None) -> bool:
         """Whether lists that were just made are better than the best so far, which they then are."""
         self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY
-        if lists is None or (self.best is not None and lists.period_us >= self.best.period_us * (1 - 1e-12)):
+        if lists is None or (self.best is not None and lists.period_us >= self.best.period_us * (1 - SAME)):
             return False
         return self._simulated(lists.actions())
 

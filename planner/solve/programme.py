@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.evaluate import Partition
-from planner.core.cost.stage_time import CHOICES
 from planner.core.errors import SolverError
 from planner.solve.answer import Answer
 from planner.solve.arcs import ArcProblem
@@ -54,14 +52,8 @@ def programme_answer(
     arcs = list(solved.arcs)
     free = [list(devices) for devices in classes]
     devices = tuple(free[kind].pop(0) for kind in problem.device[arcs]) if classes else ()
-    partition = Partition(
-        schedule=case.schedule.name,
-        micro_batches=case.micro_batches,
-        balance=tuple((problem.end - problem.first)[arcs].tolist()),
-        recompute=tuple(CHOICES[n] for n in choice[arcs]),
-        replicas=case.replicas,
-        devices=() if devices == tuple(range(len(devices))) else devices,
-    )
+    in_order = devices == tuple(range(len(devices)))
+    partition = case.partition([0, *problem.end[arcs]], choice[arcs].tolist(), devices=() if in_order else devices)
     return Answer(case, partition, solved.step_us, solved.bound_us, _METHOD)
 
 

@@ -6,11 +6,13 @@ from math import inf
 import numpy as np
 
 from planner.core.cost.evaluate import Partition
-from planner.core.cost.stage_time import CHOICES
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.case import Case
 from planner.solve.deadline import Deadline
 from planner.solve.many import Many
+
+SAME = 1e-12
+"""Times closer than this are equal: they differ by rounding."""
 
 BLOCK = 1024
 """Partitions that are simulated at once, and count once."""
@@ -100,15 +102,7 @@ class Progress:
         step_us[fits] = self.simulated(many, cuts[fits], choices[fits])
         at = int(np.argmin(step_us))
         # Equal times differ by rounding: the first of equal partitions stays.
-        if step_us[at] < self.upper_us * (1 - 1e-12):
+        if step_us[at] < self.upper_us * (1 - SAME):
             self.upper_us = float(step_us[at])
-            self.best = Partition(
-                schedule=self.case.schedule.name,
-                micro_batches=self.case.micro_batches,
-                balance=tuple(int(n) for n in np.diff(cuts[at])),
-                recompute=tuple(CHOICES[c] for c in choices[at]),
-                chunks=self.case.chunks,
-                order=many.case.schedule.texts,
-                replicas=self.case.replicas,
-            )
+            self.best = many.case.partition(cuts[at], choices[at])
         return step_us

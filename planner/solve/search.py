@@ -19,7 +19,7 @@ from planner.solve.answer import Answer
 from planner.solve.case import Case
 from planner.solve.cases import MOST_CHUNKS, cases_of, micro_batch_counts
 from planner.solve.deadline import Deadline, OutOfTimeError
-from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, partition_of, tie_broken
+from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, tie_broken
 from planner.solve.halves import check_halves
 from planner.solve.replicas import check_replicas
 from planner.solve.request import Request
@@ -187,7 +187,7 @@ def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
         cuts = tie_broken(case, answer.step_us, deadline=deadline)
     except OutOfTimeError:
         return answer
-    return answer if cuts is None else answer._replace(partition=partition_of(case, cuts))
+    return answer if cuts is None else answer._replace(partition=case.partition(cuts.cuts, cuts.choices))
 
 
 def _answer(
@@ -210,13 +210,9 @@ def _answer(
         return layered_answer(case, upper_us=upper_us, deadline=deadline)
     if case.schedule.has_closed_form:
         return gpipe_answer(case, upper_us=upper_us, deadline=deadline)
-    if case.policy == "layers":
-        from planner.solve.layered_simulated import layered_simulated_answer  # noqa: PLC0415
-
-        return layered_simulated_answer(case, by_stage, upper_us=upper_us, deadline=deadline, most_actions=most_actions)
     from planner.solve.simulated import simulated_answer  # noqa: PLC0415
 
-    return simulated_answer(case, upper_us=upper_us, deadline=deadline, most_actions=most_actions)
+    return simulated_answer(case, by_stage, upper_us=upper_us, deadline=deadline, most_actions=most_actions)
 
 
 def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:

@@ -18,11 +18,9 @@ from math import comb, inf, prod
 import numpy as np
 
 from planner.core.cost.chain_costs import sums_before
-from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
-from planner.solve.arrays import BoolArray, FloatArray, IntArray
-from planner.solve.case import Case
+from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.chain_dp import LabelSearch
 from planner.solve.cut_programme import CutBound, cut_bound, is_solvable, programme_size
 from planner.solve.cut_search import CutSearch
@@ -58,7 +56,19 @@ _CUTS_AT_ONCE = 256
 
 def search_several_chunks(progress: Progress) -> None:
     """Searches all numbers of devices, until the deadline (`OutOfTimeError`) or for as long as the effort lasts."""
-    case, effort = progress.case, progress.effort
+    effort = progress.effort
+    for many, least_us in by_devices(progress):
+        effort.spent += (_ORDER + _MOMENTS) * many.num_actions if effort.is_bounded else 0
+        if not _simulate_all(progress, many):
+            progress.leave_out(_improve(progress, many, least_us))
+
+
+def by_devices(progress: Progress) -> Iterator[tuple[Many, float]]:
+    """The partitions on each number of devices that may bring something, and what none of them can beat.
+
+    What there is no effort for is noted as left out.
+    """
+    case = progress.case
     progress.deadline.check()
     if case.is_too_large:
         return
@@ -68,26 +78,12 @@ def search_several_chunks(progress: Progress) -> None:
             return
         many = Many(case, num_devices)
         cells = (case.costs.num_layers + 1) * many.width * len(many.allowed)
-        if not effort.pays((_ORDER + _MOMENTS + 1) * many.num_actions, cells // _CELLS):
+        if not progress.effort.pays((_ORDER + _MOMENTS + 1) * many.num_actions, cells // _CELLS):
             progress.leave_out(least_us)
             return
-        if not can_run(many):
-            continue
-        effort.spent += (_ORDER + _MOMENTS) * many.num_actions if effort.is_bounded else 0
-        if not _simulate_all(progress, many):
-            progress.leave_out(_improve(progress, many, least_us))
+        if many.can_run:
+            yield many, least_us
     progress.rest_us = inf
-
-
-def can_run(many: Many) -> bool:
-    """Whether the schedule runs with so many devices, and so many stages are wanted of the layers."""
-    try:
-        many.actions  # noqa: B018 - raises where it does not
-    except UsageError:
-        return False
-    # Cuts that are fixed are for one number of stages.
-    balance = many.case.rules.balance
-    return many.case.costs.num_layers >= many.num_stages and (not balance or len(balance) == many.num_stages)
 
 
 def _simulate_all(progress: Progress, many: Many) -> bool:
@@ -143,7 +139,7 @@ def all_cuts(many: Many) -> Iterator[IntArray]:
     rest = iter(inner)
     while block := list(islice(rest, _CUTS_AT_ONCE)):
         every = np.array([(0, *cuts, num_layers) for cuts in block])
-        wanted = every[_wanted(many.case, every)]
+        wanted = every[many.case.rules.allows(every)]
         if len(wanted):
             yield wanted
 
@@ -163,12 +159,12 @@ def _improve(progress: Progress, many: Many, least_us: float) -> float:
         least_us = max(least_us, bound.bound_us)
         if least_us >= progress.upper_us:
             return least_us
-        if _wanted(many.case, bound.cuts[None])[0]:
+        if many.case.rules.allows(bound.cuts[None])[0]:
             starts.append(bound.cuts)
     # Were time to run out now, fewer devices would still be open.
     fewer_us = max(progress.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
     progress.rest_us = min(least_us, fewer_us)
-    CutSearch(progress, many, most_of_one(progress, many)).search(starts)
+    CutSearch(progress, many).search(starts, most_of_one(progress, many))
     return least_us
 
 
@@ -193,7 +189,7 @@ def starts_of(progress: Progress, many: Many) -> list[IntArray]:
     if case.rules.balance is not None:
         return [np.array([0, *np.cumsum(case.rules.balance)])]
     even = _even(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
-    starts = [even] if _wanted(case, even[None])[0] else []
+    starts = [even] if case.rules.allows(even[None])[0] else []
     # As a pipeline of single stages, in which everything fits, it has the same rules and the same shares.
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
@@ -202,11 +198,6 @@ def starts_of(progress: Progress, many: Many) -> list[IntArray]:
     if cuts is not None and not np.array_equal(cuts, even):
         starts.append(np.array(cuts))
     return starts
-
-
-def _wanted(case: Case, cuts: IntArray) -> BoolArray:
-    """Which partitions keep the rules, shape (N,)."""
-    return ~np.asarray(case.rules.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1))
 
 
 def _even(before: FloatArray, num_stages: int) -> IntArray:

@@ -4,9 +4,13 @@ The step time of a partition is that of the simulator, which runs the very actio
 lower bound for all partitions and a few good ones, improved step by step. What lies between the two is simulated too,
 if it is little enough: then the answer is proven, else it comes with the gap between bound and best. Where the effort
 is bounded, what costs more than is left of it is not begun: the bound of what was not looked at stands in for it.
+
+Where single layers may be recomputed, it begins with the best plan that recomputes whole stages, and ends with one that
+is no slower.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf
 
 from planner.core.schedule import Schedule
@@ -19,17 +23,24 @@ from planner.solve.one_chunk import search_one_chunk
 from planner.solve.progress import Effort, Progress
 from planner.solve.several_chunks import search_several_chunks
 
-METHOD = "simulated"
+_METHOD = "simulated"
 
 
 def simulated_answer(
-    case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER, most_actions: int | None = None
+    case: Case,
+    by_stage: Answer | None = None,
+    *,
+    upper_us: float = inf,
+    deadline: Deadline = NEVER,
+    most_actions: int | None = None,
 ) -> Answer:
     """The best partition found that beats `upper_us`, and what no partition of the case can beat.
 
     Args:
         case: The case.
-        upper_us: The step time to beat.
+        by_stage: Where single layers may be recomputed, the answer with whole stages alone, if there is one: the search
+            begins with it.
+        upper_us: The step time to beat; not above that of `by_stage`.
         deadline: When the search ends.
         most_actions: All effort there is, in actions simulated; None: as much as it takes, but for simulation itself.
 
@@ -37,15 +48,25 @@ def simulated_answer(
         OutOfTimeError: `deadline` passed before anything was found.
     """
     progress = Progress(case=case, effort=Effort(most_actions), deadline=deadline, upper_us=upper_us)
+    search = _search_under(case.schedule)
+    if case.policy == "layers":
+        # What a question does without is not imported.
+        from planner.solve.layered_chunks import never_over, search_chunks_by_layers  # noqa: PLC0415
+        from planner.solve.layered_one_chunk import search_one_chunk_by_layers  # noqa: PLC0415
+
+        if by_stage is not None and never_over(progress):
+            return by_stage._replace(actions=0)
+        by_layers = search_one_chunk_by_layers if search is search_one_chunk else search_chunks_by_layers
+        search = partial(by_layers, near=None if by_stage is None else by_stage.partition)
     try:
-        _search_under(case.schedule)(progress)
+        search(progress)
     except OutOfTimeError:
-        if progress.best is None:
+        if progress.best is None and upper_us == inf:
             raise
         progress.leave_out(max(progress.rest_us, case.bound_us))
     bound_us = min(progress.bound_us, progress.upper_us)
     step_us = inf if progress.best is None else progress.upper_us
-    return Answer(case, progress.best, step_us, bound_us, METHOD, progress.effort.spent)
+    return Answer(case, progress.best, step_us, bound_us, _METHOD, progress.effort.spent)
 
 
 def lacks_bound(schedules: Iterable[Schedule]) -> bool:

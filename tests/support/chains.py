@@ -80,6 +80,24 @@ def tensor(size: int, *, kept: bool = False, alias: int = -1, relayed: bool = Fa
     return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed)
 
 
+def heavy_chain(seed: int, num_layers: int) -> Profile:
+    """Uneven layers that keep much more than crosses their boundaries."""
+    rng = random.Random(seed)
+    return chain(
+        *(
+            layer(
+                f"l{n}",
+                forward_us=rng.uniform(10, 40),
+                backward_us=rng.uniform(20, 90),
+                saved_bytes=rng.randint(100, 900),
+                output_bytes=rng.randint(1, 30),
+                parameter_bytes=rng.randint(0, 60),
+            )
+            for n in range(num_layers)
+        )
+    )
+
+
 def even_chain(parameters: Sequence[int], gradients: Sequence[int] | None = None, **more: Any) -> Profile:
     """Layers `layers.0`, …; 8 bytes cross each boundary and are kept by the next one; each keeps 20 more.
 

@@ -1,6 +1,5 @@
 """Single layers recomputed under schedules other than GPipe: what fits, what is cheapest, and what it is worth."""
 
-import random
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -17,26 +16,8 @@ from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.chunk_layers import DevicesOfChunks
 from planner.solve.many import Many
-from tests.support.chains import chain, layer, random_profile
+from tests.support.chains import heavy_chain, random_profile
 from tests.support.profiles import inputs_of
-
-
-def heavy(seed: int) -> Profile:
-    """Nine layers that keep much more than crosses their boundaries."""
-    rng = random.Random(seed)
-    return chain(
-        *(
-            layer(
-                f"l{n}",
-                forward_us=rng.uniform(10, 40),
-                backward_us=rng.uniform(20, 90),
-                saved_bytes=rng.randint(100, 900),
-                output_bytes=rng.randint(1, 30),
-                parameter_bytes=rng.randint(0, 60),
-            )
-            for n in range(9)
-        )
-    )
 
 
 def inputs_for(schedule: ScheduleName, **changes: object) -> Inputs:
@@ -59,7 +40,7 @@ def test_faster_than_whole_stages_and_never_slower(schedule: ScheduleName, least
     """With less memory than is held without recomputation; for cuts that are given as well."""
     gains = []
     for seed, share in ((1, 0.85), (2, 0.7)):
-        profile = heavy(seed)
+        profile = heavy_chain(seed, 9)
         cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).device_bytes()))
         inputs = inputs_for(schedule, recompute="auto", memory_bytes=(cap, cap))
         try:
@@ -77,7 +58,7 @@ def test_faster_than_whole_stages_and_never_slower(schedule: ScheduleName, least
 @pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.45), ("zb-h1", 0.7), ("zbv", 0.55)])
 def test_it_fits_where_no_whole_stage_does(schedule: ScheduleName, share: float) -> None:
     """What a stage holds that is recomputed as a whole comes all at once in its backward."""
-    profile = heavy(int(schedule != "zbv"))
+    profile = heavy_chain(int(schedule != "zbv"), 9)
     cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).device_bytes()))
     inputs = inputs_for(schedule, recompute="auto", memory_bytes=(cap, cap))
     with pytest.raises(InfeasibleError):
@@ -87,7 +68,7 @@ def test_it_fits_where_no_whole_stage_does(schedule: ScheduleName, share: float)
 
 def test_the_schedule_left_open() -> None:
     """All schedules are compared, and none that is asked for by name is faster."""
-    profile = heavy(0)
+    profile = heavy_chain(0, 9)
     inputs = inputs_for("auto", recompute="layers", memory_bytes=(6000, 6000))
     best = solved(profile, inputs)
     whole = solved(profile, replace(inputs, recompute="auto"))

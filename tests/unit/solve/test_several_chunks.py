@@ -19,14 +19,14 @@ from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.chunk_layers import DevicesOfChunks
 from planner.solve.cut_programme import cut_bound
-from planner.solve.cut_search import moves
 from planner.solve.deadline import NEVER
+from planner.solve.descent import moves
 from planner.solve.fitting import Fitting
 from planner.solve.layer_search import LayerSearch
 from planner.solve.many import Many
 from planner.solve.progress import Effort, Progress
 from planner.solve.several_chunks import all_cuts
-from tests.support.chains import chain, layer, random_profile
+from tests.support.chains import heavy_chain, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of
 
 SEVERAL: tuple[ScheduleName, ...] = tuple(name for name, schedule in SCHEDULES.items() if schedule.is_chunked)
@@ -36,22 +36,7 @@ LINKS = (Link(), Link(latency_us=4.0, bytes_per_s=1e7), Link(latency_us=3.0, byt
 
 def profile_for(seed: int) -> Profile:
     """Seven layers: with all costs that there are, exact or not, and in turn with large activations of any size."""
-    if seed % 3:
-        return random_profile(seed, 7, exact=seed % 2 == 0)
-    rng = random.Random(seed)
-    return chain(
-        *(
-            layer(
-                f"l{n}",
-                forward_us=rng.uniform(10, 40),
-                backward_us=rng.uniform(20, 90),
-                saved_bytes=rng.randint(100, 900),
-                output_bytes=rng.randint(1, 30),
-                parameter_bytes=rng.randint(0, 60),
-            )
-            for n in range(7)
-        )
-    )
+    return random_profile(seed, 7, exact=seed % 2 == 0) if seed % 3 else heavy_chain(seed, 7)
 
 
 def inputs_for(schedule: ScheduleName, seed: int, memory_bytes: int) -> Inputs:
