@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts, sums_before
-from planner.core.cost.memory import interval_totals
+from planner.core.cost.memory import totals_of
 from planner.core.cost.moments import Moments
+from planner.core.cost.passing import is_simple
 from planner.core.cost.stage_time import CHOICES
 from planner.core.values.plan import RecomputePolicy
 from planner.solve.arrays import ChoiceArray, FloatArray, IntArray
@@ -23,7 +24,7 @@ from planner.solve.arrays import ChoiceArray, FloatArray, IntArray
 NOWHERE = -1
 """In place of an index into `CHOICES`: no recomputation makes the stage fit."""
 
-_MOST_ENTRIES = 1 << 18  # of a block of rows, to bound transient memory
+_MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to bound transient memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,11 +39,14 @@ class MemoryTable:
         """The table of a chain, of stages whose devices have these moments."""
         allowed = allowed_choices(policy, moments.micro_batches)
         choices = [CHOICES[n] for n in allowed]
+        by_length = is_simple(costs)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
-            return interval_totals(costs, firsts, stop, moments, choices=choices)
+            columns = width if by_length else slice(int(firsts[0]), stop)
+            return totals_of(costs, firsts, columns, moments, choices=choices)
 
-        return cls(totals=dict(zip(allowed, windowed(costs.num_layers, width, len(allowed), block), strict=True)))
+        tables = windowed(costs.num_layers, width, len(allowed), block, by_length=by_length)
+        return cls(totals=dict(zip(allowed, tables, strict=True)))
 
     @property
     def width(self) -> int:
@@ -82,7 +86,12 @@ def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
 
 
 def windowed(
-    num_layers: int, width: int, count: int, block: Callable[[IntArray, int], Sequence[FloatArray]]
+    num_layers: int,
+    width: int,
+    count: int,
+    block: Callable[[IntArray, int], Sequence[FloatArray]],
+    *,
+    by_length: bool = False,
 ) -> list[FloatArray]:
     """Tables of shape (L+1, width), filled block by block; infinite where there is no such stage.
 
@@ -92,15 +101,16 @@ def windowed(
         count: How many tables.
         block: For ascending first layers and a last layer's end `stop`: for each table the values of the stages that
             end in firsts[0]+1..stop, of shape (firsts, stop - firsts[0]).
+        by_length: Whether the values are those of stages of 1..width layers instead, of shape (firsts, width).
     """
     tables = [np.full((num_layers + 1, width), np.inf) for _ in range(count)]
-    rows = max(1, min(_MOST_ENTRIES // (width + 64), 64 + width // 2))
+    rows = max(1, _MOST_BY_LENGTH // width if by_length else min(_MOST_ENTRIES // (width + 64), 64 + width // 2))
     for start in range(0, num_layers, rows):
         firsts = np.arange(start, min(start + rows, num_layers))
         stop = min(num_layers, int(firsts[-1]) + width)
-        ends = np.arange(start + 1, stop + 1)[None, :]
+        ends = firsts[:, None] + np.arange(1, width + 1) if by_length else np.arange(start + 1, stop + 1)[None, :]
         columns = firsts[:, None] - ends + width
-        inside = (columns >= 0) & (columns < width)
+        inside = (columns >= 0) & (columns < width) & (ends <= num_layers)
         place = np.broadcast_to(ends, columns.shape)[inside], columns[inside]
         for table, values in zip(tables, block(firsts, stop), strict=True):
             table[place] = values[inside]

@@ -19,7 +19,7 @@ from planner.core.cost.device_memory import (
     device_memory,
     shared_bytes,
 )
-from planner.core.cost.memory import stage_memory
+from planner.core.cost.memory import stage_memories
 from planner.core.cost.moments import moments_of, stage_moments
 from planner.core.cost.simulate import Event, StageTimes, last_end_us, period_us, simulate, summed_early_us
 from planner.core.cost.stage_time import (
@@ -346,18 +346,17 @@ def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list
     schedule, num_stages = partition.rule, len(partition.balance)
     if not schedule.has_known_moments:
         return _chunk_memories(costs, partition, cluster)
-    return [
-        stage_memory(
-            costs.of_replicas(partition.replicas),
-            first,
-            end,
-            stage_moments(schedule, micro_batches=partition.micro_batches, behind=num_stages - 1 - k),
-            recompute=partition.recompute[k],
-            recomputed=partition.recomputed_in(k),
-            reserve_bytes=cluster.reserve_bytes,
-        )
-        for k, (first, end) in enumerate(partition.intervals())
-    ]
+    return stage_memories(
+        costs.of_replicas(partition.replicas),
+        partition.intervals(),
+        [
+            stage_moments(schedule, micro_batches=partition.micro_batches, behind=behind)
+            for behind in reversed(range(num_stages))
+        ],
+        recompute=partition.recompute,
+        recomputed=[partition.recomputed_in(k) for k in range(num_stages)],
+        reserve_bytes=cluster.reserve_bytes,
+    )
 
 
 def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:

@@ -9,7 +9,8 @@ and as they depend on which layers are recomputed. Devices with several stages: 
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import fields, replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,15 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import StageLayers, StageLevels
 from planner.core.cost.moments import Moment, Moments
 from planner.core.cost.parts import Parts, parts_of
+from planner.core.cost.passing import is_simple
 from planner.core.cost.sparse import accumulated
 from planner.core.cost.stages import Stages, stages_in, with_layers_again
 from planner.core.values.plan import Recompute, StageMemory
 
 FloatArray = NDArray[np.float64]
+
+_MOST_AT_ONCE: Final = 1 << 17
+"""Stages of a window up to which single ones are taken from it, to bound transient memory."""
 
 
 def stage_memory(
@@ -49,12 +54,70 @@ def stage_memory(
     stages, recompute = one_stage(
         costs, first, end, micro_batches=moments.micro_batches, recompute=recompute, recomputed=recomputed
     )
+    return _itemised(stages, recompute, moments, reserve_bytes)[0]
+
+
+def stage_memories(
+    costs: ChainCosts,
+    intervals: Sequence[tuple[int, int]],
+    moments: Sequence[Moments],
+    *,
+    recompute: Sequence[Recompute],
+    recomputed: Sequence[Collection[int]],
+    reserve_bytes: int,
+) -> list[StageMemory]:
+    """The same for each of several stages; of a simple chain many at once."""
+    most = max(end - first for first, end in intervals)
+    # Of stages alone it is known whether gradients go out to replicas, and which layers are recomputed.
+    is_one_by_one = not is_simple(costs) or costs.bucket_bytes or "layers" in recompute
+    if is_one_by_one or len(intervals) * most > _MOST_AT_ONCE:
+        return [
+            stage_memory(costs, *interval, each, recompute=choice, recomputed=layers, reserve_bytes=reserve_bytes)
+            for interval, each, choice, layers in zip(intervals, moments, recompute, recomputed, strict=True)
+        ]
+    firsts, ends = np.array(intervals).T
+    window = stages_in(costs, firsts, most, micro_batches=moments[0].micro_batches)
+    columns = ends - firsts - 1
+    never = np.broadcast_to(window.forward_only, window.shape)[np.arange(len(firsts)), columns]
+    alike: dict[tuple[int, Recompute], list[int]] = {}
+    for k, choice in enumerate(recompute):
+        alike.setdefault((moments[k].in_flight, "never" if never[k] else choice), []).append(k)
+    memories = [StageMemory()] * len(intervals)
+    for (_, choice), places in alike.items():
+        stages = _single(window, np.array(places), columns[places])
+        for k, memory in zip(places, _itemised(stages, choice, moments[places[0]], reserve_bytes), strict=True):
+            memories[k] = memory
+    return memories
+
+
+def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Stages:
+    """Single stages of a window, below one another in one column."""
+
+    def of(record: Any) -> dict[str, Any]:
+        arrays = {field.name: getattr(record, field.name) for field in fields(record)}
+        return {
+            name: np.broadcast_to(array, window.shape)[rows, columns][:, None]
+            for name, array in arrays.items()
+            if isinstance(array, np.ndarray)
+        }
+
+    peaks, looped = replace(window.peaks, **of(window.peaks)), window.looped
+    looped = looped and replace(looped, **of(looped))
+    return replace(window, **of(window), shape=(len(rows), 1), peaks=peaks, looped=looped)
+
+
+def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:
+    """Of the stages in the last column, each at its highest moment; of equally high ones at the first."""
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
     every = [
-        {item: round(float(size[0, -1])) for item, size in parts.at(moment).items()}
+        {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(moment).items()}
         for moment in _moments(parts, moments)
     ]
-    return StageMemory.of(**max(every, key=lambda items: sum(items.values())), reserve=reserve_bytes)
+    highest = np.argmax([np.sum(list(items.values()), axis=0) for items in every], axis=0)
+    return [
+        StageMemory.of(**{item: int(sizes[row]) for item, sizes in every[n].items()}, reserve=reserve_bytes)
+        for row, n in enumerate(highest)
+    ]
 
 
 def one_stage(
@@ -95,9 +158,21 @@ def interval_totals(
 
     Complexity: O(firsts · (stop - firsts[0])).
     """
+    return totals_of(costs, firsts, slice(int(firsts[0]), stop), moments, choices=choices)
+
+
+def totals_of(
+    costs: ChainCosts,
+    firsts: NDArray[np.int64],
+    columns: slice | int,
+    moments: Moments,
+    *,
+    choices: Sequence[Recompute],
+) -> list[FloatArray]:
+    """The same for the last layers or the lengths that `stages_in` calls `columns`: shape (firsts, columns)."""
     if "layers" in choices:
         raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
-    stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=moments.micro_batches)
+    stages = stages_in(costs, firsts, columns, micro_batches=moments.micro_batches)
     totals = {choice: _peaks(stages, moments, choice) for choice in choices}
     if not stages.forward_only.any():
         return list(totals.values())

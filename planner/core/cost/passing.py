@@ -121,6 +121,38 @@ class Passing:
         return rows
 
 
+class NothingPassing:
+    """The same of a chain that `is_simple`, whatever the last layers of each row.
+
+    Args:
+        first: First layers, shape (rows, 1).
+        last: Last layers, ascending in each row; shape (rows, columns) or (1, columns).
+    """
+
+    def __init__(self, first: IntArray, last: IntArray) -> None:
+        self._is_first, self._inside = last == first, last >= first
+        self.unkept = self.all = np.zeros((1, 1))
+
+    def in_front(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
+        """As of `Passing`."""
+        return np.where(self._is_first, own_input, 0.0)
+
+    def highest_backward(
+        self, tops: FloatArray, end_twice: FloatArray, _backward: Backward | None = None
+    ) -> FloatArray:
+        """As of `Passing`."""
+        highest = np.maximum.accumulate(np.where(self._inside, tops, -np.inf), axis=1)
+        in_front = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
+        return np.where(self._inside, np.maximum(in_front, tops - end_twice), 0.0)
+
+
+def is_simple(costs: ChainCosts) -> bool:
+    """Whether nothing passes by any stage, and no layers share parameters."""
+    storages = costs.storages
+    kept = storages.kept_by_readers + storages.kept_by_maker + storages.kept_by_nobody
+    return not (costs.ties or costs.relays.bytes.any() or kept[storages.until > storages.maker + 1].any())
+
+
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
     """Bytes of the spans of layers `begins`..`ends` that cover a stage; of shape (1, 1) if there are none.
 

@@ -12,6 +12,7 @@ device: `planner.core.cost.evaluate` adds up those of one partition, searches ta
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -148,23 +149,19 @@ def shared_gradient_bytes(ties: Sequence[Tie], first: IntArray | int, end: IntAr
     return shared
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ChainSums:
     """Sums over the layers in front of each cut, of shape (L+1,): those of a stage are the differences of two."""
 
+    costs: ChainCosts
     forward_us: FloatArray
     backward_us: FloatArray
-    input_us: FloatArray
-    """I."""
-    weight_us: FloatArray
-    """W."""
     optimizer_us: FloatArray
     gradient_bytes: FloatArray
     has_backward: NDArray[np.bool_]
     """Whether a stage that ends at the cut has one."""
     crossing_bytes: FloatArray
     """What crosses the cut, 0 at both ends of the chain."""
-    ties: tuple[Tie, ...]
     cluster: Cluster
     replicas: int
 
@@ -172,15 +169,13 @@ class ChainSums:
     def of(cls, costs: ChainCosts, cluster: Cluster, replicas: int) -> "ChainSums":
         """The sums of a chain, for pipelines of that cluster."""
         return cls(
+            costs=costs,
             forward_us=sums_before(costs.forward_us),
             backward_us=sums_before(costs.backward_us),
-            input_us=sums_before(costs.halves.input_us),
-            weight_us=sums_before(costs.halves.weight_us),
             optimizer_us=sums_before(costs.optimizer_us),
             gradient_bytes=sums_before(costs.gradients),
             has_backward=np.append(False, costs.has_backward),
             crossing_bytes=np.array([0.0, *costs.boundaries.output[:-1], 0.0]),
-            ties=costs.ties,
             cluster=cluster,
             replicas=replicas,
         )
@@ -201,13 +196,19 @@ class ChainSums:
 
     def half_times(self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers) -> HalfTimes:
         """What stages of layers first..end-1 are busy for the halves of a backward, see `half_times`."""
+        input_us, weight_us = self._halves_us
         return half_times(
             busy,
-            self.input_us[end] - self.input_us[first],
-            self.weight_us[end] - self.weight_us[first],
+            input_us[end] - input_us[first],
+            weight_us[end] - weight_us[first],
             speed=speed,
             overhead_us=self.cluster.overhead_us,
         )
+
+    @cached_property
+    def _halves_us(self) -> tuple[FloatArray, FloatArray]:
+        """I and W; composed when they are asked for, since few schedules have halves."""
+        return sums_before(self.costs.halves.input_us), sums_before(self.costs.halves.weight_us)
 
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
         """U of the stages of layers first..end-1."""
@@ -217,5 +218,5 @@ class ChainSums:
     def replica_sums_us(self, first: IntArray, end: IntArray) -> FloatArray:
         """The part of U that sums the gradients of layers first..end-1 over the replicas."""
         gradient_bytes = self.gradient_bytes[end] - self.gradient_bytes[first]
-        unshared_bytes = gradient_bytes - shared_gradient_bytes(self.ties, first, end)
+        unshared_bytes = gradient_bytes - shared_gradient_bytes(self.costs.ties, first, end)
         return self.cluster.allreduce_us(unshared_bytes, self.replicas)

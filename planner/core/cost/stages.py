@@ -1,7 +1,8 @@
 """What stages have of everything: sums and highest levels over their layers, for many stages of a chain at once.
 
-A window of stages is every stage that begins with one of some layers (rows) and ends with one of some layers
-(columns). What of it is there at which moment is for `planner.core.cost.parts` and `planner.core.cost.moments` to say.
+A window of stages is every stage that begins with one of some layers (rows) and ends with one of some layers, or has
+one of some lengths (columns). What of it is there at which moment is for `planner.core.cost.parts` and
+`planner.core.cost.moments` to say.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, cast_gradient_peaks, recomputed_levels
-from planner.core.cost.passing import Passing
+from planner.core.cost.passing import NothingPassing, Passing
 from planner.core.cost.sparse import accumulated
 from planner.core.cost.waiting import Backward
 from planner.core.cost.weight_backward import weight_peaks
@@ -122,18 +123,19 @@ class Stages:
 
 
 def stages_in(
-    costs: ChainCosts, firsts: IntArray, columns: slice, *, micro_batches: int, in_halves: bool = False
+    costs: ChainCosts, firsts: IntArray, columns: slice | int, *, micro_batches: int, in_halves: bool = False
 ) -> Stages:
     """The stages that begin with one of the layers `firsts` and end with one of the layers `columns`.
 
     Args:
         costs: The chain at the plan's micro-batch size.
         firsts: First layers.
-        columns: Last layers.
+        columns: Last layers. Of a chain that `is_simple` also the number of columns, for stages of 1 layer, 2, and so
+            on: those that reach beyond the chain mean nothing then.
         micro_batches: M.
-        in_halves: Whether backwards may run in halves.
+        in_halves: Whether backwards may run in halves; of last layers only.
 
-    Complexity: O(layers in `columns`) for each of `firsts`.
+    Complexity: O(columns) for each of `firsts`.
     """
     window = _Window(accumulated(costs, micro_batches), firsts, columns)
     stages = window.stages(micro_batches)
@@ -176,16 +178,24 @@ def with_layers_again(stages: Stages, levels: StageLevels | ManyLevels) -> Stage
 
 
 class _Window:
-    """Sums and running maxima over layers first..e, for every first (rows) and every last layer e (columns)."""
+    """Sums and running maxima over layers first..e, for every first (rows) and every last layer e (columns).
 
-    def __init__(self, costs: ChainCosts, firsts: IntArray, columns: slice) -> None:
+    `columns` are the last layers, in one row for all first layers, or by length in a row for each of them.
+    """
+
+    def __init__(self, costs: ChainCosts, firsts: IntArray, columns: slice | int) -> None:
         self.costs = costs
         self.firsts = firsts
-        self.columns = columns
-        layers = np.arange(costs.num_layers)[columns]
         self.first = firsts[:, None]
-        self.last = layers[None, :]
-        self.passing = Passing(costs, firsts, layers)
+        self.passing: Passing | NothingPassing
+        if isinstance(columns, int):
+            self.last = np.minimum(self.first + np.arange(columns), costs.num_layers - 1)
+            self.columns = self.last
+            self.passing = NothingPassing(self.first, self.last)
+        else:
+            self.columns = np.arange(costs.num_layers)[columns]
+            self.last = self.columns[None, :]
+            self.passing = Passing(costs, firsts, self.columns)
         self.saved_before = sums_before(costs.levels.saved)[firsts][:, None]
 
     def stages(self, micro_batches: int) -> Stages:
@@ -193,11 +203,11 @@ class _Window:
         costs, passing = self.costs, self.passing
         state, edge, shape = costs.state, costs.boundaries, (len(self.firsts), self.last.shape[1])
         is_last = self.last == costs.num_layers - 1
-        output = np.broadcast_to(edge.output[None, self.columns], shape)
+        output = np.broadcast_to(edge.output[self.last], shape)
         copied_input = edge.copied_input[self.firsts][:, None]
         received = np.where(self.firsts > 0, edge.input[self.firsts], 0.0)[:, None]
-        unsaved = edge.unsaved_output[None, self.columns]
-        forward_only = np.broadcast_to(~costs.has_backward[None, self.columns], shape)
+        unsaved = edge.unsaved_output[self.last]
+        forward_only = np.broadcast_to(~costs.has_backward[self.last], shape)
         crossing = np.where(is_last, 0.0, output)
         saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
         gradients = self._tied(costs.gradients, "gradient_bytes") + self.sums(costs.sparse.accumulated)
@@ -236,11 +246,11 @@ class _Window:
 
     def halves(self, stages: Stages) -> InHalves:
         """What the stages have whose backward runs in halves."""
-        costs, halves, columns = self.costs, self.costs.halves, self.columns
+        costs, halves = self.costs, self.costs.halves
         by_input = np.maximum(costs.gradients - halves.weight_gradients, 0.0)
 
         def behind(per_layer: FloatArray) -> FloatArray:
-            beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)[None, columns]
+            beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)[self.last]
             return beyond
 
         # What nobody measured is taken to be kept as a whole, the received input with it.
@@ -262,7 +272,8 @@ class _Window:
             # What layers share is put off: it waits in W.
             return self._highest_backward(level, level - end_level) + above
 
-        first_weight, weight = weight_peaks(costs, self.passing, self.firsts, self.last[0])
+        assert isinstance(self.passing, Passing)
+        first_weight, weight = weight_peaks(costs, self.passing, self.firsts, self.columns)
         return InHalves(
             held=held,
             gradients=self.sums(by_input),
@@ -275,7 +286,7 @@ class _Window:
     def sums(self, per_layer: FloatArray) -> FloatArray:
         """The sum over the layers of every stage."""
         through = sums_before(per_layer)
-        between: FloatArray = through[1:][None, self.columns] - through[self.firsts][:, None]
+        between: FloatArray = through[1:][self.last] - through[self.firsts][:, None]
         return between
 
     def highest(self, levels: FloatArray) -> FloatArray:
@@ -306,9 +317,9 @@ class _Window:
         # What the stage received is counted as that, whichever of its layers it goes into.
         unkept = passing.in_front(passing.unkept, edge.unkept_input[columns])
         alive = passing.in_front(passing.all, edge.input_alive[columns])
-        casts_behind = casts.sum() - np.cumsum(casts)[None, columns]
+        casts_behind = casts.sum() - np.cumsum(casts)[self.last]
         backward = self._highest_backward(levels.backward, levels.end_twice, "later") - casts_behind + output
-        gradients_behind = costs.gradients.sum() - np.cumsum(costs.gradients)[None, columns]
+        gradients_behind = costs.gradients.sum() - np.cumsum(costs.gradients)[self.last]
         first_backward = self._highest_backward(levels.first_backward, levels.end_twice_first, "first")
         first_backward = first_again = first_backward - gradients_behind + output
         if casts.any():
@@ -356,7 +367,7 @@ class _Window:
         at_end = np.where(casts > 0, waiting + casts + own_output, 0.0)
         # If that micro-batch is recomputed, they wait, and gradients of parameters without a copy exist at once.
         level, through = recomputed_levels(costs)
-        highest = self._highest_backward(level, levels.end_twice) - through[-1] + through[None, columns] + output
+        highest = self._highest_backward(level, levels.end_twice) - through[-1] + through[self.last] + output
         again = np.maximum(highest, self.sums(costs.gradients) + waiting / 2 + own_output)
         return np.maximum(backward, at_end), np.minimum(first_backward, again)
 
@@ -371,7 +382,7 @@ class _Window:
             return peaks.first_backward, peaks.backward
         trained = np.flatnonzero(costs.gradients > 0)
         at = np.append(trained, costs.num_layers - 1)[np.searchsorted(trained, self.firsts)]
-        behind = costs.gradients.sum() - np.cumsum(costs.gradients)[None, self.columns]
+        behind = costs.gradients.sum() - np.cumsum(costs.gradients)[self.last]
         first = levels.first_backward[at][:, None] - self.saved_before - behind + output
         later = levels.backward[at][:, None] - self.saved_before + output
         for tie in costs.ties:
