@@ -27,8 +27,7 @@ import numpy as np
 from planner.solve.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.laws import Ahead, Law
-from planner.solve.problem import ChainProblem
-from planner.solve.tables import windows_before
+from planner.solve.problem import ChainProblem, Stages
 
 RELATIVE = 1e-12
 """Sums in another order differ by rounding: a plan must be better by more than this to count as better."""
@@ -40,6 +39,9 @@ _MORE_LABELS = 8
 """So many labels of each first layer are kept in a search before the exact one."""
 
 _MOST_CANDIDATES = 1 << 20  # extended at once, to bound transient memory
+
+_MOST_AT_ONCE = 1 << 18
+"""Stages of a chain up to which they are worked out once for all levels."""
 
 
 class ChainCuts(NamedTuple):
@@ -66,7 +68,7 @@ class _Level(NamedTuple):
     """Below the rank of every completion, shape (numbers to rank by, n)."""
 
     def take(self, index: IndexArray) -> "_Level":
-        fields: list[Any] = [np.take(field, index, axis=-1) for field in self]
+        fields: list[Any] = [field.take(index, axis=-1) for field in self]
         return _Level(*fields)
 
 
@@ -94,6 +96,10 @@ class LabelSearch:
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.fastest
         self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
+        cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
+        is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
+        # The stages that end at each cut, where those of every level are the same.
+        self._every = self._stages(0, np.arange(problem.num_layers + 1)) if is_once else None
         self._least = self._least_of_prefixes()
 
     def root_bound_us(self) -> float:
@@ -219,9 +225,12 @@ class LabelSearch:
         start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
         least = {name: [start] for name in self.law.needs}
         columns: dict[str, FloatArray] = {}
+        # What is least in front of each stage of the tables, infinite in front of the chain: laid out once.
+        in_front = np.full(width + num, np.inf)
+        windows = np.lib.stride_tricks.sliding_window_view(in_front, width).T
         for count in range(1, most + 1):
             self._deadline.check()
-            if not columns or self.problem.exact:
+            if not columns or (self.problem.exact and self._every is None):
                 # With a given number of stages, the foremost of the chain are those of the highest levels; else a
                 # stage may come to lie on any level.
                 levels = [most - count] if self.problem.exact else range(most)
@@ -230,8 +239,9 @@ class LabelSearch:
             ends = slice(max(0, num - (most - count) * width), min(num, count * width) + 1)
             for name, (join, _) in self.law.needs.items():
                 before = least[name][-1]
+                in_front[width:] = before[:-1]
                 longer = np.full(num + 1, np.inf)
-                longer[ends] = join(windows_before(before, width).T[:, ends], columns[name][:, ends]).min(axis=0)
+                np.minimum.reduce(join(windows[:, ends], columns[name][:, ends]), axis=0, out=longer[ends])
                 least[name].append(longer if self.problem.exact else np.minimum(longer, before))
         return least
 
@@ -241,21 +251,27 @@ class LabelSearch:
         # Devices alike share one table, which holds for all of their levels.
         level_of = {id(self.problem.tables[level]): level for level in reversed(list(levels))}
         for level in level_of.values():
-            for way in range(len(self.problem.tables[level])):
-                for name, values in self._values_of_stages(level, way).items():
-                    least[name] = np.minimum(least[name], values) if name in least else values
+            for name, values in self._values_of_stages(level).items():
+                least[name] = np.minimum(least[name], values) if name in least else values
         return least
 
-    def _values_of_stages(self, level: int, way: int) -> dict[str, FloatArray]:
+    def _values_of_stages(self, level: int) -> dict[str, FloatArray]:
+        if self._every is not None:
+            return {name: need.of(self._every).min(axis=0) for name, need in self.law.needs.items()}
         num, width = self.problem.num_layers + 1, self.problem.width
         values = {name: np.empty((num, width)) for name in self.law.needs}
         size = max(1, _MOST_CANDIDATES // width)
         for start in range(0, num, size):
             ends = np.arange(start, min(start + size, num))
-            stages = self.problem.stages(level, way, ends)
+            stages = self._stages(level, ends)
             for name, need in self.law.needs.items():
-                values[name][ends] = need.of(stages)
+                values[name][ends] = need.of(stages).min(axis=0)
         return values
+
+    def _stages(self, level: int, ends: IntArray) -> Stages:
+        """The stages of a level that end at each of `ends`, run in each of its ways."""
+        ways = range(len(self.problem.tables[level]))
+        return Stages.of_ways([self.problem.stages(level, way, ends) for way in ways])
 
     def _ahead(self, first: IntArray, stages_left: int) -> Ahead:
         return Ahead(
@@ -285,14 +301,12 @@ class LabelSearch:
 
     def _next_level(self, labels: _Level, level: int, wanted: _Wanted) -> _Level:
         """All labels with one more stage in front that can still rank before the best."""
-        parts = [
-            self._extended(labels, block, (level, way), wanted)
-            for block in self._blocks(labels)
-            for way in range(len(self.problem.tables[level]))
-        ]
+        parts = [self._extended(labels, block, level, wanted) for block in self._blocks(labels)]
         # No label has layers in front any more.
         if not parts:
             return labels.take(np.empty(0, dtype=np.intp))
+        if len(parts) == 1:
+            return parts[0]
         return _Level(*(np.concatenate(fields, axis=-1) for fields in zip(*parts, strict=True)))
 
     def _blocks(self, labels: _Level) -> Iterator[IndexArray]:
@@ -303,19 +317,15 @@ class LabelSearch:
             self._deadline.check()
             yield open_[start : start + size]
 
-    def _extended(self, labels: _Level, block: IndexArray, place: tuple[int, int], wanted: _Wanted) -> _Level:
-        """The labels at `block` with each stage in front that a level may run in one way."""
-        level, way = place
+    def _extended(self, labels: _Level, block: IndexArray, level: int, wanted: _Wanted) -> _Level:
+        """The labels at `block` with each stage in front that a level may run, in each of its ways."""
         stages_left = self.problem.num_stages - level - 1
-        # Labels of one first layer are followed by the same stages: those are worked out once, in a row for each end.
-        ends, row = np.unique(labels.first[block], return_inverse=True)
-        stages = self.problem.stages(level, way, ends)
+        stages, row = self._in_front(level, labels.first[block])
         # What no number of stages can reach from the front is not worth a look.
-        some = next(iter(self._least.values()))[stages_left]
-        reachable = np.isfinite(stages.forward) & np.isfinite(some[stages.first])
-        label, column = np.nonzero(reachable[row])
-        at, parent = stages.at(row[label], column), block[label]
-        numbers = self.law.extend(tuple(np.take(labels.numbers, parent, axis=1)), at, level)
+        some = np.isfinite(next(iter(self._least.values()))[stages_left])
+        way, label, column = np.nonzero(np.isfinite(stages.forward[:, row]) & some[stages.first[:, row]])
+        at, parent = stages.at(way, row[label], column), block[label]
+        numbers = self.law.extend(tuple(labels.numbers.take(parent, axis=1)), at, level)
         ahead = self._ahead(at.first, stages_left)
         bound = self.law.bound_us(numbers, ahead)
         rank = np.stack(self.law.rank_bound(numbers, ahead, bound))
@@ -326,7 +336,18 @@ class LabelSearch:
         raised = np.stack(self.law.raised(numbers, self._whole(ahead)))
         return _Level(at.first, parent, at.choice, raised, bound, rank).take(np.flatnonzero(is_kept))
 
+    def _in_front(self, level: int, first: IntArray) -> tuple[Stages, IntArray]:
+        """The stages of a level, and in which of their rows those are that end where labels begin."""
+        if self._every is not None:
+            return self._every, first
+        # Labels of one first layer are followed by the same stages: those are worked out once, in a row for each end.
+        is_end = np.zeros(self.problem.num_layers + 1, dtype=bool)
+        is_end[first] = True
+        return self._stages(level, np.flatnonzero(is_end)), (np.cumsum(is_end) - 1)[first]
+
     def _reduced(self, labels: _Level, most_labels: int | None) -> _Level:
+        if len(labels.first) == 1:
+            return labels
         # Where only a few are kept, those that can still be fast come first.
         keys = (*labels.rank, *labels.numbers) if most_labels is None else (labels.bound, *labels.rank)
         # In this order no label is dominated by one behind it, and one pass over the leaders is enough.
@@ -369,19 +390,15 @@ def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -
 
     Complexity: O(n) per round, and as many rounds as the largest group has undominated rows.
     """
-    left, raised = np.arange(len(group)), numbers * (1 + RELATIVE)
+    left = np.arange(len(group))
     kept: list[IndexArray] = []
     while len(left) and (most is None or len(kept) < most):
         # The first row left of each group is dominated by none; it takes out those that it dominates.
         is_head = np.ones(len(left), dtype=bool)
         np.not_equal(group[1:], group[:-1], out=is_head[1:])
-        owner = np.cumsum(is_head) - 1
         kept.append(left[is_head])
-        alive = np.zeros(len(left), dtype=bool)
-        for number, limit in zip(numbers, raised, strict=True):
-            alive |= number[is_head][owner] > limit
+        heads = numbers.take(np.flatnonzero(is_head), axis=1).take(np.cumsum(is_head) - 1, axis=1)
+        stays = np.flatnonzero((heads > numbers * (1 + RELATIVE)).any(axis=0))
         # What is left is copied together: in many rounds, to look it up again and again would take longest.
-        stays = np.flatnonzero(alive)
-        left, group = left[stays], group[stays]
-        numbers, raised = numbers.take(stays, axis=1), raised.take(stays, axis=1)
+        left, group, numbers = left[stays], group[stays], numbers.take(stays, axis=1)
     return np.sort(np.concatenate(kept)) if kept else left

@@ -1,7 +1,8 @@
 """One question for the label programme: where to cut a chain for M micro-batches, with everything as arrays."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -38,10 +39,19 @@ class Stages(NamedTuple):
     peak_bytes: FloatArray
     """Peak memory; of shape (n, 1) and 0 where the tables do not hold it."""
 
-    def at(self, row: IndexArray, column: IndexArray) -> "Stages":
-        """Single stages, in arrays of shape (m,)."""
-        width = self.first.shape[1]
-        return Stages(*(field[row, column if field.shape[1] == width else 0] for field in self))
+    @classmethod
+    def of_ways(cls, ways: Sequence["Stages"]) -> "Stages":
+        """The ways to run the same stages, with a dimension in front; what depends on the end alone is as it was."""
+        shape = ways[0].first.shape
+        each: list[Any] = [np.stack(way) if way[0].shape == shape else way[0] for way in zip(*ways, strict=True)]
+        return cls(*each)
+
+    def at(self, way: IndexArray, row: IndexArray, column: IndexArray) -> "Stages":
+        """Single ones of `of_ways`, in arrays of shape (m,)."""
+        _, rows, width = self.first.shape
+        place = (way * rows + row) * width + column
+        each: list[Any] = [field.reshape(-1).take(place if field.ndim > 2 else row) for field in self]
+        return Stages(*each)
 
 
 class Bottlenecks(NamedTuple):
@@ -131,6 +141,11 @@ class ChainProblem:
     def alike(self) -> bool:
         """Whether every level can run the same stages."""
         return all(ways is self.tables[0] for ways in self.tables)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the stages of every level are the same, links included."""
+        return self.alike and all(link is self.links[0] for link in self.links)
 
     @property
     def width(self) -> int:

@@ -15,7 +15,7 @@ from planner.solve.arrays import ChoiceArray
 from planner.solve.case import Case
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.milp import solve_arcs
-from planner.solve.problem import ChainProblem
+from planner.solve.problem import ChainProblem, Stages
 from planner.solve.tables import width_for
 
 _METHOD = "integer-programming"
@@ -84,11 +84,10 @@ def _arcs(case: Case, width: int, classes: Sequence[tuple[int, ...]]) -> tuple[A
 
 def _stages_of(problem: ChainProblem, level: int, device: int) -> dict[str, NDArray[Any]]:
     """The stages of one level, as arcs on one class of devices."""
-    stages = problem.stages(level, 0, np.arange(problem.num_layers + 1))
-    row, column = np.nonzero(np.isfinite(stages.forward))
-    at = stages.at(row, column)
+    stages = Stages.of_ways([problem.stages(level, 0, np.arange(problem.num_layers + 1))])
+    at = stages.at(*np.nonzero(np.isfinite(stages.forward)))
     return {
-        "device": np.full(len(row), device),
+        "device": np.full(len(at.first), device),
         "first": at.first,
         "end": at.end,
         "forward_us": at.forward,
