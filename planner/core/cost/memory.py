@@ -182,11 +182,15 @@ def totals_of(
 
 def _peaks(stages: Stages, moments: Moments, recompute: Recompute) -> FloatArray:
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
+    # Items that no part adds to are of the same whole bytes at every moment.
+    changing = {item for size in parts.sizes.values() for item in size.items}
+    constant = sum((np.rint(size) for item, size in parts.always.items() if item not in changing), np.zeros((1, 1)))
     highest = np.zeros(stages.shape)
     for moment in _moments(parts, moments):
-        total = np.zeros(stages.shape)
-        for size in parts.at(moment).values():
-            total += np.rint(size)
+        total = np.full(stages.shape, constant)
+        for item, size in parts.at(moment).items():
+            if item in changing:
+                total += np.rint(size)
         np.maximum(highest, total, out=highest)
     return highest
 

@@ -128,15 +128,12 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 
 
 def _boundaries(details: Sequence[MemoryDetail], storages: CrossingStorages) -> Boundaries:
-    num = len(details)
     # A boundary is crossed tensor by tensor, also where several lie in one storage.
-    received = [sum(tensor.bytes for tensor in detail.inputs) for detail in details]
-    behind = [storages.bytes_behind(n) for n in range(num)]
-    crossed = np.array(
-        [received[0], *(max(pair) for pair in zip(behind, received[1:], strict=False)), behind[-1]], dtype=float
-    )
-    unkept = np.array([storages.unkept_behind(n) for n in range(num)])
-    writes = np.array([writes_received(details, n) for n in range(num)])
+    received = np.array([sum([tensor.bytes for tensor in detail.inputs]) for detail in details], dtype=float)
+    behind = np.array(storages.bytes_behind(), dtype=float)
+    crossed = np.concatenate([received[:1], np.maximum(behind[:-1], received[1:]), behind[-1:]])
+    unkept = np.array(storages.unkept_behind(), dtype=float)
+    writes = np.array(writes_received(details))
     return Boundaries(
         input=crossed[:-1],
         output=crossed[1:],
@@ -189,8 +186,7 @@ def _exact_levels(
 def _held_at_end(storages: CrossingStorages, boundaries: Boundaries) -> FloatArray:
     """What the engine holds where a stage ends with a layer: outputs, but those of layers in front, and gradients."""
     # What the layers in front made, the layer's own peak does not count; and of the loss no gradient is received.
-    passing = [storages.passing(n) for n in range(len(boundaries.output))]
-    held: FloatArray = 2 * boundaries.output - np.array(passing, dtype=float)
+    held: FloatArray = 2 * boundaries.output - np.array(storages.passing(), dtype=float)
     held[-1] -= boundaries.output[-1]
     return held
 

@@ -284,7 +284,9 @@ class _Window:
         )
 
     def sums(self, per_layer: FloatArray) -> FloatArray:
-        """The sum over the layers of every stage."""
+        """The sum over the layers of every stage; of shape (1, 1) if none has any."""
+        if not per_layer.any():
+            return np.zeros((1, 1))
         through = sums_before(per_layer)
         between: FloatArray = through[1:][self.last] - through[self.firsts][:, None]
         return between

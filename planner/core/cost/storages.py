@@ -48,8 +48,8 @@ class CrossingStorages:
         self.until: list[int] = []
         self.kept: list[bool] = []
         self.kept_by_reader: list[bool] = []
-        self.relaying: list[list[int]] = []
-        self.behind: list[list[int]] = []
+        self.relaying: dict[int, list[int]] = {}
+        self.behind: list[set[int]] = []
         crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
         for layer, detail in enumerate(details):
             for storage in crossing:
@@ -60,7 +60,7 @@ class CrossingStorages:
             received, crossing = crossing, []
             for tensor in detail.outputs:
                 crossing.append(self._output(layer, tensor, received, crossing))
-            self.behind.append(crossing)
+            self.behind.append(set(crossing))
         for storage in crossing:
             self.until[storage] = len(details)
 
@@ -71,7 +71,6 @@ class CrossingStorages:
         self.until.append(origin)
         self.kept.append(tensor.kept)
         self.kept_by_reader.append(False)
-        self.relaying.append([])
         return len(self.bytes) - 1
 
     def _output(self, layer: int, tensor: BoundaryTensor, received: list[int], before: list[int]) -> int:
@@ -80,7 +79,7 @@ class CrossingStorages:
             storage = crossing[tensor.alias]
             self.kept[storage] |= tensor.kept
             self.kept_by_reader[storage] |= tensor.kept and self.origin[storage] < layer
-            if tensor.relayed and layer not in self.relaying[storage]:
+            if tensor.relayed and layer not in self.relaying.setdefault(storage, []):
                 self.relaying[storage].append(layer)
             return storage
         return self._new(layer, len(before), tensor)
@@ -97,39 +96,37 @@ class CrossingStorages:
         """Every storage, by its origin and its place among what that layer makes."""
         crossing = {}
         for n, size in enumerate(self.bytes):
-            by = 0 if self.kept_by_reader[n] else 1 if self.kept[n] else 2
-            bytes_by = (float(size * (by == 0)), float(size * (by == 1)), float(size * (by == 2)))
-            crossing[self.origin[n], self.place[n]] = Crossing(self.until[n], bytes_by)
+            own = float(size)
+            by = (own, 0.0, 0.0) if self.kept_by_reader[n] else (0.0, own, 0.0) if self.kept[n] else (0.0, 0.0, own)
+            crossing[self.origin[n], self.place[n]] = Crossing(self.until[n], by)
         return crossing
 
     def relays(self) -> dict[Relay, int]:
         """The tensors that pass by, with the bytes of their gradients; layers one after the other are one relay."""
         relays = {}
-        for n, layers in enumerate(self.relaying):
+        for n, layers in self.relaying.items():
             begins = [layer for layer in layers if layer - 1 not in layers]
             ends = [layer for layer in layers if layer + 1 not in layers]
             for first, last in zip(begins, ends, strict=True):
                 relays[Relay(self.origin[n], self.place[n], first, last)] = self.bytes[n]
         return relays
 
-    def passing(self, layer: int) -> int:
-        """Bytes behind `layer` that a layer in front of it made."""
-        return sum(self.bytes[s] for s in set(self.behind[layer]) if self.origin[s] < layer)
+    def passing(self) -> list[int]:
+        """Bytes behind each layer that a layer in front of it made."""
+        return [sum([self.bytes[s] for s in behind if self.origin[s] < n]) for n, behind in enumerate(self.behind)]
 
-    def bytes_behind(self, layer: int) -> int:
-        """Bytes behind `layer`, a storage that several tensors lie in once."""
-        return sum(self.bytes[storage] for storage in set(self.behind[layer]))
+    def bytes_behind(self) -> list[int]:
+        """Bytes behind each layer, a storage that several tensors lie in once."""
+        return [sum([self.bytes[storage] for storage in behind]) for behind in self.behind]
 
-    def unkept_behind(self, layer: int) -> float:
-        """Bytes behind `layer` that no layer keeps."""
-        return float(sum(self.bytes[s] for s in set(self.behind[layer]) if not self.kept[s]))
+    def unkept_behind(self) -> list[int]:
+        """Bytes behind each layer that no layer keeps."""
+        return [sum([self.bytes[s] for s in behind if not self.kept[s]]) for behind in self.behind]
 
 
-def writes_received(details: Sequence[MemoryDetail], first: int) -> bool:
-    """Whether a stage that begins at `first` writes into what it receives, at once or through views of it."""
-    for detail in details[first:]:
-        if detail.writes_input:
-            return True
-        if all(tensor.alias < 0 for tensor in detail.outputs):
-            return False
-    return False
+def writes_received(details: Sequence[MemoryDetail]) -> list[bool]:
+    """Whether a stage that begins at each layer writes into what it receives, at once or through views of it."""
+    writes = [False]
+    for detail in reversed(details):
+        writes.append(detail.writes_input or (writes[-1] and any(tensor.alias >= 0 for tensor in detail.outputs)))
+    return writes[:0:-1]
