@@ -332,9 +332,12 @@ class LabelSearch:
         is_kept = bound < just_below(wanted.upper_us)
         if wanted.best_rank is not None:
             is_kept &= _before(rank, wanted.best_rank)
+        kept = np.flatnonzero(is_kept)
+        first = at.first.take(kept)
         # Bounds are those of the label as it is; only what goes on is raised, so that more of it is dominated.
-        raised = np.stack(self.law.raised(numbers, self._whole(ahead)))
-        return _Level(at.first, parent, at.choice, raised, bound, rank).take(np.flatnonzero(is_kept))
+        whole = self._whole(self._ahead(first, stages_left))
+        raised = np.stack(self.law.raised(tuple(number.take(kept) for number in numbers), whole))
+        return _Level(first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1))
 
     def _in_front(self, level: int, first: IntArray) -> tuple[Stages, IntArray]:
         """The stages of a level, and in which of their rows those are that end where labels begin."""

@@ -7,13 +7,13 @@ import pytest
 
 from planner.core.values.cluster import Link
 from planner.core.values.plan import RecomputePolicy
-from planner.solve import Request, bottlenecks
+from planner.solve import Request, bottlenecks, chain_dp
 from planner.solve.bottlenecks import BottleneckSearch
 from planner.solve.case import Case
 from planner.solve.cases import cases_of
 from planner.solve.chain_dp import LabelSearch
 from planner.solve.deadline import OutOfTimeError
-from planner.solve.laws import GPipeLaw
+from planner.solve.laws import GPipeLaw, TiedLaw
 from planner.solve.problem import Bottlenecks
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
@@ -65,6 +65,18 @@ def test_boxes_hold_the_fastest_partition(seed: int, policy: RecomputePolicy, mi
         assert best.step_us == pytest.approx(alone.step_us, rel=1e-11)
         assert search.bound_us == best.step_us
         assert search.best(upper_us=best.step_us) == best
+
+
+@pytest.mark.parametrize("seed", range(0, 8, 2))
+def test_stages_worked_out_level_by_level_make_the_same_labels(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are too many to work them out once for all levels: cuts, choices and rank to the last bit."""
+    problem = case_of(seed).problem(4, width=12, every_choice=True)
+    assert problem.is_uniform
+    law = TiedLaw(GPipeLaw(8), "peak", "moved")
+    at_once = LabelSearch(problem, law).run(upper_us=np.inf)
+    assert at_once is not None
+    monkeypatch.setattr(chain_dp, "_MOST_AT_ONCE", 0)
+    assert LabelSearch(problem, law).run(upper_us=np.inf) == at_once
 
 
 @pytest.mark.usefixtures("_cut_at_once")

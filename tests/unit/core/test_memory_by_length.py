@@ -1,0 +1,84 @@
+"""Stages by their length, in chains where nothing passes by: what stages by their last layer, and alone, hold."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
+from planner.core.cost.memory import interval_totals, stage_memories, stage_memory, totals_of
+from planner.core.cost.passing import is_simple
+from planner.core.values.plan import Recompute
+from planner.core.values.profile import LayerProfile
+from tests.support.chains import random_profile, with_programs
+from tests.support.moments import moments_with
+
+CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
+KINDS = ("exact", "bound", "programs")
+LAYERS, SIZES = 9, (1, 4)
+
+
+def simple_costs(kind: str, seed: int) -> ChainCosts:
+    """Between two profiled sizes; layers in front that are not trained for odd seeds."""
+    profile = random_profile(seed, LAYERS, exact=kind == "exact", sizes=SIZES)
+    layers = [_without_skips(each) for each in profile.layers] if kind == "exact" else list(profile.layers)
+    if seed % 2:
+        layers[:2] = [replace(each, gradient_bytes=0, optimizer_bytes=0) for each in layers[:2]]
+    profile = replace(profile, layers=tuple(layers))
+    return costs_at(with_programs(profile, seed) if kind == "programs" else profile, 3)
+
+
+def _without_skips(layer: LayerProfile) -> LayerProfile:
+    return replace(
+        layer,
+        detail=tuple(
+            replace(detail, inputs=detail.inputs[:1], outputs=(replace(detail.outputs[0], alias=-1, relayed=False),))
+            for detail in layer.detail
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_flight", [1, 2, 5])
+def test_stages_by_length_are_those_by_last_layer(kind: str, seed: int, in_flight: int) -> None:
+    """Every stage of one to four layers, whatever is recomputed."""
+    costs, moments, firsts = simple_costs(kind, seed), moments_with(5, in_flight), np.arange(LAYERS)
+    assert is_simple(costs)
+    by_end = interval_totals(costs, firsts, LAYERS, moments, choices=CHOICES)
+    by_length = totals_of(costs, firsts, 4, moments, choices=CHOICES)
+    for ends, lengths in zip(by_end, by_length, strict=True):
+        assert lengths.shape == (LAYERS, 4)
+        for first in firsts:
+            stages = ends[first, first : first + 4]
+            assert lengths[first, : len(stages)].tolist() == stages.tolist()
+    assert (by_length[0] != by_length[2]).any()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_of_a_plan_are_itemised_as_each_alone(kind: str, replicas: int) -> None:
+    """At the same of the moments, with the micro-batches in flight and the recomputation of each."""
+    for seed in range(6):
+        costs = simple_costs(kind, seed).of_replicas(replicas)
+        intervals, recompute = [(0, 1), (1, 5), (5, 7), (7, 9)], (*CHOICES[::-1], "never")
+        moments = [moments_with(5, in_flight) for in_flight in (5, 2, 2, 1)]
+        memories = stage_memories(
+            costs, intervals, moments, recompute=recompute, recomputed=[()] * 4, reserve_bytes=seed
+        )
+        alone = zip(intervals, moments, recompute, strict=True)
+        assert memories == [
+            stage_memory(costs, *interval, each, recompute=choice, reserve_bytes=seed)
+            for interval, each, choice in alone
+        ]
+
+
+def test_a_chain_with_skips_is_not_simple() -> None:
+    """What passes by a stage depends on where the stage ends."""
+    chains = [costs_at(random_profile(seed, LAYERS, exact=True), 1) for seed in range(20)]
+    assert sum(map(is_simple, chains)) < len(chains) / 2
+    for costs in chains:
+        spans = costs.storages.until - costs.storages.maker
+        sizes = costs.storages.kept_by_readers + costs.storages.kept_by_maker + costs.storages.kept_by_nobody
+        assert is_simple(costs) == (not sizes[spans > 1].any() and not costs.relays.bytes.any())
