@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -473,7 +474,10 @@ def test_progress_counts_up_to_the_end() -> None:
     assert {"0", "7"} < {name for name, *_ in calls} <= set(chain_of(deep()).names)
 
 
-@pytest.mark.parametrize("device", ["tpu", "banana", "", "cpu:banana", "cuda:x"])
+needs_tpu = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
+
+
+@pytest.mark.parametrize("device", [pytest.param("tpu", marks=needs_tpu), "banana", "", "cpu:banana", "cuda:x"])
 def test_an_unknown_device_is_a_usage_error(device: str) -> None:
     """Before anything is built."""
 
