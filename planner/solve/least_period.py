@@ -16,6 +16,11 @@
 
         window >= ceil(M / n) P + what follows the last gradient
 
+The last gradient of f waits for all of another device's stages g, h, … behind f: their forwards and gradients run
+between the first forward on g, which is the first of these along the chain, and the last gradient there.
+
+    window >= F's from f to g + M (F + G of g, h, …) + G's from g back to f + what follows the last gradient
+
 No order of micro-batches is assumed, neither halves nor whole backwards. The bound of a partition is the longest of its
 devices' windows with what follows them, that of all cuts the least of these.
 """
@@ -101,7 +106,8 @@ def least_windows_us(
     sends = times.send_us * np.array([*crosses, False])
     # Sums over the stages in front of each one, what crosses behind them included.
     forth = _before(times.forward_us + sends)
-    back = _before((times.gradient_us if passed_us is None else passed_us) + sends)
+    passed_us = times.gradient_us if passed_us is None else passed_us
+    back = _before(passed_us + sends)
     windows = np.zeros(at_once.shape)
     for device, stages in enumerate(chunks):
         first, n = stages[0], at_once[:, device]
@@ -113,7 +119,16 @@ def least_windows_us(
         arrival_us = trip_us - gradient_us if len(stages) == 1 else forth[:, stages[1]] - forth[:, first]
         idle_us = np.maximum(0.0, arrival_us - n * times.forward_us[:, first])
         trips_us = np.ceil(micro_batches / n) * trip_us - gradient_us + times.last_us[:, first]
-        windows[:, device] = np.maximum(times.work_us[:, list(stages)].sum(axis=1) + idle_us, trips_us)
+        least_us = np.maximum(times.work_us[:, list(stages)].sum(axis=1) + idle_us, trips_us)
+        for others in chunks:
+            behind = [s for s in others if s > first]
+            if behind:
+                # There and back between f and g, but for the forwards and gradients of g, which count among all.
+                way_us = forth[:, behind[0]] - forth[:, first] + sends[:, first]
+                way_us = way_us + back[:, behind[0]] - back[:, first + 1]
+                all_us = micro_batches * (times.forward_us + passed_us)[:, behind].sum(axis=1)
+                least_us = np.maximum(least_us, way_us + all_us + times.last_us[:, first])
+        windows[:, device] = least_us
     return windows
 
 

@@ -87,8 +87,8 @@ class ListRules:
 
     most_waiting: tuple[int, ...]
     """Per stage, how many micro-batches may be between its F and its I."""
-    patience: float
-    """For how much of its own time a W waits for something better."""
+    patience: tuple[float, ...]
+    """Per device, for how much of its own time a W waits for something better."""
     forward_first: bool
     """Whether a forward comes before an I that has arrived, too."""
     later_chunk_first: bool
@@ -138,7 +138,7 @@ def followed(
         problem: The stages.
         wishes: Per device all that it has to do, in an order; each stage's micro-batches one after the other.
         lookahead: Among how many of the wishes that are left it may choose.
-        patience: As in `ListRules`, for whatever would come first.
+        patience: For how much of its own time whatever would come first waits.
 
     Returns:
         None where memory does not let all micro-batches through.
@@ -290,7 +290,7 @@ class _ByRules(_Walk):
             next_us = min(gradient_us, forward_us)
             waiting = self.waiting[device]
             if waiting:
-                patience_us = self.rules.patience * self.problem.times[waiting[0]].weight_backward_us
+                patience_us = self.rules.patience[device] * self.problem.times[waiting[0]].weight_backward_us
                 if is_full or next_us - now_us >= patience_us:
                     self.weight_backward(device, waiting.popleft(), now_us)
                     return

@@ -5,6 +5,7 @@ any machine. A list counts only if it keeps the caps by the law of memory itself
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from planner.core.cost.stage_time import BusyTimes, HalfTimes
 from planner.core.schedule import Action, Letter
 from planner.solve.arrays import FloatArray
 from planner.solve.least_period import LeastTimes, least_windows_us
-from planner.solve.list_scheduling import ListRules, Lists, OrderProblem, followed, listed
+from planner.solve.list_scheduling import Act, ListRules, Lists, OrderProblem, followed, listed
 from planner.solve.progress import SAME
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -35,6 +36,15 @@ _TRY = 60
 
 _LOOKAHEAD = (3, 8, 20)
 """Among how many of the things that a model does next a device may choose."""
+
+_RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
+"""How often it is rules that are changed, not lists; and of rules, patience."""
+
+_WORSE = 1.5e-4
+"""Lists are gone on from if they are slower than the best by less than this, and ever less of it."""
+
+_PLACES = (-12, -9, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 9, 12)
+"""By how much an act comes later in a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +95,35 @@ class Orders:
             tried(knobs._replace(extra=extra) for extra in _EXTRA)
             tried(knobs._replace(patience=patience) for patience in _PATIENCE)
             tried(knobs._replace(forward_first=first, later_first=later) for first in _EITHER for later in _EITHER)
-        rng = random.Random(0)  # noqa: S311 - the same answer every time
-        while best is not None and self.spent < most_actions and not self._is_proven():
-            changed = _changed(best, rng)
-            best = changed if self._tries(changed) else best
+        if best is not None:
+            self._wander(best, most_actions)
         return self.best
+
+    def _wander(self, rules: ListRules, most_actions: int) -> None:
+        """Changes the rules, and lists themselves, a bit at a time, and goes on from what is as good or hardly worse.
+
+        Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
+        """
+        rng = random.Random(0)  # noqa: S311 - the same answer every time
+        lists = listed(self._problem, rules)
+        assert lists is not None  # they made the best lists so far
+        rules_us, whole = lists.period_us, most_actions - self.spent
+        while self.spent < most_actions and not self._is_proven():
+            is_by_rules = rng.random() < _RULES_SHARE
+            changed = _changed(rules, rng) if is_by_rules else rules
+            if is_by_rules:
+                found = listed(self._problem, changed)
+            else:
+                wishes = _reordered(self._problem, lists.rows, rng)
+                found = followed(self._problem, wishes, lookahead=_LOOKAHEAD[0], patience=inf)
+            is_better = self._better(found)
+            if found is None or self.best is None:
+                continue
+            if is_by_rules and (is_better or found.period_us <= rules_us * (1 + SAME)):
+                rules, rules_us = changed, found.period_us
+            left = max(0.0, (most_actions - self.spent) / whole)
+            if found.period_us <= self.best.period_us * (1 + SAME + _WORSE * left):
+                lists = found
 
     def _tries_all(self, most_actions: int) -> bool:
         """Tries every order of every device, if they are few enough; then nothing is better."""
@@ -124,7 +158,7 @@ class Orders:
         most = tuple(max(1, ceil(knobs.ahead * number) + knobs.extra) for number in self._shapes[knobs.shape])
         return ListRules(
             most_waiting=most,
-            patience=knobs.patience,
+            patience=(knobs.patience,) * len(self._problem.chunks),
             forward_first=knobs.forward_first,
             later_chunk_first=knobs.later_first,
         )
@@ -226,12 +260,39 @@ def _on_the_way(problem: OrderProblem) -> tuple[float, ...]:
 
 
 def _changed(rules: ListRules, rng: random.Random) -> ListRules:
-    """The rules with one thing changed."""
-    if rng.random() < 0.15:
-        return replace(rules, patience=rng.choice((0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.5, inf)))
-    stages = range(len(rules.most_waiting))
-    first = rng.choice(stages)
-    behind = rng.choice((first + 1, first + 1, min(len(stages), first + 2), len(stages)))
-    step = rng.choice((-1, 1))
-    most = tuple(max(1, n + step) if first <= s < behind else n for s, n in enumerate(rules.most_waiting))
+    """The rules with one thing changed, for one device or stage or some in a row."""
+    if rng.random() < _PATIENCE_SHARE:
+        patience = rng.choice((0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.5, inf))
+        some = _some(len(rules.patience), rng)
+        return replace(rules, patience=tuple(patience if d in some else old for d, old in enumerate(rules.patience)))
+    some, step = _some(len(rules.most_waiting), rng), rng.choice((-1, 1))
+    most = tuple(max(1, n + step) if s in some else n for s, n in enumerate(rules.most_waiting))
     return replace(rules, most_waiting=most)
+
+
+def _some(number: int, rng: random.Random) -> range:
+    """One of so many, or some in a row."""
+    first = rng.randrange(number)
+    return range(first, rng.choice((first + 1, first + 1, min(number, first + 2), number)))
+
+
+def _reordered(problem: OrderProblem, rows: Sequence[Sequence[Act]], rng: random.Random) -> list[list[Act]]:
+    """The lists with an act some places earlier or later, on one device or all behind or in front of it in the chain.
+
+    Every kind's micro-batches stay in order.
+    """
+    changed = [*map(list, rows)]
+    for _ in range(rng.choice((1, 2))):
+        kind, micro_batch = rng.choice(rows[0])[1], rng.randrange(problem.micro_batches)
+        chunk, device, step = rng.randrange(len(problem.chunks[0])), rng.randrange(len(rows)), rng.choice(_PLACES)
+        for each in rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1))):
+            row, act = changed[each], (problem.chunks[each][chunk], kind, micro_batch)
+            if act not in row:
+                continue  # this stage's backwards run in another number of pieces
+            place = row.index(act)
+            row.insert(min(max(0, place + step), len(row) - 1), row.pop(place))
+            counts: Counter[tuple[int, Letter]] = Counter()
+            for n, (stage, letter, _) in enumerate(row):
+                row[n] = stage, letter, counts[stage, letter]
+                counts[stage, letter] += 1
+    return changed
