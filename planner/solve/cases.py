@@ -100,7 +100,7 @@ def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int)
         return (schedule.exact_chunks,) if asked in (0, schedule.exact_chunks) else ()
     # One chunk on each device is 1F1B that warms up longer, and runs with fewer micro-batches: no plan is the best
     # before that was tried; but nobody who gives the cuts means it.
-    if asked == 1 and len(request.schedules) > 1 and request.balance is not None:
+    if asked == 1 and request.inputs.schedule == "auto" and request.balance is not None:
         return ()
     several = (asked,) if asked else range(1 if schedule.is_to_be_made else 2, MOST_CHUNKS + 1)
     return [chunks for chunks in several if num_layers >= 2 * chunks and devices >= 2]

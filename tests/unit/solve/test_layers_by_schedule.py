@@ -121,3 +121,11 @@ def bytes_with(many: Many, cuts: np.ndarray, recomputed: tuple[int, ...]) -> int
     )
     stages = stages_of(many.case.costs, partition, many.case.cluster)
     return sum(stages[s].memory.total for s in many.chunks[0])
+
+
+def test_lists_are_made_for_given_cuts_of_one_chunk() -> None:
+    """`--schedule search --chunks 1 --balance …` has an answer, as without the number of chunks."""
+    profile, inputs = heavy_chain(1, 6), inputs_for("search")
+    free, one = (solved(profile, replace(inputs, chunks=chunks), balance=(3, 3)) for chunks in (0, 1))
+    assert one.chunks == 1
+    assert one.predicted.step_us == free.predicted.step_us
