@@ -260,7 +260,7 @@ class LabelSearch:
             return {name: need.of(self._every).min(axis=0) for name, need in self.law.needs.items()}
         num, width = self.problem.num_layers + 1, self.problem.width
         values = {name: np.empty((num, width)) for name in self.law.needs}
-        size = max(1, _MOST_CANDIDATES // width)
+        size = max(1, _MOST_CANDIDATES // width // len(self.problem.tables[level]))
         for start in range(0, num, size):
             ends = np.arange(start, min(start + size, num))
             stages = self._stages(level, ends)
