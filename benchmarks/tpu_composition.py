@@ -1,6 +1,7 @@
 """Predicted memory of a stage on a TPU beside what the compiler says of the whole program.
 
     python benchmarks/tpu_composition.py one        one stage that holds the whole model
+    python benchmarks/tpu_composition.py others     the same, of models that no margin was found on
     python benchmarks/tpu_composition.py several    several stages
 
 Of one stage, forward and backward of M micro-batches, gradients accumulated: predicted is what the plan says from a
@@ -70,6 +71,17 @@ CASES = (
     Case(model="amoebanet_d", settings=AMOEBANET, size=16),
     Case(model="amoebanet_d", settings=AMOEBANET, size=16, dtype="bf16"),
 )
+
+OTHERS = (
+    Case(model="tpu_models", settings={"name": "vit"}, size=16),
+    Case(model="tpu_models", settings={"name": "vit"}, size=16, dtype="bf16"),
+    Case(model="tpu_models", settings={"name": "residual", "width": "128"}, size=16),
+    Case(model="tpu_models", settings={"name": "residual", "width": "128"}, size=16, dtype="bf16"),
+    Case(model="unet", settings={"levels": "3"}, size=8),
+    Case(model="unet", settings={"levels": "3"}, size=8, dtype="bf16"),
+)
+IN_ONE_PIECE: tuple[tuple[Recompute, int], ...] = (("never", 1), ("always", 4))
+"""The runs that the margin for gaps is of."""
 
 SEVERAL = (
     Case(model="tpu_models", settings={"name": "vit"}, size=16),
@@ -170,14 +182,14 @@ def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Rec
     )
 
 
-def lines(cases: Sequence[Case]) -> Iterator[str]:
+def lines(cases: Sequence[Case], runs: Sequence[tuple[Recompute, int]]) -> Iterator[str]:
     """Of the table of one stage."""
     yield "| model | dtype | b | recompute | M | predicted, MB | compiled, MB | ratio |"
     yield "|---|---|---:|---|---:|---:|---:|---:|"
     for case in cases:
         loaded = case.load()
         profile = profile_of(loaded, case.size)
-        for recompute, micro_batches in RUNS:
+        for recompute, micro_batches in runs:
             predicted = predicted_bytes(profile, recompute, micro_batches)
             compiled = compiled_bytes(loaded, case.size, recompute, micro_batches)
             yield (
@@ -207,7 +219,14 @@ def main() -> None:
     expect_no_tpu()
     told = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"Made by `python benchmarks/tpu_composition.py {' '.join(sys.argv[1:])}` for TPU {CHIP}: {told}.\n")
-    for line in lines_of_several(SEVERAL) if sys.argv[1:] == ["several"] else lines(CASES):
+    match sys.argv[1:]:
+        case ["several"]:
+            table = lines_of_several(SEVERAL)
+        case ["others"]:
+            table = lines(OTHERS, IN_ONE_PIECE)
+        case _:
+            table = lines(CASES, RUNS)
+    for line in table:
         print(line, flush=True)
 
 

@@ -137,7 +137,7 @@ class Halves:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Programs:
-    """What a layer needs within one compiled program."""
+    """What a layer needs within one compiled program, gaps between arrays included."""
 
     carried: FloatArray
     """Held there from a layer's forward to its backward."""

@@ -7,14 +7,14 @@ in the micro-batch size, and errs on the safe side for peaks, which are maxima o
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, Relays, Sparse, State, Storages
-from planner.core.cost.size_costs import SizeCosts, additive_costs, compiled_costs, exact_costs
+from planner.core.cost.size_costs import SizeCosts, additive_costs, compiled_costs, exact_costs, gaps_of
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import ties_of
 from planner.core.errors import UsageError
@@ -58,7 +58,8 @@ class CostTable:
         )
         """Whether what a backward in halves takes or holds is assumed for some layer, not measured."""
         compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
-        self._read = exact_costs if self._exact else compiled_costs if compiled else additive_costs
+        read_compiled = partial(compiled_costs, gaps=gaps_of(profile.environment.dtype, profile.layers))
+        self._read = exact_costs if self._exact else read_compiled if compiled else additive_costs
         self._sizes: dict[int, SizeCosts] = {}
 
     def at(self, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:

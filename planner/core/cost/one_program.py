@@ -11,7 +11,7 @@ with I what a stage receives and S what it keeps of a micro-batch, each the larg
 own for its results: what a forward keeps is made, is a result, and is put into its place among M; a backward is given
 it from there. What is received is there beside what is sent. Gradients are added to in place. Read from the compiler's
 assignment of buffers (jax 0.10.2, libtpu 0.0.52), but for the tenth of a backward, which stands for gaps between arrays
-of unlike sizes.
+of unlike sizes, beside those that one piece has (`planner.core.cost.size_costs.gaps_of`).
 
 Not known here, since a profile has sizes and no shapes: arrays of shapes that no stage has all of take up to half more
 (`planner.bridge.packing`), and stages with nothing in common lie in vectors without padding, which is

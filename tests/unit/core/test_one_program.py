@@ -50,7 +50,8 @@ SECOND = replace(
     program=(ProgramMemory(carried_bytes=600, peak_bytes=750, narrowed_bytes=100, padding_bytes=5, target_bytes=2),),
 )
 STATE, DATA = 500 + 3000, M * 4 + M * 2
-INVARIANT = 50 + 2 * 3 + M * 30  # the first stage's, which has the mini-batch in 16 bits as its layer wants it
+GAPS = 1.1  # between the arrays of one piece, and of copies, where all layers differ
+INVARIANT = GAPS * (50 + 2 * 3 + M * 30)  # the first stage's, which has the mini-batch in 16 bits as its layer wants it
 
 
 def costs() -> ChainCosts:
@@ -68,7 +69,7 @@ def test_every_device_holds_the_most_of_everything() -> None:
     memory = program_memory(costs(), partition("never", "never"))
     assert (memory.parameters, memory.optimizer, memory.gradients) == (500, 3000, 0)
     forward = (800 + 10) + 10 + (800 + 9)
-    assert memory.total == STATE + DATA + M * (800 + 10) + INVARIANT + forward
+    assert memory.total == pytest.approx(STATE + DATA + M * (800 + 10) + INVARIANT + forward, abs=1)
 
 
 @pytest.mark.parametrize("choice", ["always", "except-last"])
@@ -76,7 +77,7 @@ def test_a_stage_that_is_computed_again_is_fullest_in_its_backward(choice: Recom
     """Nothing but what is received is kept; the gradients are there, and gaps."""
     memory = program_memory(costs(), partition(choice, choice))
     assert memory.gradients == 500
-    assert memory.total == pytest.approx(STATE + DATA + M * 10 + INVARIANT + 500 + 10 + 2 * 10 + 1.1 * 750, abs=1)
+    assert memory.total == pytest.approx(STATE + DATA + M * 10 + INVARIANT + 500 + 10 + 2 * 10 + 1.1 * GAPS * 750, abs=1)
 
 
 def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
@@ -86,7 +87,7 @@ def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
     half, whole = (
         program_memory(costs_at(chain(first, SECOND), 1), partition("never", "never")) for first in (FIRST, as_it_is)
     )
-    assert whole.total - half.total == M * 30
+    assert whole.total - half.total == pytest.approx(GAPS * M * 30, abs=1)
 
 
 def test_one_stage_is_a_stage_by_itself() -> None:
