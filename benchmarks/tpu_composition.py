@@ -73,11 +73,8 @@ CASES = (
 )
 
 OTHERS = (
-    Case(model="tpu_models", settings={"name": "vit"}, size=16),
     Case(model="tpu_models", settings={"name": "vit"}, size=16, dtype="bf16"),
-    Case(model="tpu_models", settings={"name": "residual", "width": "128"}, size=16),
     Case(model="tpu_models", settings={"name": "residual", "width": "128"}, size=16, dtype="bf16"),
-    Case(model="unet", settings={"levels": "3"}, size=8),
     Case(model="unet", settings={"levels": "3"}, size=8, dtype="bf16"),
 )
 IN_ONE_PIECE: tuple[tuple[Recompute, int], ...] = (("never", 1), ("always", 4))

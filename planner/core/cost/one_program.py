@@ -13,17 +13,19 @@ it from there. What is received is there beside what is sent. Gradients are adde
 assignment of buffers (jax 0.10.2, libtpu 0.0.52), but for the tenth of a backward, which stands for gaps between arrays
 of unlike sizes, beside those that one piece has (`planner.core.cost.size_costs.gaps_of`).
 
-Not known here, since a profile has sizes and no shapes: arrays of shapes that no stage has all of take up to half more
-(`planner.bridge.packing`), and stages with nothing in common lie in vectors without padding, which is
-less. How near it comes: docs/measurements/tpu-composition.md.
+Arrays of shapes that no stage has all of take up to half more than the largest stage's (`planner.bridge.packing`), and
+stages with nothing in common lie in vectors without padding, which is less. A profile has sizes and no shapes: of every
+kind of layer there is room for as many as some stage has, for the part of each that is taken to have shapes of its own.
+How near it comes: docs/measurements/tpu-composition.md.
 """
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts, FloatArray
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.memory import one_stage, stage_memory
 from planner.core.cost.moments import stage_moments
@@ -32,6 +34,18 @@ from planner.core.values.plan import Recompute, StageMemory
 
 _GAPS = 1.1
 """Memory of a backward over what its layers add up to."""
+
+_MOST_ROOM = 1.5
+"""As `planner.bridge.packing` has it."""
+
+_OWN_PARAMETERS, _OWN_KEPT = 1 / 2, 1 / 4
+"""The part of a layer's parameters, and of what it keeps, that is of shapes which unlike layers do not have.
+
+Margins, of a Transformer with a large table of words: docs/measurements/tpu-composition.md.
+"""
+
+_KEEPING: Final = ("never", "layers")
+"""Recompute choices that keep more of a micro-batch than what a stage receives."""
 
 
 def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
@@ -65,7 +79,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         )
         for k, (first, end) in enumerate(intervals)
     ]
-    most = _ProgramParts(*map(max, zip(*stages, strict=True)))
+    most = _with_room(costs, intervals, _ProgramParts(*map(max, zip(*stages, strict=True))), choices)
     forward = most.input + most.kept + most.input + most.forward
     backward = most.gradients + most.input + most.kept + 2 * most.input + _GAPS * most.backward
     gradients = most.gradients if backward > forward else 0.0
@@ -101,6 +115,31 @@ class _ProgramParts(NamedTuple):
     """While a backward runs, a forward again included."""
 
 
+def _with_room(
+    costs: ChainCosts, intervals: Sequence[tuple[int, int]], most: _ProgramParts, choices: Sequence[Recompute]
+) -> _ProgramParts:
+    """The most of everything, with room for parameters and kept arrays of shapes that no stage has all of."""
+    keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
+    state = 1 + _OWN_PARAMETERS * _room(costs, intervals, costs.state.parameters)
+    kept = 1 + _OWN_KEPT * _room(costs, keeping, costs.levels.saved)
+    return most._replace(
+        parameters=state * most.parameters,
+        gradients=state * most.gradients,
+        optimizer=state * most.optimizer,
+        kept=kept * most.kept,
+    )
+
+
+def _room(costs: ChainCosts, intervals: Sequence[tuple[int, int]], per_layer: FloatArray) -> float:
+    """What arrays of all stages take beside the largest stage's, as a share of these, if unlike layers share none."""
+    largest = max((float(per_layer[first:end].sum()) for first, end in intervals), default=0.0)
+    counts: Counter[int] = Counter()
+    for first, end in intervals:
+        counts |= Counter(costs.alike[first:end].tolist())  # the larger number of each
+    every = sum(number * float(per_layer[kind]) for kind, number in counts.items())
+    return every / largest - 1 if largest < every <= _MOST_ROOM * largest else 0.0
+
+
 def _program_parts(
     costs: ChainCosts,
     first: int,
@@ -111,7 +150,7 @@ def _program_parts(
     recomputed: Collection[int] = (),
 ) -> _ProgramParts:
     s, _ = one_stage(costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed)
-    keeps = recompute in ("never", "layers")
+    keeps = recompute in _KEEPING
     nothing = np.zeros_like(s.saved)
     kept = s.saved if keeps else nothing
     invariant = nothing

@@ -49,7 +49,8 @@ SECOND = replace(
     ),
     program=(ProgramMemory(carried_bytes=600, peak_bytes=750, narrowed_bytes=100, padding_bytes=5, target_bytes=2),),
 )
-STATE, DATA = 500 + 3000, M * 4 + M * 2
+ROOM = 1 + 200 / 500 / 2  # the second stage's parameters, for half of which there is no place among the first's
+STATE, DATA = ROOM * (500 + 3000), M * 4 + M * 2
 GAPS = 1.1  # between the arrays of one piece, and of copies, where all layers differ
 INVARIANT = GAPS * (50 + 2 * 3 + M * 30)  # the first stage's, which has the mini-batch in 16 bits as its layer wants it
 
@@ -65,9 +66,12 @@ def partition(*recompute: Recompute, balance: tuple[int, ...] = (1, 1)) -> Parti
 
 
 def test_every_device_holds_the_most_of_everything() -> None:
-    """The first stage's parameters, the second's activations: places for M of these, one being made, one a result."""
+    """Parameters of both stages, the second's activations: places for M of these, one being made, one a result.
+
+    What the two keep would be too much side by side.
+    """
     memory = program_memory(costs(), partition("never", "never"))
-    assert (memory.parameters, memory.optimizer, memory.gradients) == (500, 3000, 0)
+    assert (memory.parameters, memory.optimizer, memory.gradients) == (ROOM * 500, ROOM * 3000, 0)
     forward = (800 + 10) + 10 + (800 + 9)
     assert memory.total == pytest.approx(STATE + DATA + M * (800 + 10) + INVARIANT + forward, abs=1)
 
@@ -76,8 +80,18 @@ def test_every_device_holds_the_most_of_everything() -> None:
 def test_a_stage_that_is_computed_again_is_fullest_in_its_backward(choice: Recompute) -> None:
     """Nothing but what is received is kept; the gradients are there, and gaps."""
     memory = program_memory(costs(), partition(choice, choice))
-    assert memory.gradients == 500
-    assert memory.total == pytest.approx(STATE + DATA + M * 10 + INVARIANT + 500 + 10 + 2 * 10 + 1.1 * GAPS * 750, abs=1)
+    assert memory.gradients == ROOM * 500
+    backward = ROOM * 500 + 10 + 2 * 10 + 1.1 * GAPS * 750
+    assert memory.total == pytest.approx(STATE + DATA + M * 10 + INVARIANT + backward, abs=1)
+
+
+def test_layers_that_are_alike_take_turns_in_one_place() -> None:
+    """Only the smaller layer of the first stage has shapes that the three of the second one may lack."""
+    small = replace(FIRST, name="s", digest="s", parameter_bytes=100, optimizer_bytes=600, saved_bytes=(100,))
+    layers = [small, *(replace(FIRST, name=f"{n}", digest="f") for n in range(4))]
+    memory = program_memory(costs_at(chain(*layers), 1), partition("never", "never", balance=(2, 3)))
+    assert (memory.parameters, memory.optimizer) == (3 * 500 + 100 / 2, 3 * 3000 + 600 / 2)
+    assert memory.in_flight == pytest.approx(M * (10 + 3 * 500 + 100 / 4) + M * 4, abs=1)
 
 
 def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
