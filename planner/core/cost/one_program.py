@@ -15,7 +15,7 @@ of unlike sizes, beside those that one piece has (`planner.core.cost.size_costs.
 
 Arrays of shapes that no stage has all of take up to half more than the largest stage's (`planner.bridge.packing`), and
 stages with nothing in common lie in vectors without padding, which is less. A profile has sizes and no shapes: of every
-kind of layer there is room for as many as some stage has, for the part of each that is taken to have shapes of its own.
+kind of layer there is room for as many as some stage has, up to that half, of what is kept for half of it.
 How near it comes: docs/measurements/tpu-composition.md.
 """
 
@@ -38,11 +38,8 @@ _GAPS = 1.1
 _MOST_ROOM = 1.5
 """As `planner.bridge.packing` has it."""
 
-_OWN_PARAMETERS, _OWN_KEPT = 1 / 2, 1 / 4
-"""The part of a layer's parameters, and of what it keeps, that is of shapes which unlike layers do not have.
-
-Margins, of a Transformer with a large table of words: docs/measurements/tpu-composition.md.
-"""
+_OWN_KEPT = 1 / 2
+"""The part of what a layer keeps that counts as of shapes that unlike layers do not have: a margin."""
 
 _KEEPING: Final = ("never", "layers")
 """Recompute choices that keep more of a micro-batch than what a stage receives."""
@@ -120,7 +117,7 @@ def _with_room(
 ) -> _ProgramParts:
     """The most of everything, with room for parameters and kept arrays of shapes that no stage has all of."""
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
-    state = 1 + _OWN_PARAMETERS * _room(costs, intervals, costs.state.parameters)
+    state = 1 + _room(costs, intervals, costs.state.parameters)
     kept = 1 + _OWN_KEPT * _room(costs, keeping, costs.levels.saved)
     return most._replace(
         parameters=state * most.parameters,
@@ -137,7 +134,7 @@ def _room(costs: ChainCosts, intervals: Sequence[tuple[int, int]], per_layer: Fl
     for first, end in intervals:
         counts |= Counter(costs.alike[first:end].tolist())  # the larger number of each
     every = sum(number * float(per_layer[kind]) for kind, number in counts.items())
-    return every / largest - 1 if largest < every <= _MOST_ROOM * largest else 0.0
+    return min(max(every / largest, 1.0), _MOST_ROOM) - 1 if largest else 0.0
 
 
 def _program_parts(
