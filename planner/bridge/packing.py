@@ -10,9 +10,7 @@ from jax import Array
 from jax import numpy as jnp
 
 from planner.bridge.tpu_layouts import num_bytes
-
-_MOST_PADDING = 1.5
-"""Arrays are kept apart by shape as long as that takes at most so much more memory than the largest stage needs."""
+from planner.core.cost.one_program import MOST_ROOM
 
 _Kind = tuple[tuple[int, ...], jnp.dtype]
 """Shape and dtype."""
@@ -32,7 +30,7 @@ class Packing:
             counts |= Counter((tuple(shape.shape), shape.dtype) for shape in stage)  # the larger number of each
         self.shapes = [jax.ShapeDtypeStruct(*kind) for kind in counts.elements()]
         most_bytes = max((sum(map(num_bytes, stage)) for stage in self._stages), default=0)
-        self._flat = sum(map(num_bytes, self.shapes)) > _MOST_PADDING * most_bytes
+        self._flat = sum(map(num_bytes, self.shapes)) > MOST_ROOM * most_bytes
         if self._flat:
             dtypes = sorted({shape.dtype for stage in self._stages for shape in stage}, key=str)
             lengths = {dtype: max(self._length(stage, dtype) for stage in self._stages) for dtype in dtypes}

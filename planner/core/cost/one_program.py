@@ -35,8 +35,8 @@ from planner.core.values.plan import Recompute, StageMemory
 _GAPS = 1.1
 """Memory of a backward over what its layers add up to."""
 
-_MOST_ROOM = 1.5
-"""As `planner.bridge.packing` has it."""
+MOST_ROOM: Final = 1.5
+"""What arrays of all stages may take over the largest stage's; beyond that they are packed into vectors."""
 
 _OWN_KEPT = 1 / 2
 """The part of what a layer keeps that counts as of shapes that unlike layers do not have: a margin."""
@@ -134,7 +134,7 @@ def _room(costs: ChainCosts, intervals: Sequence[tuple[int, int]], per_layer: Fl
     for first, end in intervals:
         counts |= Counter(costs.alike[first:end].tolist())  # the larger number of each
     every = sum(number * float(per_layer[kind]) for kind, number in counts.items())
-    return min(max(every / largest, 1.0), _MOST_ROOM) - 1 if largest else 0.0
+    return min(max(every / largest, 1.0), MOST_ROOM) - 1 if largest else 0.0
 
 
 def _program_parts(
