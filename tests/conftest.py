@@ -2,9 +2,13 @@
 
 import gc
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.support.cli import known_executor
 
 # JAX (the extra `tpu`), where it is installed: eight devices on this machine, and no search for a TPU.
 _JAX = {
@@ -20,6 +24,14 @@ os.environ |= {name: value for name, value in _JAX.items() if name not in os.env
 # The same examples in every run, so that a failure is the change's. `HYPOTHESIS_PROFILE=default` searches on.
 settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No test leaves anything in this user's caches, or measures what the executor costs but to see that measured."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # those have this process's environment
+        folder = tempfile.TemporaryDirectory(prefix="gpipe-plan-caches-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["XDG_CACHE_HOME"] = known_executor(Path(folder.name))
 
 
 @pytest.fixture(autouse=True, scope="module")

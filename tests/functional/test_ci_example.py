@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.cli import environment
+from tests.support.cli import environment, known_executor
 from tests.support.docs import ROOT, blocks, commands, quick
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, in
         GIT_COMMITTER_NAME="a",
         GIT_COMMITTER_EMAIL="a@example.org",
         GIT_CONFIG_GLOBAL="/dev/null",
-        XDG_CACHE_HOME=str(folder / "cache"),
+        XDG_CACHE_HOME=known_executor(folder / "cache"),
     )
     subprocess.run(["git", "init", "-q", "-b", "main"], cwd=folder, check=True)
     rows = []

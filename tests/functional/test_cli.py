@@ -39,6 +39,7 @@ from tests.support.cli import (
     call,
     command,
     environment,
+    known_executor,
     no_calibration,
     spawn,
     write_model,
@@ -365,7 +366,7 @@ def test_a_profile_survives_a_failed_calibration(
 ) -> None:
     """Minutes of measuring are not lost because two processes could not be started: a warning, and the file."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ProcessException("exploded", 1, 2) if error is ProcessException else error("exploded")
 
     monkeypatch.setattr(planner.executor, "executor_cost", fail)
@@ -965,7 +966,7 @@ def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
         command("profile", "model.py", "--repeat", "500", "--proof-budget", "0s"),
         cwd=empty,
-        env=environment(XDG_CACHE_HOME=str(empty / ".cache")),
+        env=environment(XDG_CACHE_HOME=known_executor(empty / ".cache")),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -17,7 +17,7 @@ from planner import files
 from planner.cli import main
 from planner.cli.main import app_for
 from planner.core.values.profile import Model
-from tests.support.cli import EXAMPLE, HEAD, LOSS, MODEL, environment
+from tests.support.cli import EXAMPLE, HEAD, LOSS, MODEL, environment, known_executor
 from tests.support.docs import ROOT, blocks, lines, quick
 from tests.support.profiles import profile_of
 from tests.support.ranks import run_ranks
@@ -109,7 +109,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     env = environment(
         PATH=f"{Path(sys.executable).parent}:{environment()['PATH']}",
         PYTHONPATH=f"{folder}:{ROOT}",
-        XDG_CACHE_HOME=str(folder / "cache"),
+        XDG_CACHE_HOME=known_executor(folder / "cache"),
     )
     line = quick(re.sub(r"^gpipe-plan\b", "python -m planner", line))
     launched = re.fullmatch(r"torchrun --nproc-per-node (\d+) (.*)", line)

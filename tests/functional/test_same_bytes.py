@@ -140,7 +140,8 @@ print(profile.device.executor is not None)
         timeout=120,
         check=False,
     )
-    assert (done.stdout, done.stderr) == ("begun\nTrue\n", "")
+    said = [line for line in done.stdout.splitlines() if not line.startswith("other programs slow this machine down")]
+    assert (said, done.stderr) == (["begun", "True"], "")
 
 
 # Plans

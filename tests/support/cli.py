@@ -1,17 +1,21 @@
 """The command line as a user meets it: in this process (fast), or in one of its own (pipes, signals, imports)."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from planner import __version__
 from planner.cli.main import run
 from planner.core.values.cluster import ExecutorCost, Link
+from planner.device.machine import cpu_name
 
 HEAD: Final = "import torch\nfrom torch import nn\n"
 BUILD: Final = """
@@ -55,6 +59,16 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ran:
     code = run(list(arguments))
     printed = capsys.readouterr()
     return Ran(code, printed.out, printed.err)
+
+
+def known_executor(folder: Path) -> str:
+    """A folder of caches in which what the executor costs is known; beside other tests that is measured each time."""
+    machine = {"cpu": cpu_name(), "torch": version("torch"), "gpipe-plan": __version__}
+    link = {"latency_us": 20.0, "bytes_per_s": 2e9, "blocking": True}
+    (folder / "gpipe-plan").mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"machine": machine, "overhead_us": 300.0, "link": link})
+    (folder / "gpipe-plan" / "executor.json").write_text(text, encoding="utf-8")
+    return str(folder)
 
 
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:

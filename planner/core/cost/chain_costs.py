@@ -191,7 +191,7 @@ class ChainCosts:
     micro_batch_size: int
     names: tuple[str, ...]
     alike: IntArray
-    """Of each layer the first that has the same operators and shapes: itself, where that is not known."""
+    """For each layer, the first that has the same operators and shapes: itself, where that is not known."""
     forward_us: FloatArray
     backward_us: FloatArray
     optimizer_us: FloatArray

@@ -8,7 +8,7 @@ from planner.core.values.profile import Device, Environment, Generator
 RUN_SCHEMA: Final = "gpipe-plan/run/v1"
 
 LEAST_CORE_SHARE: Final = 0.6
-"""Of the time that a process wants to run, how much it must, or its times say nothing.
+"""How much of the time that it wants to a process must run, or its times say nothing.
 
 Two on two cores had 0.78 to 0.93, as what moves their messages runs there, too; beside six others 0.08 to 0.19.
 """
@@ -42,7 +42,7 @@ class StageRun:
     outside_bytes: int = 0
     """What the device had in use beside that: context, libraries, the allocator's slack; known on CUDA."""
     core_share: float = 0.0
-    """Of the time that its process wanted to run, how much it did, as others had its core; 0 where not known."""
+    """How much of the time that it wanted to its process ran, as others had its core; 0 where not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
