@@ -93,8 +93,8 @@ def measure_executor() -> Measured:
             pass
         runs = {size: {rank: _run(folder, rank, size) for rank in range(2)} for size in _SIZES}
     # All on one clock: it is one machine's.
-    found = [waiting_of({rank: run.steps for rank, run in each.items()}, overlaps=False) for each in runs.values()]
-    small, large = found
+    processes = ({rank: run.steps for rank, run in each.items()} for each in runs.values())
+    small, large = (waiting_of(steps, overlaps=False) for steps in processes)
     assert small is not None
     assert small.overhead_us is not None
     assert large is not None

@@ -165,7 +165,7 @@ def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
         for step in steps:
             by_step.setdefault(step.number, {})[rank] = step.spans
     waits = [waits_of(rows) for rows in by_step.values() if len(rows) == len(processes)]
-    waits = _middle((wait.window_ns, wait) for wait in waits)
+    waits = _middle_half((wait.window_ns, wait) for wait in waits)
     if not waits:
         return None
     overheads = [time for wait in waits for time in wait.overhead_ns]
@@ -211,7 +211,7 @@ def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int
     """
     kinds = _BACKWARDS if kind == "backward" else {kind}
     taken: dict[int, list[int]] = {}
-    for spans in _middle((_window_ns(spans), spans) for spans in steps):
+    for spans in _middle_half((_window_ns(spans), spans) for spans in steps):
         of_step: dict[int, int] = {}
         for span in spans:
             if span.stage != stage or span.kind not in kinds | _BACKWARDS:
@@ -263,7 +263,7 @@ def _windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[d
     return dict.fromkeys(rows, first_ns), max((span.end_ns for span in spans), default=0) - first_ns
 
 
-def _middle(steps: Iterable[tuple[int, Item]]) -> list[Item]:
+def _middle_half(steps: Iterable[tuple[int, Item]]) -> list[Item]:
     """Of items with how long each took those that remain without the fastest and the slowest quarter."""
     ordered = [item for _, item in sorted(steps, key=itemgetter(0))]
     left_out = (len(ordered) + 1) // 4
