@@ -60,6 +60,10 @@ class Cpu(DeviceKind):
     def synchronize(self) -> None:
         return
 
+    def on_host_clock(self) -> "tuple[_HostMoment, int]":
+        moment = self.now()
+        return moment, moment.ns
+
     def empty_cache(self) -> None:
         return
 

@@ -113,5 +113,9 @@ class DeviceKind(ABC):
         """Waits for that moment."""
 
     @abstractmethod
+    def on_host_clock(self) -> tuple[Moment, int]:
+        """A moment at which the device has nothing to do, and when that is by `time.perf_counter_ns`."""
+
+    @abstractmethod
     def empty_cache(self) -> None:
         """Gives back what the device's allocator keeps of freed memory."""

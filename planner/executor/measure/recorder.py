@@ -79,12 +79,12 @@ class Recorder:
         """One training step, from first forward to the optimizer's step."""
         if self._step == WARM_UP_STEPS - 1:
             self._memory.begin()
-        self._device.synchronize()
-        begin, base = time.perf_counter_ns(), self._device.now()
+        base, base_ns = self._device.on_host_clock()
+        begin_ns = time.perf_counter_ns()
         yield
         self._device.synchronize()
-        self.step_us.append((time.perf_counter_ns() - begin) / 1e3)
-        self.steps.append(RunStep(self._step, self._collected(base, begin)))
+        self.step_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
+        self.steps.append(RunStep(self._step, self._collected(base, base_ns)))
         if self._step == WARM_UP_STEPS - 1:
             self.peak = self._memory.end()
             self._warm = core_time()
@@ -114,7 +114,7 @@ class Recorder:
         return result
 
     def _collected(self, base: Moment, base_ns: int) -> tuple[RunSpan, ...]:
-        """The step's spans on the host's clock, by which the idle device reached `base` at `base_ns`."""
+        """The step's spans on the host's clock, by which the device reached `base` at `base_ns`."""
         spans = tuple(
             RunSpan(kind, stage, micro_batch, *(base_ns + moment.ns_since(base) for moment in moments))
             for kind, stage, micro_batch, *moments in self._pending

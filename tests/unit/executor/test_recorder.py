@@ -1,6 +1,7 @@
 """What a run took: warm-up left out, memory from the second step, peaks of the allocator."""
 
 import time
+from itertools import count
 from typing import Literal
 
 import pytest
@@ -48,6 +49,17 @@ def test_warm_up_steps_are_left_out_of_times(recorder: Recorder) -> None:
     assert len(recorder.step_us) == WARM_UP_STEPS + 3
     assert 1000 <= recorder.typical_us("forward") <= recorder.typical_us("backward")
     assert all(time_us >= 3000 for time_us in recorder.step_us)
+
+
+def test_spans_lie_where_the_clock_says(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the process is kept from running between any two readings: processes are compared by this clock."""
+    readings_ns = count(step=10**6)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(readings_ns))
+    with recorder.step():
+        within_ns = recorder.timed("forward", time.perf_counter_ns)
+    (span,) = recorder.steps[0].spans
+    assert span.start_ns < within_ns < span.end_ns
+    recorder.close()
 
 
 def test_the_typical_time_is_the_median(recorder: Recorder) -> None:

@@ -1,6 +1,7 @@
 """Kinds of device: each can do all that is asked of one, and has the names that files and messages know it by."""
 
 import inspect
+import time
 
 import pytest
 import torch
@@ -47,6 +48,14 @@ def test_moments_of_the_host_are_its_clocks() -> None:
     kind = kind_of(CPU)
     earlier, later = kind.now(), kind.now()
     assert 0 <= later.ns_since(earlier) < 10**9
+
+
+def test_the_host_clock_is_the_host_s() -> None:
+    """No time passes between a moment and when it is said to have been."""
+    kind = kind_of(CPU)
+    before_ns = time.perf_counter_ns()
+    moment, at_ns = kind.on_host_clock()
+    assert before_ns <= at_ns <= kind.now().ns_since(moment) + at_ns <= time.perf_counter_ns()
 
 
 @pytest.mark.parametrize(("profiled", "trained"), [("cpu", "cpu"), ("cuda", "cuda"), ("tpu", "cpu")])
