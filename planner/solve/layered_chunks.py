@@ -14,7 +14,7 @@ from planner.solve.chunk_layers import DevicesOfChunks
 from planner.solve.layer_search import LayerSearch
 from planner.solve.many import Many
 from planner.solve.progress import Progress
-from planner.solve.several_chunks import all_cuts, bound_of, by_devices, most_of_one, starts_of
+from planner.solve.several_chunks import all_cuts, bounds_of, branched_us, by_devices, most_of_one, starts_of
 from planner.solve.tables import width_for
 
 _SHARE = 4
@@ -77,13 +77,14 @@ def _search(progress: Progress, many: Many, least_us: float, near: Partition | N
     starts = starts_of(progress, many)
     one_by_one_us = _look_at_all(progress, many, search)
     least_us = max(least_us, one_by_one_us)
-    bound = bound_of(progress, many, starts) if least_us < progress.upper_us else None
-    if bound is not None:
-        least_us = max(least_us, bound.bound_us)
-        starts = [bound.cuts, *starts]
-    if least_us < progress.upper_us:
-        search.search(starts, most_of_one(progress, many), near)
-    return least_us
+    bounds = bounds_of(progress, many, starts) if least_us < progress.upper_us else None
+    if bounds is not None:
+        least_us = max(least_us, bounds.first.bound_us)
+        starts = [bounds.first.cuts, *starts]
+    if least_us >= progress.upper_us:
+        return least_us
+    search.search(starts, most_of_one(progress, many), near)
+    return max(least_us, branched_us(progress, many, bounds))
 
 
 def _look_at_all(progress: Progress, many: Many, search: LayerSearch) -> float:

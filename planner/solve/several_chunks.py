@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice, product
 from math import comb, inf, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
 from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.chain_dp import LabelSearch
-from planner.solve.cut_programme import CutBound, cut_bound, is_solvable, programme_size
+from planner.solve.cut_bound import BranchAndBound, CutBound, is_solvable
+from planner.solve.cut_programme import CutProgramme, programme_size
 from planner.solve.cut_search import CutSearch
 from planner.solve.deadline import NEVER
 from planner.solve.fitting import Fitting
@@ -41,6 +43,9 @@ _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 
 _ITERATIONS = 20
 """Steps of the simplex method for a row, at most."""
+
+_BRANCHED = 40
+"""The same for the programmes that follow, all together."""
 
 _LEAST_S = 0.01
 """Seconds for a bound where time is short."""
@@ -154,21 +159,28 @@ def most_of_one(progress: Progress, many: Many) -> int:
 def _improve(progress: Progress, many: Many, least_us: float) -> float:
     """Searches from several cuts; returns what no partition can beat, at least `least_us`."""
     starts = starts_of(progress, many)
-    bound = bound_of(progress, many, starts)
-    if bound is not None:
-        least_us = max(least_us, bound.bound_us)
+    bounds = bounds_of(progress, many, starts)
+    if bounds is not None:
+        least_us = max(least_us, bounds.first.bound_us)
         if least_us >= progress.upper_us:
             return least_us
-        if many.case.rules.allows(bound.cuts[None])[0]:
-            starts.append(bound.cuts)
+        if many.case.rules.allows(bounds.first.cuts[None])[0]:
+            starts.append(bounds.first.cuts)
     # Were time to run out now, fewer devices would still be open.
     fewer_us = max(progress.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
     progress.rest_us = min(least_us, fewer_us)
     CutSearch(progress, many).search(starts, most_of_one(progress, many))
-    return least_us
+    return max(least_us, branched_us(progress, many, bounds))
 
 
-def bound_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> CutBound | None:
+class Bounds(NamedTuple):
+    """The linear programme's bound, and what may make more of it."""
+
+    first: CutBound
+    search: BranchAndBound
+
+
+def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bounds | None:
     """The linear programme's bound, if it pays and can be solved here."""
     effort = progress.effort
     size = programme_size(many)
@@ -179,8 +191,22 @@ def bound_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> CutB
         return None
     effort.spent += actions
     scale_us = progress.upper_us if progress.upper_us < inf else many.case.bound_us
-    limit_s = max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline != NEVER else None
-    return cut_bound(many, starts[0], scale_us=scale_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
+    search = BranchAndBound(CutProgramme(many, starts[0], scale_us=scale_us))
+    first = search.solved(most_iterations=_ITERATIONS * size, limit_s=_limit_s(progress))
+    return Bounds(first, search) if first is not None else None
+
+
+def branched_us(progress: Progress, many: Many, bounds: Bounds | None) -> float:
+    """A bound by more of these programmes, where effort is not bounded; 0 where there is none."""
+    if bounds is None or progress.effort.is_bounded:
+        return 0.0
+    most = _BRANCHED * programme_size(many)
+    return bounds.search.branched(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
+
+
+def _limit_s(progress: Progress) -> float | None:
+    """Seconds for a programme where time is short."""
+    return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline != NEVER else None
 
 
 def starts_of(progress: Progress, many: Many) -> list[IntArray]:

@@ -16,7 +16,7 @@ from math import inf
 from planner.core.schedule import Schedule
 from planner.solve.answer import Answer
 from planner.solve.case import Case
-from planner.solve.cut_programme import is_solvable
+from planner.solve.cut_bound import is_solvable
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.joint import search_cuts_and_lists
 from planner.solve.one_chunk import search_one_chunk

@@ -18,7 +18,8 @@ from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.chunk_layers import DevicesOfChunks
-from planner.solve.cut_programme import cut_bound
+from planner.solve.cut_bound import BranchAndBound
+from planner.solve.cut_programme import CutProgramme
 from planner.solve.deadline import NEVER
 from planner.solve.descent import moves
 from planner.solve.fitting import Fitting
@@ -75,6 +76,11 @@ def caps_of(many: Many) -> Iterator[int]:
         yield int(np.quantile(held, share)) + 1
 
 
+def bounds_of(many: Many, scale_us: float) -> BranchAndBound:
+    """By programmes for chains of seven layers."""
+    return BranchAndBound(CutProgramme(many, np.array([0, 2, 4, 6, 7]), scale_us=scale_us))
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("schedule", SEVERAL)
 def test_the_bound_is_below_every_plan(schedule: ScheduleName, seed: int) -> None:
@@ -89,23 +95,37 @@ def test_the_bound_is_below_every_plan(schedule: ScheduleName, seed: int) -> Non
         fits = (many.over_bytes(cuts, choices) <= 0).all(axis=1)
         assert fits.any()
         best_us = float(step_us[fits].min())
-        bound = cut_bound(many, np.array([0, 2, 4, 6, 7]), scale_us=best_us)
+        search = bounds_of(many, best_us)
+        bound = search.solved()
         assert bound is not None
         assert 0.4 * best_us < bound.bound_us <= best_us
         assert (np.diff(bound.cuts) > 0).all()
         assert (bound.cuts[0], bound.cuts[-1]) == (0, 7)
+        assert bound.bound_us <= search.branched(2 * best_us, most_iterations=5000) <= best_us
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("schedule", SEVERAL)
+def test_the_bound_of_all_branches_is_the_best_plan(schedule: ScheduleName, seed: int) -> None:
+    """Where memory does not count, for times are what the clocks say: no plan need be known to find it."""
+    many = many_of(schedule, seed)
+    assert many is not None
+    best_us = min(many.step_us(cuts, np.zeros((len(cuts), 4), dtype=np.int64)).min() for cuts in all_cuts(many))
+    search = bounds_of(many, best_us)
+    assert search.solved() is not None
+    assert search.branched(10 * best_us, most_iterations=10**6) == pytest.approx(best_us, rel=1e-5)
+    assert search.branched(0.9 * best_us, most_iterations=10**6) == pytest.approx(0.9 * best_us)
 
 
 @pytest.mark.parametrize("seed", [0, 3, 6])
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_the_bound_counts_memory(schedule: ScheduleName, seed: int) -> None:
     """Under a cap that only recomputation keeps, it is higher than without one."""
-    near = np.array([0, 2, 4, 6, 7])
     loose = many_of(schedule, seed)
     assert loose is not None
     tight = many_of(schedule, seed, next(caps_of(loose)))
     assert tight is not None
-    bounds = [cut_bound(many, near, scale_us=1000.0) for many in (loose, tight)]
+    bounds = [bounds_of(many, 1000.0).solved() for many in (loose, tight)]
     assert bounds[0] is not None
     assert bounds[1] is not None
     assert bounds[1].bound_us > bounds[0].bound_us * 1.02
@@ -238,6 +258,7 @@ def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName
         search = LayerSearch(progress, many, DevicesOfChunks(many))
         places = search.placed([cuts for block in all_cuts(many) for cuts in block])
         best_us = min(place.step_us for place in places)
-        bound = cut_bound(many, np.array([0, 2, 4, 6, 7]), scale_us=1000.0)
+        search = bounds_of(many, 1000.0)
+        bound = search.solved()
         assert bound is not None
         assert 0.3 * best_us < bound.bound_us <= best_us
