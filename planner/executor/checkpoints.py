@@ -16,18 +16,12 @@ import json
 import shutil
 import signal
 import sys
-import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from planner.core.errors import FileError, ModelError, PlannerError, UsageError
 from planner.core.values.printable import printable_lines
@@ -37,7 +31,15 @@ from planner.executor.keep.description import PYTHON, check_same_computation, de
 from planner.executor.keep.optimizer_state import OptimizerState
 from planner.executor.keep.rank_state import as_data, packed, restored, unpacked_ranks
 from planner.executor.keep.run_folder import RunFolder
-from planner.executor.keep.saved import check_whole, commit, latest_checkpoint, partial_of, prune, saved_in
+from planner.executor.keep.saved import (
+    NotWrittenError,
+    check_whole,
+    commit,
+    latest_checkpoint,
+    partial_of,
+    prune,
+    saved_in,
+)
 from planner.executor.keep.stored import first_line, read_folder
 from planner.executor.keep.weights import TIED, load_weights
 from planner.executor.pipeline import Pipeline
@@ -46,7 +48,7 @@ from planner.executor.watch.failure import Stopped
 from planner.executor.watch.position import ANY
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from planner.executor.keep.writing import Writing
 
 
 class Checkpoints:
@@ -94,7 +96,7 @@ class Checkpoints:
         self._is_checked = False
         self._failed: PlannerError | None = None
         self._is_end = False
-        self._pending: Future[Any] | None = None
+        self._pending: Writing | None = None
         self._partial: Path | None = None
         pipeline.position.at("opening the checkpoints", waits_for=ANY)
         # On GPUs too: what is agreed on here are paths and errors, and files are written from a thread of their own.
@@ -103,6 +105,8 @@ class Checkpoints:
         self._is_async = kind_of(pipeline.device).has_own_memory and self._group is not None
         self._place = RunFolder(folder, rank=pipeline.rank, group=self._group, tell=self._tell)
         self._folder = self._place.path
+        if self._folder is not None:
+            _writing()
         pipeline.at_close.append(self._place.release)
         candidates = self._place.candidates(resume)
         pipeline.position.at("reading a checkpoint")
@@ -130,7 +134,7 @@ class Checkpoints:
         if is_end or step % self._every == 0:
             self._is_end = is_end
             self.save()
-        elif self._pending is not None and self._pending.done():
+        elif self._pending is not None and self._pending.is_done:
             self.finish()
         if not is_end:
             return
@@ -169,24 +173,13 @@ class Checkpoints:
         self._pipeline.position.at("a checkpoint", waits_for=ANY)
         self._partial = partial_of(self._folder, step)
         self._saved_step = step
-        # What saves in a thread does so with others; torch 2.8 cannot be told otherwise.
-        write: Callable[..., Any] = async_save if self._is_async else partial(save, no_dist=self._group is None)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a group for the CPU beside NCCL, and of one process alone
-                saved = write(
-                    self._state(),
-                    storage_writer=FileSystemWriter(self._partial),
-                    planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                    process_group=self._group,
-                )
-        except CheckpointException as error:
+            self._pending = _writing()(self._state(), self._partial, group=self._group, in_thread=self._is_async)
+        except NotWrittenError as error:
             self._save_failed(error)
         else:
-            if self._is_async:
-                self._pending = saved
-            else:
-                self._commit()
+            if not self._is_async:
+                self.finish()
         self._pipeline.position.at("between steps")
 
     def finish(self) -> None:
@@ -196,8 +189,8 @@ class Checkpoints:
         self._pipeline.position.at("a checkpoint", waits_for=ANY)
         pending, self._pending = self._pending, None
         try:
-            pending.result()
-        except CheckpointException as error:
+            pending.finish()
+        except NotWrittenError as error:
             self._save_failed(error)
         else:
             self._commit()
@@ -248,19 +241,16 @@ class Checkpoints:
             "computation": self._pipeline.computation,
         }
 
-    def _save_failed(self, error: BaseException) -> None:
+    def _save_failed(self, error: Exception) -> None:
         assert self._folder is not None
         assert self._partial is not None
         step, self._saved_step = self._saved_step, -1
-        cause = next((e for e, _ in getattr(error, "failures", {}).values()), error)
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
         if self._pipeline.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
         kept = latest_checkpoint(str(self._folder))
         left = f"{kept.name} stays the latest" if kept is not None else "there is none yet"
         free = shutil.disk_usage(self._folder).free
-        message = f"the checkpoint of step {step} was not written: {cause} ({format_bytes(free)} free); {left}"
+        message = f"the checkpoint of step {step} was not written: {error} ({format_bytes(free)} free); {left}"
         self._failed = FileError(message, path=str(self._folder), hint="make room, then `--resume auto`")
         if not self._is_end:
             self._tell(f"{self._failed.message}; training goes on", True)
@@ -366,6 +356,12 @@ class _Held(NamedTuple):
     state: Mapping[str, Any]
     """The one of `ranks` that this rank goes on from."""
     same_plan: bool
+
+
+def _writing() -> "type[Writing]":
+    from planner.executor.keep.writing import Writing  # noqa: PLC0415 - a second that runs without it need not wait
+
+    return Writing
 
 
 def _problem(error: BaseException, source: Path) -> _Problem:

@@ -13,6 +13,7 @@ compilation, and do something else then.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,8 +38,6 @@ SHAPE_ONLY = frozenset(
 )
 """Operators that read no value of the tensor that they get."""
 
-_MODE = FakeTensorMode(allow_non_fake_inputs=True)
-
 
 class NeedsValuesError(Exception):
     """An operator needs the values of a ghost, for a Python number or to know the shape of its result."""
@@ -58,7 +57,7 @@ class Ghost(Tensor):
     def bare(self) -> FakeTensor:
         """The fake tensor inside; its storage tells which ghosts are views of one another."""
         if self._fake is None:
-            with _MODE, torch._C.DisableTorchFunction():
+            with _mode(), torch._C.DisableTorchFunction():
                 self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
         return self._fake  # type: ignore[return-value]
 
@@ -90,7 +89,7 @@ class Ghost(Tensor):
         bare, options = _mapped(lay_bare, args), _mapped(lay_bare, kwargs or {})
         if origin:
             _poison_written(func, bare, options, origin)
-        with _MODE, torch._C.DisableTorchFunction():
+        with _mode(), torch._C.DisableTorchFunction():
             try:
                 is_grouped = func._schema.name == "aten::_grouped_mm"
                 result = _grouped_product(func, *bare) if is_grouped else func(*bare, **options)
@@ -171,6 +170,12 @@ def storage_key(tensor: Tensor) -> int:
     """What tells a tensor's storage from all others that there are at the same time."""
     key: int = storage_of(tensor)._cdata
     return key
+
+
+@cache
+def _mode() -> FakeTensorMode:
+    # For it torch imports its compiler, which takes a second: who makes no ghosts need not wait.
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _grouped_product(func: Any, left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> Tensor:

@@ -40,9 +40,9 @@ class _Side(NamedTuple):
     """On which side of a layer a cut lies."""
 
     column: int
-    """A y of the programme."""
+    """The column of a y."""
     value: int
-    """0 or 1."""
+    """What that y is: 0 or 1."""
 
 
 class _Way(NamedTuple):
@@ -80,10 +80,10 @@ class BranchAndBound:
         self._solver.setOptionValue("threads", 1)
         self._solver.passModel(self._model())
         self._decided: frozenset[_Side | _Way] = frozenset()
-        """In the solver's model."""
+        """The solver's model has this decided."""
         self._root: _Node | None = None
         self.iterations = 0
-        """Of the simplex method, so far."""
+        """Iterations of the simplex method so far."""
 
     def solved(self, *, most_iterations: int = _UNLIMITED, limit_s: float | None = None) -> CutBound | None:
         """What the programme itself says; None where the solver does not get so far.
@@ -116,20 +116,20 @@ class BranchAndBound:
             node = heappop(nodes)
             for decision in node.open:
                 number += 1
-                child = self._child(node, number, decision, last - self.iterations, limit_s)
+                self._decide(node.decided | {decision})
+                self._runs(max(0, last - self.iterations), limit_s)
+                child = self._child(node, number, decision)
                 if child is not None:
                     heappush(nodes, child)
         return min(upper_us, self._in_us(nodes[0].step)) if nodes else upper_us
 
-    def _child(
-        self, node: _Node, number: int, decision: _Side | _Way, most_iterations: int, limit_s: float | None
-    ) -> _Node | None:
-        """The programme in which one more thing is decided; None if nothing fits then."""
+    def _child(self, node: _Node, number: int, decision: _Side | _Way) -> _Node | None:
+        """The solved programme in which one more thing is decided; None if nothing fits then."""
         decided = node.decided | {decision}
-        self._decide(decided)
-        if self._runs(max(0, most_iterations), limit_s):
+        status = self._solver.getModelStatus()
+        if status == self._highs.HighsModelStatus.kOptimal:
             return self._node(number, decided)
-        if self._solver.getModelStatus() == self._highs.HighsModelStatus.kInfeasible:
+        if status == self._highs.HighsModelStatus.kInfeasible:
             return None
         return _Node(node.step, number, decided, ())
 
@@ -147,8 +147,10 @@ class BranchAndBound:
         solution, costs = self._solver.getSolution(), self._programme.many.case.costs
         columns, rows = np.array(solution.col_value), np.array(solution.row_value)
         layer_us = costs.forward_us + costs.backward_us
-        doubts = [self._doubt_of_cuts(columns, layer_us), self._doubt_of_ways(columns, rows, costs.forward_us)]
-        doubt_us, decisions = max(doubts, key=lambda doubt: doubt[0])
+        cuts_us, sides = self._doubt_of_cuts(columns, layer_us)
+        again_us, ways = self._doubt_of_ways(columns, rows, costs.forward_us)
+        doubt_us = max(cuts_us, again_us)
+        decisions: tuple[_Side | _Way, ...] = sides if cuts_us >= again_us else ways
         is_open = doubt_us > _DOUBT * layer_us.sum()
         return _Node(self._solver.getInfo().objective_function_value, number, decided, decisions if is_open else ())
 

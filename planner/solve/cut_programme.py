@@ -86,12 +86,12 @@ class CutProgramme:
         self._L, self._S = many.case.costs.num_layers, many.num_stages
         self._W = self._L - self._S
         self.upper: list[float] = [1.0] * ((self._S - 1) * self._W)
-        """Of every column; the first are y, shape (S-1, L-S)."""
+        """What every column is at most; the first are y, shape (S-1, L-S)."""
         self.lines = Lines()
         self._cuts_in_order()
         recomputing = many.allowed[1:]
         self._choices = [[choice] for choice in recomputing]
-        """Of each way, the choices that it stands for."""
+        """The choices that each way stands for."""
         if many.case.policy == "layers":
             self._choices = [recomputing]
         self.ways = self._ways_with_memory(near)

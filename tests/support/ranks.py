@@ -26,8 +26,10 @@ _LOG = "ranks.log"
 _LONGEST_S = 300
 """A rank that hangs is ended, and fails."""
 _USED = (
+    "torch._dynamo",  # by the first optimizer
     "torch.distributed.pipelining",
     "planner.executor",
+    "planner.executor.keep.writing",
     "planner.files",
     "tests.support.real_models",
     "transformers.models.gpt2.modeling_gpt2",

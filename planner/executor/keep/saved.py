@@ -27,6 +27,10 @@ from planner.files.writing import sync_folder
 _FIRST_SCHEMA = "gpipe-plan/checkpoint/v1"
 
 
+class NotWrittenError(Exception):
+    """A rank could not write its part of a checkpoint: the message is why."""
+
+
 @dataclass(frozen=True)
 class Lineage:
     """The branches that lead to a run, the first of them the run itself as it was begun."""

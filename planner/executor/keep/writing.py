@@ -1,0 +1,75 @@
+"""One checkpoint, written with `torch.distributed.checkpoint`.
+
+Torch's part takes a second to import: only runs that save import this module.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from planner.executor.keep.saved import NotWrittenError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+
+class Writing:
+    """A checkpoint that every rank writes its part of; all of them make one.
+
+    Args:
+        state: What to write: nested dicts of tensors, strings and numbers.
+        folder: A new one.
+        group: Of all ranks; None where there is only one.
+        in_thread: Whether to return before it is written.
+
+    Raises:
+        NotWrittenError: A rank could not write its part.
+    """
+
+    def __init__(self, state: Mapping[str, Any], folder: Path, *, group: ProcessGroup | None, in_thread: bool) -> None:
+        # What saves in a thread does so with others; torch 2.8 cannot be told otherwise.
+        write: Callable[..., Any] = async_save if in_thread else partial(save, no_dist=group is None)
+        with warnings.catch_warnings(), _telling():
+            warnings.simplefilter("ignore")  # of a group for the CPU beside NCCL, and of one process alone
+            written = write(
+                dict(state),
+                storage_writer=FileSystemWriter(folder),
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=group,
+            )
+        self._pending: Future[Any] | None = written if in_thread else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self._pending is None or self._pending.done()
+
+    def finish(self) -> None:
+        """Waits until it is written.
+
+        Raises:
+            NotWrittenError: A rank could not write its part.
+        """
+        if self._pending is not None:
+            with _telling():
+                self._pending.result()
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:
+        cause: BaseException = next((e for e, _ in error.failures.values()), error)
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise NotWrittenError(str(cause)) from error
