@@ -16,13 +16,17 @@ loads. For a CPU torch: $(BIN)/python -m pip install --no-deps --constraint cons
 --index-url https://download.pytorch.org/whl/cpu torchvision
 endef
 
-.PHONY: demo test light matrix lint types contracts check docs pictures clean
+.PHONY: demo test nightly light matrix lint types contracts check docs pictures clean
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto
+
+# What is too slow for every change.
+nightly: $(READY)
+	$(BIN)/python -m pytest -n auto -m nightly
 
 # The wheel in an empty environment, without torch.
 light:

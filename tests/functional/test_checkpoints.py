@@ -121,6 +121,7 @@ def test_a_killed_stage_is_named_and_the_restart_goes_on(here: Path, undisturbed
     check_equal(here, "killed", "killed.json", undisturbed[4:])
 
 
+@pytest.mark.nightly
 def test_of_three_the_killed_one_is_named(here: Path) -> None:
     """The one in the middle, for which both others wait, or wait for one that waits; all are gone within 30 s."""
     done = train(here, "three", mischief="kill 13 2")

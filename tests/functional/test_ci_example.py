@@ -10,7 +10,7 @@ import yaml
 from tests.support.cli import environment, known_executor
 from tests.support.docs import ROOT, blocks, commands, quick
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 _VARYING = (
     (re.compile(r"\b\d[\d.,]* (us|ms|s)\b"), "TIME"),

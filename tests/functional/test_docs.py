@@ -30,6 +30,7 @@ PAGES = {
     "clusters": "docs/clusters.md",
     "tpu": "docs/tpu.md",
 }
+SLOW = {"guide", "tpu"}
 NOT_RUN = re.compile(r"make |pip install ")
 """What CI itself runs, or ran before."""
 
@@ -122,7 +123,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.nightly) if p in SLOW else p for p in PAGES])
 def test_every_command_ends_as_the_page_says(page: str, tmp_path: Path) -> None:
     """With exit code 0, or 1 where the page shows the error; and `console` blocks name what is written."""
     if page == "tpu" and find_spec("torchax") is None:

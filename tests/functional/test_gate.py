@@ -322,6 +322,7 @@ def test_the_action_is_what_the_service_expects() -> None:
     assert ACTION["outputs"]["fits"]["value"] == "${{ steps.check.outputs.fits }}"
 
 
+@pytest.mark.nightly
 def test_the_action_installs_all_that_check_needs(here: Path) -> None:
     """Neither torch nor the solver's packages are imported, whatever the answer and the format."""
     (install,) = [step["run"] for step in ACTION["runs"]["steps"] if step["name"] == "Install"]

@@ -82,6 +82,7 @@ def train(folder: Path, *arguments: str, code: int = 0) -> str:
 
 
 @installed
+@pytest.mark.nightly
 def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Profiled and compiled for cores that are not here, and trained on virtual devices: losses are torch's."""
     profiled = call(capsys, "profile", "model.py", "--device", "tpu:v2", "--batch-sizes", "2,4")

@@ -83,6 +83,7 @@ def test_two_nodes_train_what_one_trains(tmp_path: Path) -> None:
     assert max(errors) <= 0.05
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_lost_comes_back(tmp_path: Path) -> None:
     """Its launcher counts its restarts anew, the other's has counted one: they find each other all the same.
 

@@ -165,6 +165,7 @@ def test_loss_and_gradients_are_torchs(
     agrees(loaded, balance_of(loaded, cuts, micro_batches, recompute))
 
 
+@pytest.mark.nightly
 def test_amoebanets_gradients_are_torchs_but_for_rounding() -> None:
     """A cell of each kind, in float64.
 

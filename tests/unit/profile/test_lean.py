@@ -79,7 +79,7 @@ def test_filled_layers_have_numbers_and_the_others_none() -> None:
     assert model[3].bias.is_meta
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "T5", "Swin"])
+@pytest.mark.parametrize("name", ["GPT-2", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("T5", "Swin"))])
 def test_the_record_of_a_lean_model_is_that_of_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names, bytes and operations, byte for byte: only times are measured anew."""
 

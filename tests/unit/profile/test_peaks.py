@@ -11,7 +11,9 @@ pytestmark = pytest.mark.slow
 KINDS = Path(__file__).parents[2] / "support/models/memory_kinds.py"
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "adapted", "dense", "sparse", "tiny"])
+@pytest.mark.parametrize(
+    "kind", ["recurrent", "adapted", pytest.param("dense", marks=pytest.mark.nightly), "sparse", "tiny"]
+)
 def test_predicted_peaks_are_the_allocators(tmp_path: Path, kind: str) -> None:
     """Within -1 % / +5 %, or 64 KiB, on every stage, with micro-batches of 8."""
     found = predictions(KINDS, {"kind": kind}, tmp_path)
