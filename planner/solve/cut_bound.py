@@ -9,7 +9,8 @@ HiGHS solves the programmes, where it is installed: else there is no such bound.
 """
 
 import importlib
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class CutBound(NamedTuple):
     bound_us: float
     """No partition is faster."""
     cuts: IntArray
-    """Whole cuts near those of the programme, shape (S+1,)."""
+    """Whole cuts near those of the answer, shape (S+1,)."""
 
 
 class _Side(NamedTuple):
@@ -61,6 +62,8 @@ class _Node(NamedTuple):
     decided: frozenset[_Side | _Way]
     open: tuple[_Side | _Way, ...]
     """One of these holds for every partition; none where nothing is in doubt."""
+    shift: tuple[int, ...]
+    """By how much each cut lies behind the foremost place that it may have."""
 
 
 def is_solvable() -> bool:
@@ -81,78 +84,111 @@ class BranchAndBound:
         self._solver.passModel(self._model())
         self._decided: frozenset[_Side | _Way] = frozenset()
         """The solver's model has this decided."""
-        self._root: _Node | None = None
+        self._nodes: list[_Node] = []
+        """A heap of what is still to be looked into."""
+        self._made = 0
         self.iterations = 0
         """Iterations of the simplex method so far."""
 
-    def solved(self, *, most_iterations: int = _UNLIMITED, limit_s: float | None = None) -> CutBound | None:
+    def solved(self, *, most_iterations: int = _UNLIMITED, limit_s: float = inf) -> CutBound | None:
         """What the programme itself says; None where the solver does not get so far.
 
         Args:
             most_iterations: Of the simplex method.
-            limit_s: For the solver.
+            limit_s: For all of it.
         """
-        if not self._runs(most_iterations, limit_s):
+        if not self._runs(most_iterations, self._solver.getRunTime() + limit_s):
             return None
-        self._root = self._node(0, frozenset())
-        stages, num_layers = self._programme.many.num_stages, self._programme.many.case.costs.num_layers
-        shift = np.rint(self._behind(np.array(self._solver.getSolution().col_value)).sum(axis=1)).astype(np.int64)
-        inner = np.maximum.accumulate(shift) + np.arange(1, stages)
-        return CutBound(self._in_us(self._root.step), np.array([0, *inner.tolist(), num_layers]))
+        root = self._node(frozenset())
+        self._nodes = [root]
+        return CutBound(self._in_us(root.step), self._cuts_of(root))
 
-    def branched(self, upper_us: float, *, most_iterations: int, limit_s: float | None = None) -> float:
+    def plunged(self, *, most_iterations: int, limit_s: float = inf) -> IntArray:
+        """Whole cuts, shape (S+1,): of what is decided one after the other, each time that which costs least.
+
+        Args:
+            most_iterations: Of the simplex method; the last programme may take some more.
+            limit_s: For all of it.
+        """
+        last, ends_s = self.iterations + most_iterations, self._solver.getRunTime() + limit_s
+        node = self._nodes[0]
+        while node.open and not self._is_over(last, ends_s):
+            self._nodes.remove(node)
+            heapify(self._nodes)
+            children = self._children(node, last, ends_s)
+            for child in children:
+                heappush(self._nodes, child)
+            if not children:
+                break
+            node = min(children)
+        return self._cuts_of(node)
+
+    def branched(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
         """What no partition can beat, in microseconds, at most `upper_us`; 0 where `solved` had no answer.
 
         Args:
             upper_us: A step that is reached: what cannot be faster is not looked into.
             most_iterations: Of the simplex method; the last programme may take some more.
-            limit_s: For the solver.
+            limit_s: For all of it.
         """
-        if self._root is None:
+        if not self._made:
             return 0.0
-        upper, last = upper_us / self._programme.unit_us, self.iterations + most_iterations
-        number, nodes = 0, [self._root]
-        while nodes and nodes[0].step < upper and nodes[0].open and self.iterations < last:
-            node = heappop(nodes)
-            for decision in node.open:
-                number += 1
-                self._decide(node.decided | {decision})
-                self._runs(max(0, last - self.iterations), limit_s)
-                child = self._child(node, number, decision)
-                if child is not None:
-                    heappush(nodes, child)
+        upper, nodes = upper_us / self._programme.unit_us, self._nodes
+        last, ends_s = self.iterations + most_iterations, self._solver.getRunTime() + limit_s
+        while nodes and nodes[0].step < upper and nodes[0].open and not self._is_over(last, ends_s):
+            for child in self._children(heappop(nodes), last, ends_s):
+                heappush(nodes, child)
         return min(upper_us, self._in_us(nodes[0].step)) if nodes else upper_us
 
-    def _child(self, node: _Node, number: int, decision: _Side | _Way) -> _Node | None:
-        """The solved programme in which one more thing is decided; None if nothing fits then."""
-        decided = node.decided | {decision}
-        status = self._solver.getModelStatus()
-        if status == self._highs.HighsModelStatus.kOptimal:
-            return self._node(number, decided)
-        if status == self._highs.HighsModelStatus.kInfeasible:
-            return None
-        return _Node(node.step, number, decided, ())
+    def _is_over(self, last_iteration: int, ends_s: float) -> bool:
+        return self.iterations >= last_iteration or self._solver.getRunTime() >= ends_s
 
-    def _runs(self, most_iterations: int, limit_s: float | None) -> bool:
-        """Has the programme solved; whether it was."""
+    def _children(self, node: _Node, last_iteration: int, ends_s: float) -> list[_Node]:
+        """The programmes in which one more thing is decided; without those in which nothing fits."""
+        children = []
+        for decision in node.open:
+            decided = node.decided | {decision}
+            self._decide(decided)
+            if self._runs(max(0, last_iteration - self.iterations), ends_s):
+                children.append(self._node(decided))
+            elif self._solver.getModelStatus() != self._highs.HighsModelStatus.kInfeasible:
+                children.append(_Node(node.step, self._next_number(), decided, (), node.shift))
+        return children
+
+    def _cuts_of(self, node: _Node) -> IntArray:
+        num_layers, cuts = self._programme.many.case.costs.num_layers, len(node.shift)
+        inner = np.maximum.accumulate(np.array(node.shift, dtype=np.int64)) + np.arange(1, cuts + 1)
+        return np.array([0, *inner.tolist(), num_layers])
+
+    def _runs(self, most_iterations: int, ends_s: float) -> bool:
+        """Has the programme solved, by that time on the solver's clock; whether it was."""
         self._solver.setOptionValue("simplex_iteration_limit", most_iterations)
-        if limit_s is not None:
-            self._solver.setOptionValue("time_limit", self._solver.getRunTime() + limit_s)
+        self._solver.setOptionValue("time_limit", ends_s)
         self._solver.run()
         self.iterations += self._solver.getInfo().simplex_iteration_count
         return bool(self._solver.getModelStatus() == self._highs.HighsModelStatus.kOptimal)
 
-    def _node(self, number: int, decided: frozenset[_Side | _Way]) -> _Node:
+    def _node(self, decided: frozenset[_Side | _Way]) -> _Node:
         """What the solver found, and what to decide next."""
         solution, costs = self._solver.getSolution(), self._programme.many.case.costs
         columns, rows = np.array(solution.col_value), np.array(solution.row_value)
         layer_us = costs.forward_us + costs.backward_us
         cuts_us, sides = self._doubt_of_cuts(columns, layer_us)
         again_us, ways = self._doubt_of_ways(columns, rows, costs.forward_us)
-        doubt_us = max(cuts_us, again_us)
         decisions: tuple[_Side | _Way, ...] = sides if cuts_us >= again_us else ways
-        is_open = doubt_us > _DOUBT * layer_us.sum()
-        return _Node(self._solver.getInfo().objective_function_value, number, decided, decisions if is_open else ())
+        is_open = max(cuts_us, again_us) > _DOUBT * layer_us.sum()
+        shift = np.rint(self._behind(columns).sum(axis=1)).astype(np.int64)
+        return _Node(
+            self._solver.getInfo().objective_function_value,
+            self._next_number(),
+            decided,
+            decisions if is_open else (),
+            tuple(shift.tolist()),
+        )
+
+    def _next_number(self) -> int:
+        self._made += 1
+        return self._made
 
     def _doubt_of_cuts(self, columns: FloatArray, layer_us: FloatArray) -> tuple[float, tuple[_Side, ...]]:
         """Time of layers that lie on both sides of a cut, and on which side of the most divided layer it may lie."""

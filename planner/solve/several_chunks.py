@@ -44,8 +44,11 @@ _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 _ITERATIONS = 20
 """Steps of the simplex method for a row, at most."""
 
-_BRANCHED = 40
-"""The same for the programmes that follow, all together."""
+_PLUNGED = 6
+"""The same for the programmes that lead to whole cuts."""
+
+_BRANCHED, _MOST_BRANCHED = 20, 60_000_000
+"""The same for those that make the bound higher, and how many steps times rows: three seconds."""
 
 _LEAST_S = 0.01
 """Seconds for a bound where time is short."""
@@ -164,8 +167,7 @@ def _improve(progress: Progress, many: Many, least_us: float) -> float:
         least_us = max(least_us, bounds.first.bound_us)
         if least_us >= progress.upper_us:
             return least_us
-        if many.case.rules.allows(bounds.first.cuts[None])[0]:
-            starts.append(bounds.first.cuts)
+        starts += (cuts for cuts in bounds.starts if many.case.rules.allows(cuts[None])[0])
     # Were time to run out now, fewer devices would still be open.
     fewer_us = max(progress.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
     progress.rest_us = min(least_us, fewer_us)
@@ -178,6 +180,8 @@ class Bounds(NamedTuple):
 
     first: CutBound
     search: BranchAndBound
+    starts: list[IntArray]
+    """Cuts that may be good, of shape (S+1,)."""
 
 
 def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bounds | None:
@@ -192,21 +196,27 @@ def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bou
     effort.spent += actions
     scale_us = progress.upper_us if progress.upper_us < inf else many.case.bound_us
     search = BranchAndBound(CutProgramme(many, starts[0], scale_us=scale_us))
-    first = search.solved(most_iterations=_ITERATIONS * size, limit_s=_limit_s(progress))
-    return Bounds(first, search) if first is not None else None
+    limit_s = _limit_s(progress)
+    first = search.solved(most_iterations=_ITERATIONS * size, limit_s=limit_s)
+    if first is None:
+        return None
+    if effort.is_bounded:
+        return Bounds(first, search, [first.cuts])
+    return Bounds(first, search, [first.cuts, search.plunged(most_iterations=_PLUNGED * size, limit_s=limit_s)])
 
 
 def branched_us(progress: Progress, many: Many, bounds: Bounds | None) -> float:
     """A bound by more of these programmes, where effort is not bounded; 0 where there is none."""
     if bounds is None or progress.effort.is_bounded:
         return 0.0
-    most = _BRANCHED * programme_size(many)
+    size = programme_size(many)
+    most = min(_BRANCHED * size, _MOST_BRANCHED // size)
     return bounds.search.branched(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
 
 
-def _limit_s(progress: Progress) -> float | None:
-    """Seconds for a programme where time is short."""
-    return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline != NEVER else None
+def _limit_s(progress: Progress) -> float:
+    """Seconds for a bound where time is short."""
+    return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline != NEVER else inf
 
 
 def starts_of(progress: Progress, many: Many) -> list[IntArray]:
