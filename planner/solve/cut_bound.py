@@ -144,7 +144,7 @@ class BranchAndBound:
         return self.iterations >= last_iteration or self._solver.getRunTime() >= ends_s
 
     def _children(self, node: _Node, last_iteration: int, ends_s: float) -> list[_Node]:
-        """The programmes in which one more thing is decided; without those in which nothing fits."""
+        """The programmes in which one more thing is decided, without those in which nothing fits; else the node."""
         children = []
         for decision in node.open:
             decided = node.decided | {decision}
@@ -152,7 +152,8 @@ class BranchAndBound:
             if self._runs(max(0, last_iteration - self.iterations), ends_s):
                 children.append(self._node(decided))
             elif self._solver.getModelStatus() != self._highs.HighsModelStatus.kInfeasible:
-                children.append(_Node(node.step, self._next_number(), decided, (), node.shift))
+                # There may be more effort another time; what the solver cannot do it will not do then.
+                return [node if self._is_over(last_iteration, ends_s) else node._replace(open=())]
         return children
 
     def _cuts_of(self, node: _Node) -> IntArray:
