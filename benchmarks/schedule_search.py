@@ -124,10 +124,12 @@ def main() -> None:
     parser.add_argument("--chains", type=int, default=60, help="random chains for each table")
     parser.add_argument("--random", type=float, default=10.0, help="process seconds of random search for a case")
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=["interleaved", "zbv"])
+    parser.add_argument("--caps", type=lambda text: text.split(","), default=["loose", "tight"])
     options = parser.parse_args()
     print("# Plans of several chunks: gaps, and random search beside them")
     for schedule in options.schedules:
-        for tight in (False, True):
+        for caps in options.caps:
+            tight = caps == "tight"
             _table([Question(seed=n, schedule=schedule, tight=tight) for n in range(options.chains)], options.random)
 
 
