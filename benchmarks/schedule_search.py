@@ -10,7 +10,10 @@ that help, for so many seconds of process time a case. Prints Markdown.
 """
 
 import argparse
+import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +27,7 @@ from planner.core.cost.planning import cluster_of
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Device, LayerProfile, Profile
+from planner.device.machine import cpu_name
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.many import Many
@@ -126,7 +130,8 @@ def main() -> None:
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=["interleaved", "zbv"])
     parser.add_argument("--caps", type=lambda text: text.split(","), default=["loose", "tight"])
     options = parser.parse_args()
-    print("# Plans of several chunks: gaps, and random search beside them")
+    print("# Plans of several chunks: gaps, and random search beside them\n")
+    print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()}, Python {platform.python_version()}.")
     for schedule in options.schedules:
         for caps in options.caps:
             tight = caps == "tight"

@@ -10,6 +10,9 @@ times are process time.
 """
 
 import argparse
+import platform
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +24,7 @@ from planner.core.errors import PlannerError
 from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Device, LayerProfile, Profile
+from planner.device.machine import cpu_name
 from planner.solve import Request, solve
 from planner.solve.list_scheduling import OrderProblem, StageRoom
 from planner.solve.order_search import Orders, least_period_us
@@ -52,7 +56,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=len(_PUBLISHED), help="rows of the first table")
     options = parser.parse_args()
     print("# Schedules\n")
-    print("What this prints is described in `benchmarks/schedules.py`.\n")
+    print(
+        f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()}, Python {platform.python_version()}; process time. ",
+        end="",
+    )
+    print("What it prints is described in `benchmarks/schedules.py`.\n")
     print("| K, M | 1F1B, ZB-H1, ZB-H2 | published | search, K M_B | published | search, 2 K M_B | published | s |")
     print("|---|---|---|---|---|---|---|---|")
     for size, durations, between, published in _PUBLISHED[: options.rows]:
