@@ -952,6 +952,8 @@ SLOW = """
 import time
 class Slow(nn.Module):
     def forward(self, value):
+        with open(".cache/forwards", "a") as file:
+            file.write(".")
         time.sleep(0.02)
         return value
 def build_model():
@@ -984,7 +986,10 @@ def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen
     """Exit code 130, no traceback, no half-written profile; what was measured is kept."""
     assert profiling.stderr is not None
     assert profiling.stderr.readline().startswith("profiling model.py")
-    time.sleep(2)
+    forwards = empty / ".cache" / "forwards"
+    while not forwards.exists() or forwards.stat().st_size < 260:  # layers are being timed
+        assert profiling.poll() is None
+        time.sleep(0.05)
     profiling.send_signal(signal.SIGINT)
     out, err = profiling.communicate(timeout=60)
     assert (profiling.returncode, out) == (130, "")
