@@ -22,6 +22,9 @@ _PICKED = 12
 _FRUITLESS, _FRUITLESS_ALONE = 4, 12
 """Restarts in a row without a better plan, after which there are no more: bounded effort, or not."""
 
+_FRUITLESS_ON = 60
+"""The same of the best plan of a question."""
+
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 """A partition is not begun with anew if it is slower than the best by more than this: bounded effort, or not."""
 
@@ -42,6 +45,11 @@ class CutSearch(Descent[Place]):
             fruitless=_FRUITLESS if is_bounded else _FRUITLESS_ALONE,
             promising=_PROMISING if is_bounded else _PROMISING_ALONE,
         )
+
+    def search_on(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
+        """Searches from the best partition of a question; cuts of shape (S+1,), choices of shape (S,)."""
+        is_open = np.full((1, self.many.num_devices), False)
+        self.descend([self._placed(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_ON)
 
     def best_of(self, place: Place, cuts: IntArray) -> Place:
         """The best of those that are the fastest, or hold least, with the recomputation there is."""

@@ -35,6 +35,9 @@ _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 _ALL_LENGTHS = 8
 """Blocks of up to so many cuts are moved, and of every other length that is half as long again."""
 
+_SHAKEN = 2, 8
+"""So many moves at random, from the one to the other, lead away from where a search stands."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -118,7 +121,7 @@ class Descent(ABC, Generic[Here]):
 
     def drawn(self, cuts: IntArray) -> IntArray:
         """Cuts after a few moves at random, as far as these may be."""
-        for _ in range(self.random.randint(2, 4)):
+        for _ in range(self.random.randint(*_SHAKEN)):
             other = cuts + self.moves[self.random.randrange(len(self.moves))]
             if len(self._legal(other[None])):
                 cuts = other

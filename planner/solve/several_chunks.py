@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.core.cost.chain_costs import sums_before
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.stage_time import CHOICES
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
 from planner.solve.arrays import FloatArray, IntArray
@@ -37,6 +39,9 @@ _MOST_OF_ONE, _BATCHES, _SHARE = 20_000, 60, 4
 
 _MOST_OF_ONE_ALONE = 500_000
 """The same where it is not: a second or two."""
+
+_MOST_ON = 2_000_000
+"""The same from the best plan of a question on."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 """Actions that a bound may take as long as where effort is bounded, and rows, squared, that take as long as one."""
@@ -69,6 +74,13 @@ def search_several_chunks(progress: Progress) -> None:
         effort.spent += (_ORDER + _MOMENTS) * many.num_actions if effort.is_bounded else 0
         if not _simulate_all(progress, many):
             progress.leave_out(_improve(progress, many, least_us))
+
+
+def search_on(progress: Progress, near: Partition) -> None:
+    """Searches from the best partition of all cases for longer than paid for each of them; by the deadline at most."""
+    cuts = np.cumsum([0, *near.balance])
+    choices = np.array([CHOICES.index(choice) for choice in near.recompute])
+    CutSearch(progress, Many(progress.case, near.num_devices)).search_on(cuts, choices, _MOST_ON)
 
 
 def by_devices(progress: Progress) -> Iterator[tuple[Many, float]]:

@@ -10,6 +10,7 @@ is no slower.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from math import inf
 
@@ -21,7 +22,7 @@ from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.joint import search_cuts_and_lists
 from planner.solve.one_chunk import search_one_chunk
 from planner.solve.progress import Effort, Progress
-from planner.solve.several_chunks import search_several_chunks
+from planner.solve.several_chunks import search_on, search_several_chunks
 
 _METHOD = "simulated"
 
@@ -67,6 +68,27 @@ def simulated_answer(
     bound_us = min(progress.bound_us, progress.upper_us)
     step_us = inf if progress.best is None else progress.upper_us
     return Answer(case, progress.best, step_us, bound_us, _METHOD, progress.effort.spent)
+
+
+def searched_on(answer: Answer, deadline: Deadline) -> Answer:
+    """An answer that is not proven, or a better one that a longer search finds from it on, if its schedule has one.
+
+    Args:
+        answer: With a partition, the best of all cases.
+        deadline: When the search ends.
+    """
+    assert answer.partition is not None
+    case = answer.case
+    if case.policy == "layers" or case.schedule.has_closed_form:
+        return answer
+    if _search_under(case.schedule) is not search_several_chunks:
+        return answer
+    progress = Progress(case=case, effort=Effort(None), deadline=deadline, upper_us=answer.step_us)
+    with suppress(OutOfTimeError):
+        search_on(progress, answer.partition)
+    if progress.best is None:
+        return answer
+    return answer._replace(partition=progress.best, step_us=progress.upper_us)
 
 
 def lacks_bound(schedules: Iterable[Schedule]) -> bool:
