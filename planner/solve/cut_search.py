@@ -22,7 +22,7 @@ _PICKED = 12
 _FRUITLESS, _FRUITLESS_ALONE = 4, 12
 """Restarts in a row without a better plan, after which there are no more: bounded effort, or not."""
 
-_FRUITLESS_ON = 60
+_FRUITLESS_ON = 100
 """The same of the best plan of a question."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
