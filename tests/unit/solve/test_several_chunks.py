@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,20 +16,23 @@ from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Profile
-from planner.solve import Request, solve
+from planner.solve import Request, simulated, solve
 from planner.solve.cases import cases_of
 from planner.solve.chunk_layers import DevicesOfChunks
 from planner.solve.cut_bound import BranchAndBound
 from planner.solve.cut_programme import CutProgramme
-from planner.solve.deadline import NEVER
+from planner.solve.deadline import NEVER, Deadline
 from planner.solve.descent import moves
 from planner.solve.fitting import Fitting
 from planner.solve.layer_search import LayerSearch
 from planner.solve.many import Many
 from planner.solve.progress import Effort, Progress
 from planner.solve.several_chunks import all_cuts
-from tests.support.chains import heavy_chain, random_profile
+from tests.support.chains import chain, heavy_chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of
+
+if TYPE_CHECKING:
+    from planner.solve.answer import Answer
 
 SEVERAL: tuple[ScheduleName, ...] = tuple(name for name, schedule in SCHEDULES.items() if schedule.is_chunked)
 
@@ -262,3 +266,25 @@ def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName
         bound = search.solved()
         assert bound is not None
         assert 0.3 * best_us < bound.bound_us <= best_us
+
+
+def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where the search of each case ends; what is proven is not, and a time limit is kept."""
+    rng = random.Random(7)
+    times = [(4000 * rng.lognormvariate(0, 0.7), 8000 * rng.lognormvariate(0, 0.7)) for _ in range(30)]
+    profile = chain(*(layer(f"l{n}", forward_us=f, backward_us=b) for n, (f, b) in enumerate(times)))
+    request = Request(inputs=replace(inputs_of(4, 8), schedule="interleaved", chunks=3), micro_batches=8)
+    longer = solve(profile, request)
+    asked: list[Answer] = []
+    monkeypatch.setattr(simulated, "searched_on", lambda answer, _: asked.append(answer) or answer)
+    once = solve(profile, request)
+    assert longer.predicted.step_us < once.predicted.step_us * 0.995
+    assert longer.solver.lower_bound_us == once.solver.lower_bound_us
+
+    (answer,) = asked
+    assert answer.step_us == pytest.approx(once.predicted.step_us)
+    few = chain(*(layer(forward_us=4000.0, backward_us=8000.0) for _ in range(12)))
+    assert solve(few, request).solver.status == "optimal"
+    assert len(asked) == 1
+    monkeypatch.undo()
+    assert simulated.searched_on(answer, Deadline.after(0.0)) == answer
