@@ -10,6 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Its functions have the group of all processes as a default, that of the moment of import. Much of torch imports it:
+# behind `init_process_group` it would hold on to the group for good, whose threads then outlive the interpreter and
+# now and then abort the process at its end.
+import torch.distributed.nn.functional
+
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, beside
 from planner.device.kinds import DEVICE_KINDS, kind_of
