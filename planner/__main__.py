@@ -4,12 +4,19 @@ import gc
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+_MOMENT_S = 0.01
 
 
 def main() -> NoReturn:
     """The console script; Ctrl-C ends it with one line and exit code 130, also while modules are imported."""
     signal.signal(signal.SIGINT, _leave)
+    sys.unraisablehook = _once_more
     from planner.cli.main import run  # noqa: PLC0415 - takes time, in which people press Ctrl-C, too
 
     try:
@@ -24,6 +31,15 @@ def main() -> NoReturn:
         # has to: triton, which comes with some releases, complains at the end of what it finds left.
         gc.freeze()
     sys.exit(code)
+
+
+def _once_more(unraisable: "UnraisableHookArgs") -> None:
+    # Python drops what is raised while an object is torn down, which torch's often are. Ctrl-C there comes once more,
+    # a moment later: now it would be raised in here, and dropped, too.
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        threading.Timer(_MOMENT_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _leave(*_: Any) -> NoReturn:

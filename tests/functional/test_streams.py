@@ -132,6 +132,38 @@ main()
     assert "Traceback" not in ran.err
 
 
+def test_an_interrupt_is_not_lost_where_an_object_is_torn_down(folder: Path) -> None:
+    """Python drops what is raised there, with a traceback; another error is told as ever."""
+    script = folder / "press.py"
+    script.write_text(
+        """
+import os, signal, time
+from planner import __main__
+from planner.cli import main
+class Torn:
+    def __init__(self, error):
+        self.error = error
+    def __del__(self):
+        if self.error:
+            raise self.error
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+            pass
+def run(arguments):
+    Torn(OSError("as ever"))
+    Torn(None)
+    time.sleep(10)
+    return 0
+main.run = run
+__main__.main()
+"""
+    )
+    ran = shell(f"'{PYTHON}' press.py", folder)
+    assert ran.code == 130, ran
+    assert ran.err.endswith("OSError: as ever\ninterrupted\n")
+    assert ran.err.count("Traceback") == 1
+
+
 def test_modes_survive(tmp_path: Path) -> None:
     """Of a file that is written again; a new one has what the umask gives."""
     path, script = tmp_path / "p.yaml", tmp_path / "train.py"
