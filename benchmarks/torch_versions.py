@@ -7,8 +7,8 @@
 
 An environment is made once, in .venv-matrix, with the other packages as constraints.txt pins them; `--with` puts others
 in their place, and `--lowest` the lowest of all that pyproject.toml allows: then pip chooses the rest. What is measured
-is kept there, so that a row can be measured in parts (`--only`); `--write` puts the row in the page (with
-`--only=` that of before). A column is
+is kept there, so that a row can be measured in parts (`--only`); `--write` puts the row in the page, where cells
+that were not run stay what they are. A column is
 
     a road      gradients of short trainings on two processes beside those of the same micro-batches in one: the largest
                 relative difference of any model, of all gradients together
@@ -78,8 +78,7 @@ def main() -> int:
 
 def measured(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     """The cells of some columns, as they come."""
-    others = [column for column in columns if column not in TESTS]
-    yield from inside(folder, others) if others else ()
+    yield from inside(folder, [column for column in columns if column not in TESTS])  # versions, too
     for column in columns:
         if column in TESTS:
             yield passed(folder, column)
@@ -309,15 +308,22 @@ def row_of(row: dict[str, str]) -> str:
 
 
 def write(line: str) -> None:
-    """Puts a row in the page's table, in the place of the one of the same versions."""
+    """Puts a row in the page's table: those of its cells that were run, where there is one of the same versions."""
     head = f"| torch | with | {' | '.join(COLUMNS)} |"
     before, begin, behind = PAGE.read_text(encoding="utf-8").partition(head)
     if not begin:
         raise SystemExit(f"error: {PAGE} has no table that begins with\n{head}")
     ruler, *lines = behind.lstrip("\n").split("\n")
     count = next((n for n, each in enumerate(lines) if not each.startswith("|")), len(lines))
-    versions = {tuple(each.split("|")[1:3]): each for each in [*lines[:count], line]}
-    rows = sorted(versions.values(), key=lambda each: [int(part) for part in re.findall(r"\d+", each)[:3]])
+    versions: dict[tuple[str, ...], list[str]] = {}
+    for cells in (each.split("|") for each in [*lines[:count], line]):
+        known = versions.get(tuple(cells[1:3]), cells)
+        pairs = zip(known, cells, strict=True)
+        versions[tuple(cells[1:3])] = [old if new.strip() == "not run" else new for old, new in pairs]
+    rows = sorted(
+        ("|".join(cells) for cells in versions.values()),
+        key=lambda each: [int(part) for part in re.findall(r"\d+", each)[:3]],
+    )
     PAGE.write_text(before + "\n".join([head, ruler, *rows, *lines[count:]]), encoding="utf-8")
 
 
