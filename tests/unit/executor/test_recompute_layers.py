@@ -327,11 +327,14 @@ def test_outputs_and_their_gradients_go_when_they_have_been_used() -> None:
     layer.requires_grad_(False)
 
     def peak(run: Callable[[Any], Any]) -> int:
-        started = [run(torch.randn(64, 256, requires_grad=True) * 1).tanh().sum()]
-        return CpuMeter().measure(started.pop().backward).peak_bytes
+        # All of it: of what was there before, the allocator's events leave out some releases, and some they do not.
+        def work() -> None:
+            run(torch.randn(64, 256, requires_grad=True) * 1).tanh().sum().backward()
+
+        return CpuMeter().measure(work).peak_bytes
 
     ours = peak(lambda value: recomputing(layer, Recomputed(False, (True,)), value))
-    theirs = peak(lambda value: checkpoint(layer, value, use_reentrant=True))
+    theirs = peak(lambda value: checkpoint(layer, value, use_reentrant=True, preserve_rng_state=False))
     assert abs(theirs - 2 * size - ours) < size / 100
 
 
