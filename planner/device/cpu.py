@@ -2,7 +2,8 @@
 
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Self
 
 import torch
@@ -87,6 +88,14 @@ class _AllocationWatch:
     def begin(self) -> None:
         self._live_bytes += sum(self._stop())
         self._start()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._live_bytes += sum(self._stop())
+        try:
+            yield
+        finally:
+            self._start()
 
     def end(self) -> Peak:
         self._has_ended = True

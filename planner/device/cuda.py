@@ -8,6 +8,7 @@ single and half precision.
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import NamedTuple, Self
 
@@ -161,6 +162,9 @@ class _StatisticsWatch:
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
+
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the allocator sees every release
 
     def end(self) -> Peak:
         tensor_bytes = torch.cuda.max_memory_allocated(self._device)

@@ -1,6 +1,7 @@
 """What a kind of device has to tell and to do; one class per kind implements it (`planner.device.kinds`)."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
@@ -31,6 +32,10 @@ class PeakWatch(Protocol):
 
     def begin(self) -> None:
         """Begins the span whose peak is wanted; what is alive counts."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leaves out what is done within, and leaves nothing behind: releases on other threads may not be seen."""
         ...
 
     def end(self) -> Peak:

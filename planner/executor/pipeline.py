@@ -76,7 +76,8 @@ class Pipeline:
         try:
             seed_process(seed)  # a model that is made while its file is imported starts from it, too
             self.model = load_planned(job.balance, Path(balance_path).parent)
-            self._is_joined = join(job, timeout_s)
+            with self._recorder.paused():  # a thread of gloo may be the last to let go of what joining takes
+                self._is_joined = join(job, timeout_s)
             groups = Groups.of(job.place)
             job.position.at("building the model")
             self._mini_batches = MiniBatches(job, self.model, groups.replicas)

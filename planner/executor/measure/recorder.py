@@ -9,7 +9,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +102,10 @@ class Recorder:
     def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
         """What one micro-batch's `kind` took, see `run_times.typical_us`; 0 if nothing was timed."""
         return typical_us([step.spans for step in self.steps if step.number >= WARM_UP_STEPS], kind, stage)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leaves out of the memory what is done within, and leaves nothing behind."""
+        return self._memory.paused()
 
     def close(self) -> None:
         """Stops recording; a run too short to reach the step whose memory is read has the peak of all it did."""
