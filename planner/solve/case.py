@@ -284,3 +284,8 @@ def positions(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tu
     """Groups of layer names as groups of places in the chain; raises `KeyError` with a name that is not there."""
     places = {name: n for n, name in enumerate(names)}
     return tuple(tuple(places[name] for name in group) for group in groups)
+
+
+def cuts_and_choices(partition: Partition) -> tuple[IntArray, IntArray]:
+    """What `Case.partition` makes one of that recomputes whole stages: shapes (S+1,) and (S,)."""
+    return np.cumsum([0, *partition.balance]), np.array([CHOICES.index(choice) for choice in partition.recompute])

@@ -13,10 +13,10 @@ from math import inf
 
 import numpy as np
 
-from planner.core.cost.stage_time import CHOICES
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, Listed
 from planner.solve.arrays import IntArray
+from planner.solve.case import cuts_and_choices
 from planner.solve.cut_search import CutSearch
 from planner.solve.least_period import least_of_all_cuts_us, least_trip_us
 from planner.solve.list_scheduling import OrderProblem
@@ -102,7 +102,7 @@ class _Joint:
             return None
         if own.upper_us < progress.upper_us * (1 - SAME):
             progress.upper_us, progress.best = own.upper_us, own.best
-        return np.cumsum([0, *own.best.balance]), np.array([CHOICES.index(choice) for choice in own.best.recompute])
+        return cuts_and_choices(own.best)
 
     def _lists_for(self, place: Cut) -> FoundOrder | None:
         """The best lists that are found for the partition; None if nothing fits.

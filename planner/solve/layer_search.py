@@ -14,8 +14,9 @@ from operator import attrgetter
 import numpy as np
 
 from planner.core.cost.evaluate import Partition, stages_of
-from planner.core.cost.stage_time import CHOICES, LAYERS
+from planner.core.cost.stage_time import LAYERS
 from planner.solve.arrays import BoolArray, FloatArray, IntArray
+from planner.solve.case import cuts_and_choices
 from planner.solve.descent import BATCH, Descent, Place
 from planner.solve.device_layers import Devices, Recomputation
 from planner.solve.many import Many
@@ -102,8 +103,7 @@ class LayerSearch(Descent[LayerPlace]):
 
     def _begun(self, starts: Sequence[IntArray], near: Partition | None) -> Iterator[LayerPlace]:
         if near is not None:
-            cuts = np.cumsum([0, *near.balance])
-            choices = [CHOICES.index(choice) for choice in near.recompute]
+            cuts, choices = cuts_and_choices(near)
             devices = [
                 self._devices.near(device, cuts, [choices[s] for s in chunks])
                 for device, chunks in enumerate(self.many.chunks)

@@ -20,10 +20,10 @@ import numpy as np
 
 from planner.core.cost.chain_costs import sums_before
 from planner.core.cost.evaluate import Partition
-from planner.core.cost.stage_time import CHOICES
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
 from planner.solve.arrays import FloatArray, IntArray
+from planner.solve.case import cuts_and_choices
 from planner.solve.chain_dp import LabelSearch
 from planner.solve.cut_bound import BranchAndBound, CutBound, is_solvable
 from planner.solve.cut_programme import CutProgramme, programme_size
@@ -78,9 +78,7 @@ def search_several_chunks(progress: Progress) -> None:
 
 def search_on(progress: Progress, near: Partition) -> None:
     """Searches from the best partition of all cases for longer than paid for each of them; by the deadline at most."""
-    cuts = np.cumsum([0, *near.balance])
-    choices = np.array([CHOICES.index(choice) for choice in near.recompute])
-    CutSearch(progress, Many(progress.case, near.num_devices)).search_on(cuts, choices, _MOST_ON)
+    CutSearch(progress, Many(progress.case, near.num_devices)).search_on(*cuts_and_choices(near), _MOST_ON)
 
 
 def by_devices(progress: Progress) -> Iterator[tuple[Many, float]]:
