@@ -26,9 +26,12 @@ calls = {"loss": 0, "data": 0}
 def mischief(where: str, count: int, value: Tensor) -> Tensor:
     """Does it, if it is time."""
     what, when, place, mark = os.environ.get("MISCHIEF", "no 0 - -").split()
-    if (place, int(when)) != (where, count) or Path(mark).exists():
+    if (place, int(when)) != (where, count):
         return value
-    Path(mark).touch()
+    try:
+        Path(mark).touch(exist_ok=False)  # every rank reads the batches, and two may come here at one moment
+    except FileExistsError:
+        return value
     if what == "lose":
         os.kill(os.getppid(), signal.SIGKILL)
     if what in {"kill", "lose"}:
