@@ -26,6 +26,9 @@ class Request:
     actions: int | None = MOST_ACTIONS_OF_AUTO
     """Effort for each schedule beside GPipe's where the schedule is left open, in actions simulated; None: as much as
     where the schedule is fixed, so that nearly every answer is proven."""
+    searches_on: bool = True
+    """Whether a plan of several chunks that is not proven is searched on from, for some seconds, where effort is not
+    bounded: not where so many questions are asked that only their answers together count."""
     lists: Listed | None = None
     """The schedule, where its lists were given: then `inputs.schedule` is `given`."""
     solver: Solver = "auto"

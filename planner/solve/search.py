@@ -155,7 +155,7 @@ def _one_by_one(
         bound_us = min(bound_us, answer.lower_bound_us)
         if answer.partition is not None and answer.step_us < upper_us:
             best, upper_us = answer, answer.step_us
-    if best is not None and not left and bound_us < upper_us:
+    if best is not None and request.searches_on and not left and bound_us < upper_us:
         from planner.solve.simulated import searched_on  # noqa: PLC0415
 
         best = answers[_Key.of(best.case)] = searched_on(best, deadline)

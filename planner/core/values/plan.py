@@ -211,7 +211,7 @@ class Noise:
     """By how much the plan is slower than the best plan of a drawn profile, under that profile."""
     worst_regret: float
     same_plan: float
-    """Share of the draws whose best plan has the same cuts and M."""
+    """Share of the draws of which no plan was found that beats these cuts and M."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

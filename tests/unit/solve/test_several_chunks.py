@@ -16,7 +16,7 @@ from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Profile
-from planner.solve import Request, simulated, solve
+from planner.solve import Request, insight_of, simulated, solve
 from planner.solve.cases import cases_of
 from planner.solve.chunk_layers import DevicesOfChunks
 from planner.solve.cut_bound import BranchAndBound
@@ -288,3 +288,23 @@ def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -
     assert len(asked) == 1
     monkeypatch.undo()
     assert simulated.searched_on(answer, Deadline.after(0.0)) == answer
+
+
+def test_what_noise_does_to_a_plan_is_not_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles that scatter by nothing to speak of: no plan of theirs beats the one that was searched on."""
+    rng = random.Random(7)
+    times = [(4000 * rng.lognormvariate(0, 0.7), 8000 * rng.lognormvariate(0, 0.7)) for _ in range(24)]
+    layers = (layer(f"l{n}", forward_us=f, backward_us=b, spread=(1e-9,)) for n, (f, b) in enumerate(times))
+    profile = chain(*layers)
+    request = Request(inputs=replace(inputs_of(4, 8), schedule="interleaved", chunks=2), micro_batches=8)
+    plan = solve(profile, request)
+    assert plan.solver.status == "feasible"
+    asked: list[Answer] = []
+    monkeypatch.setattr(simulated, "searched_on", lambda answer, _: asked.append(answer) or answer)
+    monkeypatch.setattr("planner.solve.insight._DRAWS", 3)
+    insight = insight_of(profile, request, plan)
+    assert len(asked) == len(insight.what_if) == 2
+    assert insight.noise is not None
+    assert insight.noise.draws == 3
+    assert insight.noise.same_plan == 1.0
+    assert insight.noise.worst_regret < 1e-6
