@@ -2,8 +2,9 @@
 
     python benchmarks/verify.py > docs/measurements/verify.md
 
-Prints a Markdown table with its environment. Takes about ten minutes on a machine that does nothing else meanwhile; on
-one that does, the times mean little.
+Prints a Markdown table with its environment. Takes about 25 minutes on a machine that does nothing else meanwhile. On
+one that does, a run can take half as long again as the next: each plan is run three times, and the run whose step is
+neither the shortest nor the longest is the one that is told.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from planner.core.judge.verification import Compared, Verification
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_us
 from planner.device.machine import cpu_name
-from planner.files import read_plan
+from planner.files import read_plan, write
 
 HERE = Path(__file__).parent
 SAMPLES = HERE.parent / "sample_models"
@@ -35,7 +36,7 @@ class Case:
 
     model: Path
     batch: int
-    settings: tuple[str, ...] = ()
+    steps: int = 12
 
 
 CASES = {
@@ -43,9 +44,9 @@ CASES = {
     "amoebanet_d": Case(SAMPLES / "amoebanet_d.py", 16),
     "resnet": Case(SAMPLES / "resnet.py", 8),
     "unet": Case(SAMPLES / "unet.py", 8),
-    "GPT-2 of transformers": Case(HERE / "gpt2.py", 8),
+    "GPT-2 of transformers": Case(HERE / "gpt2.py", 8, steps=7),  # of six seconds
 }
-STEPS = 12
+RUNS = 3
 
 
 def main() -> None:
@@ -60,9 +61,13 @@ def main() -> None:
     print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.")
     print(
         "Plans: two devices, GPipe, else as `solve` chooses; then as it chooses the schedule, too. "
-        "Steps: median of 10. Differences: measured"
+        f"Each is run {RUNS} times: steps of the"
     )
-    print("against predicted. Calibrated: the same plan predicted with what the first run measured, and run again.\n")
+    print(
+        "run in the middle, by the median of its steps, and from the shortest run to the longest. "
+        "Differences: measured against predicted."
+    )
+    print("Calibrated: the same plan predicted with what the run in the middle measured, and run again.\n")
     print("| model | schedule | cuts, M | step predicted | measured | | calibrated | measured | "
           "| bubble predicted, measured | peak of stage 0, 1 predicted, MiB | measured | |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
@@ -70,8 +75,7 @@ def main() -> None:
         os.chdir(folder)
         for name in names:
             case = CASES[name]
-            words = [word for setting in case.settings for word in ("--set", setting)]
-            _quietly("profile", str(case.model), "--batch", str(case.batch), *words)
+            _quietly("profile", str(case.model), "--batch", str(case.batch))
             for schedule in ("gpipe", "auto"):
                 print(f"| {name} | {' | '.join(_row(case, schedule))} |", flush=True)
 
@@ -84,16 +88,17 @@ def _row(case: Case, schedule: str) -> list[str]:
         _quietly("solve", *options, "--balance", _halves(plan))
         plan = read_plan("plan.yaml")
     cuts = ",".join(map(str, plan.balance))
-    first = planner.verify(steps=STEPS, calibration="calibration.yaml")
+    first, first_us = _in_the_middle(case.steps)
+    write("calibration.yaml", first.calibration)
     fixed = ("--balance", cuts, "--micro-batches", str(plan.micro_batches))
     _quietly("solve", *options, "--schedule", plan.schedule, *fixed, "--calibration", "calibration.yaml")
-    second = planner.verify(steps=STEPS)
+    second, second_us = _in_the_middle(case.steps)
     bubble = _one(first, "bubble")
     return [
         plan.schedule,
         f"{cuts}; {plan.micro_batches}",
-        *_times(first),
-        *_times(second),
+        *_times(first, first_us),
+        *_times(second, second_us),
         f"{bubble.predicted:.1%}, {bubble.measured:.1%}",
         *_peaks(first),
     ]
@@ -115,9 +120,16 @@ def _one(found: Verification, what: str) -> Compared:
     return next(row for row in found.compared if row.what == what)
 
 
-def _times(found: Verification) -> list[str]:
+def _in_the_middle(steps: int) -> tuple[Verification, list[float]]:
+    """Of a few runs of `plan.yaml` the one whose step is neither the shortest nor the longest, and all their steps."""
+    runs = sorted((planner.verify(steps=steps) for _ in range(RUNS)), key=lambda run: _one(run, "step_us").measured)
+    return runs[RUNS // 2], [_one(run, "step_us").measured for run in runs]
+
+
+def _times(found: Verification, all_us: list[float]) -> list[str]:
     step = _one(found, "step_us")
-    return [format_us(step.predicted), format_us(step.measured), f"{step.measured / step.predicted - 1:+.1%}"]
+    measured = f"{format_us(step.measured)} ({format_us(all_us[0])} to {format_us(all_us[-1])})"
+    return [format_us(step.predicted), measured, f"{step.measured / step.predicted - 1:+.1%}"]
 
 
 def _peaks(found: Verification) -> list[str]:

@@ -42,7 +42,7 @@ def shares(cells):
 
 
 def ms(cell):
-    number, unit = cell.split()
+    number, unit, *_ = cell.split()  # behind them stands from where to where several runs lay
     return float(number) * {"ms": 1, "s": 1000}[unit]
 
 
