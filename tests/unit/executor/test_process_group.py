@@ -22,4 +22,4 @@ print("gone" if group() is None else "stays")
 def test_nothing_that_is_imported_later_holds_the_group() -> None:
     """In a process of its own: here everything is imported."""
     done = subprocess.run([sys.executable, "-c", LATE], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["gone"]
+    assert done.stdout.splitlines()[-1] == "gone"  # behind what gloo of older releases says
