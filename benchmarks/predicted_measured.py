@@ -8,7 +8,7 @@
 Prints a Markdown table with its environment. Memory is the allocator's own count in the second step, time the median of
 the steps after it. What others do on the machine comes and goes by minutes, so without `--schedules` everything is done
 in three rounds, from the profile on, and of each row the round is told in which measured over predicted is neither the
-smallest nor the largest; beside it all of them. Takes about six minutes.
+smallest nor the largest; beside it from where to where all lay. Takes about nine minutes.
 """
 
 import argparse

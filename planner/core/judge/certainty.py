@@ -1,8 +1,8 @@
 """How sure a prediction is: how far runs of predictions of its kind came out from what was predicted.
 
-No bound here is a guess. Each is the largest error of rows that are committed: docs/cost-model.md names the pages, kind
-by kind, and `tests/unit/core/test_certainty.py` reads the rows and fails where a bound is wider or narrower than they
-are. What no row tells is left open.
+No bound here is a guess. Each is the largest error of rows that are committed, of several runs of one row that of the
+one in the middle: docs/cost-model.md names the pages, kind by kind, and `tests/unit/core/test_certainty.py` reads the
+rows and fails where a bound is wider or narrower than they are. What no row tells is left open.
 """
 
 from collections import defaultdict
