@@ -26,6 +26,14 @@ class Clock(Protocol):
         """Microseconds that `work` takes on the device."""
         ...
 
+    def restart(self) -> None:
+        """Called by `work`: what it did before does not count."""
+        ...
+
+    def stop(self) -> None:
+        """Called by `work`: what it does from here on does not count."""
+        ...
+
 
 class CpuClock:
     """Process time for one thread, wall time for several."""
@@ -35,6 +43,15 @@ class CpuClock:
 
     def time_us(self, work: Callable[[], object]) -> float:
         """Microseconds that `work` takes."""
-        start = self._now_ns()
+        self._end_ns = 0
+        self.restart()
         work()
-        return (self._now_ns() - start) / 1e3
+        return ((self._end_ns or self._now_ns()) - self._start_ns) / 1e3
+
+    def restart(self) -> None:
+        """Called by `work`: what it did before does not count."""
+        self._start_ns = self._now_ns()
+
+    def stop(self) -> None:
+        """Called by `work`: what it does from here on does not count."""
+        self._end_ns = self._now_ns()

@@ -31,13 +31,24 @@ class CudaClock:
 
     def time_us(self, work: Callable[[], object]) -> float:
         """Microseconds between the events, all earlier work done."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._is_stopped = False
         torch.cuda.synchronize()
-        start.record()
+        self.restart()
         work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
+        if not self._is_stopped:
+            self.stop()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1e3
+
+    def restart(self) -> None:
+        """Called by `work`: what it did before does not count."""
+        self._start.record()
+
+    def stop(self) -> None:
+        """Called by `work`: what it does from here on does not count."""
+        self._end.record()
+        self._is_stopped = True
 
 
 class CudaMeter:

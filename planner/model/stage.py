@@ -34,11 +34,6 @@ class ModelStage(nn.Module):
         """What the stage makes of what it receives: see the class for what either is."""
         return StageForward(self._part, received).result()
 
-    def pass_over(self, received: Any) -> None:
-        """Runs the code in front of the stage's modules, and nothing of these."""
-        if self._part.begin:
-            StageForward(self._part, received, only_pass_over=True).result()
-
     def share_with(self, root: nn.Module) -> None:
         """Makes this stage's parameters and buffers those of `root` too, under the names they have in the model."""
         for name in self._part.held:
@@ -49,9 +44,9 @@ class ModelStage(nn.Module):
             else:
                 holder._buffers[last] = owner._buffers[last]
 
-    def call_when_begun(self, listener: Callable[[], None]) -> None:
-        """Has `listener` called in each forward when all that lies in front of the stage has been passed over."""
-        self._part.when_begun = listener
+    def call_at_ends(self, begun: Callable[[], None], done: Callable[[], None] = lambda: None) -> None:
+        """Has these called in each forward, behind all that lies in front of the stage, and behind its last layer."""
+        self._part.when_begun, self._part.when_done = begun, done
 
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
         """Has `listener` called in each forward where one of its layers begins: 0 for the stage's first, and so on."""

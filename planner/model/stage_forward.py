@@ -42,15 +42,13 @@ class StageForward:
     Args:
         part: The stage's part of the model.
         received: The model's inputs for the first stage; for the others, a tuple of the tensors that they receive.
-        only_pass_over: Whether to end where the stage begins.
 
     Raises:
         ModelError: The inputs have another structure than when the layers were found.
     """
 
-    def __init__(self, part: Part, received: Any, *, only_pass_over: bool = False) -> None:
+    def __init__(self, part: Part, received: Any) -> None:
         self._part = part
-        self._only_pass_over = only_pass_over
         self._recording = part.outline.recording
         self._calls = self._recording.calls
         self._stack = [0]  # numbers of the open calls that are at work, the model's own first
@@ -73,7 +71,7 @@ class StageForward:
             self._inputs = self._rebuilt(self._recording.inputs, self._recording.input_nest, [])
 
     def result(self) -> Any:
-        """What crosses the cut behind the stage, or the model's output; None if it only passed over."""
+        """What crosses the cut behind the stage, or the model's output."""
         part = self._part
         args, kwargs = arguments_of(self._inputs)
         with ExitStack() as stack:
@@ -82,13 +80,14 @@ class StageForward:
             stack.enter_context(without_leftovers(part.model, part.leftovers))
             stack.enter_context(wrapped(part.watched, self._run))
             stack.callback(self._watch.end_gap)
-            if self._begun:  # there is no call in front whose end would begin the first layer
+            if self._begun:  # there is no call in front whose end would begin the stage, and its first layer
+                self._part.when_begun()
                 self._begin_layer(0)
             try:
                 output = part.model(*args, **kwargs)
                 self._end_gap()
             except _Finished:
-                return None if self._only_pass_over else self._sent()
+                return self._sent()
         if part.stop != END:
             raise _another_path("it ended early")
         if part.begin == 0:
@@ -189,10 +188,9 @@ class StageForward:
         """What begins or ends at a time of the recording does so."""
         if time == self._part.begin:
             self._part.when_begun()
-            if self._only_pass_over:
-                raise _Finished
         self._begin_layer(time)
         if time == self._part.stop:
+            self._part.when_done()
             raise _Finished  # out of all the code that is open, whatever it would do with results
 
     def _begin_layer(self, time: int) -> None:

@@ -31,6 +31,7 @@ class Part:
         self.leftovers = [c for call in outline.recording.calls for c in call.changes if c.holds_tensors]
         self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
         self.when_begun: Callable[[], None] = lambda: None
+        self.when_done: Callable[[], None] = lambda: None
         self.when_layer_begins: Callable[[int], None] = lambda _layer: None
         self.layer_at: dict[int, int] = {}
         """By time: which layer of the stage begins; empty while nobody listens."""

@@ -30,8 +30,6 @@ class Costs:
     times: Mapping[Key, Times]
     half_times_us: Mapping[Key, tuple[float, float]] = field(default_factory=dict)
     """What I and W take, in microseconds; empty where they were not timed."""
-    passing_us: Mapping[Key, float]
-    """What forward takes to get past the modules in front of the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +84,7 @@ def _layer_profile(
         optimizer_us=round(optimizer.step_us, 1),
         optimizer_peak_bytes=optimizer.peak_bytes,
         optimizer_sparse_peak=optimizer.sparse_peak,
-        forward_us=tuple(
-            round(max(0.0, t.forward_us - costs.passing_us[digest, size]), 1)
-            for t, size in zip(times, sizes, strict=True)
-        ),
+        forward_us=tuple(round(t.forward_us, 1) for t in times),
         backward_us=tuple(round(t.backward_us, 1) for t in times),
         backward_input_us=tuple(round(input_us, 1) for input_us, _ in half_times),
         backward_weight_us=tuple(round(weight_us, 1) for _, weight_us in half_times),

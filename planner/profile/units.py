@@ -164,7 +164,7 @@ def _traced(
     if isinstance(layer.module, ModelStage):
         # How many modules a stage passes over on the way to its own says nothing about its own. But the parameters
         # that it needs for that are its own, with gradients and optimizer state.
-        layer.module.call_when_begun(trace.clear)
+        layer.module.call_at_ends(begun=trace.clear)
         held = [_shape(tensor) for tensor in layer.module.needed_to_pass_over]
     with OperatorWatch(before=ran), saved_tensors_hooks(saved, lambda tensor: tensor), context:
         output = _call(layer, value, size)

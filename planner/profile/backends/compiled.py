@@ -112,7 +112,6 @@ class CompiledBackend:
                     for key in records.inputs
                 },
                 # What a stage's forward passes over is not part of its program.
-                passing_us=dict.fromkeys(records.inputs, 0.0),
             )
             profiles = layer_profiles(task.chain, costs)
         last = records.inputs[records.units[-1].digest, records.sizes[-1]]

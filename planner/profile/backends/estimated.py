@@ -37,11 +37,12 @@ from planner.model.stage import ModelStage
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import OptimizerCost, measure_optimizer
+from planner.profile.passes import InHalves, Whole, time_once
 from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.sparse import check_ties
 from planner.profile.task import Task
-from planner.profile.timing import Times, half_times_of, passing_us, time_halves_once, time_once
+from planner.profile.timing import Times, half_times_of
 from planner.profile.units import Key, Unit, UnitInput
 
 _LAUNCH_US = 3.0
@@ -101,7 +102,6 @@ class EstimatedBackend:
                 flops=records.of_each(clock.flops_of),
                 times=times,
                 half_times_us=half_times_us,
-                passing_us=passing_us(distinct, records.inputs, clock=clock, repeats=task.options.repeats),
             )
             return Measured(
                 sizes=records.sizes, optimizer_peaks_add=peaks_add, layers=layer_profiles(task.chain, costs)
@@ -163,16 +163,16 @@ class RooflineClock:
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
+        self._total_us = 0.0
         self.flops = 0
         """Floating-point operations of the last piece of work."""
 
     def time_us(self, work: Callable[[], object]) -> float:
         """Microseconds that `work` would take on the device."""
-        total_us = 0.0
+        self.restart()
         self.flops = 0
 
         def add(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-            nonlocal total_us
             received, results = tensors_in((args, kwargs)), tensors_in(result)
             if _moves_nothing(func, received, results):
                 return
@@ -181,11 +181,18 @@ class RooflineClock:
             half = bool(results) and all(t.element_size() < 4 for t in results if t.is_floating_point())
             rate = self._rates.half_flops_per_s if half else self._rates.float32_flops_per_s
             moved = _moved_bytes(func, _read(func, args, received), results)
-            total_us += max(_LAUNCH_US, 1e6 * flops / rate, 1e6 * moved / self._rates.bytes_per_s)
+            self._total_us += max(_LAUNCH_US, 1e6 * flops / rate, 1e6 * moved / self._rates.bytes_per_s)
 
         with OperatorWatch(after=add):
             work()
-        return total_us
+        return self._total_us
+
+    def restart(self) -> None:
+        """Called by a piece of work: what it did before does not count."""
+        self._total_us = 0.0
+
+    def stop(self) -> None:
+        """Called by a piece of work: what it does from here on does not count; it is no operator of the device."""
 
     def flops_of(self, unit: Unit, received: UnitInput) -> int:
         """Floating-point operations of a unit's forward."""
@@ -212,13 +219,14 @@ def _times(
     task: Task, records: Records, clock: RooflineClock
 ) -> tuple[dict[Key, Times], dict[Key, tuple[float, float]]]:
     """The times of every distinct layer, and those of I and W of its backward."""
-    times, half_times_us, split = {}, {}, SplitBackward()
+    times, half_times_us = {}, {}
+    whole = Whole(clock=clock, statistics=BatchStatistics())
+    in_halves = InHalves(clock=clock, statistics=BatchStatistics(), split=SplitBackward())
     for key in task.steps.each(list(records.inputs), records.names):
         unit, received = records.distinct[key[0]], records.inputs[key]
-        forward_us, backward_us = time_once(unit, received, clock=clock, statistics=BatchStatistics())
+        forward_us, backward_us = time_once(whole, unit, received)
         times[key] = Times(forward_us=forward_us, backward_us=backward_us, spread=0.0)
-        in_halves = time_halves_once(unit, received, clock=clock, statistics=BatchStatistics(), split=split)
-        half_times_us[key] = half_times_of([in_halves], times[key])
+        half_times_us[key] = half_times_of([time_once(in_halves, unit, received)], times[key])
     return times, half_times_us
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from planner.core.values.profile import Device
+from planner.core.values.profile import Device, MemoryDetail
 from planner.device.clock import Clock
 from planner.device.kinds import kind_of
 from planner.device.machine import give_freed_memory_back, keep_freed_memory
@@ -29,7 +29,6 @@ from planner.profile.timing import (
     enough_to_leave_the_cache,
     half_times_of,
     measure_times,
-    passing_us,
     statistics_us,
     times_of,
 )
@@ -75,7 +74,6 @@ class MeasuredBackend:
         before = _optimizer_costs(task, records, meter, clock)
         give_freed_memory_back()
         times = _times(task, records, clock)
-        passing = passing_us(records.distinct, records.inputs, clock=clock, repeats=task.options.repeats)
         give_freed_memory_back()
         # Once more, at another time: its few steps in a row may all have met a busy machine.
         after = _optimizer_costs(task, records, meter, clock)
@@ -94,7 +92,6 @@ class MeasuredBackend:
             flops=records.of_each(forward_flops),
             times=times,
             half_times_us={key: half_times_of(task.kept.half_samples[key], times[key]) for key in records.inputs},
-            passing_us=passing,
         )
         return Measured(
             sizes=records.sizes,
@@ -164,8 +161,14 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
             repeats=task.options.repeats,
             doubtful=doubtful,
             progress=partial(task.steps.each, names=records.names),
+            kept_bytes={key: _kept_bytes(detail) for key, detail in records.memory.items()},
         )
     return {key: times_of(samples[key]) for key in records.inputs}
+
+
+def _kept_bytes(detail: MemoryDetail) -> int:
+    """What a layer and its neighbours keep of it from forward to backward, at most."""
+    return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
 
 
 def _regret(task: Task, records: Records) -> float:

@@ -1,0 +1,245 @@
+"""What a layer meets when its neighbours are timed with it, and what of the time is its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from planner.device.cpu import Cpu
+from planner.model.batch_norm import BatchStatistics
+from planner.model.halves import SplitBackward
+from planner.profile.crossing import Exit, entrance_of, own_memory
+from planner.profile.passes import Idle, InHalves, Whole, in_a_row
+from planner.profile.timing import stretches
+from planner.profile.units import Unit, UnitInput
+from tests.support.measure import loaded_model, profile_of_model
+
+LARGE = 300, 300
+"""The shape of an input that is handed on from layer to layer: 352 KiB."""
+
+
+def unit_of(module: nn.Module, name: str = "layer") -> Unit:
+    """As a profile has it."""
+    return Unit(name, module, None, digest=name)
+
+
+def given(*values: Any) -> UnitInput:
+    """Inputs, or the one input."""
+    leaves, spec = tree_flatten(values[0] if len(values) == 1 else values)
+    return UnitInput(tuple(leaves), spec, None)
+
+
+def traced(*shape: int) -> Tensor:
+    """An input that carries a gradient."""
+    return torch.randn(shape).requires_grad_()
+
+
+class Watched(nn.Module):
+    """Notes when its forward and its backward run, and where its input lies."""
+
+    def __init__(self, name: str, notes: list[str], module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.name, self.notes = name, notes
+        self.module = nn.Identity() if module is None else module
+        self.address = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        """As its module."""
+        self.notes.append(f"F {self.name}")
+        self.address = value.data_ptr()
+        result = self.module(value * 2)
+        result.register_hook(lambda _: self.notes.append(f"B {self.name}"))
+        return result
+
+
+class Ticks:
+    """A clock on which pieces of work take what they are told to."""
+
+    def __init__(self) -> None:
+        self.now_us = self.begun_us = 0.0
+
+    def time_us(self, work: Callable[[], object]) -> float:
+        """What passed on it."""
+        self.restart()
+        self.now_us += 7.0  # what it costs to time anything
+        work()
+        return self.now_us - self.begun_us
+
+    def restart(self) -> None:
+        """Counts from here."""
+        self.begun_us = self.now_us
+
+    def stop(self) -> None:
+        """Nobody works behind."""
+
+
+def ways() -> list[Whole]:
+    """Backwards whole, and in halves."""
+    clock, collected = Ticks(), BatchStatistics()
+    return [
+        Whole(clock=clock, statistics=collected),
+        InHalves(clock=clock, statistics=collected, split=SplitBackward()),
+    ]
+
+
+@pytest.mark.parametrize("way", ways(), ids=["whole", "in halves"])
+def test_all_forwards_come_before_all_backwards(way: Whole) -> None:
+    """As in a stage; what starting the clock takes is nobody's, and the layer that tells it is not among the times."""
+    notes: list[str] = []
+    units = [unit_of(Watched(name, notes), name) for name in "abc"]
+    layers = [(unit, given(traced(*LARGE))) for unit in units]
+    times = in_a_row(way, layers, Idle.beside(units[0]))
+    assert notes == ["F a", "F b", "F c", "B c", "B b", "B a"]
+    assert times == [(0.0, 0.0)] * 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_times_are_those_of_their_layers(count: int) -> None:
+    """In the order of the layers, wherever in the row the one is that does nothing."""
+    (way, _), clock = ways(), Ticks()
+    way = Whole(clock=clock, statistics=BatchStatistics())
+
+    class Slow(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, value: Tensor) -> Tensor:
+            clock.now_us += 100.0 * (1 + self.number)
+            result = value * 2
+            result.register_hook(self.backward_of)
+            return result
+
+        def backward_of(self, _: Tensor) -> None:
+            clock.now_us += 1000.0 * (1 + self.number)
+
+    layers = [(unit_of(Slow(n), str(n)), given(traced(3))) for n in range(count)]
+    assert in_a_row(way, layers, Idle.beside(layers[0][0])) == [(100.0 * n, 1000.0 * n) for n in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(("shape", "shared"), [(LARGE, True), ((3, 3), False)])
+def test_a_large_input_lies_where_the_layer_before_wrote_it(shape: tuple[int, ...], *, shared: bool) -> None:
+    """With the numbers that the layer was traced with; a small one is made before all forwards."""
+    (way, _), notes = ways(), list[str]()
+    written: list[int] = []
+    first = Watched("a", notes)
+    first.register_forward_hook(lambda _module, _inputs, output: written.append(output.data_ptr()))
+    second = Watched("b", notes)
+    seen: list[Tensor] = []
+    second.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].detach().clone()))
+    wanted = traced(*shape)
+    in_a_row(
+        way,
+        [(unit_of(first, "a"), given(traced(*shape))), (unit_of(second, "b"), given(wanted))],
+        Idle.beside(unit_of(first)),
+    )
+    assert (second.address == written[0]) == shared
+    assert torch.equal(seen[0], wanted)
+
+
+def outputs_of(tensor: Tensor) -> list[Any]:
+    """One that is no leaf, as a layer returns it."""
+    return [tensor]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        (lambda: traced(300, 299) * 1),  # another shape
+        (lambda: torch.randn(LARGE)),  # may be a table that the model keeps
+        (lambda: traced(300, 1).expand(LARGE)),  # several numbers in one place
+        (lambda: traced(*LARGE).t() * 1),  # in another order
+        (lambda: traced(*LARGE).double() * 1),
+    ],
+    ids=["shape", "no gradient", "expanded", "strides", "dtype"],
+)
+def test_what_is_not_alike_is_left_alone(output: Callable[[], Tensor]) -> None:
+    """The next layer gets a copy of what it was traced with."""
+    before = output()
+    kept = before.detach().clone()
+    wanted = traced(*LARGE)
+    entrance = entrance_of(given(wanted), [before])
+    assert torch.equal(entrance.values[0], wanted)
+    assert torch.equal(before, kept)
+    assert entrance.values[0].requires_grad
+    assert not entrance.values[0].is_leaf
+
+
+def test_parameters_are_not_written_over() -> None:
+    """A layer may return one, or a view of it."""
+    layer = nn.Linear(300, 300)
+    weight = layer.weight.detach().clone()
+    unit = unit_of(layer)
+    entrance_of(given(traced(*LARGE)), [layer.weight], own_memory(unit))
+    entrance_of(given(traced(*LARGE)), [layer.weight.view(300, 300)], own_memory(unit))
+    assert torch.equal(layer.weight, weight)
+    behind = entrance_of(given(traced(*LARGE)))
+    behind.gradients.append(layer.weight.detach())
+    Exit([traced(*LARGE) * 1], own_memory(unit)).fill(behind)
+    assert torch.equal(layer.weight, weight)
+
+
+def test_inputs_may_be_written_into() -> None:
+    """As in a stage, where they are another layer's outputs; what another layer keeps of them is no obstacle."""
+    (way, halves) = ways()
+    layers = [
+        (unit_of(nn.Sequential(nn.Linear(300, 300), nn.Sigmoid()), "a"), given(traced(*LARGE))),
+        (unit_of(nn.ReLU(inplace=True), "b"), given(traced(*LARGE))),
+    ]
+    for each in (way, halves):
+        assert len(in_a_row(each, layers, Idle.beside(layers[0][0]))) == 2
+
+
+def test_gradients_are_ones_where_the_layer_behind_left_them() -> None:
+    """Nobody else holds them then: one that is passed on to an input is not copied."""
+    behind = entrance_of(given(traced(*LARGE), traced(*LARGE), 3, torch.zeros(2)))
+    left = torch.full(LARGE, 5.0)
+    behind.gradients.extend([None, left])
+    leaves = [traced(*LARGE), traced(*LARGE)]
+    way_out = Exit([leaves[0] * 1, leaves[1].view_as(leaves[1]), 3, torch.zeros(2)], frozenset())
+    way_out.fill(behind)
+    way_out.fill(None)  # there is nothing left to do
+    address = left.data_ptr()
+    del left, behind
+    assert way_out.end is not None
+    way_out.end.backward()
+    assert all(leaf.grad is not None and torch.equal(leaf.grad, torch.ones(LARGE)) for leaf in leaves)
+    assert leaves[1].grad is not None
+    assert leaves[1].grad.data_ptr() == address
+
+
+def test_rows_end_with_a_size_and_where_much_is_kept() -> None:
+    """And no layer is in one twice."""
+    kept = {("a", 1): 2**27, ("b", 1): 2**27, ("c", 1): 1, ("big", 1): 2**30, ("a", 2): 3, ("b", 2): 4}
+    assert list(stretches(list(kept), kept)) == [
+        [("a", 1), ("b", 1)],
+        [("c", 1)],
+        [("big", 1)],
+        [("a", 2), ("b", 2)],
+    ]
+    assert list(stretches([("c", 1)] * 2, kept)) == [[("c", 1)]] * 2
+
+
+def test_what_a_layer_does_not_run_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code in front of it and behind it: a layer that is timed alone goes through it, a longer stage once."""
+    clock = Ticks()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, value: Tensor) -> Tensor:
+            clock.now_us += 5000.0
+            for block in self.blocks:
+                value = block(value)
+                clock.now_us += 10.0  # the block's, and passed over by those behind it
+            clock.now_us += 1.0
+            return value
+
+    monkeypatch.setattr(Cpu, "clock", lambda _self, _threads: clock)
+    profile = profile_of_model(loaded_model(Model(), 4), sizes=(1,), repeats=2)
+    assert [layer.forward_us for layer in profile.layers] == [(5000.0,), (10.0,), (21.0,)]
