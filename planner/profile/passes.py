@@ -44,7 +44,7 @@ class Whole:
             # Every layer alone gets past the modules in front of it, and out of the model; a stage of several once.
             unit.module.call_at_ends(begun=self.clock.restart, done=self.clock.stop)
         with self._way():
-            return self.clock.time_us(forward_of(unit, values, received, outputs, self.statistics))
+            return self.clock.time_us(forward_of(unit, values, received, outputs=outputs, statistics=self.statistics))
 
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
         """Microseconds of the backward from `end`: those that go with the forward's, and the others."""
@@ -87,7 +87,7 @@ class InHalves(Whole):
 
 
 def forward_of(
-    unit: Unit, values: Sequence[Any], received: UnitInput, outputs: list[Any], statistics: BatchStatistics
+    unit: Unit, values: Sequence[Any], received: UnitInput, *, outputs: list[Any], statistics: BatchStatistics
 ) -> Callable[[], None]:
     """A forward as a stage runs it, which leaves what it makes in `outputs`."""
 

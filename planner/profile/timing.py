@@ -169,7 +169,7 @@ def _statistics_us(unit: Unit, received: UnitInput, clock: Clock, repeats: int) 
     times = []
     with deferring(unit.module) as statistics, torch.no_grad():
         for _ in range(repeats):
-            forward_of(unit, received.non_leaves(), received, [], statistics)()
+            forward_of(unit, received.non_leaves(), received, outputs=[], statistics=statistics)()
             times.append(clock.time_us(statistics.commit))
     return typical_us(times)
 
