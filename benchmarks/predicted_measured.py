@@ -78,7 +78,7 @@ def _round() -> dict[tuple[str, str], tuple[Plan, RunReport]]:
         _quietly("profile", str(SAMPLES / f"{model}.py"))
         for recompute in ("never", "except-last", "always"):
             _quietly("solve", "--devices", "2", "--mem", "8GB", "--micro-batches", "4", "--balance", balance,
-                     "--recompute", recompute)  # fmt: skip
+                     "--schedule", "gpipe", "--recompute", recompute)  # fmt: skip
             _quietly("emit", "--force")
             _train()
             runs[model, recompute] = read_plan("plan.yaml"), read_run("run.json")

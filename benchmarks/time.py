@@ -4,7 +4,7 @@
     python benchmarks/time.py plans > docs/measurements/plans.md
 
 Prints a Markdown table with its environment. A step is two micro-batches forward and backward, then the optimizer,
-in process time of one thread. Profile and whole step are measured in turn, and of each the smallest of all rounds is
+in process time of one thread. Profile and whole step are measured in turn, and of each the median of all rounds is
 taken, so that a machine that is busy for a while disturbs neither side more than the other. Takes about ten minutes.
 """
 
@@ -15,7 +15,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.values.plan import Inputs, ProfileReference
-from planner.core.values.profile import LayerProfile, Profile
-from planner.device.clock import CpuClock
+from planner.core.values.profile import Profile
+from planner.device.clock import CpuClock, typical_us
 from planner.device.machine import cpu_name
 from planner.model import load_model
 from planner.model.calling import arguments_of
@@ -88,11 +87,11 @@ def main() -> None:
 
 def _sums(models: dict[str, LoadedModel]) -> None:
     print(f"A step: {MICRO_BATCHES} micro-batches, then the optimizer.")
-    print(f"The smallest of {ROUNDS} rounds on either side.\n")
+    print(f"The median of {ROUNDS} rounds on either side, and within each of its repeats.\n")
     print("| model | micro-batch | whole step | layers | forward | backward | optimizer | layers against step |")
     print("|---|---|---|---|---|---|---|---|")
     for name, size in (CASES | REAL_CASES).items():
-        layers, whole = _smallest(models[name], size)
+        layers, whole = _typical(models[name], size)
         parts = [f"{a / b - 1:+.1%}" for a, b in zip(layers, whole, strict=True)]
         weights = (MICRO_BATCHES, MICRO_BATCHES, 1)
         summed, step = (sum(w * t for w, t in zip(weights, times, strict=True)) for times in (layers, whole))
@@ -100,41 +99,20 @@ def _sums(models: dict[str, LoadedModel]) -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def _smallest(loaded: LoadedModel, size: int) -> tuple[list[float], list[float]]:
+def _typical(loaded: LoadedModel, size: int) -> tuple[list[float], list[float]]:
     """Forward, backward, optimizer in microseconds: of all layers, and of the whole model."""
     rounds = [(_of_layers(loaded, size), _of_model(loaded, size)) for _ in range(ROUNDS)]
-    layers = rounds[0][0]
-    for others, _ in rounds[1:]:
-        layers = [_faster(a, b) for a, b in zip(layers, others, strict=True)]
-    forward, backward = (sum(times(layer)[0] for layer in layers) for times in (_forward, _backward))
-    whole = [min(times) for times in zip(*(one for _, one in rounds), strict=True)]
-    return [forward, backward, sum(layer.optimizer_us for layer in layers)], whole
+    layers, whole = ([typical_us(times) for times in zip(*side, strict=True)] for side in zip(*rounds, strict=True))
+    return layers, whole
 
 
-def _forward(layer: LayerProfile) -> tuple[float, ...]:
-    return layer.forward_us
-
-
-def _backward(layer: LayerProfile) -> tuple[float, ...]:
-    return layer.backward_us
-
-
-def _faster(one: LayerProfile, other: LayerProfile) -> LayerProfile:
-    return replace(
-        one,
-        forward_us=tuple(map(min, one.forward_us, other.forward_us)),
-        backward_us=tuple(map(min, one.backward_us, other.backward_us)),
-        optimizer_us=min(one.optimizer_us, other.optimizer_us),
-    )
-
-
-def _of_layers(loaded: LoadedModel, size: int) -> tuple[LayerProfile, ...]:
-    options = ProfileOptions(micro_batch_sizes=(size,), time_budget_s=0.0)
-    return profile_model(loaded, options).layers
+def _of_layers(loaded: LoadedModel, size: int) -> tuple[float, float, float]:
+    layers = profile_model(loaded, ProfileOptions(micro_batch_sizes=(size,), time_budget_s=0.0)).layers
+    forward, backward = sum(layer.forward_us[0] for layer in layers), sum(layer.backward_us[0] for layer in layers)
+    return forward, backward, sum(layer.optimizer_us for layer in layers)
 
 
 def _of_model(loaded: LoadedModel, size: int) -> tuple[float, float, float]:
-    """The smallest of several steps."""
     model, clock = loaded.build(), CpuClock(1)
     optimizer = loaded.build_optimizer(model.parameters())
     batch = loaded.example_batch(size)
@@ -145,7 +123,7 @@ def _of_model(loaded: LoadedModel, size: int) -> tuple[float, float, float]:
         forward, backward = (sum(times) / MICRO_BATCHES for times in zip(*pairs, strict=True))
         steps.append((forward, backward, clock.time_us(_call(optimizer.step))))
     gc.enable()
-    forward, backward, step = (min(times) for times in zip(*steps[2:], strict=True))
+    forward, backward, step = (typical_us(times) for times in zip(*steps[2:], strict=True))
     return forward, backward, step
 
 
