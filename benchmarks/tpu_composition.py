@@ -125,6 +125,7 @@ def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_b
     import jax  # noqa: PLC0415
 
     from planner.bridge.chips import target_device  # noqa: PLC0415
+    from planner.bridge.programs import options_for  # noqa: PLC0415
     from planner.executor.jax.pipeline import JaxPipeline  # noqa: PLC0415
 
     chain, _ = find_chain(loaded, torch.device("cpu"))
@@ -139,7 +140,8 @@ def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_b
         stages=(StageBalance(index=0, recompute=recompute, layers=names),),
     )
     pipeline = JaxPipeline(loaded, chain, balance, [target_device(CHIP)])
-    memory = jax.jit(pipeline.gradients).lower(*pipeline.shapes()).compile().memory_analysis()
+    jitted = jax.jit(pipeline.gradients, compiler_options=options_for(target_device(CHIP)))
+    memory = jitted.lower(*pipeline.shapes()).compile().memory_analysis()
     return _total_bytes(memory)
 
 

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
 from planner.core.errors import ModelError
 
 _WORKER_BYTES = 4 * 2**30
@@ -135,8 +137,7 @@ def _remembered(kind: type[_Found], path: Path | None) -> _Found | None:
         return None
     # Whatever is wrong with the file, it can be compiled again.
     with suppress(OSError, ValueError, TypeError):
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        return TypeAdapter(kind).validate_json(path.read_text(encoding="utf-8"))
     return None
 
 

@@ -24,7 +24,7 @@ from planner.bridge.halves import Halves, LayerFunction, halves_of, random_key
 from planner.bridge.outcomes import CompiledLayer, CompiledStep
 from planner.bridge.programs import Program, compile_program, filled_between
 from planner.bridge.torchax_optimizer import step_function
-from planner.bridge.tpu_layouts import num_bytes, padded_bytes
+from planner.bridge.tpu_layouts import kind_of_array, num_bytes, padded_bytes
 from planner.model.optimizers import Builder
 
 Timer = Callable[[Program, Any], float]
@@ -123,6 +123,9 @@ def _layer_of(
         padding_bytes=sum(padded_bytes(shape) - num_bytes(shape) for shape in function.trained.values()),
         flops=forward.flops,
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
+        trained_kinds=tuple(kind_of_array(shape, padded_bytes(shape)) for shape in function.trained.values()),
+        made_kinds=tuple(map(kind_of_array, halves.made_shapes, created)),
+        output_kinds=tuple(map(kind_of_array, halves.outputs, outputs)),
     )
 
 

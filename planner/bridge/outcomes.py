@@ -1,8 +1,10 @@
 """What the compiler says of layers and of steps of the optimizer, as it is remembered; no jax is needed to read it."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
-from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMemory
+from planner.core.values.profile import ArrayKind, BoundaryTensor, MemoryDetail, ProgramMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,12 @@ class CompiledLayer:
     """Operations of the forward."""
     narrowed_inputs_bytes: int = 0
     """Bytes of inputs as products take them."""
+    trained_kinds: tuple[ArrayKind, ...] = ()
+    """Its parameters."""
+    made_kinds: tuple[ArrayKind, ...] = ()
+    """What `made_bytes` are of."""
+    output_kinds: tuple[ArrayKind, ...] = ()
+    """Of each output."""
 
     def detail(self) -> MemoryDetail:
         """The record that an allocator would have given."""
@@ -55,14 +63,22 @@ class CompiledLayer:
             backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
         )
 
-    def program(self, kept_bytes: int) -> ProgramMemory:
-        """The record of a layer within one program, which keeps so many bytes of its outputs for some backward."""
+    def program(self, kept: Collection[int]) -> ProgramMemory:
+        """The record of a layer within one program, which keeps these of its outputs for some backward."""
         return ProgramMemory(
-            carried_bytes=self.carried_bytes + kept_bytes,
+            carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept),
             peak_bytes=self.peak_bytes,
             narrowed_bytes=self.narrowed_bytes,
             padding_bytes=self.padding_bytes,
+            trained=counted(self.trained_kinds),
+            kept=counted([*self.made_kinds, *(self.output_kinds[n] for n in sorted(kept))]),
+            sent=counted(self.output_kinds),
         )
+
+
+def counted(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:
+    """Equal ones as one of so many."""
+    return tuple(replace(array, count=count) for array, count in Counter(arrays).items())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from jax import Array
 from jax import numpy as jnp
 
 from planner.bridge.tpu_layouts import num_bytes
-from planner.core.cost.one_program import MOST_ROOM
+from planner.core.cost.places import are_vectors, places_for
 
 _Kind = tuple[tuple[int, ...], jnp.dtype]
 """Shape and dtype."""
@@ -19,18 +19,16 @@ _Kind = tuple[tuple[int, ...], jnp.dtype]
 class Packing:
     """Lists of arrays, one list per stage, as arrays of the same shapes on every device.
 
-    Arrays of the same shape take turns in one place as long as that wastes little; else all of a dtype lie behind each
-    other in one vector, which the device has to take apart into other layouts.
+    Arrays of the same shape take turns in one place as long as that wastes little (`planner.core.cost.places`); else
+    all of a dtype lie behind each other in one vector, which the device has to take apart into other layouts.
     """
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> None:
         self._stages = [list(stage) for stage in stages]
-        counts: Counter[_Kind] = Counter()
-        for stage in self._stages:
-            counts |= Counter((tuple(shape.shape), shape.dtype) for shape in stage)  # the larger number of each
+        counts = places_for(Counter[_Kind]((tuple(s.shape), s.dtype) for s in stage) for stage in self._stages)
         self.shapes = [jax.ShapeDtypeStruct(*kind) for kind in counts.elements()]
         most_bytes = max((sum(map(num_bytes, stage)) for stage in self._stages), default=0)
-        self._flat = sum(map(num_bytes, self.shapes)) > MOST_ROOM * most_bytes
+        self._flat = are_vectors(sum(map(num_bytes, self.shapes)), most_bytes)
         if self._flat:
             dtypes = sorted({shape.dtype for stage in self._stages for shape in stage}, key=str)
             lengths = {dtype: max(self._length(stage, dtype) for stage in self._stages) for dtype in dtypes}

@@ -37,6 +37,17 @@ class Program:
     executable: Any = None
 
 
+def options_for(device: jax.Device) -> dict[str, str]:
+    """What the compiler is told about a whole step on devices of that kind.
+
+    A TPU's is to try several ways of placing arrays, and to take the one that needs least: of one program in 18 that
+    saved 14 %, of none it cost more than 1 % (docs/measurements/tpu-composition.md). Others do not know the option.
+    """
+    if device.platform != "tpu":
+        return {}
+    return {"xla_tpu_buffer_assignment_algorithm": "BEST_OF_SPATIAL_TEMPORAL"}
+
+
 def compiled(lowered: Any) -> Any:
     """A lowered program, compiled.
 

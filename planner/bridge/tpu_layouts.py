@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from planner.core.values.profile import ArrayKind
+
 _TILE = (8, 128)
 """Rows and columns that a TPU's memory comes in."""
 
@@ -21,6 +23,12 @@ def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
     axes = range(len(shape.shape))
     orders = [[axis for axis in axes if axis not in pair] + list(pair) for pair in permutations(axes, 2)]
     return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
+
+
+def kind_of_array(shape: jax.ShapeDtypeStruct, num_padded: int) -> ArrayKind:
+    """The kind of an array that takes so many bytes where it lies."""
+    kind = f"{shape.dtype}[{','.join(map(str, shape.shape))}]"
+    return ArrayKind(kind=kind, bytes=num_padded, plain_bytes=num_bytes(shape))
 
 
 def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:

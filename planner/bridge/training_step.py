@@ -8,6 +8,7 @@ from jax import Array
 from jax import numpy as jnp
 
 from planner.bridge.mesh_program import MeshProgram
+from planner.bridge.programs import options_for
 from planner.bridge.stage import StageInput
 
 Update = Callable[[Array, Array, list[Array], Array], tuple[Array, list[Array]]]
@@ -30,7 +31,8 @@ class TrainingStep:
 
     def __init__(self, program: MeshProgram, update: Update, num_states: int, seed: int) -> None:
         self._program, self._update, self._num_states, self._seed = program, update, num_states, seed
-        self._jitted = jax.jit(self._step, donate_argnums=(0,))
+        options = options_for(program.mesh.devices.flat[0])
+        self._jitted = jax.jit(self._step, donate_argnums=(0,), compiler_options=options)
 
     def begin(self, trained: list[Array], fixed: list[Array]) -> State:
         """The state in front of the first step."""

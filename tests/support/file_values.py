@@ -9,6 +9,7 @@ from planner.core.values.links import Links, MeasuredLink
 from planner.core.values.partial import Measurement, Partial
 from planner.core.values.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
 from planner.core.values.profile import (
+    ArrayKind,
     Device,
     Environment,
     Generator,
@@ -97,6 +98,9 @@ def full_layer(n: int) -> LayerProfile:
                 narrowed_input_bytes=10 * s,
                 laid_out_bytes=32 * s,
                 target_bytes=s,
+                trained=(ArrayKind(kind="float32[5,25]", bytes=600, plain_bytes=500),),
+                kept=(ArrayKind(kind=f"float32[{s},2]", bytes=16 * s, plain_bytes=8 * s, count=2),),
+                sent=(ArrayKind(kind=f"float32[{s},6]", bytes=24 * s, plain_bytes=24 * s),),
             )
             for s in (1, 4)
         ),

@@ -6,9 +6,12 @@ Records of arrays have no equality (`eq=False`): two arrays are not equal or une
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from planner.core.values.profile import ArrayKind
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -135,6 +138,16 @@ class Halves:
     """During a later W; gradients of `State.casts` behind the layer are counted."""
 
 
+class ProgramArrays(NamedTuple):
+    """The arrays of a layer that lie in places which stages share (`planner.core.cost.places`)."""
+
+    trained: tuple[ArrayKind, ...]
+    kept: tuple[ArrayKind, ...]
+    """For backward, in loops over micro-batches."""
+    sent: tuple[ArrayKind, ...]
+    """Over the boundary behind it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Programs:
     """What a layer needs within one compiled program, gaps between arrays included."""
@@ -151,6 +164,8 @@ class Programs:
     """Bytes by which parameters and gradients are larger there."""
     laid_out: FloatArray
     """The first layer's input once more, of one micro-batch, as it wants it to lie."""
+    arrays: tuple[ProgramArrays, ...]
+    """Each layer's, at the nearest profiled size; none where the profile does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

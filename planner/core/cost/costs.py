@@ -7,14 +7,15 @@ in the micro-batch size, and errs on the safe side for peaks, which are maxima o
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, Relays, Sparse, State, Storages
-from planner.core.cost.size_costs import SizeCosts, additive_costs, compiled_costs, exact_costs, gaps_of
+from planner.core.cost.size_costs import SizeCosts, additive_costs, compiled_costs, exact_costs
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import ties_of
 from planner.core.errors import UsageError
@@ -58,8 +59,7 @@ class CostTable:
         )
         """Whether what a backward in halves takes or holds is assumed for some layer, not measured."""
         compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
-        read_compiled = partial(compiled_costs, gaps=gaps_of(profile.environment.dtype, profile.layers))
-        self._read = exact_costs if self._exact else read_compiled if compiled else additive_costs
+        self._read = exact_costs if self._exact else compiled_costs if compiled else additive_costs
         self._sizes: dict[int, SizeCosts] = {}
 
     def at(self, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
@@ -164,10 +164,10 @@ class CostsAtSize:
 
 
 def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:
-    """Interpolates arrays, and records of arrays field by field; nothing falls below 0. None stays None."""
+    """Interpolates arrays, and records of arrays field by field; nothing falls below 0. Tuples are the nearest's."""
     (record, _), *_ = weighted
-    if record is None:
-        return None
+    if record is None or isinstance(record, tuple):
+        return max(weighted, key=itemgetter(1))[0]
     if isinstance(record, np.ndarray):
         return np.maximum(sum((weight * array for array, weight in weighted), np.zeros(())), 0.0)
     return type(record)(

@@ -11,16 +11,17 @@ with I what a stage receives and S what it keeps of a micro-batch, each the larg
 own for its results: what a forward keeps is made, is a result, and is put into its place among M; a backward is given
 it from there. What is received is there beside what is sent. Gradients are added to in place. Read from the compiler's
 assignment of buffers (jax 0.10.2, libtpu 0.0.52), but for the tenth of a backward, which stands for gaps between arrays
-of unlike sizes, beside those that one piece has (`planner.core.cost.size_costs.gaps_of`).
+of unlike sizes, beside those that one piece has (`planner.core.cost.size_costs.GAPS`).
 
-Arrays of shapes that no stage has all of take up to half more than the largest stage's (`planner.bridge.packing`), and
-stages with nothing in common lie in vectors without padding, which is less. A profile has sizes and no shapes: of every
-kind of layer there is room for as many as some stage has, up to that half, of what is kept for half of it.
+Arrays of shapes that no stage has all of take up to half more than the largest stage's, and stages with nothing in
+common lie in vectors without padding (`planner.core.cost.places`). Where a profile has sizes and no shapes, there is
+room for as many layers of every kind as some stage has, up to that half, of what is kept for half of it.
 How near it comes: docs/measurements/tpu-composition.md.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,17 +30,16 @@ from planner.core.cost.chain_costs import ChainCosts, FloatArray
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.memory import one_stage, stage_memory
 from planner.core.cost.moments import stage_moments
+from planner.core.cost.places import MOST_ROOM, places_for, share_of_places
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
+from planner.core.values.profile import ArrayKind
 
 _GAPS = 1.1
 """Memory of a backward over what its layers add up to."""
 
-MOST_ROOM: Final = 1.5
-"""What arrays of all stages may take over the largest stage's; beyond that they are packed into vectors."""
-
 _OWN_KEPT = 1 / 2
-"""The part of what a layer keeps that counts as of shapes that unlike layers do not have: a margin."""
+"""Where shapes are not known: the part of what a layer keeps that counts as of shapes that unlike layers lack."""
 
 _KEEPING: Final = ("never", "layers")
 """Recompute choices that keep more of a micro-batch than what a stage receives."""
@@ -115,24 +115,34 @@ class _ProgramParts(NamedTuple):
 def _with_room(
     costs: ChainCosts, intervals: Sequence[tuple[int, int]], most: _ProgramParts, choices: Sequence[Recompute]
 ) -> _ProgramParts:
-    """The most of everything, with room for parameters and kept arrays of shapes that no stage has all of."""
+    """The most of everything, with room for arrays of shapes that no stage has all of."""
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
-    state = 1 + _room(costs, intervals, costs.state.parameters)
-    kept = 1 + _OWN_KEPT * _room(costs, keeping, costs.levels.saved)
+    if costs.programs is not None and costs.programs.arrays:
+        layers = costs.programs.arrays
+        state = share_of_places([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
+        kept = share_of_places([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
+        received = share_of_places([layers[first - 1].sent for first, _ in intervals[1:]])
+    else:
+        state = 1 + _room(costs, intervals, costs.state.parameters)
+        kept = 1 + _OWN_KEPT * _room(costs, keeping, costs.levels.saved)
+        received = 1.0
     return most._replace(
         parameters=state * most.parameters,
         gradients=state * most.gradients,
         optimizer=state * most.optimizer,
+        input=received * most.input,
         kept=kept * most.kept,
     )
+
+
+def _chained(arrays: Iterable[Sequence[ArrayKind]]) -> list[ArrayKind]:
+    return list(chain.from_iterable(arrays))
 
 
 def _room(costs: ChainCosts, intervals: Sequence[tuple[int, int]], per_layer: FloatArray) -> float:
     """What arrays of all stages take beside the largest stage's, as a share of these, if unlike layers share none."""
     largest = max((float(per_layer[first:end].sum()) for first, end in intervals), default=0.0)
-    counts: Counter[int] = Counter()
-    for first, end in intervals:
-        counts |= Counter(costs.alike[first:end].tolist())  # the larger number of each
+    counts = places_for(Counter[int](costs.alike[first:end].tolist()) for first, end in intervals)
     every = sum(number * float(per_layer[kind]) for kind, number in counts.items())
     return min(max(every / largest, 1.0), MOST_ROOM) - 1 if largest else 0.0
 

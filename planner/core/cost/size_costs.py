@@ -9,16 +9,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import Boundaries, Halves, Levels, Programs, sums_before
+from planner.core.cost.chain_costs import Boundaries, Halves, Levels, ProgramArrays, Programs, sums_before
 from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additive_crossing, writes_received
 from planner.core.cost.ties import gradient_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail, ProgramMemory, SplitMemory
 
 FloatArray = NDArray[np.float64]
+
+GAPS: Final = 1.05
+"""What forward and backward in one piece take, over what their layers add up to: gaps between arrays of unlike sizes.
+
+A margin. No layer by itself tells of them; models of docs/measurements/tpu-composition.md, whose arrays are placed as
+`planner.bridge.programs.options_for` asks, need 0.92 to 1.06 of what their layers add up to.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,46 +89,24 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     )
 
 
-def compiled_costs(layers: Sequence[LayerProfile], n: int, *, gaps: float) -> SizeCosts:
-    """The additive costs, and beside them what layers need within one program.
-
-    Args:
-        layers: Of the chain.
-        n: Number of the profile's size.
-        gaps: What one piece of them takes over what they add up to.
-    """
+def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
+    """The additive costs at the profile's size number `n`, and beside them what layers need within one program."""
     plain, programs = additive_costs(layers, n), [layer.program[n] for layer in layers]
     received = np.append(programs[0].input_bytes, plain.boundaries.input[1:])
     return replace(
         plain,
         boundaries=replace(plain.boundaries, input=received),
-        programs=_programs(programs, gaps),
+        programs=_programs(programs),
         target=float(programs[-1].target_bytes),
     )
 
 
-def gaps_of(dtype: str, layers: Sequence[LayerProfile]) -> float:
-    """What forward and backward in one piece take, over what their layers add up to: gaps between arrays.
-
-    The compiler leaves room between arrays of unlike sizes, more or less of it from program to program, and no layer by
-    itself tells how much. An array fits where one of a layer that is alike was. So the margin is in proportion to the
-    share of layers that differ. How large it is where all do was found on AmoebaNet-D, which nothing leaves wider gaps
-    in, and held against the other models of docs/measurements/tpu-composition.md (jax 0.10.2, libtpu 0.0.52). In 16
-    bits there are arrays of twice the size among the others: what is summed up in 32.
-
-    Args:
-        dtype: The precision that a profile names.
-        layers: Of the chain.
-    """
-    kinds = len({layer.digest or n for n, layer in enumerate(layers)})
-    return 1 + (0.21 if dtype in ("bf16", "bfloat16") else 0.1) * kinds / len(layers)
-
-
-def _programs(programs: Sequence[ProgramMemory], gaps: float) -> Programs:
+def _programs(programs: Sequence[ProgramMemory]) -> Programs:
     def each(size: Callable[[ProgramMemory], float]) -> FloatArray:
-        return gaps * np.array([size(program) for program in programs], dtype=float)
+        return GAPS * np.array([size(program) for program in programs], dtype=float)
 
     carried = each(lambda program: program.carried_bytes)
+    arrays = tuple(ProgramArrays(program.trained, program.kept, program.sent) for program in programs)
     return Programs(
         carried=carried,
         level=sums_before(carried)[:-1] + each(lambda program: program.peak_bytes),
@@ -128,6 +114,7 @@ def _programs(programs: Sequence[ProgramMemory], gaps: float) -> Programs:
         narrowed_input=each(lambda program: program.narrowed_input_bytes),
         padding=each(lambda program: 2 * program.padding_bytes),
         laid_out=each(lambda program: program.laid_out_bytes),
+        arrays=arrays if all(layer.sent for layer in arrays) else (),
     )
 
 

@@ -147,6 +147,19 @@ class SplitMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayKind:
+    """Arrays of one shape and type: those of different stages can take turns in one place."""
+
+    kind: str
+    """Type and shape: `float32[8,64,256]`."""
+    bytes: int
+    """Of each, padding included."""
+    plain_bytes: int
+    """Of each, without padding."""
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramMemory:
     """What a layer of a compiled profile needs within one program, at one micro-batch size; padding included.
 
@@ -170,6 +183,12 @@ class ProgramMemory:
     """First layer only: the same as the layer wants it to lie, of the micro-batch that runs."""
     target_bytes: int = 0
     """Last layer only: the targets its loss reads, of the mini-batch's part."""
+    trained: tuple[ArrayKind, ...] = ()
+    """Its parameters that are trained."""
+    kept: tuple[ArrayKind, ...] = ()
+    """What it adds to what is held for backward, in loops over micro-batches."""
+    sent: tuple[ArrayKind, ...] = ()
+    """What crosses the boundary behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

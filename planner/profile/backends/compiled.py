@@ -9,7 +9,7 @@ interrupted profile goes on where it was.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from planner.bridge.outcomes import CompiledLayer, CompiledStep
+from planner.core.cost.storages import CrossingStorages
 from planner.core.errors import UsageError
 from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import ACCELERATORS, Accelerator
-from planner.core.values.profile import Device, LayerProfile, ProgramMemory
+from planner.core.values.profile import Device, LayerProfile, MemoryDetail, ProgramMemory
 from planner.core.values.rates import Rates, rates_of
 from planner.device.kinds import kind_of
 from planner.model.ghosts import NeedsValuesError
@@ -114,6 +115,7 @@ class CompiledBackend:
                 # What a stage's forward passes over is not part of its program.
             )
             profiles = layer_profiles(task.chain, costs)
+        kept = [_kept_outputs([profile.detail[place] for profile in profiles]) for place in range(len(records.sizes))]
         last = records.inputs[records.units[-1].digest, records.sizes[-1]]
         num_targets = sum(isinstance(target, Tensor) for target in tree_leaves(last.targets))
         return Measured(
@@ -124,6 +126,7 @@ class CompiledBackend:
                     profile,
                     task.chain.layers[n].module,
                     [layers[profile.digest, size] for size in records.sizes],
+                    kept=[of_size[n] for of_size in kept],
                     is_first=n == 0,
                     num_targets=num_targets if n == len(profiles) - 1 else 0,
                 )
@@ -147,17 +150,18 @@ def _with_programs(
     module: nn.Module,
     compiled: Sequence[CompiledLayer],
     *,
+    kept: Sequence[Collection[int]],
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
     """The layer with a record of programs in place of that of an allocator.
 
-    Gradients are there from begin to end, and so is what a loop over micro-batches keeps. The program leaves running
-    statistics alone. Inputs of the first layer are the mini-batch's; the last `num_targets` are targets of the loss.
+    Gradients are there from begin to end, and so is what a loop over micro-batches keeps, the outputs `kept` of each
+    size among it. The program leaves running statistics alone. Inputs of the first layer are the mini-batch's; the
+    last `num_targets` are targets of the loss.
     """
     programs = [
-        _program(layer, saved_bytes, is_first=is_first, num_targets=num_targets)
-        for layer, saved_bytes in zip(compiled, profile.saved_bytes, strict=True)
+        _program(layer, kept[place], is_first=is_first, num_targets=num_targets) for place, layer in enumerate(compiled)
     ]
     return replace(
         profile,
@@ -168,9 +172,19 @@ def _with_programs(
     )
 
 
-def _program(layer: CompiledLayer, saved_bytes: int, *, is_first: bool, num_targets: int) -> ProgramMemory:
+def _kept_outputs(details: Sequence[MemoryDetail]) -> list[set[int]]:
+    """Of each layer, which of its outputs are held for some layer's backward, each storage once."""
+    storages = CrossingStorages(details)
+    kept: list[set[int]] = [set() for _ in details]
+    for origin, place, is_kept in zip(storages.origin, storages.place, storages.kept, strict=True):
+        if is_kept and origin >= 0:
+            kept[origin].add(place)
+    return kept
+
+
+def _program(layer: CompiledLayer, kept: Collection[int], *, is_first: bool, num_targets: int) -> ProgramMemory:
     targets = layer.inputs[len(layer.inputs) - num_targets :]
-    program = replace(layer.program(saved_bytes - layer.made_bytes), target_bytes=sum(targets))
+    program = replace(layer.program(kept), target_bytes=sum(targets))
     if not is_first:
         return program
     return replace(

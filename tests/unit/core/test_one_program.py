@@ -10,7 +10,7 @@ from planner.core.cost.evaluate import Partition
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.one_program import program_memory
 from planner.core.values.plan import Recompute
-from planner.core.values.profile import ProgramMemory
+from planner.core.values.profile import ArrayKind, ProgramMemory
 from tests.support.chains import chain, layer
 from tests.support.moments import moments_with
 
@@ -52,7 +52,7 @@ SECOND = replace(
 ROOM = (500 + 200) / 500  # for the second stage's parameters there is no place among the first's
 KEPT = 1.25 * 800  # both stages' would be more than half more than the second's; half of what comes on top counts
 STATE, DATA = ROOM * (500 + 3000), M * 4 + M * 2
-GAPS = 1.1  # between the arrays of one piece, and of copies, where all layers differ
+GAPS = 1.05  # between the arrays of one piece, and of copies
 INVARIANT = GAPS * (50 + 2 * 3 + M * 30)  # the first stage's, which has the mini-batch in 16 bits as its layer wants it
 
 
@@ -93,6 +93,20 @@ def test_layers_that_are_alike_take_turns_in_one_place() -> None:
     memory = program_memory(costs_at(chain(*layers), 1), partition("never", "never", balance=(2, 3)))
     assert (memory.parameters, memory.optimizer) == (3 * 500 + 100, 3 * 3000 + 600)
     assert memory.in_flight == pytest.approx(M * (10 + 3 * 500 + 100 / 2) + M * 4, abs=1)
+
+
+def test_shapes_tell_what_has_no_place_in_the_fullest_stage() -> None:
+    """Of two layers that differ: one square each, and a vector that the first stage lacks; and one that is sent."""
+    square = ArrayKind(kind="float32[4,4]", bytes=80, plain_bytes=64)
+    vector = ArrayKind(kind="float32[4]", bytes=20, plain_bytes=16)
+    first, second = (
+        replace(layer, program=(replace(layer.program[0], trained=arrays, kept=arrays, sent=(vector,)),))
+        for layer, arrays in ((FIRST, (replace(square, count=2),)), (SECOND, (square, vector)))
+    )
+    memory = program_memory(costs_at(chain(first, second), 1), partition("never", "never"))
+    share = (160 + 20) / 160
+    assert (memory.parameters, memory.optimizer) == (round(share * 500), share * 3000)
+    assert memory.in_flight == pytest.approx(M * (10 + share * 800) + DATA, abs=1)
 
 
 def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
