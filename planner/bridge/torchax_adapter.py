@@ -92,7 +92,13 @@ def environment() -> torchax.tensor.Environment:
 
 
 class _Environment(torchax.tensor.Environment):  # type: ignore[misc]
-    """Takes tensors that are no parameters (a mask that is a plain attribute, say) as constants."""
+    """Takes tensors that are no parameters (a mask that is a plain attribute, say) as constants; knows one device."""
+
+    def _to_copy(self, the_tensor: Any, new_dtype: torch.dtype | None, new_device: Any) -> Any:
+        # A rotary embedding moves to where the words lie, which in a later stage is where a stand-in does: the host.
+        if isinstance(the_tensor, torchax.tensor.Tensor | torchax.tensor.View):
+            new_device = "jax"
+        return super()._to_copy(the_tensor, new_dtype, new_device)
 
     def t2j_iso(self, torchtensors: Any) -> Any:
         def wrapped(tensor: Tensor) -> Any:

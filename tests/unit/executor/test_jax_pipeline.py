@@ -231,6 +231,48 @@ def test_sums_between_modules_cross_the_cuts() -> None:
     agrees(loaded, balance_of(loaded, (1, 1, 1, 1), 2, ("never", "always", "never", "always"), chain.names))
 
 
+class Angles(nn.Module):
+    """Asks what it is given for its device alone, as rotary embeddings do."""
+
+    rates: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rates", torch.linspace(0, 1, 8), persistent=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8) to (8,)."""
+        return self.rates.to(value.device).float().cos().to(value.dtype)
+
+
+class Rotated(nn.Module):
+    """Blocks that all read what is made in front of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.angles = Angles()
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8) to (b, 8)."""
+        angles = self.angles(value)
+        for block in self.blocks:
+            value = value + angles * block(value)
+        return value
+
+
+def test_a_module_that_asks_for_a_device_runs_in_every_stage() -> None:
+    """In a later stage what it is given does not exist there: its device was the host's, and Llama could not run."""
+    torch.manual_seed(0)
+    loaded = model_of(
+        Rotated(),
+        example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer="sgd",
+    )
+    agrees(loaded, balance_of(loaded, (1, 1, 1), 2, names=loaded.chain(loaded.build()).names))
+
+
 def test_tied_parameters_are_summed_within_a_stage_and_refused_over_two() -> None:
     """A silent copy of a weight would train as two."""
     from planner.executor.jax.pipeline import JaxPipeline
