@@ -3,6 +3,7 @@
     python benchmarks/tpu_composition.py one        one stage that holds the whole model
     python benchmarks/tpu_composition.py others     the same, of models that no margin was found on
     python benchmarks/tpu_composition.py several    several stages
+    python benchmarks/tpu_composition.py chosen     the same, of models that no law was found on
 
 Of one stage, forward and backward of M micro-batches, gradients accumulated: predicted is what the plan says from a
 profile of single layers, without the optimizer's state; compiled is the emitted JAX program without its optimizer. Of
@@ -65,6 +66,15 @@ class Case:
 
 TRANSFORMER = {"layers": "4"}
 AMOEBANET = {"num_layers": "3", "num_filters": "64"}
+
+
+def _transformer(
+    layers: int, width: int, *, feed_forward: int, vocabulary: int, heads: int = 4, tokens: int = 64
+) -> dict[str, str]:
+    sizes = {"layers": layers, "width": width, "feed_forward": feed_forward, "heads": heads}
+    return {name: str(size) for name, size in {**sizes, "vocabulary": vocabulary, "tokens": tokens}.items()}
+
+
 CASES = (
     Case(model="transformer_lm", settings=TRANSFORMER, size=8),
     Case(model="transformer_lm", settings=TRANSFORMER, size=8, dtype="bf16"),
@@ -83,23 +93,26 @@ IN_ONE_PIECE: tuple[tuple[Recompute, int], ...] = (("never", 1), ("always", 4))
 SEVERAL = (
     Case(model="tpu_models", settings={"name": "vit"}, size=16),
     Case(model="tpu_models", settings={"name": "vit"}, size=16, dtype="bf16"),
+    Case(model="transformer_lm", settings=_transformer(6, 256, feed_forward=1024, vocabulary=1024), size=8),
+    Case(model="transformer_lm", settings=_transformer(6, 256, feed_forward=512, vocabulary=2048), size=8),
     Case(
         model="transformer_lm",
-        settings={
-            "layers": "6",
-            "width": "256",
-            "feed_forward": "1024",
-            "heads": "4",
-            "vocabulary": "1024",
-            "tokens": "64",
-        },
-        size=8,
+        settings=_transformer(8, 512, feed_forward=2048, vocabulary=4096, heads=8, tokens=128),
+        size=4,
     ),
     Case(model="tpu_models", settings={"name": "residual", "width": "128"}, size=16),
     Case(model="mlp", settings={"depth": "12", "width": "1024"}, size=256),
     Case(model="amoebanet_d", settings=AMOEBANET, size=16),
 )
-"""The last two for what is not met: layers of single operators, and stages with nothing in common."""
+CHOSEN = (
+    Case(model="real_models", settings={"name": "llama"}, size=8),
+    Case(model="real_models", settings={"name": "gpt2"}, size=8, dtype="bf16"),
+    Case(model="real_models", settings={"name": "convnext"}, size=16),
+    Case(model="unet", settings={"levels": "3"}, size=8),
+    Case(model="unet", settings={"levels": "3"}, size=8, dtype="bf16"),
+    Case(model="resnet", settings={"depth": "50"}, size=8),
+)
+"""Written down before any was compiled in several stages."""
 
 STAGES = (2, 4)
 MICRO_BATCHES = 8
@@ -221,6 +234,8 @@ def main() -> None:
     match sys.argv[1:]:
         case ["several"]:
             table = lines_of_several(SEVERAL)
+        case ["chosen"]:
+            table = lines_of_several(CHOSEN)
         case ["others"]:
             table = lines(OTHERS, IN_ONE_PIECE)
         case _:

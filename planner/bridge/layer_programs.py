@@ -21,10 +21,11 @@ from torch import Tensor
 
 from planner.bridge.compiling import OutOfMemoryError
 from planner.bridge.halves import Halves, LayerFunction, halves_of, random_key
+from planner.bridge.narrowing import readers_of
 from planner.bridge.outcomes import CompiledLayer, CompiledStep
 from planner.bridge.programs import Program, compile_program, filled_between
 from planner.bridge.torchax_optimizer import step_function
-from planner.bridge.tpu_layouts import kind_of_array, num_bytes, padded_bytes
+from planner.bridge.tpu_layouts import kinds_of_arrays, num_bytes, padded_bytes
 from planner.model.optimizers import Builder
 
 Timer = Callable[[Program, Any], float]
@@ -93,7 +94,7 @@ def compile_step(parameters: Sequence[Tensor], build: Builder, device: jax.Devic
 def _layer_of(
     function: LayerFunction, halves: Halves, programs: Sequence[Program], times_us: Sequence[float]
 ) -> CompiledLayer:
-    forward = programs[0]
+    forward, readers, trained = programs[0], readers_of(function, halves), list(function.trained.values())
     read = {(residual.kind, residual.index) for residual in halves.residuals}
     outputs, created = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
     # Gradients lie like what they belong to.
@@ -123,9 +124,11 @@ def _layer_of(
         padding_bytes=sum(padded_bytes(shape) - num_bytes(shape) for shape in function.trained.values()),
         flops=forward.flops,
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
-        trained_kinds=tuple(kind_of_array(shape, padded_bytes(shape)) for shape in function.trained.values()),
-        made_kinds=tuple(map(kind_of_array, halves.made_shapes, created)),
-        output_kinds=tuple(map(kind_of_array, halves.outputs, outputs)),
+        trained_kinds=kinds_of_arrays(trained, list(map(padded_bytes, trained)), [False] * len(trained)),
+        made_kinds=kinds_of_arrays(halves.made_shapes, created, readers.made),
+        input_kinds=kinds_of_arrays(function.inputs, list(map(padded_bytes, function.inputs)), readers.received),
+        output_kinds=kinds_of_arrays(halves.outputs, outputs, readers.outputs),
+        narrow_inputs=readers.inputs,
     )
 
 

@@ -1,7 +1,7 @@
 """What the compiler says of layers and of steps of the optimizer, as it is remembered; no jax is needed to read it."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.core.values.profile import ArrayKind, BoundaryTensor, MemoryDetail, ProgramMemory
@@ -44,8 +44,12 @@ class CompiledLayer:
     """Its parameters."""
     made_kinds: tuple[ArrayKind, ...] = ()
     """What `made_bytes` are of."""
+    input_kinds: tuple[ArrayKind, ...] = ()
+    """Of each input, narrow where forward and backward read it so."""
     output_kinds: tuple[ArrayKind, ...] = ()
-    """Of each output."""
+    """Of each output, narrow where its own backward reads it so."""
+    narrow_inputs: tuple[bool, ...] = ()
+    """Whether its backward reads each input so."""
 
     def detail(self) -> MemoryDetail:
         """The record that an allocator would have given."""
@@ -63,16 +67,21 @@ class CompiledLayer:
             backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
         )
 
-    def program(self, kept: Collection[int]) -> ProgramMemory:
-        """The record of a layer within one program, which keeps these of its outputs for some backward."""
+    def program(self, kept: Mapping[int, bool], received: Sequence[int]) -> ProgramMemory:
+        """The record of a layer within one program.
+
+        Args:
+            kept: Which of its outputs are held for some backward, each with whether all of these read it narrow.
+            received: Which of its inputs come over the boundary in front of it.
+        """
         return ProgramMemory(
             carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept),
             peak_bytes=self.peak_bytes,
             narrowed_bytes=self.narrowed_bytes,
             padding_bytes=self.padding_bytes,
             trained=counted(self.trained_kinds),
-            kept=counted([*self.made_kinds, *(self.output_kinds[n] for n in sorted(kept))]),
-            sent=counted(self.output_kinds),
+            kept=counted([*self.made_kinds, *(replace(self.output_kinds[n], narrow=kept[n]) for n in sorted(kept))]),
+            received=counted(self.input_kinds[n] for n in received),
         )
 
 

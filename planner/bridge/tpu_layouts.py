@@ -25,10 +25,19 @@ def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
     return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
 
 
-def kind_of_array(shape: jax.ShapeDtypeStruct, num_padded: int) -> ArrayKind:
-    """The kind of an array that takes so many bytes where it lies."""
-    kind = f"{shape.dtype}[{','.join(map(str, shape.shape))}]"
-    return ArrayKind(kind=kind, bytes=num_padded, plain_bytes=num_bytes(shape))
+def kinds_of_arrays(
+    shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], read_by_products: Sequence[bool]
+) -> tuple[ArrayKind, ...]:
+    """The kinds of arrays that take so many bytes where they lie, each with whether nothing but products reads it."""
+    return tuple(
+        ArrayKind(
+            kind=f"{shape.dtype}[{','.join(map(str, shape.shape))}]",
+            bytes=size,
+            plain_bytes=num_bytes(shape),
+            narrow=narrow and shape.dtype == "float32",
+        )
+        for shape, size, narrow in zip(shapes, sizes, read_by_products, strict=True)
+    )
 
 
 def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ def full_layer(n: int) -> LayerProfile:
                 target_bytes=s,
                 trained=(ArrayKind(kind="float32[5,25]", bytes=600, plain_bytes=500),),
                 kept=(ArrayKind(kind=f"float32[{s},2]", bytes=16 * s, plain_bytes=8 * s, count=2),),
-                sent=(ArrayKind(kind=f"float32[{s},6]", bytes=24 * s, plain_bytes=24 * s),),
+                received=(ArrayKind(kind=f"float32[{s},6]", bytes=24 * s, plain_bytes=24 * s, narrow=True),),
             )
             for s in (1, 4)
         ),

@@ -144,8 +144,8 @@ class ProgramArrays(NamedTuple):
     trained: tuple[ArrayKind, ...]
     kept: tuple[ArrayKind, ...]
     """For backward, in loops over micro-batches."""
-    sent: tuple[ArrayKind, ...]
-    """Over the boundary behind it."""
+    received: tuple[ArrayKind, ...]
+    """Over the boundary in front of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -121,7 +121,7 @@ def _with_room(
         layers = costs.programs.arrays
         state = share_of_places([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
         kept = share_of_places([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
-        received = share_of_places([layers[first - 1].sent for first, _ in intervals[1:]])
+        received = share_of_places([layers[first].received for first, _ in intervals[1:]])
     else:
         state = 1 + _room(costs, intervals, costs.state.parameters)
         kept = 1 + _OWN_KEPT * _room(costs, keeping, costs.levels.saved)

@@ -31,14 +31,17 @@ def are_vectors(places_bytes: float, largest_bytes: float) -> bool:
 
 
 def share_of_places(stages: Sequence[Sequence[ArrayKind]]) -> float:
-    """What every device has for arrays of all stages, over what the fullest stage's take; 1 where there are none."""
+    """What every device has for arrays of all stages, over what the fullest stage's take; 1 where there are none.
+
+    In places an array that is narrow takes half; one stage's vector has the numbers of another's.
+    """
     counts = [_counted(stage) for stage in stages]
     fullest = max((_padded_bytes(count) for count in counts), default=0)
     if not fullest:
         return 1.0
     places = places_for(counts)
     if not are_vectors(_plain_bytes(places), max(map(_plain_bytes, counts))):
-        return _padded_bytes(places) / fullest
+        return sum(number * _loop_bytes(array) for array, number in places.items()) / fullest
     longest: defaultdict[str, int] = defaultdict(int)
     for count in counts:
         lengths: Counter[str] = Counter()
@@ -61,6 +64,10 @@ def _counted(stage: Sequence[ArrayKind]) -> _Counted:
 
 def _padded_bytes(counted: _Counted) -> int:
     return sum(number * array.bytes for array, number in counted.items())
+
+
+def _loop_bytes(array: ArrayKind) -> float:
+    return array.bytes / 2 if array.narrow else array.bytes
 
 
 def _plain_bytes(counted: _Counted) -> int:

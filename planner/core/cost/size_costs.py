@@ -106,7 +106,7 @@ def _programs(programs: Sequence[ProgramMemory]) -> Programs:
         return GAPS * np.array([size(program) for program in programs], dtype=float)
 
     carried = each(lambda program: program.carried_bytes)
-    arrays = tuple(ProgramArrays(program.trained, program.kept, program.sent) for program in programs)
+    arrays = tuple(ProgramArrays(program.trained, program.kept, program.received) for program in programs)
     return Programs(
         carried=carried,
         level=sums_before(carried)[:-1] + each(lambda program: program.peak_bytes),
@@ -114,7 +114,7 @@ def _programs(programs: Sequence[ProgramMemory]) -> Programs:
         narrowed_input=each(lambda program: program.narrowed_input_bytes),
         padding=each(lambda program: 2 * program.padding_bytes),
         laid_out=each(lambda program: program.laid_out_bytes),
-        arrays=arrays if all(layer.sent for layer in arrays) else (),
+        arrays=arrays if all(layer.received for layer in arrays) else (),
     )
 
 

@@ -50,6 +50,7 @@ class CrossingStorages:
         self.kept_by_reader: list[bool] = []
         self.relaying: dict[int, list[int]] = {}
         self.behind: list[set[int]] = []
+        self.received: list[list[int]] = []
         crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
         for layer, detail in enumerate(details):
             for storage in crossing:
@@ -58,6 +59,7 @@ class CrossingStorages:
                 self.kept[storage] |= tensor.kept
                 self.kept_by_reader[storage] |= tensor.kept
             received, crossing = crossing, []
+            self.received.append(received)
             for tensor in detail.outputs:
                 crossing.append(self._output(layer, tensor, received, crossing))
             self.behind.append(set(crossing))

@@ -157,6 +157,8 @@ class ArrayKind:
     plain_bytes: int
     """Of each, without padding."""
     count: int = 1
+    narrow: bool = False
+    """Whether it takes half of that in the arrays of loops: nothing but products reads it, which take 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +189,8 @@ class ProgramMemory:
     """Its parameters that are trained."""
     kept: tuple[ArrayKind, ...] = ()
     """What it adds to what is held for backward, in loops over micro-batches."""
-    sent: tuple[ArrayKind, ...] = ()
-    """What crosses the boundary behind it."""
+    received: tuple[ArrayKind, ...] = ()
+    """What crosses the boundary in front of it; of the first layer its input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ interrupted profile goes on where it was.
 """
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from planner.core.cost.storages import CrossingStorages
 from planner.core.errors import UsageError
 from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import ACCELERATORS, Accelerator
-from planner.core.values.profile import Device, LayerProfile, MemoryDetail, ProgramMemory
+from planner.core.values.profile import Device, LayerProfile, ProgramMemory
 from planner.core.values.rates import Rates, rates_of
 from planner.device.kinds import kind_of
 from planner.model.ghosts import NeedsValuesError
@@ -115,7 +115,7 @@ class CompiledBackend:
                 # What a stage's forward passes over is not part of its program.
             )
             profiles = layer_profiles(task.chain, costs)
-        kept = [_kept_outputs([profile.detail[place] for profile in profiles]) for place in range(len(records.sizes))]
+        kept = [_kept_outputs([layers[profile.digest, size] for profile in profiles]) for size in records.sizes]
         last = records.inputs[records.units[-1].digest, records.sizes[-1]]
         num_targets = sum(isinstance(target, Tensor) for target in tree_leaves(last.targets))
         return Measured(
@@ -150,7 +150,7 @@ def _with_programs(
     module: nn.Module,
     compiled: Sequence[CompiledLayer],
     *,
-    kept: Sequence[Collection[int]],
+    kept: Sequence[Mapping[int, bool]],
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
@@ -172,19 +172,29 @@ def _with_programs(
     )
 
 
-def _kept_outputs(details: Sequence[MemoryDetail]) -> list[set[int]]:
-    """Of each layer, which of its outputs are held for some layer's backward, each storage once."""
-    storages = CrossingStorages(details)
-    kept: list[set[int]] = [set() for _ in details]
-    for origin, place, is_kept in zip(storages.origin, storages.place, storages.kept, strict=True):
-        if is_kept and origin >= 0:
-            kept[origin].add(place)
-    return kept
+def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
+    """Of each layer, which of its outputs are held for some layer's backward, each storage once.
+
+    Beside it whether all that read it there do so by products alone.
+    """
+    storages = CrossingStorages([layer.detail() for layer in compiled])
+    wide = {
+        storage
+        for layer, received in zip(compiled, storages.received, strict=True)
+        for storage, kept, narrow in zip(received, layer.kept_inputs, layer.narrow_inputs, strict=False)
+        if kept and not narrow
+    }
+    found: list[dict[int, bool]] = [{} for _ in compiled]
+    for storage, (origin, place) in enumerate(zip(storages.origin, storages.place, strict=True)):
+        if storages.kept[storage] and origin >= 0:
+            found[origin][place] = compiled[origin].output_kinds[place].narrow and storage not in wide
+    return found
 
 
-def _program(layer: CompiledLayer, kept: Collection[int], *, is_first: bool, num_targets: int) -> ProgramMemory:
-    targets = layer.inputs[len(layer.inputs) - num_targets :]
-    program = replace(layer.program(kept), target_bytes=sum(targets))
+def _program(layer: CompiledLayer, kept: Mapping[int, bool], *, is_first: bool, num_targets: int) -> ProgramMemory:
+    num_received = len(layer.inputs) - num_targets
+    targets = layer.inputs[num_received:]
+    program = replace(layer.program(kept, range(num_received)), target_bytes=sum(targets))
     if not is_first:
         return program
     return replace(

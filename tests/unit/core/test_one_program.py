@@ -96,11 +96,11 @@ def test_layers_that_are_alike_take_turns_in_one_place() -> None:
 
 
 def test_shapes_tell_what_has_no_place_in_the_fullest_stage() -> None:
-    """Of two layers that differ: one square each, and a vector that the first stage lacks; and one that is sent."""
+    """Of two layers that differ: one square each, and a vector that the first stage lacks; and one that is received."""
     square = ArrayKind(kind="float32[4,4]", bytes=80, plain_bytes=64)
     vector = ArrayKind(kind="float32[4]", bytes=20, plain_bytes=16)
     first, second = (
-        replace(layer, program=(replace(layer.program[0], trained=arrays, kept=arrays, sent=(vector,)),))
+        replace(layer, program=(replace(layer.program[0], trained=arrays, kept=arrays, received=(vector,)),))
         for layer, arrays in ((FIRST, (replace(square, count=2),)), (SECOND, (square, vector)))
     )
     memory = program_memory(costs_at(chain(first, second), 1), partition("never", "never"))

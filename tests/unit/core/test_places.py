@@ -43,3 +43,11 @@ def test_half_more_than_the_largest_stage_is_not_too_much() -> None:
     """Beyond that arrays are packed into vectors."""
     assert not are_vectors(150, 100)
     assert are_vectors(151, 100)
+
+
+def test_what_only_products_read_takes_half() -> None:
+    """In places; in a vector it lies with the others."""
+    narrow = replace(SQUARE, narrow=True)
+    assert share_of_places([[narrow], [narrow]]) == 0.5
+    assert share_of_places([[narrow, VECTOR], [narrow]]) == pytest.approx((40 + 20) / 100)
+    assert share_of_places([[narrow], [LONG]]) == pytest.approx(64 / 80)
