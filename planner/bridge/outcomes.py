@@ -72,7 +72,7 @@ class CompiledLayer:
 
         Args:
             kept: Which of its outputs are held for some backward, each with whether all of these read it narrow.
-            received: Which of its inputs come over the boundary in front of it.
+            received: Bytes of its first inputs, as they come over the boundary in front of it.
         """
         return ProgramMemory(
             carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept),
@@ -81,7 +81,7 @@ class CompiledLayer:
             padding_bytes=self.padding_bytes,
             trained=counted(self.trained_kinds),
             kept=counted([*self.made_kinds, *(replace(self.output_kinds[n], narrow=kept[n]) for n in sorted(kept))]),
-            received=counted(self.input_kinds[n] for n in received),
+            received=counted(replace(kind, bytes=size) for kind, size in zip(self.input_kinds, received, strict=False)),
         )
 
 

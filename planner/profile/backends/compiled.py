@@ -115,7 +115,9 @@ class CompiledBackend:
                 # What a stage's forward passes over is not part of its program.
             )
             profiles = layer_profiles(task.chain, costs)
-        kept = [_kept_outputs([layers[profile.digest, size] for profile in profiles]) for size in records.sizes]
+        chains = [[layers[profile.digest, size] for profile in profiles] for size in records.sizes]
+        kept = list(map(_kept_outputs, chains))
+        received = [[of_size[0].inputs, *(layer.outputs for layer in of_size[:-1])] for of_size in chains]
         last = records.inputs[records.units[-1].digest, records.sizes[-1]]
         num_targets = sum(isinstance(target, Tensor) for target in tree_leaves(last.targets))
         return Measured(
@@ -127,6 +129,7 @@ class CompiledBackend:
                     task.chain.layers[n].module,
                     [layers[profile.digest, size] for size in records.sizes],
                     kept=[of_size[n] for of_size in kept],
+                    received=[of_size[n] for of_size in received],
                     is_first=n == 0,
                     num_targets=num_targets if n == len(profiles) - 1 else 0,
                 )
@@ -151,6 +154,7 @@ def _with_programs(
     compiled: Sequence[CompiledLayer],
     *,
     kept: Sequence[Mapping[int, bool]],
+    received: Sequence[Sequence[int]],
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
@@ -158,10 +162,12 @@ def _with_programs(
 
     Gradients are there from begin to end, and so is what a loop over micro-batches keeps, the outputs `kept` of each
     size among it. The program leaves running statistics alone. Inputs of the first layer are the mini-batch's; the
-    last `num_targets` are targets of the loss.
+    last `num_targets` are targets of the loss, the others come over the boundary as the tensors of so many bytes that
+    the layer in front made.
     """
     programs = [
-        _program(layer, kept[place], is_first=is_first, num_targets=num_targets) for place, layer in enumerate(compiled)
+        _program(layer, kept[place], received[place], is_first=is_first, num_targets=num_targets)
+        for place, layer in enumerate(compiled)
     ]
     return replace(
         profile,
@@ -191,10 +197,11 @@ def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
     return found
 
 
-def _program(layer: CompiledLayer, kept: Mapping[int, bool], *, is_first: bool, num_targets: int) -> ProgramMemory:
-    num_received = len(layer.inputs) - num_targets
-    targets = layer.inputs[num_received:]
-    program = replace(layer.program(kept, range(num_received)), target_bytes=sum(targets))
+def _program(
+    layer: CompiledLayer, kept: Mapping[int, bool], received: Sequence[int], *, is_first: bool, num_targets: int
+) -> ProgramMemory:
+    targets = layer.inputs[len(layer.inputs) - num_targets :]
+    program = replace(layer.program(kept, received), target_bytes=sum(targets))
     if not is_first:
         return program
     return replace(
