@@ -107,7 +107,7 @@ def _layer_of(
     carried = programs[3].temporary_bytes if len(programs) > 3 else sum(created)
     return CompiledLayer(
         inputs=tuple(map(padded_bytes, function.inputs)),
-        laid_out_bytes=sum(forward.arguments[-1 - len(function.inputs) : -1]),
+        laid_out=forward.arguments[-1 - len(function.inputs) : -1],
         kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
         outputs=outputs,
         kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),

@@ -13,8 +13,8 @@ class CompiledLayer:
 
     inputs: tuple[int, ...]
     """Per input tensor."""
-    laid_out_bytes: int
-    """Bytes of all inputs, as the layer wants them to lie."""
+    laid_out: tuple[int, ...]
+    """Bytes of each, as the layer wants it to lie."""
     kept_inputs: tuple[bool, ...]
     """Whether backward reads it."""
     outputs: tuple[int, ...]
@@ -45,9 +45,9 @@ class CompiledLayer:
     made_kinds: tuple[ArrayKind, ...] = ()
     """What `made_bytes` are of."""
     input_kinds: tuple[ArrayKind, ...] = ()
-    """Of each input, narrow where forward and backward read it so."""
+    """Of each input; what forward and backward read by products alone lies narrow in loops."""
     output_kinds: tuple[ArrayKind, ...] = ()
-    """Of each output, narrow where its own backward reads it so."""
+    """Of each output; what its own backward reads so, or not at all, lies narrow in loops."""
     narrow_inputs: tuple[bool, ...] = ()
     """Whether its backward reads each input so."""
 
@@ -67,12 +67,12 @@ class CompiledLayer:
             backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
         )
 
-    def program(self, kept: Mapping[int, bool], received: Sequence[int]) -> ProgramMemory:
+    def program(self, kept: Mapping[int, bool], received: Sequence[tuple[int, int]]) -> ProgramMemory:
         """The record of a layer within one program.
 
         Args:
             kept: Which of its outputs are held for some backward, each with whether all of these read it narrow.
-            received: Bytes of its first inputs, as they come over the boundary in front of it.
+            received: Bytes of its first inputs, as they come over the boundary in front of it, and as layers want them.
         """
         return ProgramMemory(
             carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept),
@@ -80,9 +80,19 @@ class CompiledLayer:
             narrowed_bytes=self.narrowed_bytes,
             padding_bytes=self.padding_bytes,
             trained=counted(self.trained_kinds),
-            kept=counted([*self.made_kinds, *(replace(self.output_kinds[n], narrow=kept[n]) for n in sorted(kept))]),
-            received=counted(replace(kind, bytes=size) for kind, size in zip(self.input_kinds, received, strict=False)),
+            kept=counted([*self.made_kinds, *(_kept(self.output_kinds[n], narrow=kept[n]) for n in sorted(kept))]),
+            received=counted(map(_received, self.input_kinds, received)),
         )
+
+
+def _kept(array: ArrayKind, *, narrow: bool) -> ArrayKind:
+    return array if narrow else replace(array, loop_bytes=array.bytes)
+
+
+def _received(array: ArrayKind, sizes: tuple[int, int]) -> ArrayKind:
+    sent_bytes, wanted_bytes = sizes
+    halves = 2 if array.loop_bytes < array.bytes else 1
+    return replace(array, bytes=sent_bytes, loop_bytes=wanted_bytes // halves)
 
 
 def counted(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:

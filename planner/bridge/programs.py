@@ -40,8 +40,8 @@ class Program:
 def options_for(device: jax.Device) -> dict[str, str]:
     """What the compiler is told about a whole step on devices of that kind.
 
-    A TPU's is to try several ways of placing arrays, and to take the one that needs least: of one program in 18 that
-    saved 14 %, of none it cost more than 1 % (docs/measurements/tpu-composition.md). Others do not know the option.
+    A TPU's is to try several ways of placing arrays, and to take the one that needs least: of 48 programs it saved up
+    to 14 %, and cost one 1.2 % (docs/measurements/tpu-composition.md, libtpu 0.0.52). Others do not know the option.
     """
     if device.platform != "tpu":
         return {}

@@ -34,7 +34,7 @@ def kinds_of_arrays(
             kind=f"{shape.dtype}[{','.join(map(str, shape.shape))}]",
             bytes=size,
             plain_bytes=num_bytes(shape),
-            narrow=narrow and shape.dtype == "float32",
+            loop_bytes=size // 2 if narrow and shape.dtype == "float32" else size,
         )
         for shape, size, narrow in zip(shapes, sizes, read_by_products, strict=True)
     )

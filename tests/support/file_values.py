@@ -98,9 +98,9 @@ def full_layer(n: int) -> LayerProfile:
                 narrowed_input_bytes=10 * s,
                 laid_out_bytes=32 * s,
                 target_bytes=s,
-                trained=(ArrayKind(kind="float32[5,25]", bytes=600, plain_bytes=500),),
-                kept=(ArrayKind(kind=f"float32[{s},2]", bytes=16 * s, plain_bytes=8 * s, count=2),),
-                received=(ArrayKind(kind=f"float32[{s},6]", bytes=24 * s, plain_bytes=24 * s, narrow=True),),
+                trained=(ArrayKind(kind="float32[5,25]", bytes=600, plain_bytes=500, loop_bytes=600),),
+                kept=(ArrayKind(kind=f"float32[{s},2]", bytes=16 * s, plain_bytes=8 * s, loop_bytes=16 * s, count=2),),
+                received=(ArrayKind(kind=f"float32[{s},6]", bytes=24 * s, plain_bytes=24 * s, loop_bytes=12 * s),),
             )
             for s in (1, 4)
         ),

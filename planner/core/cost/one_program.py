@@ -3,15 +3,16 @@
 Every device runs the same code on arrays of the same shapes: of everything it holds as much as the stage that has most
 of it, and the whole mini-batch, whichever stage reads it. Beside what is there from begin to end there is one of
 
-    forward     M * (I + S) + invariant + (I + S) + I + largest forward of a stage
+    forward     M * (I + S) + invariant + (I + S) + I + 1.1 * largest forward of a stage
     backward    M * (I + S) + invariant + G + (I + S) + 2 * I + 1.1 * largest backward of a stage
 
 with I what a stage receives and S what it keeps of a micro-batch, each the largest of any stage, G the gradients, and
-`invariant` what the compiler makes once before the loops. A stage is a branch of a conditional, which has arrays of its
-own for its results: what a forward keeps is made, is a result, and is put into its place among M; a backward is given
-it from there. What is received is there beside what is sent. Gradients are added to in place. Read from the compiler's
-assignment of buffers (jax 0.10.2, libtpu 0.0.52), but for the tenth of a backward, which stands for gaps between arrays
-of unlike sizes, beside those that one piece has (`planner.core.cost.size_costs.GAPS`).
+`invariant` what the compiler makes once before the loops, weights of all places in 16 bits among it. A stage is a
+branch of a conditional, which has arrays of its own for its results: what a forward keeps is made, is a result, and is
+put into its place among M; a backward is given it from there. What is received is there beside what is sent. Gradients
+are added to in place. Read from the compiler's assignment of buffers (jax 0.10.2, libtpu 0.0.52), but for the tenth on
+top, which stands for gaps between arrays of unlike sizes, beside those that one piece has
+(`planner.core.cost.size_costs.GAPS`).
 
 Arrays of shapes that no stage has all of take up to half more than the largest stage's, and stages with nothing in
 common lie in vectors without padding (`planner.core.cost.places`). Where a profile has sizes and no shapes, there is
@@ -30,16 +31,24 @@ from planner.core.cost.chain_costs import ChainCosts, FloatArray
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.memory import one_stage, stage_memory
 from planner.core.cost.moments import stage_moments
-from planner.core.cost.places import MOST_ROOM, places_for, share_of_places
+from planner.core.cost.places import MOST_ROOM, Places, places_for, shared_places
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ArrayKind
 
 _GAPS = 1.1
-"""Memory of a backward over what its layers add up to."""
+"""Memory of a forward or backward over what its layers add up to."""
+
+_TAKEN_OUT = 1 / 2
+"""The part of what is kept in vectors that is there by itself at a backward's highest moment, as found on ConvNeXt."""
+
+_WIDENED = 1 / 2
+"""A margin for what a forward makes in 16 bits, as a part of it: found on a ViT, whose program took that much more."""
 
 _OWN_KEPT = 1 / 2
 """Where shapes are not known: the part of what a layer keeps that counts as of shapes that unlike layers lack."""
+
+_NARROW: Final = ("bfloat16", "float16")
 
 _KEEPING: Final = ("never", "layers")
 """Recompute choices that keep more of a micro-batch than what a stage receives."""
@@ -77,7 +86,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         for k, (first, end) in enumerate(intervals)
     ]
     most = _with_room(costs, intervals, _ProgramParts(*map(max, zip(*stages, strict=True))), choices)
-    forward = most.input + most.kept + most.input + most.forward
+    forward = most.input + most.kept + most.input + _GAPS * most.forward
     backward = most.gradients + most.input + most.kept + 2 * most.input + _GAPS * most.backward
     gradients = most.gradients if backward > forward else 0.0
     return StageMemory.of(
@@ -87,7 +96,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         buffers=round(most.buffers),
         in_flight=round(micro_batches * (most.input + most.kept) + sum(stage.data for stage in stages)),
         transfer=round(2 * most.input),
-        working=round(most.invariant + max(forward, backward) - gradients - 2 * most.input),
+        working=round(most.copies + most.batch + max(forward, backward) - gradients - 2 * most.input),
     )
 
 
@@ -104,8 +113,10 @@ class _ProgramParts(NamedTuple):
     """Received per micro-batch."""
     kept: float
     """Per micro-batch, in the arrays of the loops."""
-    invariant: float
-    """Made before the loops: weights and the mini-batch as products take them, and padding."""
+    copies: float
+    """Made before the loops: weights as products take them, and padding."""
+    batch: float
+    """Made before the loops: the mini-batch as products take it."""
     forward: float
     """What a forward makes, and its temporaries."""
     backward: float
@@ -119,19 +130,26 @@ def _with_room(
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
     if costs.programs is not None and costs.programs.arrays:
         layers = costs.programs.arrays
-        state = share_of_places([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
-        kept = share_of_places([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
-        received = share_of_places([layers[first].received for first, _ in intervals[1:]])
+        state = shared_places([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
+        kept = shared_places([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
+        received = shared_places([layers[first].received for first, _ in intervals[1:]])
+        is_narrow = any(array.kind.startswith(_NARROW) for layer in layers for array in layer.kept)
     else:
-        state = 1 + _room(costs, intervals, costs.state.parameters)
-        kept = 1 + _OWN_KEPT * _room(costs, keeping, costs.levels.saved)
-        received = 1.0
+        state = Places(1 + _room(costs, intervals, costs.state.parameters), are_vectors=False)
+        kept = Places(1 + _OWN_KEPT * _room(costs, keeping, costs.levels.saved), are_vectors=False)
+        received, is_narrow = Places(1.0, are_vectors=False), False
+    # Out of vectors a stage takes its arrays, and its gradients are put together to one.
+    taken_out = most.parameters if state.are_vectors else 0.0
+    kept_out = _TAKEN_OUT * most.kept if kept.are_vectors else 0.0
     return most._replace(
-        parameters=state * most.parameters,
-        gradients=state * most.gradients,
-        optimizer=state * most.optimizer,
-        input=received * most.input,
-        kept=kept * most.kept,
+        parameters=state.share * most.parameters,
+        gradients=state.share * most.gradients,
+        optimizer=state.share * most.optimizer,
+        input=received.share * most.input,
+        kept=kept.share * most.kept,
+        copies=state.share * most.copies,
+        forward=most.forward + taken_out + (_WIDENED * most.kept if is_narrow else 0.0),
+        backward=most.backward + 3 * taken_out + kept_out,
     )
 
 
@@ -160,17 +178,17 @@ def _program_parts(
     keeps = recompute in _KEEPING
     nothing = np.zeros_like(s.saved)
     kept = s.saved if keeps else nothing
-    invariant = nothing
+    copies = batch = nothing
     if s.looped is not None and costs.programs is not None:
         # All of the mini-batch lies as the first layer wants it, in 16 bits where its products read it so.
         programs, stage = costs.programs, slice(first, end)
         is_narrowed = programs.narrowed_input[stage].any()
-        batch = micro_batches * programs.laid_out[stage].sum() / (2 if is_narrowed else 1)
-        invariant = nothing + programs.narrowed[stage].sum() + programs.padding[stage].sum() + batch
+        batch = nothing + micro_batches * programs.laid_out[stage].sum() / (2 if is_narrowed else 1)
+        copies = nothing + programs.narrowed[stage].sum() + programs.padding[stage].sum()
         running = kept + s.peaks.forward, s.peaks.backward if keeps else s.looped.straight
     elif s.exact:
         running = s.peaks.forward, s.peaks.backward
     else:
         running = kept + s.peaks.transient, s.saved - kept + s.peaks.transient
-    sizes = (s.parameters, s.gradients, s.optimizer, s.buffers, s.data, s.input, kept, invariant, *running)
+    sizes = (s.parameters, s.gradients, s.optimizer, s.buffers, s.data, s.input, kept, copies, batch, *running)
     return _ProgramParts(*(float(size[0, -1]) for size in sizes))

@@ -4,10 +4,10 @@ Arrays of one shape and type take turns in one place, as long as that wastes lit
 other in one vector, without padding.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Final, TypeVar
+from itertools import chain, zip_longest
+from typing import Final, NamedTuple, TypeVar
 
 from planner.core.values.profile import ArrayKind
 
@@ -30,45 +30,55 @@ def are_vectors(places_bytes: float, largest_bytes: float) -> bool:
     return places_bytes > MOST_ROOM * largest_bytes
 
 
-def share_of_places(stages: Sequence[Sequence[ArrayKind]]) -> float:
-    """What every device has for arrays of all stages, over what the fullest stage's take; 1 where there are none.
+class Places(NamedTuple):
+    """What every device has for arrays of all stages."""
 
-    In places an array that is narrow takes half; one stage's vector has the numbers of another's.
+    share: float
+    """Over what the fullest stage's take; 1 where there are none."""
+    are_vectors: bool
+
+
+def shared_places(stages: Sequence[Sequence[ArrayKind]]) -> Places:
+    """What every device has for these arrays of each stage.
+
+    In places arrays lie as in loops; one stage's vector has the numbers of another's.
     """
     counts = [_counted(stage) for stage in stages]
-    fullest = max((_padded_bytes(count) for count in counts), default=0)
+    fullest = max((sum(array.count * array.bytes for array in stage) for stage in stages), default=0)
     if not fullest:
-        return 1.0
+        return Places(1.0, are_vectors=False)
+    arrays = list(chain.from_iterable(stages))
+    plain_bytes = {array.kind: array.plain_bytes for array in arrays}
     places = places_for(counts)
-    if not are_vectors(_plain_bytes(places), max(map(_plain_bytes, counts))):
-        return sum(number * _loop_bytes(array) for array, number in places.items()) / fullest
-    longest: defaultdict[str, int] = defaultdict(int)
+    if not are_vectors(_sum(places, plain_bytes), max(_sum(count, plain_bytes) for count in counts)):
+        return Places(sum(_loop_bytes(stages, kind) for kind in places) / fullest, are_vectors=False)
+    longest: dict[str, int] = {}
     for count in counts:
-        lengths: Counter[str] = Counter()
-        for array, number in count.items():
-            lengths[array.kind.partition("[")[0]] += number * array.plain_bytes
-        for name, length in lengths.items():
-            longest[name] = max(longest[name], length)
-    return sum(longest.values()) / fullest
+        for dtype in {_dtype(kind) for kind in count}:
+            length = _sum({kind: n for kind, n in count.items() if _dtype(kind) == dtype}, plain_bytes)
+            longest[dtype] = max(longest.get(dtype, 0), length)
+    return Places(sum(longest.values()) / fullest, are_vectors=True)
 
 
-_Counted = Counter[ArrayKind]
+def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
+    """Of all places of a kind; the widest arrays of each stage take turns in one, and so on."""
+    widths = (
+        sorted((a.loop_bytes for a in stage if a.kind == kind for _ in range(a.count)), reverse=True)
+        for stage in stages
+    )
+    return sum(map(max, zip_longest(*widths, fillvalue=0)))
 
 
-def _counted(stage: Sequence[ArrayKind]) -> _Counted:
-    counted: _Counted = Counter()
+def _counted(stage: Sequence[ArrayKind]) -> Counter[str]:
+    counted: Counter[str] = Counter()
     for array in stage:
-        counted[replace(array, count=1)] += array.count
+        counted[array.kind] += array.count
     return counted
 
 
-def _padded_bytes(counted: _Counted) -> int:
-    return sum(number * array.bytes for array, number in counted.items())
+def _sum(counted: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    return sum(number * sizes[kind] for kind, number in counted.items())
 
 
-def _loop_bytes(array: ArrayKind) -> float:
-    return array.bytes / 2 if array.narrow else array.bytes
-
-
-def _plain_bytes(counted: _Counted) -> int:
-    return sum(number * array.plain_bytes for array, number in counted.items())
+def _dtype(kind: str) -> str:
+    return kind.partition("[")[0]

@@ -156,9 +156,10 @@ class ArrayKind:
     """Of each, padding included."""
     plain_bytes: int
     """Of each, without padding."""
+    loop_bytes: int
+    """Of each in the arrays of loops: half where nothing but products reads it, which take 16 bits; and as that which
+    reads it wants it to lie."""
     count: int = 1
-    narrow: bool = False
-    """Whether it takes half of that in the arrays of loops: nothing but products reads it, which take 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,7 @@ class CompiledBackend:
             profiles = layer_profiles(task.chain, costs)
         chains = [[layers[profile.digest, size] for profile in profiles] for size in records.sizes]
         kept = list(map(_kept_outputs, chains))
-        received = [[of_size[0].inputs, *(layer.outputs for layer in of_size[:-1])] for of_size in chains]
+        received = list(map(_received, chains))
         last = records.inputs[records.units[-1].digest, records.sizes[-1]]
         num_targets = sum(isinstance(target, Tensor) for target in tree_leaves(last.targets))
         return Measured(
@@ -154,7 +154,7 @@ def _with_programs(
     compiled: Sequence[CompiledLayer],
     *,
     kept: Sequence[Mapping[int, bool]],
-    received: Sequence[Sequence[int]],
+    received: Sequence[Sequence[tuple[int, int]]],
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
@@ -162,8 +162,8 @@ def _with_programs(
 
     Gradients are there from begin to end, and so is what a loop over micro-batches keeps, the outputs `kept` of each
     size among it. The program leaves running statistics alone. Inputs of the first layer are the mini-batch's; the
-    last `num_targets` are targets of the loss, the others come over the boundary as the tensors of so many bytes that
-    the layer in front made.
+    last `num_targets` are targets of the loss, the others come over the boundary, of so many bytes as they are sent and
+    as they are wanted.
     """
     programs = [
         _program(layer, kept[place], received[place], is_first=is_first, num_targets=num_targets)
@@ -193,12 +193,31 @@ def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
     found: list[dict[int, bool]] = [{} for _ in compiled]
     for storage, (origin, place) in enumerate(zip(storages.origin, storages.place, strict=True)):
         if storages.kept[storage] and origin >= 0:
-            found[origin][place] = compiled[origin].output_kinds[place].narrow and storage not in wide
+            array = compiled[origin].output_kinds[place]
+            found[origin][place] = array.loop_bytes < array.bytes and storage not in wide
     return found
 
 
+def _received(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
+    """What each layer receives: bytes of each tensor as it is sent, and at most as a layer behind wants it to lie."""
+    wanted: list[Sequence[int]] = [compiled[-1].laid_out]
+    for layer in reversed(compiled[:-1]):
+        sizes = list(layer.laid_out)
+        for place, origin in enumerate(layer.aliases):
+            if origin >= 0:
+                sizes[origin] = max(sizes[origin], wanted[-1][place])
+        wanted.append(sizes)
+    sent = [compiled[0].inputs, *(layer.outputs for layer in compiled[:-1])]
+    return [list(zip(*sizes, strict=False)) for sizes in zip(sent, reversed(wanted), strict=True)]
+
+
 def _program(
-    layer: CompiledLayer, kept: Mapping[int, bool], received: Sequence[int], *, is_first: bool, num_targets: int
+    layer: CompiledLayer,
+    kept: Mapping[int, bool],
+    received: Sequence[tuple[int, int]],
+    *,
+    is_first: bool,
+    num_targets: int,
 ) -> ProgramMemory:
     targets = layer.inputs[len(layer.inputs) - num_targets :]
     program = replace(layer.program(kept, received), target_bytes=sum(targets))
@@ -208,7 +227,7 @@ def _program(
         program,
         input_bytes=sum(layer.inputs[: len(layer.inputs) - len(targets)]),
         narrowed_input_bytes=layer.narrowed_inputs_bytes,
-        laid_out_bytes=layer.laid_out_bytes,
+        laid_out_bytes=sum(layer.laid_out),
     )
 
 

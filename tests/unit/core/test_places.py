@@ -4,13 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.cost.places import are_vectors, places_for, share_of_places
+from planner.core.cost.places import are_vectors, places_for, shared_places
 from planner.core.values.profile import ArrayKind
 
-SQUARE = ArrayKind(kind="float32[4,4]", bytes=80, plain_bytes=64)
-VECTOR = ArrayKind(kind="float32[4]", bytes=20, plain_bytes=16)
-LONG = ArrayKind(kind="float32[15]", bytes=60, plain_bytes=60)
-NUMBERS = ArrayKind(kind="int32[4]", bytes=20, plain_bytes=16)
+
+def array(kind: str, num_bytes: int, plain_bytes: int) -> ArrayKind:
+    """In loops it lies as elsewhere."""
+    return ArrayKind(kind=kind, bytes=num_bytes, plain_bytes=plain_bytes, loop_bytes=num_bytes)
+
+
+SQUARE, VECTOR = array("float32[4,4]", 80, 64), array("float32[4]", 20, 16)
+LONG, NUMBERS = array("float32[15]", 60, 60), array("int32[4]", 20, 16)
 
 
 def test_there_are_as_many_places_of_a_kind_as_some_stage_has_arrays() -> None:
@@ -36,7 +40,7 @@ def test_there_are_as_many_places_of_a_kind_as_some_stage_has_arrays() -> None:
 )
 def test_what_every_device_has_for_arrays_of_all_stages(stages: list[list[ArrayKind]], share: float) -> None:
     """Over what the fullest stage's arrays take, with their padding."""
-    assert share_of_places(stages) == pytest.approx(share)
+    assert shared_places(stages).share == pytest.approx(share)
 
 
 def test_half_more_than_the_largest_stage_is_not_too_much() -> None:
@@ -45,9 +49,16 @@ def test_half_more_than_the_largest_stage_is_not_too_much() -> None:
     assert are_vectors(151, 100)
 
 
-def test_what_only_products_read_takes_half() -> None:
-    """In places; in a vector it lies with the others."""
-    narrow = replace(SQUARE, narrow=True)
-    assert share_of_places([[narrow], [narrow]]) == 0.5
-    assert share_of_places([[narrow, VECTOR], [narrow]]) == pytest.approx((40 + 20) / 100)
-    assert share_of_places([[narrow], [LONG]]) == pytest.approx(64 / 80)
+def test_in_places_arrays_lie_as_in_loops() -> None:
+    """What only products read takes half there; in a vector it lies with the others."""
+    narrow = replace(SQUARE, loop_bytes=40)
+    assert shared_places([[narrow], [narrow]]) == (0.5, False)
+    assert shared_places([[narrow, VECTOR], [narrow]]) == (pytest.approx((40 + 20) / 100), False)
+    assert shared_places([[narrow], [LONG]]) == (pytest.approx(64 / 80), True)
+
+
+def test_wide_arrays_of_stages_take_turns_and_narrow_ones_do() -> None:
+    """Of two squares in each stage one is narrow; where a stage has one more that is wide, another place is."""
+    narrow = replace(SQUARE, loop_bytes=40)
+    assert shared_places([[SQUARE, narrow], [narrow, SQUARE]]).share == (80 + 40) / 160
+    assert shared_places([[SQUARE, narrow], [replace(SQUARE, count=2)]]).share == 1.0

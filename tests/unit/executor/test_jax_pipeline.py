@@ -306,7 +306,9 @@ def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
     assert sorted(s.shape for s in alike.shapes) == [(4,), (4, 4), (4, 4)]
     unlike = Packing([shapes((4, 4)), shapes((2, 5)), shapes((3, 3), (1,))])
     assert [s.shape for s in unlike.shapes] == [(16,)]
-    for packing, stages in ((alike, 2), (unlike, 3)):
+    in_rows = Packing([shapes((40, 30)), shapes((30, 40)), shapes((1100,))], in_rows=True)
+    assert [s.shape for s in in_rows.shapes] == [(16, 128)]
+    for packing, stages in ((alike, 2), (unlike, 3), (in_rows, 3)):
         for k in range(stages):
             own = [np.full(s.shape, n + 1, s.dtype) for n, s in enumerate(packing._stages[k])]
             back = packing.unpack(k, packing.pack(k, own, np))
