@@ -56,7 +56,7 @@ def readers_of(function: LayerFunction, halves: Halves) -> Readers:
 
 
 def read_by_products(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | None = None) -> list[bool]:
-    """Of each argument, whether nothing but products reads it.
+    """Whether nothing but products reads each argument.
 
     Args:
         jaxpr: The function.
@@ -76,7 +76,7 @@ def read_by_products(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | Non
 
 
 def _read_in(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """Of each argument of an equation, whether nothing but products reads it there, and behind it."""
+    """Whether nothing but products reads each argument of an equation, there and behind it."""
     name, num = eqn.primitive.name, len(eqn.invars)
     if name in _PRODUCTS:
         return [_takes_16_bits(eqn)] * num

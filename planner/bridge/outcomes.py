@@ -41,13 +41,13 @@ class CompiledLayer:
     narrowed_inputs_bytes: int = 0
     """Bytes of inputs as products take them."""
     trained_kinds: tuple[ArrayKind, ...] = ()
-    """Its parameters."""
+    """Parameters that are trained."""
     made_kinds: tuple[ArrayKind, ...] = ()
-    """What `made_bytes` are of."""
+    """Arrays that `made_bytes` are of."""
     input_kinds: tuple[ArrayKind, ...] = ()
-    """Of each input; what forward and backward read by products alone lies narrow in loops."""
+    """Inputs one by one; what forward and backward read by products alone lies narrow in loops."""
     output_kinds: tuple[ArrayKind, ...] = ()
-    """Of each output; what its own backward reads so, or not at all, lies narrow in loops."""
+    """Outputs one by one; what the layer's own backward reads so, or not at all, lies narrow in loops."""
     narrow_inputs: tuple[bool, ...] = ()
     """Whether its backward reads each input so."""
 

@@ -34,7 +34,7 @@ class Places(NamedTuple):
     """What every device has for arrays of all stages."""
 
     share: float
-    """Over what the fullest stage's take; 1 where there are none."""
+    """What they take over what the fullest stage's arrays do; 1 where there are none."""
     are_vectors: bool
 
 
@@ -61,7 +61,7 @@ def shared_places(stages: Sequence[Sequence[ArrayKind]]) -> Places:
 
 
 def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
-    """Of all places of a kind; the widest arrays of each stage take turns in one, and so on."""
+    """Bytes of all places of a kind; the widest arrays of each stage take turns in one, and so on."""
     widths = (
         sorted((a.loop_bytes for a in stage if a.kind == kind for _ in range(a.count)), reverse=True)
         for stage in stages

@@ -153,11 +153,11 @@ class ArrayKind:
     kind: str
     """Type and shape: `float32[8,64,256]`."""
     bytes: int
-    """Of each, padding included."""
+    """Size of one, padding included."""
     plain_bytes: int
-    """Of each, without padding."""
+    """Size without padding."""
     loop_bytes: int
-    """Of each in the arrays of loops: half where nothing but products reads it, which take 16 bits; and as that which
+    """Size in the arrays of loops: half where nothing but products reads it, which take 16 bits; and as that which
     reads it wants it to lie."""
     count: int = 1
 

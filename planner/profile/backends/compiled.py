@@ -179,7 +179,7 @@ def _with_programs(
 
 
 def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
-    """Of each layer, which of its outputs are held for some layer's backward, each storage once.
+    """Which outputs of each layer are held for some layer's backward, each storage once.
 
     Beside it whether all that read it there do so by products alone.
     """

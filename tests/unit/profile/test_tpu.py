@@ -183,13 +183,12 @@ def test_memory_of_a_program_of_several_stages_is_predicted(composed: tuple[Load
 
 def test_what_lies_in_places_is_recorded_with_its_shape(composed: tuple[LoadedModel, Profile]) -> None:
     """Parameters, what is kept, and what crosses a boundary add up to what the layer says in bytes."""
-    loaded, profile = composed
-    modules = dict(loaded.build().named_modules())
-    for layer in profile.layers:
+    for layer in composed[1].layers:
         (program,) = layer.program
         assert sum(array.count * array.plain_bytes for array in program.trained) == layer.parameter_bytes
         assert sum(array.count * array.bytes for array in program.kept) == layer.saved_bytes[0]
-        assert all(array.narrow for array in program.received) == isinstance(modules[layer.name], nn.Linear)
+        # What a residual connection adds, too, is not narrow.
+        assert [(array.plain_bytes, array.loop_bytes) for array in program.received] == [(256 * 256 * 4,) * 2]
 
 
 def test_half_the_precision_is_half_the_memory() -> None:
