@@ -11,9 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from planner.core.errors import ModelError
 
@@ -137,8 +135,17 @@ def _remembered(kind: type[_Found], path: Path | None) -> _Found | None:
         return None
     # Whatever is wrong with the file, it can be compiled again.
     with suppress(OSError, ValueError, TypeError):
-        return TypeAdapter(kind).validate_json(path.read_text(encoding="utf-8"))
+        kinds, values = get_type_hints(kind), json.loads(path.read_text(encoding="utf-8"))
+        return kind(**{name: _restored(kinds[name], value) for name, value in values.items()})
     return None
+
+
+def _restored(kind: Any, value: Any) -> Any:
+    """A number, or a tuple of numbers or of dataclasses, from what JSON has for it."""
+    if not isinstance(value, list):
+        return value
+    make: Any = get_args(kind)[0]
+    return tuple(make(**each) if isinstance(each, dict) else each for each in value)
 
 
 def _remember(path: Path | None, outcome: Any) -> None:
