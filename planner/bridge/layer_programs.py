@@ -95,6 +95,7 @@ def _layer_of(
     function: LayerFunction, halves: Halves, programs: Sequence[Program], times_us: Sequence[float]
 ) -> CompiledLayer:
     forward, readers, trained = programs[0], readers_of(function, halves), list(function.trained.values())
+    inputs = tuple(map(padded_bytes, function.inputs))
     read = {(residual.kind, residual.index) for residual in halves.residuals}
     outputs, created = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
     # Gradients lie like what they belong to.
@@ -106,7 +107,7 @@ def _layer_of(
     )
     carried = programs[3].temporary_bytes if len(programs) > 3 else sum(created)
     return CompiledLayer(
-        inputs=tuple(map(padded_bytes, function.inputs)),
+        inputs=inputs,
         laid_out=forward.arguments[-1 - len(function.inputs) : -1],
         kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
         outputs=outputs,
@@ -126,7 +127,7 @@ def _layer_of(
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
         trained_kinds=kinds_of_arrays(trained, list(map(padded_bytes, trained)), [False] * len(trained)),
         made_kinds=kinds_of_arrays(halves.made_shapes, created, readers.made),
-        input_kinds=kinds_of_arrays(function.inputs, list(map(padded_bytes, function.inputs)), readers.received),
+        input_kinds=kinds_of_arrays(function.inputs, inputs, readers.received),
         output_kinds=kinds_of_arrays(halves.outputs, outputs, readers.outputs),
         narrow_inputs=readers.inputs,
     )

@@ -38,17 +38,17 @@ class CompiledLayer:
     """Bytes that the parameters that are trained take more than they have."""
     flops: float
     """Operations of the forward."""
-    narrowed_inputs_bytes: int = 0
+    narrowed_inputs_bytes: int
     """Bytes of inputs as products take them."""
-    trained_kinds: tuple[ArrayKind, ...] = ()
+    trained_kinds: tuple[ArrayKind, ...]
     """Parameters that are trained."""
-    made_kinds: tuple[ArrayKind, ...] = ()
+    made_kinds: tuple[ArrayKind, ...]
     """Arrays that `made_bytes` are of."""
-    input_kinds: tuple[ArrayKind, ...] = ()
+    input_kinds: tuple[ArrayKind, ...]
     """Inputs one by one; what forward and backward read by products alone lies narrow in loops."""
-    output_kinds: tuple[ArrayKind, ...] = ()
+    output_kinds: tuple[ArrayKind, ...]
     """Outputs one by one; what the layer's own backward reads so, or not at all, lies narrow in loops."""
-    narrow_inputs: tuple[bool, ...] = ()
+    narrow_inputs: tuple[bool, ...]
     """Whether its backward reads each input so."""
 
     def detail(self) -> MemoryDetail:

@@ -1,9 +1,9 @@
 """One pass of layers that are neighbours: all their forwards, then all their backwards, each of them timed.
 
 So a layer finds caches, and the memory that others have let go of, much as it finds them within a stage. Timed forward
-and backward by turns, the forwards of a small U-Net took 12 % longer than in the model, those of an MLP twice as long.
-What timing each by itself adds is known from a layer that does nothing and is timed among them: of the backward of 10
-us that a ReLU has, starting autograd's engine would be the larger part.
+and backward by turns, the forwards of a small U-Net took a fifth longer than in the model, those of an MLP twice as
+long. What timing each by itself adds is known from a layer that does nothing and is timed among them: of the backward
+of 10 us that a ReLU has, starting autograd's engine would be the larger part.
 """
 
 import gc

@@ -101,7 +101,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
 
 
 class _ProgramParts(NamedTuple):
-    """What a stage brings into a program that several stages share , in bytes."""
+    """What a stage brings into a program that several stages share, in bytes."""
 
     parameters: float
     gradients: float

@@ -112,7 +112,6 @@ class CompiledBackend:
                     key: Times(forward_us=layers[key].forward_us, backward_us=layers[key].backward_us, spread=0.0)
                     for key in records.inputs
                 },
-                # What a stage's forward passes over is not part of its program.
             )
             profiles = layer_profiles(task.chain, costs)
         chains = [[layers[profile.digest, size] for profile in profiles] for size in records.sizes]

@@ -200,6 +200,16 @@ def test_eight_stages() -> None:
     agrees(loaded, balance_of(loaded, (1, 1, 1, 1, 1, 1, 1, 2), 4))
 
 
+def of_width_8(model: nn.Module) -> LoadedModel:
+    """A model from (b, 8) to (b, 8)."""
+    return model_of(
+        model,
+        example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer="sgd",
+    )
+
+
 class Added(nn.Module):
     """Residuals in the model's own forward."""
 
@@ -219,12 +229,7 @@ class Added(nn.Module):
 def test_sums_between_modules_cross_the_cuts() -> None:
     """Of a model that is no Sequential, as in torch's stages."""
     torch.manual_seed(0)
-    loaded = model_of(
-        Added(),
-        example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
-        loss_fn=nn.functional.mse_loss,
-        optimizer="sgd",
-    )
+    loaded = of_width_8(Added())
     chain = loaded.chain(loaded.build())
     assert chain.outline is not None
     assert [len(values) for values in chain.outline.crossings] == [1, 1, 1]
@@ -264,12 +269,7 @@ class Rotated(nn.Module):
 def test_a_module_that_asks_for_a_device_runs_in_every_stage() -> None:
     """In a later stage what it is given does not exist there: its device was the host's, and Llama could not run."""
     torch.manual_seed(0)
-    loaded = model_of(
-        Rotated(),
-        example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
-        loss_fn=nn.functional.mse_loss,
-        optimizer="sgd",
-    )
+    loaded = of_width_8(Rotated())
     agrees(loaded, balance_of(loaded, (1, 1, 1), 2, names=loaded.chain(loaded.build()).names))
 
 
