@@ -57,7 +57,7 @@ def badges() -> dict[str, str]:
 
 
 def _versions(requirement: str) -> str:
-    """`3.11 to 3.13` of `>=3.11,<3.14`."""
+    """`3.11 to 3.14` of `>=3.11,<3.15`."""
     low, end = re.findall(r"\d+\.(\d+)", requirement)
     major = requirement.split(".", maxsplit=1)[0].rpartition("=")[2]
     return f"{major}.{low} to {major}.{int(end) - 1}"
