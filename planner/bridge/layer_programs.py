@@ -25,7 +25,7 @@ from planner.bridge.narrowing import readers_of
 from planner.bridge.outcomes import CompiledLayer, CompiledStep
 from planner.bridge.programs import Program, compile_program, filled_between
 from planner.bridge.torchax_optimizer import step_function
-from planner.bridge.tpu_layouts import kinds_of_arrays, num_bytes, padded_bytes
+from planner.bridge.tpu_layouts import kinds_in_loops, kinds_of_arrays, loop_shape, num_bytes, padded_bytes
 from planner.model.optimizers import Builder
 
 Timer = Callable[[Program, Any], float]
@@ -96,8 +96,14 @@ def _layer_of(
 ) -> CompiledLayer:
     forward, readers, trained = programs[0], readers_of(function, halves), list(function.trained.values())
     inputs = tuple(map(padded_bytes, function.inputs))
+    laid_out = forward.arguments[-1 - len(function.inputs) : -1]
     read = {(residual.kind, residual.index) for residual in halves.residuals}
     outputs, created = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
+    read_backward = [
+        *zip(halves.made_shapes, created, strict=True),
+        *(pair for n, pair in enumerate(zip(function.inputs, laid_out, strict=True)) if ("input", n) in read),
+        *(pair for n, pair in enumerate(zip(halves.outputs, outputs, strict=True)) if ("output", n) in read),
+    ]
     # Gradients lie like what they belong to.
     pulled = sum(outputs[n] for n in halves.differentiable)
     backward_bytes, peak_bytes = (
@@ -108,12 +114,16 @@ def _layer_of(
     carried = programs[3].temporary_bytes if len(programs) > 3 else sum(created)
     return CompiledLayer(
         inputs=inputs,
-        laid_out=forward.arguments[-1 - len(function.inputs) : -1],
+        laid_out=laid_out,
+        wanted=tuple(
+            size if loop_shape(shape) is shape else num_bytes(loop_shape(shape))
+            for shape, size in zip(function.inputs, laid_out, strict=True)
+        ),
         kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
         outputs=outputs,
         kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),
         aliases=tuple(halves.passed),
-        made_bytes=sum(created),
+        reshaped_bytes=sum(size for shape, size in read_backward if loop_shape(shape) is not shape),
         forward_us=times_us[0],
         backward_us=times_us[1] if len(times_us) > 1 else 0.0,
         forward_temporary_bytes=forward.temporary_bytes,
@@ -125,10 +135,10 @@ def _layer_of(
         padding_bytes=sum(padded_bytes(shape) - num_bytes(shape) for shape in function.trained.values()),
         flops=forward.flops,
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
-        trained_kinds=kinds_of_arrays(trained, list(map(padded_bytes, trained)), [False] * len(trained)),
-        made_kinds=kinds_of_arrays(halves.made_shapes, created, readers.made),
-        input_kinds=kinds_of_arrays(function.inputs, inputs, readers.received),
-        output_kinds=kinds_of_arrays(halves.outputs, outputs, readers.outputs),
+        trained_kinds=kinds_of_arrays(trained, list(map(padded_bytes, trained))),
+        made_kinds=kinds_in_loops(halves.made_shapes, created, readers.made),
+        input_kinds=kinds_in_loops(function.inputs, inputs, readers.received),
+        output_kinds=kinds_in_loops(halves.outputs, outputs, readers.outputs),
         narrow_inputs=readers.inputs,
     )
 

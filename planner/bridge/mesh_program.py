@@ -33,12 +33,12 @@ class MeshProgram:
     def __init__(self, stages: Sequence[Stage], devices: Sequence[jax.Device], micro_batches: int) -> None:
         self.stages, self.micro_batches, self.num_stages = stages, micro_batches, len(stages)
         self.mesh = jax.sharding.Mesh(list(devices), ("stage",))
-        self.trained = Packing([list(stage.trained.values()) for stage in stages], in_rows=True)
-        self.fixed = Packing([list(stage.fixed.values()) for stage in stages], in_rows=True)
-        self.kept = Packing([stage.kept for stage in stages])
+        self.trained = Packing([list(stage.trained.values()) for stage in stages])
+        self.fixed = Packing([list(stage.fixed.values()) for stage in stages])
+        self.kept = Packing([stage.kept for stage in stages], in_loops=True)
         # The first stage reads the mini-batch itself, and what the last returns is the loss.
-        self.edges = Packing([[], *(stage.inputs for stage in stages[1:])])
-        self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])])
+        self.edges = Packing([[], *(stage.inputs for stage in stages[1:])], in_loops=True)
+        self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])], in_loops=True)
 
     def placed(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Array]:
         """Every stage's numpy arrays, packed, on its device: each array with the stage in front."""

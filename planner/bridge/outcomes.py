@@ -15,14 +15,16 @@ class CompiledLayer:
     """Per input tensor."""
     laid_out: tuple[int, ...]
     """Bytes of each, as the layer wants it to lie."""
+    wanted: tuple[int, ...]
+    """The same, in loops."""
     kept_inputs: tuple[bool, ...]
     """Whether backward reads it."""
     outputs: tuple[int, ...]
     kept_outputs: tuple[bool, ...]
     aliases: tuple[int, ...]
     """Per output: which input it is as it came, or -1."""
-    made_bytes: int
-    """Kept for backward, and neither input nor output nor parameter."""
+    reshaped_bytes: int
+    """What backward reads, parameters left out, of what lies in another shape in loops: as the layer has it."""
     forward_us: float
     backward_us: float
     forward_temporary_bytes: int
@@ -43,7 +45,7 @@ class CompiledLayer:
     trained_kinds: tuple[ArrayKind, ...]
     """Parameters that are trained."""
     made_kinds: tuple[ArrayKind, ...]
-    """Arrays that `made_bytes` are of."""
+    """Arrays kept for backward, neither input nor output nor parameter, as loops hold them."""
     input_kinds: tuple[ArrayKind, ...]
     """Inputs one by one; what forward and backward read by products alone lies narrow in loops."""
     output_kinds: tuple[ArrayKind, ...]
@@ -53,18 +55,21 @@ class CompiledLayer:
 
     def detail(self) -> MemoryDetail:
         """The record that an allocator would have given."""
-        tensors = zip(self.outputs, self.kept_outputs, self.aliases, strict=True)
-        outputs = tuple(BoundaryTensor(bytes=size, kept=kept, alias=alias) for size, kept, alias in tensors)
-        created_bytes = sum(size for size, alias in zip(self.outputs, self.aliases, strict=True) if alias < 0)
-        inputs = zip(self.inputs, self.kept_inputs, strict=True)
+        tensors = zip(self.output_kinds, self.kept_outputs, self.aliases, strict=True)
+        outputs = tuple(BoundaryTensor(bytes=array.bytes, kept=kept, alias=alias) for array, kept, alias in tensors)
+        created_bytes = sum(tensor.bytes for tensor in outputs if tensor.alias < 0)
+        inputs = zip(self.input_kinds, self.kept_inputs, strict=True)
+        made_bytes = sum(array.bytes for array in self.made_kinds)
+        forward_bytes = self.forward_temporary_bytes + made_bytes + created_bytes
+        backward_bytes = self.backward_temporary_bytes + made_bytes + self.reshaped_bytes
         return MemoryDetail(
-            internal_bytes=self.made_bytes,
-            inputs=tuple(BoundaryTensor(bytes=size, kept=kept) for size, kept in inputs),
+            internal_bytes=made_bytes,
+            inputs=tuple(BoundaryTensor(bytes=array.bytes, kept=kept) for array, kept in inputs),
             outputs=outputs,
-            forward_peak_bytes=self.forward_temporary_bytes + self.made_bytes + created_bytes,
-            no_grad_peak_bytes=self.forward_temporary_bytes + self.made_bytes + created_bytes,
-            first_backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
-            backward_peak_bytes=self.backward_temporary_bytes + self.made_bytes,
+            forward_peak_bytes=forward_bytes,
+            no_grad_peak_bytes=forward_bytes,
+            first_backward_peak_bytes=backward_bytes,
+            backward_peak_bytes=backward_bytes,
         )
 
     def program(self, kept: Mapping[int, bool], received: Sequence[tuple[int, int]]) -> ProgramMemory:
@@ -79,6 +84,7 @@ class CompiledLayer:
             peak_bytes=self.peak_bytes,
             narrowed_bytes=self.narrowed_bytes,
             padding_bytes=self.padding_bytes,
+            reshaped_bytes=self.reshaped_bytes,
             trained=counted(self.trained_kinds),
             kept=counted([*self.made_kinds, *(_kept(self.output_kinds[n], narrow=kept[n]) for n in sorted(kept))]),
             received=counted(map(_received, self.input_kinds, received)),

@@ -12,6 +12,9 @@ from planner.core.values.profile import ArrayKind
 _TILE = (8, 128)
 """Rows and columns that a TPU's memory comes in."""
 
+_WORTH, _WORTH_OF_32_BITS = 1.25, 2
+"""How many times its bytes in rows an array must take to lie in rows in loops. Of 32 bits only half may be kept."""
+
 
 def num_bytes(shape: jax.ShapeDtypeStruct) -> int:
     """Bytes of an array, without padding."""
@@ -25,19 +28,47 @@ def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
     return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
 
 
-def kinds_of_arrays(
+def in_rows(length: int) -> tuple[int, int]:
+    """The shape of at least so many numbers in rows of a TPU's memory, no tile of which is left half empty."""
+    rows, columns = _TILE
+    return -(-length // (rows * columns)) * rows, columns
+
+
+def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """An array as loops over micro-batches hold it: in its own shape, or in rows where that leaves much less empty.
+
+    Images with few channels and columns take several times their bytes in any order of their axes.
+    """
+    rows = jax.ShapeDtypeStruct(in_rows(math.prod(shape.shape)), shape.dtype)
+    worth = _WORTH_OF_32_BITS if shape.dtype == "float32" else _WORTH
+    return rows if padded_bytes(shape) >= worth * num_bytes(rows) else shape
+
+
+def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]) -> tuple[ArrayKind, ...]:
+    """The kinds of arrays that take so many bytes where they lie."""
+    return tuple(_kind_of_array(shape, size, size) for shape, size in zip(shapes, sizes, strict=True))
+
+
+def kinds_in_loops(
     shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], read_by_products: Sequence[bool]
 ) -> tuple[ArrayKind, ...]:
-    """The kinds of arrays that take so many bytes where they lie, each with whether nothing but products reads it."""
-    return tuple(
-        ArrayKind(
-            kind=f"{shape.dtype}[{','.join(map(str, shape.shape))}]",
-            bytes=size,
-            plain_bytes=num_bytes(shape),
-            loop_bytes=size // 2 if narrow and shape.dtype == "float32" else size,
-        )
-        for shape, size, narrow in zip(shapes, sizes, read_by_products, strict=True)
-    )
+    """The same of arrays that loops hold (`loop_shape`), so large in their own shapes.
+
+    In these, what nothing but products reads takes half.
+    """
+    kinds = []
+    for shape, size, narrow in zip(shapes, sizes, read_by_products, strict=True):
+        held = loop_shape(shape)
+        if held is shape:
+            kinds.append(_kind_of_array(shape, size, size // 2 if narrow and shape.dtype == "float32" else size))
+        else:
+            kinds.append(_kind_of_array(held, num_bytes(held), num_bytes(held)))
+    return tuple(kinds)
+
+
+def _kind_of_array(shape: jax.ShapeDtypeStruct, size: int, loop_bytes: int) -> ArrayKind:
+    kind = f"{shape.dtype}[{','.join(map(str, shape.shape))}]"
+    return ArrayKind(kind=kind, bytes=size, plain_bytes=num_bytes(shape), loop_bytes=loop_bytes)
 
 
 def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:

@@ -145,6 +145,7 @@ def with_programs(profile: Profile, seed: int) -> Profile:
                 peak_bytes=rng.randrange(200 * size),
                 narrowed_bytes=rng.randrange(50),
                 padding_bytes=rng.randrange(10),
+                reshaped_bytes=rng.choice([0, rng.randrange(40 * size)]),
             )
             for size in profile.micro_batch_sizes
         )

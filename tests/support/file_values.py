@@ -94,6 +94,7 @@ def full_layer(n: int) -> LayerProfile:
                 peak_bytes=70 * s,
                 narrowed_bytes=500,
                 padding_bytes=24,
+                reshaped_bytes=12 * s,
                 input_bytes=20 * s,
                 narrowed_input_bytes=10 * s,
                 laid_out_bytes=32 * s,

@@ -347,6 +347,7 @@ class _Stages:
             return
         self.narrowed = sums(costs.programs.narrowed) + self.micro_batches * sums(costs.programs.narrowed_input)
         self.padding = sums(costs.programs.padding) + sums(costs.programs.laid_out)
+        self.waiting = sums(costs.programs.waiting)
         self.forward, self.backward = highest(costs.levels.forward[columns]), highest(costs.levels.backward[columns])
         carried_before = np.concatenate([[0.0], np.cumsum(costs.programs.carried)])[firsts][:, None]
         self.program = highest(costs.programs.level[columns]) - carried_before
@@ -565,9 +566,9 @@ def _one_program(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_
     """What a stage takes that is compiled as one program, gradients and copies of weights there from begin to end.
 
     A loop over micro-batches has an array with a place for each of them for everything that is kept. Its forward makes
-    what one of them keeps before it puts that into its place, so there is one more of it. A micro-batch that is alone,
-    or is computed again, is no loop's business: forward and backward are one piece, in which the compiler keeps what it
-    likes and lets go of it as the backward goes.
+    what one of them keeps before it puts that into its place, so there is one more of it, in its own shape. A
+    micro-batch that is alone, or is computed again, is no loop's business: forward and backward are one piece, in which
+    the compiler keeps what it likes and lets go of it as the backward goes.
     """
     full, edges = s.input + s.saved, s.input + s.output
     looped = s.padding + (s.narrowed if in_flight > 1 else 0.0)
@@ -577,7 +578,7 @@ def _one_program(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_
     elif in_flight == 1 and not s.layers_again:
         yield s.backward_moment(s.input, s.program + looped, s.input_gradient)
     else:
-        copied = s.saved if in_flight > 1 else np.zeros_like(full)
+        copied = s.saved + s.waiting if in_flight > 1 else np.zeros_like(full)
         # Not all of it waits to be put away, so that copies of weights find room.
         yield s.forward_moment(s.gradients, in_flight * full, copied + s.forward + s.padding)
         yield s.backward_moment(in_flight * full, s.backward + looped, s.input_gradient)

@@ -162,6 +162,10 @@ class Programs:
     """The first layer's input, of one micro-batch, where it is copied likewise."""
     padding: FloatArray
     """Bytes by which parameters and gradients are larger there."""
+    reshaped: FloatArray
+    """What loops hold in rows, in its own shape: part of a backward's transients; gaps left out, as in these."""
+    waiting: FloatArray
+    """By how much what is kept is larger until it is put into rows; gaps left out."""
     laid_out: FloatArray
     """The first layer's input once more, of one micro-batch, as it wants it to lie."""
     arrays: tuple[ProgramArrays, ...]

@@ -42,6 +42,9 @@ _GAPS = 1.1
 _TAKEN_OUT = 1 / 2
 """The part of what is kept in vectors that is there by itself at a backward's highest moment, as found on ConvNeXt."""
 
+_RESHAPED = 1 / 2
+"""The part of what a layer has in its own shape, and loops in rows, that is there at once: found on U-Nets."""
+
 _WIDENED = 1 / 2
 """A margin for what a forward makes in 16 bits, as a part of it: found on a ViT, whose program took that much more."""
 
@@ -185,7 +188,12 @@ def _program_parts(
         is_narrowed = programs.narrowed_input[stage].any()
         batch = nothing + micro_batches * programs.laid_out[stage].sum() / (2 if is_narrowed else 1)
         copies = nothing + programs.narrowed[stage].sum() + programs.padding[stage].sum()
-        running = kept + s.peaks.forward, s.peaks.backward if keeps else s.looped.straight
+        forward, backward = s.peaks.forward, s.peaks.backward
+        if recompute == "never":
+            at_once = _RESHAPED * programs.reshaped[stage]
+            forward = nothing + (costs.levels.forward[stage] + at_once).max()
+            backward = nothing + (costs.levels.backward[stage] - programs.reshaped[stage] + at_once).max()
+        running = kept + forward, backward if keeps else s.looped.straight
     elif s.exact:
         running = s.peaks.forward, s.peaks.backward
     else:

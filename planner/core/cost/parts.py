@@ -260,7 +260,7 @@ def _compiled(s: Stages, looped: Looped, recompute: Recompute, *, in_flight: int
         forward = backward = _running(s.input if keeps else E, looped.straight + around, transfer)
     else:
         # Not all of it waits to be put away, so that copies of weights find room.
-        making = s.peaks.forward + looped.padding + (s.saved if loops else 0.0)
+        making = s.peaks.forward + looped.padding + (s.saved + looped.waiting if loops else 0.0)
         forward = _running(A, making, s.message, saved=1 + loops, level=FORWARD)
         backward = _running(A, s.peaks.backward + around, transfer, saved=1, level=BACKWARD)
     kept = Size({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held

@@ -96,16 +96,17 @@ def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     return replace(
         plain,
         boundaries=replace(plain.boundaries, input=received),
-        programs=_programs(programs),
+        programs=_programs(programs, plain.levels.saved),
         target=float(programs[-1].target_bytes),
     )
 
 
-def _programs(programs: Sequence[ProgramMemory]) -> Programs:
+def _programs(programs: Sequence[ProgramMemory], saved: FloatArray) -> Programs:
     def each(size: Callable[[ProgramMemory], float]) -> FloatArray:
         return GAPS * np.array([size(program) for program in programs], dtype=float)
 
     carried = each(lambda program: program.carried_bytes)
+    reshaped = np.array([program.reshaped_bytes for program in programs], dtype=float)
     arrays = tuple(ProgramArrays(program.trained, program.kept, program.received) for program in programs)
     return Programs(
         carried=carried,
@@ -113,6 +114,8 @@ def _programs(programs: Sequence[ProgramMemory]) -> Programs:
         narrowed=each(lambda program: program.narrowed_bytes),
         narrowed_input=each(lambda program: program.narrowed_input_bytes),
         padding=each(lambda program: 2 * program.padding_bytes),
+        reshaped=reshaped,
+        waiting=np.where(reshaped > 0, np.maximum(carried / GAPS - saved, 0.0), 0.0),
         laid_out=each(lambda program: program.laid_out_bytes),
         arrays=arrays if all(layer.received for layer in arrays) else (),
     )

@@ -74,6 +74,8 @@ class Looped:
     narrowed: FloatArray
     """Copies of weights, and of the mini-batch, as products take them."""
     padding: FloatArray
+    waiting: FloatArray
+    """By how much what a forward keeps is larger until it is put into rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -405,4 +407,5 @@ class _Window:
             straight=self.highest(programs.level[self.columns]) - carried_before,
             narrowed=self.sums(programs.narrowed) + micro_batches * self.sums(programs.narrowed_input),
             padding=self.sums(programs.padding) + self.sums(programs.laid_out),
+            waiting=self.sums(programs.waiting),
         )

@@ -68,6 +68,8 @@ class Environment:
     dtype: str = "float32"
     """The parameters', as the model is built; else what `--dtype` asked for (`planner.core.values.precision`)."""
     threads: int = 1
+    beside: int = 0
+    """How many other processes of the same machine ran the model while it was timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +180,8 @@ class ProgramMemory:
     """Copies of its weights as products take them, which a loop over micro-batches holds from begin to end."""
     padding_bytes: int = 0
     """Padding of its trained parameters, and once more of their gradients."""
+    reshaped_bytes: int = 0
+    """What its backward reads and loops hold in rows, in its own shape: part of the backward's transients."""
     input_bytes: int = 0
     """First layer only: the mini-batch's part."""
     narrowed_input_bytes: int = 0

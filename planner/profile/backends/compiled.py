@@ -199,14 +199,14 @@ def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
 
 def _received(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
     """What each layer receives: bytes of each tensor as it is sent, and at most as a layer behind wants it to lie."""
-    wanted: list[Sequence[int]] = [compiled[-1].laid_out]
+    wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):
-        sizes = list(layer.laid_out)
+        sizes = list(layer.wanted)
         for place, origin in enumerate(layer.aliases):
             if origin >= 0:
                 sizes[origin] = max(sizes[origin], wanted[-1][place])
         wanted.append(sizes)
-    sent = [compiled[0].inputs, *(layer.outputs for layer in compiled[:-1])]
+    sent = [compiled[0].inputs, *([array.bytes for array in layer.output_kinds] for layer in compiled[:-1])]
     return [list(zip(*sizes, strict=False)) for sizes in zip(sent, reversed(wanted), strict=True)]
 
 

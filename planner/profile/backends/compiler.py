@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from planner.bridge.halves import LayerFunction
     from planner.bridge.programs import Program
 
-_REVISION = 5
+_REVISION = 6
 """The revision of what is remembered of a layer or a step, and of how it is compiled."""
 
 _SMALL = 2

@@ -241,6 +241,7 @@ def _programs(costs: ChainCosts) -> dict[str, object] | None:
         "narrowed_before": sums_before(programs.narrowed).tolist(),
         "narrowed_input_before": sums_before(programs.narrowed_input).tolist(),
         "padding_before": (sums_before(programs.padding) + sums_before(programs.laid_out)).tolist(),
+        "waiting_before": sums_before(programs.waiting).tolist(),
     }
 
 

@@ -122,6 +122,7 @@ function stageOf(c, f, e, M, fixed) {
     narrowed: c.programs.narrowed_before[e] - c.programs.narrowed_before[f]
       + M * (c.programs.narrowed_input_before[e] - c.programs.narrowed_input_before[f]),
     padding: c.programs.padding_before[e] - c.programs.padding_before[f],
+    waiting: c.programs.waiting_before[e] - c.programs.waiting_before[f],
   };
   return s;
 }
@@ -307,7 +308,7 @@ function compiledParts(s, recompute, inFlight) {
   const transfer = s.sentOutput + s.inputGradient + s.message;
   let forward = running(keeps ? s.input : E, looped.straight + around, transfer), backward = forward;
   if (keeps && loops) {
-    forward = running(A, s.peaks.forward + looped.padding + s.saved, s.message);
+    forward = running(A, s.peaks.forward + looped.padding + s.saved + looped.waiting, s.message);
     backward = running(A, s.peaks.later + around, transfer);
   }
   const kept = recompute === "except-last" ? { in_flight: Math.max(A, E) } : held;

@@ -68,6 +68,16 @@ def test_one_stage_by_hand(recompute: Recompute, m: int, forward: int, in_flight
     assert memory.working == pytest.approx(working, abs=1)
 
 
+def test_what_is_kept_waits_in_its_own_shape_until_it_is_put_into_rows() -> None:
+    """As it would be carried through a straight piece, gaps left out; without anything in rows it is what is kept."""
+    (program,) = SECOND.program
+    in_rows = replace(program, carried_bytes=200, reshaped_bytes=1)
+    for record, waiting in ((in_rows, 200 - 80), (replace(program, reshaped_bytes=1), 0), (program, 0)):
+        second = replace(SECOND, forward_peak_bytes=(100,), program=(record,))
+        memory = memory_of(costs_at(chain(FIRST, second), 1), 0, 4, "never")
+        assert memory.working == round(SAVED + waiting + 100 + PADDING)
+
+
 def test_a_later_stage_by_hand() -> None:
     """What layers in front carry is another stage's; what is received counts, and its gradient."""
     memory = memory_of(costs(), 1, 1, "never")

@@ -304,11 +304,14 @@ def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
 
     alike = Packing([shapes((4, 4), (4,), (4, 4)), shapes((4, 4), (4,))])
     assert sorted(s.shape for s in alike.shapes) == [(4,), (4, 4), (4, 4)]
-    unlike = Packing([shapes((4, 4)), shapes((2, 5)), shapes((3, 3), (1,))])
+    unlike = Packing([shapes((4, 4)), shapes((2, 5)), shapes((3, 3), (1,))], in_loops=True)
     assert [s.shape for s in unlike.shapes] == [(16,)]
-    in_rows = Packing([shapes((40, 30)), shapes((30, 40)), shapes((1100,))], in_rows=True)
+    in_rows = Packing([shapes((40, 30)), shapes((30, 40)), shapes((1100,))])
     assert [s.shape for s in in_rows.shapes] == [(16, 128)]
-    for packing, stages in ((alike, 2), (unlike, 3), (in_rows, 3)):
+    # Of 64 columns half a row is empty, and what has as many rows shares the place.
+    images = Packing([shapes((2, 16, 64, 64), (8, 256)), shapes((8, 16, 32, 32), (2, 60, 16, 60))], in_loops=True)
+    assert sorted(s.shape for s in images.shapes) == [(8, 256), (904, 128), (1024, 128)]
+    for packing, stages in ((alike, 2), (unlike, 3), (in_rows, 3), (images, 2)):
         for k in range(stages):
             own = [np.full(s.shape, n + 1, s.dtype) for n, s in enumerate(packing._stages[k])]
             back = packing.unpack(k, packing.pack(k, own, np))
