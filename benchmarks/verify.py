@@ -1,16 +1,19 @@
 """`gpipe-plan verify` of five models as pipelines of two CPU processes, before and after calibration.
 
     python benchmarks/verify.py > docs/measurements/verify.md
+    python benchmarks/verify.py --beside 1 transformer_lm     # one model, timed beside another process
 
 Prints a Markdown table with its environment. Takes about 25 minutes on a machine that does nothing else meanwhile. On
 one that does, a run can take half as long again as the next: each plan is run three times, and the run whose step is
 neither the shortest nor the longest is the one that is told.
 """
 
+import argparse
 import contextlib
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -51,7 +54,10 @@ RUNS = 3
 
 def main() -> None:
     """Runs every case and prints its row; with names as arguments only those."""
-    names = sys.argv[1:] or list(CASES)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(CASES))
+    parser.add_argument("--beside", default="0", help="as `profile --beside`")
+    asked = parser.parse_args()
     print("# Predicted and measured: `gpipe-plan verify` of two processes on the CPU\n")
     print(
         f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, ",
@@ -73,9 +79,11 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        for name in names:
+        for name in asked.names:
             case = CASES[name]
-            _quietly("profile", str(case.model), "--batch", str(case.batch))
+            # In a process of its own: beside another one a model can only be timed where no backward has run.
+            profile = ("profile", str(case.model), "--batch", str(case.batch), "--beside", asked.beside, "--quiet")
+            subprocess.run([sys.executable, "-m", "planner", *profile], check=True, stdout=sys.stderr)
             for schedule in ("gpipe", "auto"):
                 print(f"| {name} | {' | '.join(_row(case, schedule))} |", flush=True)
 

@@ -6,10 +6,10 @@ from planner import Verb
 from planner.core.extras import importing
 
 with importing("train"):
-    from planner.profile.profiler import InterruptedProfileError, profile_model
+    from planner.profile.profiler import InterruptedProfileError, company_of, profile_model
     from planner.profile.structure import ModelChange, model_changes
     from planner.profile.task import ProfileOptions
 
-__all__ = ["InterruptedProfileError", "ModelChange", "ProfileOptions", "model_changes", "profile_model"]
+__all__ = ["InterruptedProfileError", "ModelChange", "ProfileOptions", "company_of", "model_changes", "profile_model"]
 
 sys.modules[__name__].__class__ = Verb

@@ -2,7 +2,8 @@
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from planner.model.chain import Chain, chain_digest
 from planner.model.load import LoadedModel
 from planner.model.precision import dtype_of
 from planner.profile.backends.choice import backend_of
+from planner.profile.company import Company, neighbours
 from planner.profile.structure import find_chain
 from planner.profile.task import Kept, ProfileOptions, Progress, Steps, Task
 
@@ -36,6 +38,7 @@ def profile_model(
     warn: Callable[[str], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
     earlier: Partial | None = None,
+    company: Company | None = None,
 ) -> Profile:
     """Measures every layer of the model at every micro-batch size. The model is left as it was.
 
@@ -46,6 +49,7 @@ def profile_model(
         warn: Called with what the user should know.
         note: Called with defaults that were taken.
         earlier: What an interrupted run measured; used if it was of the same model in the same environment.
+        company: Who else runs while layers are timed; nobody without it.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
@@ -64,7 +68,7 @@ def profile_model(
     for text in () if chain.outline is None else (chain.outline.widened, chain.outline.prevented):
         if text:
             warn(text)
-    kept = Kept(header=_header(loaded, chain, backend.described(), options.threads))
+    kept = Kept(header=_header(loaded, chain, backend.described(), options))
     if earlier is not None:
         kept.take_over(earlier, warn)
     task = Task(
@@ -73,6 +77,7 @@ def profile_model(
         lean=lean,
         options=options,
         kept=kept,
+        company=company or Company(),
         steps=Steps(progress),
         warn=warn,
         note=note,
@@ -92,6 +97,16 @@ def profile_model(
         micro_batch_sizes=measured.sizes,
         layers=measured.layers,
     )
+
+
+def company_of(loaded: LoadedModel, options: ProfileOptions) -> AbstractContextManager[Company]:
+    """Whom the model is timed beside: to be entered before it runs anywhere in this process.
+
+    Raises:
+        UsageError: The system cannot fork processes, and some are asked for.
+    """
+    alone = replace(options, beside=0)
+    return neighbours(options.beside, lambda company: profile_model(loaded, alone, company=company))
 
 
 @contextmanager
@@ -122,7 +137,7 @@ def _put_back(
             buffer.copy_(before)
 
 
-def _header(loaded: LoadedModel, chain: Chain, device: Device, threads: int) -> Partial:
+def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfileOptions) -> Partial:
     return Partial(
         generator=GENERATOR,
         model=Model(
@@ -139,7 +154,8 @@ def _header(loaded: LoadedModel, chain: Chain, device: Device, threads: int) -> 
             torch=str(torch.__version__),
             python=platform.python_version(),
             dtype=loaded.precision or dtype_of(chain.model),
-            threads=threads,
+            threads=options.threads,
+            beside=options.beside,
         ),
         optimizer=loaded.optimizer_name,
         measurements=(),

@@ -97,6 +97,10 @@ class ProfileOptions(FormulaOptions):
         ),
     ] = None
     threads: Annotated[int, Option("N", "CPU threads per stage.", _WHERE)] = 1
+    beside: Annotated[
+        int,
+        Option("N", "On the CPU: time layers while N more processes run them, as stages on one machine do.", _WHERE),
+    ] = 0
     granularity: Annotated[
         str, Option("|".join(get_args(Granularity)), "About one layer per block, or cuts inside blocks too.", _MODEL)
     ] = "coarse"

@@ -132,9 +132,12 @@ def _peaks_add(task: Task, records: Records, meter: Meter) -> bool:
 
 def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
     """Repeats until others would hardly lead to another plan, or the time for that is up."""
+    task.company.begin()
     started, budget_s = time.monotonic(), task.options.time_budget_s
 
     def doubtful() -> bool:
+        if task.company.goes_on():
+            return True
         if not budget_s:
             return False
         share = _regret(task, records)
