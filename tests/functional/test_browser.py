@@ -205,4 +205,8 @@ def test_the_explorer_in_a_browser(tmp_path):
     if folder := os.environ.get("SCREENSHOTS"):
         for width in (1280, 400):
             picture = Path(folder, f"explore-{width}.png").resolve()
-            browse(tmp_path, "explore.html", f"--screenshot={picture}", f"--window-size={max(width, 500)},2600")
+            # No window is as narrow as a phone.
+            style = f"width:{width}px;height:2600px;border:0"
+            frame = f'<!doctype html><iframe src="explore.html" style="{style}"></iframe>'
+            (tmp_path / "frame.html").write_text(frame, encoding="utf-8")
+            browse(tmp_path, "frame.html", f"--screenshot={picture}", f"--window-size={max(width, 500)},2600")
