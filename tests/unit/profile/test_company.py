@@ -67,8 +67,8 @@ def test_a_neighbour_that_ended_is_told() -> None:
 def test_a_model_is_timed_beside_itself(tmp_path: Path) -> None:
     """In a process of its own, as autograd has run in this one; the profile says so."""
     command = [sys.executable, "-m", "planner", "profile", str(SAMPLES / "mlp.py"), "--set", "depth=2"]
-    few = ["--batch-sizes", "2", "--repeat", "2", "--time-budget", "0s", "--beside", "1", "-o", "profile.yaml"]
-    subprocess.run([*command, *few], cwd=tmp_path, check=True, capture_output=True)
+    few = ["--batch-sizes", "2", "--repeat", "2", "--time-budget", "0s", "--proof-budget", "0s", "--beside", "1"]
+    subprocess.run([*command, *few, "-o", "profile.yaml"], cwd=tmp_path, check=True, capture_output=True)
     profile = read_profile(str(tmp_path / "profile.yaml"))
     assert profile.environment.beside == 1
     assert all(us > 0 for layer in profile.layers for us in layer.forward_us)
