@@ -9,12 +9,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from planner.core.errors import MeasurementError, UsageError
+
+_LOOK_S = 1.0
+"""How often a process that waits looks whether it still has somebody to wait for."""
 
 
 class Company:
@@ -31,17 +34,26 @@ class Company:
 class _Guest(Company):
     """Times its layers for as long as there is the process that it runs beside."""
 
-    def __init__(self, host: Connection) -> None:
-        self._host, self._parent = host, os.getppid()
+    def __init__(self, host: Connection, host_pid: int) -> None:
+        self._host, self._host_pid = host, host_pid
         self._is_known = False
 
     def goes_on(self) -> bool:
         if not self._is_known:
             self._host.send_bytes(b"timing")
             self._is_known = True
-        if os.getppid() != self._parent:
-            raise SystemExit
+        self._leave_if_alone()
         return True
+
+    def wait(self) -> None:
+        """Until it is told to begin. The way to the host has no end as long as this process itself has both."""
+        while not self._host.poll(_LOOK_S):
+            self._leave_if_alone()
+        self._host.recv_bytes()
+
+    def _leave_if_alone(self) -> None:
+        if os.getppid() != self._host_pid:
+            raise SystemExit
 
 
 @contextmanager
@@ -75,9 +87,17 @@ class _Neighbour:
     def __init__(self, profile: Callable[[Company], Any]) -> None:
         fork = multiprocessing.get_context("fork")
         self.way, there = fork.Pipe()
-        self.process = fork.Process(target=_run, args=(there, profile), daemon=True)
+        self.process = fork.Process(target=_run, args=(there, os.getpid(), profile), daemon=True)
         self.process.start()
         there.close()
+
+    def ended(self) -> MeasurementError:
+        """What to say when it did."""
+        return MeasurementError(
+            f"a process that was to run the model beside this one ended (exit code {self.process.exitcode})",
+            hint="profile first of all in a process of its own, for behind a backward of this one it could not run, "
+            "and mind that it takes as much memory as the profile itself",
+        )
 
 
 class _Host(Company):
@@ -99,11 +119,18 @@ class _Host(Company):
                 guest.way.recv_bytes()
             except EOFError:
                 guest.process.join()
-                raise MeasurementError(
-                    f"a process that was to run the model beside this one ended (exit code {guest.process.exitcode})",
-                    hint="profile first of all in a process of its own, for behind a backward of this one it could not "
-                    "run; and mind that it takes as much memory as the profile itself",
-                ) from None
+                raise guest.ended() from None
+
+    def goes_on(self) -> bool:
+        """Not for the others' sake, who must still be there: what is timed alone is not what was asked for.
+
+        Raises:
+            MeasurementError: One of them ended.
+        """
+        for guest in self._guests:
+            if not guest.process.is_alive():
+                raise guest.ended()
+        return False
 
     def end(self) -> None:
         """Ends the others."""
@@ -113,11 +140,11 @@ class _Host(Company):
             guest.way.close()
 
 
-def _run(host: Connection, profile: Callable[[Company], Any]) -> None:
+def _run(host: Connection, host_pid: int, profile: Callable[[Company], Any]) -> None:
     """Waits until it is told to begin; what it says is nobody's business."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         sys.stdout = sys.stderr = nowhere
-        with suppress(EOFError):
-            host.recv_bytes()
-            profile(_Guest(host))
+        guest = _Guest(host, host_pid)
+        guest.wait()
+        profile(guest)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -61,6 +62,36 @@ def test_a_neighbour_that_ended_is_told() -> None:
     ):
         company.begin()
     assert "in a process of its own" in told.value.hint
+
+
+def test_a_neighbour_that_ends_meanwhile_is_told() -> None:
+    """Of memory that does not suffice, say: the rest would have been timed alone."""
+    with neighbours(1, without_end) as company:
+        company.begin()
+        (process,) = active_children()
+        process.kill()
+        process.join()
+        with pytest.raises(MeasurementError, match=r"beside this one ended \(exit code -9\)"):
+            company.goes_on()
+
+
+def test_a_neighbour_does_not_outlive_whom_it_waits_for() -> None:
+    """However that one ended."""
+    lines = [
+        "import os, signal",
+        "from multiprocessing import active_children",
+        "from planner.profile.company import neighbours",
+        "with neighbours(1, print):",
+        "    print(active_children()[0].pid, flush=True)",
+        "    os.kill(os.getpid(), signal.SIGKILL)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, capture_output=True, text=True)
+    waiting = Path("/proc", done.stdout.strip())
+    deadline = time.monotonic() + 30
+    while waiting.exists() and "State:\tZ" not in (waiting / "status").read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert done.returncode == -9
+    assert not waiting.exists() or "State:\tZ" in (waiting / "status").read_text()
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="one core runs nothing beside anything")
