@@ -25,7 +25,14 @@ from planner.bridge.narrowing import readers_of
 from planner.bridge.outcomes import CompiledLayer, CompiledStep
 from planner.bridge.programs import Program, compile_program, filled_between
 from planner.bridge.torchax_optimizer import step_function
-from planner.bridge.tpu_layouts import kinds_in_loops, kinds_of_arrays, loop_shape, num_bytes, padded_bytes
+from planner.bridge.tpu_layouts import (
+    bytes_in_loops,
+    kinds_in_loops,
+    kinds_of_arrays,
+    loop_shape,
+    num_bytes,
+    padded_bytes,
+)
 from planner.model.optimizers import Builder
 
 Timer = Callable[[Program, Any], float]
@@ -115,10 +122,7 @@ def _layer_of(
     return CompiledLayer(
         inputs=inputs,
         laid_out=laid_out,
-        wanted=tuple(
-            size if loop_shape(shape) is shape else num_bytes(loop_shape(shape))
-            for shape, size in zip(function.inputs, laid_out, strict=True)
-        ),
+        wanted=tuple(map(bytes_in_loops, function.inputs, laid_out)),
         kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
         outputs=outputs,
         kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),

@@ -44,6 +44,12 @@ def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return rows if padded_bytes(shape) >= worth * num_bytes(rows) else shape
 
 
+def bytes_in_loops(shape: jax.ShapeDtypeStruct, size: int) -> int:
+    """Bytes of an array as loops hold it (`loop_shape`), which takes so many in its own shape."""
+    held = loop_shape(shape)
+    return size if held is shape else num_bytes(held)
+
+
 def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]) -> tuple[ArrayKind, ...]:
     """The kinds of arrays that take so many bytes where they lie."""
     return tuple(_kind_of_array(shape, size, size) for shape, size in zip(shapes, sizes, strict=True))
@@ -58,11 +64,9 @@ def kinds_in_loops(
     """
     kinds = []
     for shape, size, narrow in zip(shapes, sizes, read_by_products, strict=True):
-        held = loop_shape(shape)
-        if held is shape:
-            kinds.append(_kind_of_array(shape, size, size // 2 if narrow and shape.dtype == "float32" else size))
-        else:
-            kinds.append(_kind_of_array(held, num_bytes(held), num_bytes(held)))
+        held, held_bytes = loop_shape(shape), bytes_in_loops(shape, size)
+        is_halved = narrow and held is shape and shape.dtype == "float32"
+        kinds.append(_kind_of_array(held, held_bytes, held_bytes // 2 if is_halved else held_bytes))
     return tuple(kinds)
 
 
