@@ -26,6 +26,7 @@ from planner.device.machine import usable_cores
 if TYPE_CHECKING:
     from planner.core.values.proof import Proof
     from planner.model import LoadedModel
+    from planner.profile import ProfileOptions as Measuring
 
 
 @on_model(ProfileOptions)
@@ -55,19 +56,10 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     check_installed("tpu" if options.device.startswith("tpu") else "train")
     # torch takes longer to import than everything else together.
     from planner.profile import InterruptedProfileError, company_of, profile_model  # noqa: PLC0415
-    from planner.profile import ProfileOptions as Measuring  # noqa: PLC0415
 
     unfinished = partial_path(asked.output)
     earlier = files.read_partial(str(unfinished)) if unfinished is not None and unfinished.exists() else None
-    measuring = Measuring(
-        micro_batch_sizes=asked.sizes,
-        device=options.device,
-        threads=options.threads,
-        beside=options.beside,
-        repeats=options.repeat,
-        time_budget_s=asked.time_budget_s,
-        until_memory_ends=options.batch_sizes == "auto",
-    )
+    measuring = _measuring(asked)
     loaded = _loaded(model, asked)
     with company_of(loaded, measuring) as company:
         loaded, proof = _proven(loaded, asked)
@@ -192,6 +184,21 @@ def _check_beside(options: ProfileOptions) -> None:
             f"{(options.beside + 1) * options.threads} cores, and there are {usable_cores()}",
             hint="as many processes as cores can run side by side, and no more are timed as they would be alone",
         )
+
+
+def _measuring(asked: _Asked) -> "Measuring":
+    from planner.profile import ProfileOptions as Measuring  # noqa: PLC0415 - torch
+
+    options = asked.options
+    return Measuring(
+        micro_batch_sizes=asked.sizes,
+        device=options.device,
+        threads=options.threads,
+        beside=options.beside,
+        repeats=options.repeat,
+        time_budget_s=asked.time_budget_s,
+        until_memory_ends=options.batch_sizes == "auto",
+    )
 
 
 def _loaded(model: File | Any, asked: _Asked) -> "LoadedModel":
