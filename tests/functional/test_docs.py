@@ -33,6 +33,8 @@ PAGES = {
 SLOW = {"guide", "tpu"}
 NOT_RUN = re.compile(r"make |pip install ")
 """What CI itself runs, or ran before."""
+SHELL = re.compile(r"[|;&><$*`]")
+"""What only a shell understands."""
 
 BLOCKS = """import torch
 from torch import nn
@@ -103,10 +105,14 @@ def prepare(page: str, folder: Path) -> None:
 
 
 def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """One command as a shell would run it; but for the README's, ranks are started without torchrun, in less time."""
-    if folder.parent.name == "clusters" and line.startswith("gpipe-plan "):
-        with contextlib.chdir(folder):  # in this process: the page is about files, and begins no torch
-            return subprocess.CompletedProcess(line, main.run(shlex.split(line)[1:]), "", "")
+    """One command, as a shell would run it if it is the README's; of other pages in less time.
+
+    What `gpipe-plan` does is done in this process then, but for `verify`, and ranks start without torchrun.
+    """
+    is_whole = folder.parent.name == "README"
+    if not is_whole and re.match("gpipe-plan (?!verify)", line) and not SHELL.search(line):
+        with contextlib.chdir(folder):
+            return subprocess.CompletedProcess(line, main.run(shlex.split(quick(line), comments=True)[1:]), "", "")
     env = environment(
         PATH=f"{Path(sys.executable).parent}:{environment()['PATH']}",
         PYTHONPATH=f"{folder}:{ROOT}",
@@ -114,7 +120,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
     line = quick(re.sub(r"^gpipe-plan\b", "python -m planner", line))
     launched = re.fullmatch(r"torchrun --nproc-per-node (\d+) (.*)", line)
-    if launched and folder.parent.name != "README":
+    if launched and not is_whole:
         said = run_ranks(int(launched[1]), shlex.split(launched[2]), folder, PYTHONPATH=env["PYTHONPATH"])
         return subprocess.CompletedProcess(line, 0, said, "")
     return subprocess.run(

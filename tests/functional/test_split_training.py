@@ -47,7 +47,7 @@ def test_two_stages(tmp_path: Path) -> None:
             later=later,
             micro_batches=8,
         )
-        for model, balance, settings in ((TRANSFORMER, (2, 2), SMALL), (AMOEBANET, (5, 7), ()))
+        for model, balance, settings in ((TRANSFORMER, (2, 2), SMALL), (AMOEBANET, (4, 5), ()))
         for recompute, schedule, later in (
             ("never", "1f1b", 1),
             ("never", "gpipe", 99),

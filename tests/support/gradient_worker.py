@@ -157,7 +157,8 @@ def _compare(  # noqa: PLR0917 - one row of the report
         scaler.update()
         optimizer.zero_grad()
         scheduler.step()
-    missing = {n for n, p in model.named_parameters() if p.requires_grad and not _names(model, p) & set(got[0])}
+    reached = {id(p) for n, p in _named(model) if n in got[0]}
+    missing = {n for n, p in model.named_parameters() if p.requires_grad and id(p) not in reached}
     assert not missing & set(gradients), missing
     gradients = {name: gradient for name, gradient in gradients.items() if name in got[0]}
     buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() or "num_batches" in n}
@@ -258,10 +259,6 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _own(pipeline: Pipeline) -> list[tuple[str, nn.Parameter]]:
     return [named for module in pipeline.modules for named in _named(module)]
-
-
-def _names(model: nn.Module, parameter: nn.Parameter) -> set[str]:
-    return {name for name, other in _named(model) if other is parameter}
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:
