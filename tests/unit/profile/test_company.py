@@ -17,6 +17,9 @@ from planner.profile.company import Company, neighbours
 
 SAMPLES = Path(__file__).parents[3] / "sample_models"
 
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+"""Where another test has loaded JAX, it warns of every fork; none of these runs anything of it."""
+
 
 def without_end(company: Company) -> None:
     """As a profile is, as long as its company wants it to be."""
