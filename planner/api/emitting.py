@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.api import texts
 from planner.api.keywords import on_plan
 from planner.api.options.emitting import EmitOptions
-from planner.api.reading import fresh_verdict, plan_of, profile_for
+from planner.api.reading import ReadProfile, fresh_verdict, plan_of, profile_for
 from planner.api.texts import File
-from planner.core.errors import UsageError
+from planner.core.errors import InfeasibleError, UsageError
+from planner.core.extras import command_for
 from planner.core.values.findings import Finding
 from planner.core.values.nodes import Nodes
 from planner.core.values.plan import Plan
@@ -32,15 +34,22 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
 
     Raises:
         StaleError: A plan was made from another profile.
+        InfeasibleError: A JAX program would need more than the cap, by the TPU's compiler where it can be asked, else
+            by the prediction.
         UsageError: The executor cannot run such a plan, or the profile names no model file; the nodes do not hold its
             processes; or one of `smaller` is no smaller plan of the same training.
         FileError: A file cannot be read or written; balance.yaml, or a standalone train.py, was edited.
     """
-    return written(plan, options, tell=lambda _: None).paths
+    return written(plan, options, tell=lambda _: None, say=lambda _: None).paths
 
 
-def written(plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding], None]) -> "Written":
-    """Writes the files, after what `check` finds in the plans went to `tell`; raises as `emit`."""
+def written(
+    plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding], None], say: Callable[[str], None]
+) -> "Written":
+    """Writes the files, after what `check` finds in the plans went to `tell`; raises as `emit`.
+
+    `say` is called with what takes long, before it is done.
+    """
     from planner.emit import Places, check_engine, write_emitted  # noqa: PLC0415 - only here
 
     others = options.smaller or ()
@@ -50,7 +59,8 @@ def written(plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding]
     source = profile_for(read, place, options.profile)
     smaller = [plan_of(other) for other in others]
     fresh = [_fresh(each, source.profile, where, tell) for each, where in ((read, place), *smaller)]
-    return write_emitted(
+    write = partial(
+        write_emitted,
         fresh[0],
         source.profile,
         engine=options.engine,
@@ -62,6 +72,30 @@ def written(plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding]
         launch=options.launch,
         nodes=nodes,
     )
+    try:
+        return write()
+    except InfeasibleError as refused:
+        return write(compiled=_compiled(fresh[0], source, refused, say))
+
+
+def _compiled(plan: Plan, source: ReadProfile, refused: InfeasibleError, say: Callable[[str], None]) -> str:
+    """What the compiler says of a program that does not fit by the prediction, which may be far too high.
+
+    Raises:
+        InfeasibleError: It does not fit, or nobody can be asked.
+    """
+    from planner.api.compiling import ask_compiler, can_ask  # noqa: PLC0415 - only here
+
+    if not can_ask(source.profile):
+        if source.profile.device.how != "compiled":
+            raise refused
+        more = f"the TPU's compiler would be asked, were the extra installed: {command_for('tpu')}"
+        raise InfeasibleError(refused.message, hint=f"{refused.hint}; {more}") from refused
+    say("note: by the prediction the program does not fit; the TPU's compiler is asked, which takes a while")
+    answer = ask_compiler(plan, source.profile, profile_folder=str(Path(source.path).parent))
+    if not answer.fits:
+        raise InfeasibleError(f"{refused.message}; {answer.text}", hint=refused.hint) from refused
+    return answer.text
 
 
 def _nodes(options: EmitOptions) -> Nodes | None:

@@ -28,7 +28,7 @@ def emit(
         said = console.note if finding.severity == "note" else console.warning
         said(f"{finding.code}: {finding.message}")
 
-    done = written(plan, options, tell=tell)
+    done = written(plan, options, tell=tell, say=console.note)
     for path in done.paths[:-1] if done.kept else done.paths:
         console.result(str(path))
     if done.kept:

@@ -81,14 +81,16 @@ def write_emitted(
     smaller: Sequence[Plan] = (),
     launch: str | None = None,
     nodes: Nodes | None = None,
+    compiled: str = "",
 ) -> Written:
     """Writes what runs `plan` to `folder`: for `engine`, or with `standalone` a script that needs torch alone.
 
     No file of `places` is overwritten, nor the model's, and none that was edited but with `force`. For the bundled
     executor there may be plans for fewer processes, which are made from the same profile (`smaller`), and a file that
-    starts the script where `launch` says, on `nodes`.
+    starts the script where `launch` says, on `nodes`. `compiled` is what a TPU's compiler says of a program that fits.
 
     Raises:
+        InfeasibleError: A JAX program would need more than the cap, as predicted, and nothing was compiled.
         UsageError: There is no such engine, it cannot run the plan, or a file that was read would be overwritten; the
             nodes do not hold the processes; or one of `smaller` is no smaller plan of the same training.
         FileError: A file cannot be written, or was edited.
@@ -109,8 +111,10 @@ def write_emitted(
         (path,) = _written(folder, {"train.py": text}, force=force)
         return Written(paths=(path,), use=f"torchrun --nproc-per-node {len(plan.stages)} {path}")
     if engine == "jax":
-        emitted = emit_jax(plan, profile, folder=folder, profile_folder=profile_folder, places=places)
-        notes: tuple[str, ...] = (f"{emitted.note} (`--compile v2` asks the compiler)",)
+        emitted = emit_jax(
+            plan, profile, folder=folder, profile_folder=profile_folder, places=places, compiled=compiled
+        )
+        notes: tuple[str, ...] = (emitted.note,)
         use = f"python {Path(folder, JAX_SCRIPT)}"
     else:
         emitted = emit_native(

@@ -14,6 +14,7 @@ from planner.core.cost.evaluate import Partition
 from planner.core.cost.one_program import program_memory
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.judge.question import solve_options
+from planner.core.values.devices import tpu_called
 from planner.core.values.plan import Plan, StageMemory
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
@@ -24,20 +25,31 @@ from planner.files import relocated
 JAX_SCRIPT: Final = "train_jax.py"
 
 
-def emit_jax(plan: Plan, profile: Profile, *, folder: str, profile_folder: str, places: Places) -> Emitted:
+def emit_jax(
+    plan: Plan,
+    profile: Profile,
+    *,
+    folder: str,
+    profile_folder: str,
+    places: Places,
+    compiled: str = "",
+) -> Emitted:
     """The balance configuration and the training script; arguments as for `emit_native`.
+
+    `compiled` is what the compiler says of a program that fits: then nothing is refused for what is predicted.
 
     Raises:
         UsageError: The plan does not cut the profile's chain, the profile names no model to train, or one program for
             all stages cannot run the plan.
-        InfeasibleError: The program would need more than the cap.
+        InfeasibleError: The program would need more than the cap, as predicted.
     """
     layout = Layout.of(plan, profile)
     _check_program(plan, layout)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     memory = program_memory(costs, Partition.of(plan, [layer.name for layer in profile.layers]))
     cap_bytes = min(stage.memory_bytes for stage in plan.stages)
-    _check_cap(plan, memory, cap_bytes)
+    if not compiled:
+        _check_cap(plan, memory, cap_bytes)
     emitted = emit_with(
         layout,
         profile,
@@ -56,8 +68,10 @@ def emit_jax(plan: Plan, profile: Profile, *, folder: str, profile_folder: str, 
         predicted_bytes=memory.total,
         cap_bytes=cap_bytes,
     )
-    note = f"the program needs about {format_bytes(memory.total)} on every device, the cap is {format_bytes(cap_bytes)}"
-    return replace(emitted, note=note)
+    chip = tpu_called(profile.device.name) or "v2"
+    predicted = f"the program needs about {format_bytes(memory.total)} on every device"
+    note = f"{predicted}, the cap is {format_bytes(cap_bytes)} (`--compile {chip}` asks the compiler)"
+    return replace(emitted, note=compiled or note)
 
 
 def _check_program(plan: Plan, layout: Layout) -> None:

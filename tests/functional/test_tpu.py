@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from planner.api import compiling
 from planner.core import extras
 from planner.core.values.balance import Planned
 from planner.core.values.devices import accelerator
@@ -301,15 +302,80 @@ def test_stages_too_unlike_for_one_program_are_refused(here: Path, capsys: pytes
     assert "every device holds as much as the stage with most of it" in refused.error
 
 
-def _hand_written(folder: Path, parameters: tuple[int, ...], saved: tuple[int, ...] = (1, 1, 1, 1)) -> None:
+@pytest.mark.parametrize(
+    ("fits", "code", "told"),
+    [
+        (True, 0, "note: the compiler's words"),
+        (False, 1, "every device holds as much as the stage with most of it"),
+        (None, 1, "the TPU's compiler would be asked, were the extra installed: pip install 'gpipe-plan[tpu]'"),
+    ],
+)
+def test_the_compiler_is_asked_before_a_program_is_refused(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    fits: bool | None,
+    code: int,
+    told: str,
+) -> None:
+    """Whose answer counts, either way; without the extra nobody can be asked."""
+    _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400), how="compiled")
+    cut = ("--balance", "1,3", "--micro-batches", "8")
+    assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
+    absent = ("torchax",) if fits is None else ()
+    monkeypatch.setattr(compiling, "absent_from", lambda _: absent)
+    answer = compiling.CompilerAnswer(fits=bool(fits), text="the compiler's words")
+    monkeypatch.setattr(compiling, "ask_compiler", lambda *_, **__: answer)
+    done = call(capsys, "emit", "--format", "jax")
+    assert done.code == code
+    assert told in done.err
+    assert ("is asked, which takes a while" in done.err) == (fits is not None)
+    assert ("the compiler's words" in done.err) == (fits is not None)
+    assert (here / "train_jax.py").exists() == (here / "balance.yaml").exists() == (code == 0)
+
+
+@installed
+@pytest.mark.nightly
+def test_a_program_that_is_predicted_too_large_is_compiled(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The profile exaggerates: what fits by the compiler is written, and nothing else is."""
+    names = ("0", "1", "2", "3", "4")
+    cut = ("--balance", "2,3", "--micro-batches", "8", "--recompute", "never")
+    for megabytes, code in ((4, 0), (0.2, 1)):
+        share = int(1000 * megabytes / 4)
+        parameters, saved = (600 * share // 1000, 1, 1, 1, 1), (1, 1, 1, 1, 400 * share // 1000)
+        _hand_written(here, parameters, saved, how="compiled", names=names)
+        cap = ("--mem", f"{int(1e6 * megabytes)}B")
+        assert call(capsys, "solve", "--devices", "2", "--batch", "8", *cut, *cap).code == 0
+        done = call(capsys, "emit", "--format", "jax", "-o", f"cap-{megabytes}")
+        assert done.code == code, done.err
+        assert "the TPU's compiler says: every device: " in done.err
+        assert ("; fits: the plan's cap is " in done.err) == (code == 0)
+        assert ("; does not fit: the plan's cap is " in done.err) == (code == 1)
+        assert Path(f"cap-{megabytes}").exists() == (code == 0)
+    write_model(here, MODEL.replace("nn.ReLU(), nn.Linear(width, 4)", "nn.Linear(width, 4)"))
+    done = call(capsys, "emit", "--format", "jax")
+    assert done.code == 1
+    assert "the TPU's compiler gave no answer: " in done.err
+
+
+def _hand_written(
+    folder: Path,
+    parameters: tuple[int, ...],
+    saved: tuple[int, ...] = (1, 1, 1, 1),
+    *,
+    how: str = "measured",
+    names: tuple[str, ...] = ("l0", "l1", "l2", "l3"),
+) -> None:
     """A profile in kB, of one sample per micro-batch and two."""
     layers = "".join(
-        f"- {{name: l{n}, parameter_bytes: {1000 * p}, forward_us: [5, 9], backward_us: [9, 16], "
+        f"- {{name: '{names[n]}', parameter_bytes: {1000 * p}, forward_us: [5, 9], backward_us: [9, 16], "
         f"output_bytes: [1000, 2000], saved_bytes: [{1000 * s}, {2000 * s}]}}\n"
         for n, (p, s) in enumerate(zip(parameters, saved, strict=True))
     )
     text = (
-        "schema: gpipe-plan/profile/v1\nmodel: {source: 'model.py:build_model'}\ndevice: {kind: tpu}\n"
+        "schema: gpipe-plan/profile/v1\nmodel: {source: 'model.py:build_model'}\n"
+        f"device: {{kind: tpu, name: TPU v2 core, how: {how}}}\n"
         f"micro_batch_sizes: [1, 2]\nlayers:\n{layers}"
     )
     (folder / "profile.yaml").write_text(text)

@@ -73,6 +73,12 @@ ACCELERATORS: Final = (
 )
 
 
+def tpu_called(reported: str) -> str:
+    """The chip that reports this name, as in `--compile v2`; empty if it is none of those known."""
+    chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.is_called(reported))
+    return next((chip.name.removeprefix("tpu:") for chip in chips), "")
+
+
 def accelerator(name: str) -> Accelerator:
     """The accelerator called `name`, in upper or lower case.
 

@@ -22,7 +22,7 @@ from planner.bridge.outcomes import CompiledLayer, CompiledStep
 from planner.core.cost.storages import CrossingStorages
 from planner.core.errors import UsageError
 from planner.core.values.cluster import ExecutorCost
-from planner.core.values.devices import ACCELERATORS, Accelerator
+from planner.core.values.devices import Accelerator, tpu_called
 from planner.core.values.profile import Device, LayerProfile, ProgramMemory
 from planner.core.values.rates import Rates, rates_of
 from planner.device.kinds import kind_of
@@ -73,8 +73,7 @@ class CompiledBackend:
         from planner.bridge.chips import attached_tpu  # noqa: PLC0415 - jax
 
         name, memory_bytes = attached_tpu()
-        kinds = (kind.name for kind in ACCELERATORS if kind.name.startswith(_TPU) and kind.is_called(name))
-        rates = rates_of(next(kinds, "tpu:v2"))
+        rates = rates_of(f"{_TPU}{tpu_called(name) or 'v2'}")
         return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
 
     def described(self) -> Device:
