@@ -1,12 +1,12 @@
 """Asks a TPU's compiler what a plan's program needs: emitted into a temporary folder, compiled there by itself."""
 
-import os
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.api.processes import environment
 from planner.core.errors import ExitCode
 from planner.core.extras import absent_from
 from planner.core.values.devices import tpu_called
@@ -47,11 +47,7 @@ def ask_compiler(plan: Plan, profile: Profile, *, profile_folder: str) -> Compil
         for file, text in ((Path(folder, "balance.yaml"), emitted.balance), (script, emitted.script)):
             write_text(str(file), text)
         command = [sys.executable, str(script), "--compile", tpu_called(profile.device.name)]
-        package = str(Path(__file__).parents[2])
-        found = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(  # noqa: S603 - ours
-            command, env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)  # noqa: S603 - ours
     if done.returncode in {ExitCode.OK, ExitCode.NO} and "every device: " in done.stdout:
         report = "; ".join(done.stdout.strip().splitlines())
         return CompilerAnswer(fits=done.returncode == ExitCode.OK, text=f"the TPU's compiler says: {report}")

@@ -1,6 +1,5 @@
 """Runs a plan for a few steps on this machine: emitted into a temporary folder, started with torchrun."""
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -8,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from planner.api.processes import environment
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.judge.verification import crowding as crowding_of
 from planner.core.values.devices import training_kind
@@ -63,12 +63,9 @@ def crowding(plan: Plan, profile: Profile) -> str:
 @contextmanager
 def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["subprocess.Popen[str]"]:
     """The processes; none is left behind, whatever happens."""
-    package = str(Path(__file__).parents[2])
-    threads = str(profile.environment.threads)
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
+    own = environment(OMP_NUM_THREADS=str(profile.environment.threads))
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=stderr, text=True) as process:  # noqa: S603 - ours
+    with subprocess.Popen(command, env=own, stdout=pipe, stderr=stderr, text=True) as process:  # noqa: S603 - ours
         try:
             yield process
             process.wait()
