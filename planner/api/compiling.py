@@ -12,8 +12,7 @@ from planner.core.extras import absent_from
 from planner.core.values.devices import tpu_called
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.emit import JAX_SCRIPT, Places, emit_jax
-from planner.files import write_text
+from planner.emit import Places, emit_jax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +42,8 @@ def ask_compiler(plan: Plan, profile: Profile, *, profile_folder: str) -> Compil
         emitted = emit_jax(
             plan, profile, folder=folder, profile_folder=profile_folder, places=Places(), compiled="asked"
         )
-        script = Path(folder, JAX_SCRIPT)
-        for file, text in ((Path(folder, "balance.yaml"), emitted.balance), (script, emitted.script)):
-            write_text(str(file), text)
-        command = [sys.executable, str(script), "--compile", tpu_called(profile.device.name)]
+        emitted.write(folder)
+        command = [sys.executable, str(Path(folder, emitted.name)), "--compile", tpu_called(profile.device.name)]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)  # noqa: S603 - ours
     if done.returncode in {ExitCode.OK, ExitCode.NO} and "every device: " in done.stdout:
         report = "; ".join(done.stdout.strip().splitlines())

@@ -4,7 +4,7 @@ import sys
 
 from planner import Verb
 from planner.emit.engines import ENGINES, Written, check_engine, emit_engine, write_emitted
-from planner.emit.jax_program import JAX_SCRIPT, emit_jax
+from planner.emit.jax_program import emit_jax
 from planner.emit.layout import EngineFile
 from planner.emit.native import Places, decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
@@ -13,7 +13,6 @@ from planner.emit.standalone import emit_standalone
 
 __all__ = [
     "ENGINES",
-    "JAX_SCRIPT",
     "SUFFIXES",
     "EngineFile",
     "Places",
