@@ -161,6 +161,9 @@ class Trainer:
     def _sum_gradients(self) -> None:
         """Makes the gradients here those of all micro-batches, replicas and uses of a parameter."""
         self._job.position.at("the gradients", waits_for=ANY)
+        # Running statistics are about to be written over; what was remembered of them would be copied first.
+        for module in self._assembly.modules:
+            module.forget_state()
         self._assembly.statistics.commit(self._groups.replicas)
         if self._assembly.replicas is not None:
             self._assembly.replicas.finish()

@@ -16,9 +16,8 @@ from planner.model.stage import ModelStage
 ABSENT = object()
 """Stands for what is not there."""
 
-Numbers = dict[str, bool | int | float]
-
-_NUMBERS = (bool, int, float)
+NUMBERS = (bool, int, float)
+"""Types of attributes that are state."""
 
 _SUM_BYTES = 16
 """Per channel, in float64: sums of values and of their squares."""
@@ -55,7 +54,7 @@ class StateOwner:
         """The module, with the plain attributes that it has now."""
         plain = vars(module).items()
         tensors = tuple(name for name, value in plain if isinstance(value, Tensor))
-        numbers = tuple(name for name, value in plain if type(value) in _NUMBERS and name != "training")
+        numbers = tuple(name for name, value in plain if type(value) in NUMBERS and name != "training")
         return cls(path, module, elsewhere, tensors, numbers)
 
     def places(self) -> Iterator[Place]:
@@ -69,11 +68,6 @@ class StateOwner:
                 yield Place(self.path, self.module._parameters, name)
         for name in self.tensors:
             yield Place(self.path, vars(self.module), name)
-
-    def numbers_now(self) -> Numbers:
-        """The attributes among `numbers` that still are."""
-        plain = vars(self.module)
-        return {name: plain[name] for name in self.numbers if type(plain.get(name)) in _NUMBERS}
 
 
 def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:

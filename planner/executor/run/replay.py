@@ -10,6 +10,9 @@ none). So every tensor of its state is remembered as a lazy clone, which shares 
 written into, and takes none before. What has changed since gives way to its clone and is not written over: nothing that
 another micro-batch's backward still reads changes.
 
+Nearly always nothing has changed since a forward was last about to begin: then what was remembered there serves again.
+That is found out a list at a time: a convolutional net has hundreds of places, and a micro-batch of it milliseconds.
+
 Batch normalisation collects statistics of whole mini-batches (`planner.model.batch_norm`): its state does not
 change in a forward.
 """
@@ -17,13 +20,15 @@ change in a forward.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.state import ABSENT, Numbers, Place, state_owners
+from planner.model.state import ABSENT, NUMBERS, Place, state_owners
 
 
 @dataclass(slots=True)
@@ -71,11 +76,47 @@ class _Entry:
             self.place.holder[self.place.name] = value
 
 
+@dataclass(frozen=True)
+class _Tensors:
+    """What lay in all places at one moment: shared by all forwards that began with the same."""
+
+    entries: list[_Entry]
+    names: list[Any]
+    """Of all buffers, and how many each module has."""
+    values: list[Any]
+    """Those of the entries, in an order of their own."""
+    plain: list[Tensor]
+    """Of which there are clones."""
+    addresses: list[int]
+    """Where these lie until somebody writes into them."""
+    others: list[_Entry]
+
+    @classmethod
+    def of(cls, entries: list[_Entry], names: list[Any], values: list[Any]) -> "_Tensors":
+        """With clones that are of one moment: buffers that share memory must share it in what is remembered, too."""
+        clones = _Clones()
+        for entry in entries:
+            if _is_plain(entry.value):
+                entry.clone = clones.of(entry, entry.value)
+            else:
+                entry.version = _version(entry.value)
+        plain = [entry.value for entry in entries if entry.clone is not None]
+        others = [entry for entry in entries if entry.clone is None]
+        return cls(entries, names, values, plain, list(map(_address, plain)), others)
+
+    def are_still(self, names: list[Any], values: list[Any]) -> bool:
+        """Whether the same lies in the same places, and nobody has written into any of it."""
+        if self.names != names or len(self.values) != len(values) or not all(map(is_, self.values, values)):
+            return False
+        # A clone holds on to its memory: what has been written into since cannot lie where it lay.
+        return list(map(_address, self.plain)) == self.addresses and not any(each.is_written for each in self.others)
+
+
 class _Moment(NamedTuple):
     """The state at one moment."""
 
-    entries: list[_Entry]
-    numbers: list[Numbers]
+    tensors: _Tensors
+    numbers: list[Any]
 
 
 class LayerState:
@@ -83,8 +124,19 @@ class LayerState:
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
         self._owners = state_owners(layers)
+        self._modules = [owner.module for owner in self._owners]
+        self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
+        """Modules whose buffers and frozen parameters all are state, and nothing else: nearly all."""
+        self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
+        self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
+        self._last: _Moment | None = None
+        """The latest that was remembered."""
         self._rewritten: set[tuple[int, str]] = set()
         """Places that a forward has been seen to change: from then on nobody compares values there."""
+
+    def forget(self) -> None:
+        """Lets go of what is remembered and waits for no recomputation, so that whoever writes next copies nothing."""
+        self._last = None
 
     def replaying(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, to be called in forward and once more in backward: then with the state as it was the first time."""
@@ -97,25 +149,49 @@ class LayerState:
                     return run(*arguments)
             moment = self._now()
             result = run(*arguments)
-            self._note_changes(moment.entries)
+            self._note_changes(moment.tensors)
             before.append(moment)
             return result
 
         return call
 
     def _now(self) -> _Moment:
-        entries = [_Entry(place, place.value) for owner in self._owners for place in owner.places()]
-        # Clones are of one moment: buffers that share memory must share it in what is remembered, too.
-        clones = _Clones()
-        for entry in entries:
-            if _is_plain(entry.value):
-                entry.clone = clones.of(entry)
-            else:
-                entry.version = _version(entry.value)
-        return _Moment(entries, [owner.numbers_now() for owner in self._owners])
+        last = self._last
+        tensors = last.tensors if last is not None and self._are_still(last.tensors) else self._remembered()
+        numbers: list[Any] = [holder.get(name) for holder, name in self._numbers]
+        if last is not None and all(map(is_, numbers, last.numbers)):
+            numbers = last.numbers
+        else:
+            numbers = [value if type(value) in NUMBERS else ABSENT for value in numbers]
+        self._last = _Moment(tensors, numbers)
+        return self._last
 
-    def _note_changes(self, entries: list[_Entry]) -> None:
-        for entry in entries:
+    def _remembered(self) -> _Tensors:
+        entries = [_Entry(place, place.value) for owner in self._owners for place in owner.places()]
+        return _Tensors.of(entries, self._names(), self._values())
+
+    def _are_still(self, tensors: _Tensors) -> bool:
+        return tensors.are_still(self._names(), self._values())
+
+    def _names(self) -> list[Any]:
+        """Of all buffers, and how many each module has."""
+        buffers = [module._buffers for module in self._modules]
+        return [*map(len, buffers), *chain.from_iterable(buffers)]
+
+    def _values(self) -> list[Any]:
+        """What lies in all places; without a `Place` for each, which takes several times as long."""
+        buffers = filter(None, [module._buffers for module in self._usual])
+        parameters = filter(None, [module._parameters for module in self._usual])
+        return [
+            *chain.from_iterable(map(dict.values, buffers)),
+            *[each for held in parameters for each in held.values() if each is not None and not each.requires_grad],
+            *[place.value for owner in self._unusual for place in owner.places()],
+        ]
+
+    def _note_changes(self, tensors: _Tensors) -> None:
+        if self._are_still(tensors):
+            return
+        for entry in tensors.entries:
             written = entry.is_written
             entry.is_changed = written or entry.is_assigned_anew
             if not written or entry.key in self._rewritten:
@@ -133,8 +209,10 @@ class LayerState:
         """Meanwhile the state is that of `moment`, which is used up."""
         # Twice remembered: what the recomputation begins with, and what is to be there again behind it.
         now = self._now()
-        buffers = [(owner.module._buffers, dict(owner.module._buffers)) for owner in self._owners]
+        buffers = [(module._buffers, list(module._buffers)) for module in self._modules]
         kept = self._begin(moment, now)
+        # Nobody else holds what was put, unless another forward began with it, so that writing into it takes no copy.
+        del moment
         try:
             yield
             # What the first forward left alone was not put back, so the recomputation has to leave it alone as well.
@@ -143,37 +221,47 @@ class LayerState:
                     raise _changed(entry)
         finally:
             # Also where it failed: the error is the user's, and the state must not be that of an earlier micro-batch.
-            for entry in now.entries:
-                entry.put(entry.value)
-            for holder, before in buffers:
-                if list(holder) != list(before):
-                    holder.clear()  # what was made is dropped, and the order is as it was
-                    holder.update(before)
-            for owner, numbers in zip(self._owners, now.numbers, strict=True):
-                vars(owner.module).update(numbers)
+            is_as_it_was = self._are_still(now.tensors)
+            if not is_as_it_was:
+                self._put_back(now.tensors, buffers)
+            for (holder, name), number in zip(self._numbers, now.numbers, strict=True):
+                if number is not ABSENT:
+                    holder[name] = number
         # Written into in place: what is there again is the same tensor, and no longer what it was.
-        for entry in now.entries:
+        for entry in () if is_as_it_was else now.tensors.entries:
             if entry.is_different:
                 raise _changed(entry)
 
+    def _put_back(self, tensors: _Tensors, buffers: list[tuple[dict[str, Any], list[str]]]) -> None:
+        for entry in tensors.entries:
+            entry.put(entry.value)
+        for holder, names in buffers:
+            if list(holder) != names:
+                # What was made is dropped, and the order is as it was.
+                present = dict(holder)
+                holder.clear()
+                holder.update((name, present[name]) for name in names if name in present)
+
     def _begin(self, moment: _Moment, now: _Moment) -> list[_Entry]:
         """Puts the state of `moment` in place of today's; returns what is the same."""
-        present = {entry.key: entry for entry in now.entries}
-        kept = []
-        for entry in moment.entries:
+        if moment.numbers is not now.numbers:
+            for (holder, name), number in zip(self._numbers, moment.numbers, strict=True):
+                if number is not ABSENT:
+                    holder[name] = number
+        if moment.tensors is now.tensors:
+            return now.tensors.entries
+        present = {entry.key: entry for entry in now.tensors.entries}
+        kept, clones = [], _Clones()
+        for entry in moment.tensors.entries:
             today = present.pop(entry.key, None)
             if today is not None and not (entry.is_changed or entry.is_assigned_anew or entry.is_written):
                 kept.append(today)
                 continue
-            entry.put(entry.value if entry.clone is None else entry.clone)
-            # Nobody else holds it, so that writing into it takes no copy.
-            entry.clone = None
+            # Clones of the clones: these may be another forward's beginning, too.
+            entry.put(entry.value if entry.clone is None else clones.of(entry, entry.clone))
         # What has come about since then is taken away, so that the layer makes it as it did the first time.
         for entry in present.values():
             entry.put(ABSENT)
-        moment.entries.clear()
-        for owner, numbers in zip(self._owners, moment.numbers, strict=True):
-            vars(owner.module).update(numbers)
         return kept
 
 
@@ -184,9 +272,8 @@ class _Clones:
         self._bases: dict[int, Tensor] = {}
         self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
-    def of(self, entry: _Entry) -> Tensor:
-        """That of its tensor; raises `ModelError` where it can have none."""
-        tensor: Tensor = entry.value
+    def of(self, entry: _Entry, tensor: Tensor) -> Tensor:
+        """That of a tensor of an entry; raises `ModelError` where it can have none."""
         with torch.no_grad():
             try:
                 return self._clone(tensor)

@@ -132,6 +132,11 @@ class StageModule(nn.Module):
                 layer.share_with(self)
         return super().named_buffers(*args, **kwargs)
 
+    def forget_state(self) -> None:
+        """Lets go of what recomputation remembers, once no micro-batch's is left to come."""
+        for state in (self._state, *self._states.values()):
+            state.forget()
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Every module that it runs in evaluation mode; see `evaluating`."""
         return evaluating(*(_model_of(layer) for layer in self._layers))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -289,6 +290,49 @@ def test_what_is_written_is_held_once_for_each_micro_batch(calls: int, copies: i
     used = CpuMeter().measure(work)
     assert used.end_bytes == MASK + MEAN + copies * MEAN
     assert used.peak_bytes < MASK + MEAN + most * MEAN + MEAN // 2  # a few numbers besides
+
+
+@pytest.mark.parametrize("step", [1, -1], ids=["in order", "from the last"])
+def test_forwards_that_begin_with_the_same_state_share_what_is_remembered(step: int) -> None:
+    """Two begin with the same, of which the second changes it: the first must not see that, nor the third the old."""
+    layer = nn.Module()
+    layer.register_buffer("codes", torch.zeros(2))
+    layer.register_buffer("front", layer.get_buffer("codes")[:1])
+    layer.calls = 0  # type: ignore[assignment]
+
+    def run(*, is_changing: bool) -> list[Any]:
+        if is_changing:
+            layer.get_buffer("codes").add_(1)
+            layer.calls += 1  # type: ignore[operator]
+        return [*layer.get_buffer("codes").tolist(), *layer.get_buffer("front").tolist(), layer.calls]
+
+    state = LayerState([("layer", layer)])
+    runs = [state.replaying(partial(run, is_changing=n % 2 == 1)) for n in range(6)]
+    first = [run() for run in runs]
+    assert first == [[n] * 4 for n in (0, 1, 1, 2, 2, 3)]
+    assert [run() for run in runs[::step]] == first[::step]
+    assert run(is_changing=False) == [3, 3, 3, 3]
+
+
+def test_what_stays_the_same_is_remembered_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a forward: a convolutional net has hundreds of buffers. Behind a step, nothing has to be copied."""
+    layer = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(TIMES)))
+    buffers = dict(layer.named_buffers())
+    clones: list[Tensor] = []
+    clone = torch._lazy_clone
+    monkeypatch.setattr(torch, "_lazy_clone", lambda tensor: clones.append(tensor) or clone(tensor))
+    state = LayerState([("layer", layer)])
+    for steps in (1, 2):
+        runs = [state.replaying(lambda: None) for _ in range(4)]
+        for run in (*runs, *runs):
+            run()
+        assert len(clones) == steps * len(buffers)
+        state.forget()
+        del runs, run
+        addresses = [torch._C._data_address(buffer) for buffer in buffers.values()]
+        for buffer in buffers.values():
+            buffer.add_(1)
+        assert [torch._C._data_address(buffer) for buffer in buffers.values()] == addresses
 
 
 def test_tensors_that_share_memory_still_do_so_when_run_again() -> None:
