@@ -46,12 +46,16 @@ def ms(cell):
     return float(number) * {"ms": 1, "s": 1000}[unit]
 
 
+def of_two_machines(page):
+    return [*rows(page), *rows(page, "On another machine")]
+
+
 def on_the_cpu():
     """How long a micro-batch is, in microseconds, and measured over predicted."""
-    for cells in rows("verify.md"):
+    for cells in of_two_machines("verify.md"):
         slots = int(cells[2].split("; ")[1]) + 1
         yield 1000 * ms(cells[3]) / slots, 1 + shares([cells[5]])[0]
-    for cells in rows("cpu.md"):
+    for cells in of_two_machines("cpu.md"):
         yield 1000 * ms(cells[3]) / 5, 1 + shares([cells[5]])[0]
 
 
@@ -66,7 +70,7 @@ SEEN = {
     "cpu": lambda: [ratio for slot_us, ratio in on_the_cpu() if slot_us >= SHORTEST_US],
     # Between the two kinds of rows there is none: what is shorter than the one may be as the other.
     "short": lambda: [ratio for _, ratio in on_the_cpu()],
-    "calibrated": lambda: [ms(cells[7]) / ms(cells[4]) for cells in rows("verify.md")],
+    "calibrated": lambda: [ms(cells[7]) / ms(cells[4]) for cells in of_two_machines("verify.md")],
     "cuda": lambda: published(
         "GPT on 8 A100: nothing fitted",
         "One plan from another plan's times",
