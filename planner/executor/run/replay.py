@@ -82,13 +82,13 @@ class _Tensors:
 
     entries: list[_Entry]
     names: list[Any]
-    """Of all buffers, and how many each module has."""
+    """The names of all buffers, and how many each module has."""
     values: list[Any]
-    """Those of the entries, in an order of their own."""
+    """What the entries hold, in an order of its own."""
     plain: list[Tensor]
-    """Of which there are clones."""
+    """Tensors of which there are clones."""
     addresses: list[int]
-    """Where these lie until somebody writes into them."""
+    """Where the tensors in `plain` lie until somebody writes into them."""
     others: list[_Entry]
 
     @classmethod
@@ -174,7 +174,7 @@ class LayerState:
         return tensors.are_still(self._names(), self._values())
 
     def _names(self) -> list[Any]:
-        """Of all buffers, and how many each module has."""
+        """The names of all buffers, and how many each module has."""
         buffers = [module._buffers for module in self._modules]
         return [*map(len, buffers), *chain.from_iterable(buffers)]
 
@@ -273,7 +273,7 @@ class _Clones:
         self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def of(self, entry: _Entry, tensor: Tensor) -> Tensor:
-        """That of a tensor of an entry; raises `ModelError` where it can have none."""
+        """The clone of a tensor of an entry; raises `ModelError` where it can have none."""
         with torch.no_grad():
             try:
                 return self._clone(tensor)
