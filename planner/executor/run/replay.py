@@ -68,6 +68,11 @@ class _Entry:
         # To ask for memory is not yet to change it; and comparing values takes time, so that is asked last.
         return self.is_written and (self.clone is None or not torch.equal(self.value, self.clone))
 
+    def share_again(self) -> None:
+        """Its tensor was only read, as a kernel of one's own does it: what it has now need not be there twice."""
+        assert self.clone is not None
+        self.value.data = torch._lazy_clone(self.clone)
+
     def put(self, value: Any) -> None:
         """Has `value` in its place."""
         if value is ABSENT:
@@ -199,8 +204,7 @@ class LayerState:
             if entry.clone is None:
                 raise _beyond(entry, f"is a {type(entry.value).__name__} that a forward writes into")
             if torch.equal(entry.value, entry.clone):
-                # It was only read, as a kernel of one's own does it; what it has now need not be there twice.
-                entry.value.data = torch._lazy_clone(entry.clone)
+                entry.share_again()
             else:
                 self._rewritten.add(entry.key)
 
@@ -224,13 +228,13 @@ class LayerState:
             is_as_it_was = self._are_still(now.tensors)
             if not is_as_it_was:
                 self._put_back(now.tensors, buffers)
-            for (holder, name), number in zip(self._numbers, now.numbers, strict=True):
-                if number is not ABSENT:
-                    holder[name] = number
+            self._put_numbers(now.numbers)
         # Written into in place: what is there again is the same tensor, and no longer what it was.
         for entry in () if is_as_it_was else now.tensors.entries:
             if entry.is_different:
                 raise _changed(entry)
+            if entry.is_written:
+                entry.share_again()
 
     def _put_back(self, tensors: _Tensors, buffers: list[tuple[dict[str, Any], list[str]]]) -> None:
         for entry in tensors.entries:
@@ -242,12 +246,15 @@ class LayerState:
                 holder.clear()
                 holder.update((name, present[name]) for name in names if name in present)
 
+    def _put_numbers(self, numbers: list[Any]) -> None:
+        for (holder, name), number in zip(self._numbers, numbers, strict=True):
+            if number is not ABSENT:
+                holder[name] = number
+
     def _begin(self, moment: _Moment, now: _Moment) -> list[_Entry]:
         """Puts the state of `moment` in place of today's; returns what is the same."""
         if moment.numbers is not now.numbers:
-            for (holder, name), number in zip(self._numbers, moment.numbers, strict=True):
-                if number is not ABSENT:
-                    holder[name] = number
+            self._put_numbers(moment.numbers)
         if moment.tensors is now.tensors:
             return now.tensors.entries
         present = {entry.key: entry for entry in now.tensors.entries}

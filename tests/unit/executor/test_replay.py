@@ -356,7 +356,8 @@ def test_tensors_that_share_memory_still_do_so_when_run_again() -> None:
     assert layer.get_buffer("whole").tolist() == [2, 2, 0, 0]
 
 
-def test_what_asks_for_memory_only_to_read_it_takes_it_once() -> None:
+@pytest.mark.parametrize("times", [1, 2], ids=["forwards", "forwards and backwards"])
+def test_what_asks_for_memory_only_to_read_it_takes_it_once(times: int) -> None:
     """As kernels of one's own do: weights that lie in buffers are copied while a forward runs, and not kept."""
 
     def work() -> None:
@@ -364,7 +365,7 @@ def test_what_asks_for_memory_only_to_read_it_takes_it_once() -> None:
         layer.register_buffer("weight", torch.ones(MEAN // 4))
         state = LayerState([("layer", layer)])
         runs = [state.replaying(lambda: layer.get_buffer("weight").data_ptr()) for _ in range(TIMES)]
-        for run in runs:
+        for run in runs * times:
             run()
         alive.extend((layer, runs))
 
