@@ -3,7 +3,7 @@
 from planner.core.extras import importing
 
 with importing("train"):
-    from planner.executor.build.proof import Proven, prove
+    from planner.executor.equivalence.check import Checked, check_equivalence
     from planner.executor.checkpoints import Checkpoints
     from planner.executor.keep.saved import check_whole, latest_checkpoint
     from planner.executor.keep.weights import export_weights
@@ -19,9 +19,10 @@ __all__ = [
     "Checkpoints",
     "Evaluation",
     "Pipeline",
-    "Proven",
+    "Checked",
     "StepRecord",
     "arguments",
+    "check_equivalence",
     "check_whole",
     "checkpoints",
     "executor_cost",
@@ -30,5 +31,4 @@ __all__ = [
     "measure_links",
     "pipeline_script",
     "progress",
-    "prove",
 ]

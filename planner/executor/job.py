@@ -48,7 +48,7 @@ class Job:
 
 
 def job_of(
-    balance_path: str | Path, *, seed: int, device: str | None, watch: Watch | None, check_nan: bool = False
+    source: str | Path | Balance, *, seed: int, device: str | None, watch: Watch | None, check_nan: bool = False
 ) -> Job:
     """The job of this process, by the rank that `torchrun` gave it, or that it has in a process group that is there.
 
@@ -56,7 +56,7 @@ def job_of(
         UsageError: The number of processes is not what the plan needs, or the device is missing.
     """
     rank, num_processes = rank_here()
-    balance = _planned(Path(balance_path), num_processes)
+    balance = source if isinstance(source, Balance) else _planned(Path(source), num_processes)
     place = place_of(balance, rank, num_processes)
     position = watch.position if watch is not None else Position()
     position.names = {stage: _stage_name(balance, stage) for stage in range(balance.num_stages)}

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from planner.core.errors import UsageError
+from planner.core.values.balance import Balance
 from planner.core.values.run_report import RunReport
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
@@ -21,11 +23,12 @@ from planner.executor.measure.step_record import OnStep
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, Metrics
 from planner.executor.run.placement import Groups
-from planner.executor.run.random_state import seed_process
+from planner.model.seeding import seed_process
 from planner.executor.trainer import Trainer
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY
-from planner.model.load import Batch
+from planner.model.chain import Chain
+from planner.model.load import Batch, LoadedModel
 
 if TYPE_CHECKING:
     from planner.executor.measure.run_times import ProcessRun
@@ -42,6 +45,7 @@ class Pipeline:
         check_nan: Whether every output and gradient must be finite, not the loss alone; waits for the device.
         watch: Is told what this rank is doing.
         on_step: Is called on rank 0, and on no other, after every step: behind the block, outside the step's time.
+        built: The loaded model and its structure, where the caller has them; else they come from the balance's file.
 
     Raises:
         UsageError: The number of processes is not what the plan needs, or the device is missing.
@@ -50,7 +54,7 @@ class Pipeline:
 
     def __init__(
         self,
-        balance_path: str | Path,
+        balance_path: str | Path | Balance,
         *,
         seed: int = 0,
         device: str | None = None,
@@ -58,6 +62,7 @@ class Pipeline:
         check_nan: bool = False,
         watch: Watch | None = None,
         on_step: OnStep | None = None,
+        built: tuple[LoadedModel, Chain] | None = None,
     ) -> None:
         job = job_of(balance_path, seed=seed, device=device, watch=watch, check_nan=check_nan)
         self.balance, self.seed, self.place, self.device = job.balance, job.seed, job.place, job.device
@@ -75,13 +80,18 @@ class Pipeline:
         self._is_joined = False
         try:
             seed_process(seed)  # a model that is made while its file is imported starts from it, too
-            self.model = load_planned(job.balance, Path(balance_path).parent)
+            if built is not None:
+                self.model, structure = built
+            elif isinstance(balance_path, Balance):
+                raise UsageError("a balance that is in no file names no model")
+            else:
+                self.model, structure = load_planned(job.balance, Path(balance_path).parent), None
             with self._recorder.paused():  # a thread of gloo may be the last to let go of what joining takes
                 self._is_joined = join(job, timeout_s)
             groups = Groups.of(job.place)
             job.position.at("building the model")
             self._mini_batches = MiniBatches(job, self.model, groups.replicas)
-            self._assembly = Assembly(job, self.model, groups, self._recorder)
+            self._assembly = Assembly(job, self.model, groups, self._recorder, structure)
             # Failed attempts to find or build layers may lie in cycles with their errors, and hold the whole model.
             gc.collect()
             # What the script draws from here on (the order of its data) is the same on every rank.

@@ -53,6 +53,13 @@ class ModelStage(nn.Module):
         self._part.listen(listener)
 
     @property
+    def running(self) -> dict[str, nn.Module]:
+        """The modules whose code runs in this stage, by path; also those of which a part runs in other stages."""
+        part, calls = self._part, self._part.outline.recording.calls
+        paths = {call.path for call in calls if call.exit >= part.begin and call.enter < part.stop}
+        return {path: part.model.get_submodule(path) for path in sorted(paths)}
+
+    @property
     def holders(self) -> list[nn.Module]:
         """The modules of the model whose own parameters and buffers the stage needs."""
         paths = sorted({name.rpartition(".")[0] for name in self._part.held})

@@ -7,7 +7,7 @@ trace of operators it runs (operator, shapes, dtypes, numbers); units with the s
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -123,6 +123,15 @@ def trace_units(
         for (layer, digest), loss_fn in zip(digests.items(), losses, strict=True)
     )
     return units, inputs
+
+
+def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
+    """Return a digest of the operators that each layer runs, found without values; none where a layer needs values."""
+    for size in (1, 2):  # some layers, such as batch normalization, want two samples
+        with suppress(Exception):
+            units, _ = trace_units(chain, loaded, (size,), torch.device("cpu"), ghosts=True)
+            return tuple(unit.digest for unit in units)
+    return ()
 
 
 def with_values(received: UnitInput, device: torch.device) -> UnitInput:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from planner.executor.run.random_state import layer_seed
+from planner.model.seeding import layer_seed
 from planner.model.load import LoadedModel
 
 __all__ = ["Drawing", "Once"]

@@ -1,4 +1,4 @@
-"""What the stages of a model were found to compute, held against the model in one piece."""
+"""What the equivalence check found: do the stages of a model train as the unpartitioned model does?"""
 
 from dataclasses import dataclass
 
@@ -7,38 +7,45 @@ from planner.core.values.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """One small mini-batch was run through the model and through stages of one layer each, and compared.
+    """The result of the equivalence check.
 
-    The executor's own stages ran one after the other in one process, each in a copy of the model of its own.
+    Two steps of a plain training loop over the user's model were compared with the same two steps of pipelines with
+    these cuts, each stage in a process of its own.
     """
 
     layers: int
-    """How many layers took part, from the first one on; where it is not all, time or memory did not suffice."""
+    """Number of layers of the model; 0 where nothing was compared."""
     cuts: int
-    """Boundaries between them."""
+    """Number of cuts that were compared, those included that are like a compared one."""
+    uncovered: int = 0
+    """Number of cuts that were not compared."""
     gradients: int = 0
-    """How many parameters' gradients were compared."""
+    """Number of parameters whose gradients were compared."""
     buffers: int = 0
-    """How many buffers were, after the step."""
+    """Number of buffers that were compared."""
+    states: int = 0
+    """Number of tensors of optimizer state that were compared; 0 where the optimizer did not take part."""
     worst: float = 0.0
-    """The largest difference of loss, gradients and buffers, relative to the largest number in each."""
+    """Largest difference of anything compared, relative to the largest number in it."""
     reason: str = ""
-    """Why not all layers took part."""
+    """Why cuts, or the optimizer, were not compared."""
     differs_recomputed: str = ""
-    """What comes out wrong where stages are recomputed; empty where nothing does."""
+    """What differs where stages are recomputed; empty where nothing does."""
 
     @property
     def recomputed(self) -> bool:
-        """Whether stages that are recomputed came out right, too."""
+        """True if stages that are recomputed train as the model does, too."""
         return self.cuts > 0 and not self.differs_recomputed
 
     def __str__(self) -> str:
-        """In a line, as in `the same as in one piece: loss, 214 gradients, 11 cuts, recomputed too; worst 6e-08`."""
+        """Return one line for people."""
         if not self.cuts:
-            return f"not held against the model in one piece: {self.reason}"
+            return f"not compared with the unpartitioned model: {self.reason}"
         parts = ["loss", counted(self.gradients, "gradient")]
         parts += [counted(self.buffers, "buffer")] if self.buffers else []
-        parts += [counted(self.cuts, "cut")]
-        parts += ["recomputed too"] if self.recomputed else []
-        text = f"the same as in one piece: {', '.join(parts)}; worst {self.worst:.0e}"
-        return f"{text}; of the first {counted(self.layers, 'layer')} only: {self.reason}" if self.reason else text
+        parts += [counted(self.states, "optimizer state")] if self.states else []
+        all_cuts = self.cuts + self.uncovered
+        parts += [f"{self.cuts} of {counted(all_cuts, 'cut')}"]
+        also = " (also with recomputation)" if self.recomputed else ""
+        text = f"verified against the unpartitioned model: {', '.join(parts)}{also}; max relative error {self.worst:.0e}"
+        return f"{text}; {self.reason}" if self.reason else text

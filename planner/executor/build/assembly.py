@@ -25,7 +25,7 @@ from planner.executor.run.shapes import Shapes, shapes_of
 from planner.executor.run.stage_module import StageModule, evaluating
 from planner.executor.run.ties import TiedGradients
 from planner.model.batch_norm import BatchStatistics
-from planner.model.chain import Layer, shared_parameters
+from planner.model.chain import Chain, Layer, shared_parameters
 from planner.model.computation import computation_of
 from planner.model.held import named_tensors
 from planner.model.load import LoadedModel, to_device
@@ -38,14 +38,16 @@ class Assembly:
         ModelError: The model is not the one that was planned, or cannot be built or trained in micro-batches.
     """
 
-    def __init__(self, job: Job, model: LoadedModel, groups: Groups, recorder: Recorder) -> None:
+    def __init__(
+        self, job: Job, model: LoadedModel, groups: Groups, recorder: Recorder, structure: Chain | None = None
+    ) -> None:
         self._job, self._model, self.groups, self.recorder = job, model, groups, recorder
         balance, place = job.balance, job.place
         # Shapes alone: a mini-batch that stays would be memory that no plan counts on.
         self._example_inputs = to_device(
             example_of(model, balance.batch, seed=job.seed, step=0).inputs, torch.device("meta")
         )
-        self._chain = build_structure(model)
+        self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
         self.first_names = first_names(self._chain.model)
         """Name in the model's state dict: the first of the names that its tensor has there."""

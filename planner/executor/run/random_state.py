@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from planner.device.kinds import accelerator_in_use
+from planner.model.seeding import layer_seed, seed_host
 
-_MASK = (1 << 64) - 1
 _NUMPY_WORDS = 624
 
 
@@ -40,20 +39,6 @@ class StepSeeds:
         _seed_generators(layer_seed(self.seed, self.step, layer, self.first_micro_batch + micro_batch))
 
 
-def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
-    """What the generators are seeded with before a layer runs.
-
-    The layer is counted in the whole model's chain, the micro-batch in the step's mini-batch.
-    """
-    return _next(_of_layer(seed, step, layer), micro_batch)
-
-
-def seed_process(seed: int) -> None:
-    """Seeds every generator that a model file or a script may draw from."""
-    torch.manual_seed(seed)  # of devices, too
-    _seed_host(seed)
-
-
 class HostStates(NamedTuple):
     """Where the generators of the host are that a script may draw from."""
 
@@ -71,7 +56,7 @@ class HostStates(NamedTuple):
         """Where generators are that were all seeded so; the process's stay as they are."""
         before = cls.now()
         try:
-            _seed_host(seed)
+            seed_host(seed)
             return cls.now()
         finally:
             before.restore()
@@ -133,28 +118,10 @@ def keeping_random_state() -> Iterator[None]:
             of_device.set_state(device_state)
 
 
-def _seed_host(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-
-
-@lru_cache(maxsize=256)  # asked for every micro-batch again
-def _of_layer(seed: int, step: int, layer: int) -> int:
-    return _next(_next(_next(0, seed), step), layer)
-
-
-def _next(mixed: int, part: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): neighbours become unlike each other."""
-    number = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
-    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK
-    return number ^ (number >> 31)
-
-
 def _seed_generators(seed: int) -> None:
-    # Not `torch.manual_seed`, which asks every kind of device there may be: 100 us instead of 1.
-    torch.default_generator.manual_seed(seed)
+    # Not `torch.manual_seed`, which asks every kind of device there may be: 100 us instead of 1. Python's and NumPy's
+    # generators too (8 us): masks and skipped layers are drawn from them, and a recomputation must draw the same.
+    seed_host(seed)
     if (of_device := _device_generator()) is not None:
         of_device.manual_seed(seed)
 

@@ -99,6 +99,7 @@ class StageModule(nn.Module):
             else:
                 register(self, layer.name, layer.module)
         self._layers = [layer.module for layer in layers]
+        self._names = [layer.name for layer in layers]
         self.statistics = statistics or BatchStatistics()
         self.statistics.watch(_named_modules(layers))
         self._first_layer = first_layer
@@ -131,6 +132,13 @@ class StageModule(nn.Module):
             if isinstance(layer, ModelStage):
                 layer.share_with(self)
         return super().named_buffers(*args, **kwargs)
+
+    def running_modules(self) -> dict[str, nn.Module]:
+        """Return the modules whose code runs in this stage, by their paths in the whole model."""
+        running: dict[str, nn.Module] = {}
+        for name, layer in zip(self._names, self._layers, strict=True):
+            running |= layer.running if isinstance(layer, ModelStage) else dict(layer.named_modules(prefix=name))
+        return running
 
     def forget_state(self) -> None:
         """Lets go of what recomputation remembers, once no micro-batch's is left to come."""

@@ -1,0 +1,1 @@
+"""The equivalence check: do the stages of a model train as the user's own loop trains the unpartitioned model?"""

@@ -1,0 +1,79 @@
+"""Which cuts stand for all: two cuts between like layers, crossed by like tensors, need one check."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from torch import Tensor, nn
+
+from planner.executor.run.shapes import Shapes
+from planner.model.chain import Chain, shared_parameters
+from planner.model.stage import ModelStage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """The distinct cuts of a chain; a cut is the index of the layer after it."""
+
+    classes: tuple[tuple[int, ...], ...]
+    """Cuts that are alike, the one to check first."""
+
+    @property
+    def representatives(self) -> tuple[int, ...]:
+        """The first cut of every class."""
+        return tuple(alike[0] for alike in self.classes)
+
+    def like(self, cut: int) -> tuple[int, ...]:
+        """Return all cuts that are like this one, itself included."""
+        return next((alike for alike in self.classes if cut in alike), (cut,))
+
+
+def coverage_of(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Coverage:
+    """Group the cuts of a chain.
+
+    Args:
+        chain: The chain.
+        shapes: What crosses its boundaries.
+        digests: By layer, a digest of the operators that it runs; empty where they are unknown, and every cut is
+            distinct then.
+    """
+    keys = _layer_keys(chain, digests)
+    classes: dict[Hashable, list[int]] = {}
+    for cut in range(1, len(chain.layers)):
+        crossing = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in shapes.boundaries[cut].tensors)
+        classes.setdefault((keys[cut - 1], keys[cut], crossing), []).append(cut)
+    return Coverage(classes=tuple(map(tuple, classes.values())))
+
+
+def groups_of(cuts: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    """Split cuts into groups of at most `most`, the cuts of each as far apart as possible."""
+    num_groups = -(-len(cuts) // most) if cuts else 0
+    return [tuple(cuts[first::num_groups]) for first in range(num_groups)]
+
+
+def _layer_keys(chain: Chain, digests: Sequence[str]) -> list[Hashable]:
+    shared = {name for owners in shared_parameters(chain.layers) for _, name in owners}
+    distinct = count()
+    return [
+        (
+            digests[index] if digests else next(distinct),
+            _num_hooks(layer.module),
+            tuple(name in shared for name in layer.parameter_names()),
+        )
+        for index, layer in enumerate(chain.layers)
+    ]
+
+
+def _num_hooks(module: nn.Module) -> int:
+    """Return how many hooks the modules of a layer and their parameters have."""
+    modules = list(module.running.values()) if isinstance(module, ModelStage) else list(module.modules())
+    tables = [
+        table
+        for part in modules
+        for table in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    ]
+    return sum(map(len, tables)) + sum(_hooks_of(parameter) for parameter in module.parameters())
+
+
+def _hooks_of(tensor: Tensor) -> int:
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())

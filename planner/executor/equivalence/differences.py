@@ -1,0 +1,140 @@
+"""Differences between a stage of a pipeline and the reference, and which of them are more than rounding errors."""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from planner.core.values.precision import Precision
+from planner.model.reference import State
+
+LIMIT = 1e-4
+"""Relative differences above it are no rounding errors, unless the model makes as much of one (`largest_problem`)."""
+
+_WORST = 1e-2
+"""No rounding error is larger."""
+
+_NOISE: Mapping[Precision, float] = {"": 1e-7, "fp32": 1e-7, "bf16": 4e-3, "bf16-mixed": 4e-3, "fp16-mixed": 5e-4}
+"""Relative size of a rounding error, by precision."""
+
+
+@dataclass
+class Differences:
+    """What a stage was found to have, compared with the reference."""
+
+    relative: dict[str, float] = field(default_factory=dict)
+    """The largest relative difference of every tensor and number, by what it is called in messages."""
+    gradients: int = 0
+    buffers: int = 0
+    states: int = 0
+    """Tensors of optimizer state."""
+    own_values: dict[str, str] = field(default_factory=dict)
+    """Digests of the tensors whose initial values are not the reference's, by name."""
+    file_numbers: dict[str, float] = field(default_factory=dict)
+    """Module-level numbers at the end, where the stage has changed them."""
+
+    def note(self, what: str, ratio: float) -> None:
+        """Note a relative difference; of several for the same thing, the largest is kept."""
+        self.relative[what] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(what, 0.0))
+
+    def compare_number(self, what: str, value: float, right: float) -> None:
+        """Compare a number."""
+        equal = value == right or (math.isnan(value) and math.isnan(right))
+        self.note(what, 0.0 if equal else abs(value - right) / max(abs(right), 1e-30))
+
+    def compare_tensor(self, what: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
+        """Compare a tensor with the reference's, relative to the largest number in it, at least `least`.
+
+        None counts as zeros: a gradient that is missing is found where it makes the optimizer do something else.
+        """
+        value, right = (None if t is None else dense_values(t) for t in (value, right))
+        if value is None or right is None:
+            other = value if right is None else right
+            self.note(what, 0.0 if other is None or not largest(other) else math.inf)
+        elif value.shape != right.shape:
+            self.note(what, math.inf)
+        elif torch.equal(value, right):
+            self.note(what, 0.0)
+        else:
+            same = torch.isnan(value) & torch.isnan(right) if value.is_floating_point() else None
+            difference = value.double() - right.double() if not value.is_complex() else value - right
+            if same is not None:
+                difference = difference.masked_fill(same, 0.0)
+            self.note(what, largest(difference) / max(largest(right), least, 1e-30))
+
+
+def compare_update(found: Differences, what: str, value: Tensor, right: Tensor, before: Tensor) -> None:
+    """Compare a parameter after an optimizer's step, relative to how far the reference's moved."""
+    moved = largest(right.double() - before.double()) if not right.is_complex() else largest(right - before)
+    rounding = 4 * torch.finfo(right.dtype).eps * largest(right) if right.is_floating_point() else 0.0
+    if torch.equal(value, right):
+        found.note(what, 0.0)
+        return
+    difference = largest(value.double() - right.double()) if not right.is_complex() else largest(value - right)
+    found.note(what, max(0.0, difference - rounding) / max(moved, rounding, 1e-30))
+
+
+def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
+    """Describe the largest difference that is no rounding error, nor what the model makes of one; empty if none is.
+
+    Args:
+        relative: Differences by name.
+        noise: Returns how far the same things change where all parameters change by a rounding error.
+    """
+    large = {what: size for what, size in relative.items() if not size <= LIMIT}
+    if not large:
+        return ""
+    usual = noise() if any(size <= _WORST for size in large.values()) else {}
+    wrong = {what: size for what, size in large.items() if not size <= min(_WORST, 10 * usual.get(what, 0.0))}
+    what = max(wrong, key=wrong.__getitem__, default="")
+    return what and f"{what} differs by {wrong[what]:.1e}"
+
+
+def compare_gradients(found: Differences, gradients: Mapping[str, Tensor | None], right: State) -> None:
+    """Compare gradients by parameter name, each relative to its largest number."""
+    ours = {name: right.tensors.get(f"gradient:{name}") for name in gradients}
+    # A gradient that is nothing but rounding errors is compared with the largest of all.
+    sizes = [largest(t) for name, t in right.tensors.items() if name.startswith("gradient:") and t is not None]
+    least = 1e-5 * max(sizes, default=0.0)
+    for name, gradient in gradients.items():
+        found.compare_tensor(f'the gradient of "{name}"', gradient, ours[name], least)
+
+
+def shaking(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
+    """Return a function that changes every number of all parameters by a rounding error, up or down by chance."""
+
+    def shake(model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
+                    parameter.mul_(1 + _NOISE[precision] * (2 * signs - 1))
+
+    return shake
+
+
+def digest_of_values(tensor: Tensor) -> str:
+    """Return a digest of a tensor's values."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def dense_values(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, dense."""
+    tensor = tensor.detach()
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest absolute number of a tensor; 0 of an empty one."""
+    values = dense_values(tensor)
+    if not values.numel():
+        return 0.0
+    if not values.is_floating_point() and not values.is_complex():
+        values = values.double()
+    # A norm, which makes no tensor of absolute values.
+    return float(torch.linalg.vector_norm(values, math.inf))

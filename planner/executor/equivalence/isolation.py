@@ -1,0 +1,126 @@
+"""Functions that run in processes of their own, forked from this one, with one thread each.
+
+A forked process has all modules that were imported here and shares nothing that it changes: parameters, module-level
+variables, random generators. It prints nothing, and ends when its time is over.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn
+
+import torch
+
+from planner.core.errors import ModelError, PlannerError
+
+_GRACE_S = 5
+
+
+class ChildError(Exception):
+    """A child process that ended without a result.
+
+    Args:
+        message: What it raised, in a line, or the signal that ended it.
+        hint: What to do; empty where its error has none.
+        is_user_error: Whether the error is one that the user's model caused and that says so.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", is_user_error: bool = False) -> None:
+        super().__init__(message)
+        self.message, self.hint, self.is_user_error = message, hint, is_user_error
+
+    def as_model_error(self) -> ModelError:
+        """Return the same as an error of the model."""
+        return ModelError(self.message, hint=self.hint)
+
+
+class Child:
+    """A forked process that runs `work(connection)` and sends its result.
+
+    Args:
+        work: What to run; it may exchange messages over the connection first.
+        limit_s: After so many seconds the process is ended.
+    """
+
+    def __init__(self, work: Callable[[Connection], Any], *, limit_s: float) -> None:
+        self.connection, theirs = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads in this process: the child uses none of them
+            self._pid = os.fork()
+        if self._pid == 0:
+            _run(work, theirs, limit_s)
+        theirs.close()
+        self._is_over = False
+
+    def result(self) -> Any:
+        """Wait for the result.
+
+        Raises:
+            ChildError: There is none.
+        """
+        try:
+            kind, value = self.connection.recv()
+        except (EOFError, OSError):
+            raise ChildError(f"its process was ended by {self._ended_by()}") from None
+        self.end()
+        if kind == "error":
+            raise ChildError(**value)
+        return value
+
+    def end(self) -> None:
+        """End the process, whatever it is doing."""
+        if self._is_over:
+            return
+        self._is_over = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        self.connection.close()
+
+    def _ended_by(self) -> str:
+        self._is_over = True
+        self.connection.close()
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+                return signal.Signals(number).name if number else f"exit code {os.waitstatus_to_exitcode(status)}"
+            time.sleep(0.01)
+        return "an unknown cause"
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return what was raised, in a line."""
+    first = str(error).partition("\n")[0]
+    return first if isinstance(error, PlannerError) else f"{type(error).__name__}: {first}"
+
+
+def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:
+    """Run in the child; it never returns to the code that forked it."""
+    code = 1
+    try:
+        for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.alarm(max(1, round(limit_s)))
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
+        gc.freeze()  # a collection that visits what was inherited would copy all of that memory
+        # Threads do not survive a fork, and a pool that waits for its own would hang.
+        torch.set_num_threads(1)
+        connection.send(("result", work(connection)))
+        code = 0
+    except BaseException as error:  # whatever the user's code raises is reported
+        hint = error.hint if isinstance(error, PlannerError) else ""
+        described = {"message": in_a_line(error), "hint": hint, "is_user_error": isinstance(error, ModelError)}
+        with contextlib.suppress(OSError):
+            connection.send(("error", described))
+    finally:
+        os._exit(code)

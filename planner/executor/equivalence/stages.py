@@ -1,0 +1,163 @@
+"""One rank of a pipeline, trained for a few steps and compared with the reference's states after each of them.
+
+The comparison has two halves per step, so that rounding errors do not grow from one to the next:
+
+    forwards, backwards    loss, gradients, buffers and numbers are compared; then gradients become the reference's
+    optimizer              parameters and the optimizer's state are compared; then parameters become the reference's
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.core.values.balance import Balance
+from planner.executor.equivalence.differences import (
+    Differences,
+    compare_gradients,
+    compare_update,
+    digest_of_values,
+)
+from planner.executor.pipeline import Pipeline
+from planner.model.chain import Chain
+from planner.model.held import named_tensors
+from planner.model.load import LoadedModel
+from planner.model.reference import (
+    ReferenceOptions,
+    State,
+    file_numbers,
+    mini_batch,
+    module_numbers,
+    optimizer_state,
+)
+
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A model and some cuts, to be trained as a pipeline beside the reference."""
+
+    loaded: LoadedModel
+    chain: Chain
+    """On the meta device."""
+    balance: Balance
+    options: ReferenceOptions
+    reference: Path
+    """Folder in which the reference writes its states."""
+    limit_s: float
+
+
+def run_rank(trial: Trial, rank: int, rendezvous: Path) -> Differences:
+    """Train one rank's stages in this process, which must be its own, and compare them with the reference.
+
+    Args:
+        trial: What to train.
+        rank: The rank.
+        rendezvous: A file through which the ranks find each other.
+    """
+    world = trial.balance.num_processes
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    store = dist.FileStore(str(rendezvous), world)  # type: ignore[attr-defined]  # torch lists not all that is public
+    timeout = timedelta(seconds=trial.limit_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    pipeline = Pipeline(trial.balance, seed=trial.options.seed, device="cpu", built=(trial.loaded, trial.chain))
+    return _Rank(trial, pipeline).train()
+
+
+class _Rank:
+    """The comparison of one rank with the reference."""
+
+    def __init__(self, trial: Trial, pipeline: Pipeline) -> None:
+        self._trial, self._pipeline = trial, pipeline
+        self._named = dict(pipeline.named_parameters())
+        self._found = Differences()
+        self._before = self._state("initial")
+
+    def train(self) -> Differences:
+        """Train and compare."""
+        pipeline, loaded, options = self._pipeline, self._trial.loaded, self._trial.options
+        self._begin_as_reference()
+        at_start = file_numbers(loaded, self._trial.chain.model)
+        optimizer = pipeline.optimizer(loaded.build_optimizer) if options.updates else None
+        for step in range(options.steps):
+            inputs, targets = pipeline.own_part(*mini_batch(loaded, options, step))
+            with pipeline.step(inputs, targets) as loss:
+                self._compare_step(loss, step, at_start)
+                if optimizer is not None:
+                    optimizer.step()
+                    self._compare_update(optimizer, step)
+                    optimizer.zero_grad()
+        return self._found
+
+    def _state(self, name: str) -> State:
+        """Return a state of the reference, once it has written it."""
+        path = self._trial.reference / name
+        while not path.exists():
+            time.sleep(_POLL_S)
+        return State.load(path)
+
+    def _begin_as_reference(self) -> None:
+        """Note which initial values are not the reference's, and take over the reference's.
+
+        A generator without a seed makes others in every process: that is no fault, unless ranks share them.
+        """
+        for name, tensor in self._held().items():
+            kind = "parameter" if name in self._named else "buffer"
+            right = self._before.tensors.get(f"{kind}:{name}")
+            if right is None or right.shape != tensor.shape or tensor.is_meta:
+                continue
+            if not torch.equal(tensor.detach(), right):
+                self._found.own_values[name] = digest_of_values(tensor)
+                tensor.detach().copy_(right)
+
+    def _held(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and buffers by name."""
+        buffers = {n: b for module in self._pipeline.modules for n, b in module.named_buffers(remove_duplicate=False)}
+        return {**buffers, **self._named}
+
+    def _compare_step(self, loss: float, step: int, at_start: dict[str, float]) -> None:
+        right = self._state(f"gradients-{step}")
+        found, pipeline = self._found, self._pipeline
+        if pipeline.is_last:
+            found.compare_number("the loss", loss, right.loss)
+        compare_gradients(found, {n: p.grad for n, p in self._named.items() if p.requires_grad}, right)
+        for module in pipeline.modules:
+            for name, buffer in module.named_buffers(remove_duplicate=False):
+                if f"buffer:{name}" in right.tensors:
+                    found.compare_tensor(f'the buffer "{name}"', buffer, right.tensors[f"buffer:{name}"])
+            for name, number in module_numbers(module.running_modules()).items():
+                if name in right.numbers:
+                    found.compare_number(f'the number "{name}"', number, right.numbers[name])
+        for name, number in file_numbers(self._trial.loaded, self._trial.chain.model).items():
+            if number != at_start.get(name) and name in right.numbers:
+                found.compare_number(f'the module-level number "{name.rpartition(":")[2]}"', number, right.numbers[name])
+        for name, parameter in self._named.items():
+            gradient = right.tensors.get(f"gradient:{name}")
+            if gradient is not None and parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad.copy_(gradient)
+
+    def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        right, found = self._state(f"updated-{step}"), self._found
+        for name, parameter in self._named.items():
+            expected, before = right.tensors[f"parameter:{name}"], self._before.tensors[f"parameter:{name}"]
+            assert expected is not None
+            assert before is not None
+            compare_update(found, f'the updated parameter "{name}"', parameter.detach(), expected, before)
+            parameter.detach().copy_(expected)
+        tensors, groups = optimizer_state(optimizer, self._named)
+        of_ours = {key for key in right.tensors if key.startswith("optimizer:") and key.split(":")[1] in self._named}
+        for key in sorted(of_ours | tensors.keys()):
+            _, name, kind = key.split(":")
+            what = f'the optimizer\'s "{kind}" of "{name}"'
+            found.compare_tensor(what, tensors.get(key), right.tensors.get(key))
+        for name, options in groups.items():
+            for key, value in options.items():
+                expected_option = right.groups.get(name, {}).get(key, value)
+                found.compare_number(f'the optimizer\'s "{key}" for "{name}"', value, expected_option)
+        self._before = right

@@ -1,0 +1,353 @@
+"""The reference of the equivalence check: the user's model in a plain training loop, uncut and unwrapped.
+
+    for step in range(steps):
+        for each micro-batch:                    # the same ones that the pipeline's stages get
+            loss = loss_fn(model(inputs), targets) * weight
+            loss.backward()
+        optimizer.step()
+
+Nothing of the executor takes part. Two things are arranged so that the loop can be compared with a pipeline:
+
+- Every layer draws random numbers from a seed of its own (`planner.model.seeding`), as layers of a pipeline do. Hooks
+  of torch that see every module plant it; the model's own hooks stay as they are.
+- Running statistics of batch normalization are those of the whole mini-batch (docs/cost-model.md), computed here from
+  the layers' inputs.
+
+After the gradients and after the optimizer's step, the state is written to a file.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from planner.model.autocast import autocast_dtype
+from planner.model.calling import arguments_of
+from planner.model.lean import build_lean, fill
+from planner.model.load import Batch, LoadedModel
+from planner.model.precision import converted
+from planner.model.seeding import layer_seed, seed_host, seed_process
+from planner.model.state import NUMBERS
+
+_LOSS_SCALE = 2.0**16
+"""Scale of the loss in the first step under `fp16-mixed`; it is halved after an overflow."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+_LIBRARIES = ("torch", "transformers", "timm", "planner")
+"""Packages whose module-level numbers are no part of a model."""
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStart:
+    """Where in a forward a layer begins: at the start or the end of one call of a module."""
+
+    path: str
+    call: int
+    """Number of the call among those of this module in one forward, from 1."""
+    at_end: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceOptions:
+    """How the plain loop trains."""
+
+    seed: int
+    steps: int
+    micro_batches: int
+    micro_batch_size: int
+    starts: tuple[LayerStart | None, ...]
+    """By layer from the second on, where it begins; None where no call of a module begins or ends there."""
+    updates: bool = True
+    """Whether there is an optimizer; else only the gradients of one step are computed."""
+    lean: bool = False
+    """Whether parameters get random values of their own, so that only those that exist take memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a training loop has at one moment."""
+
+    loss: float
+    tensors: Mapping[str, Tensor | None]
+    """By what it is and its name, as in `gradient:head.weight`; None for a gradient that did not come about."""
+    numbers: Mapping[str, float]
+    """Numbers that modules hold in attributes, by path; the model file's, by module and name."""
+    groups: Mapping[str, Mapping[str, float]]
+    """By parameter, the options of its group in the optimizer."""
+
+    def save(self, path: Path) -> None:
+        """Write it to a file."""
+        tensors = {name: None if tensor is None else tensor.detach() for name, tensor in self.tensors.items()}
+        unfinished = path.with_suffix(".unfinished")
+        content = {"loss": self.loss, "tensors": tensors, "numbers": dict(self.numbers), "groups": dict(self.groups)}
+        torch.save(content, unfinished)
+        unfinished.replace(path)  # a reader finds all of it or nothing
+
+    @classmethod
+    def load(cls, path: Path) -> "State":
+        """Read it from a file, whose tensors stay there until they are used."""
+        return cls(**torch.load(path, mmap=True, weights_only=True))
+
+
+def train_reference(loaded: LoadedModel, options: ReferenceOptions, folder: Path, shake: "Shake | None" = None) -> None:
+    """Train the model in a plain loop and write its states to `folder`.
+
+    The files are `initial`, and for every step `gradients-N` and `updated-N`.
+
+    Args:
+        loaded: The model.
+        options: How to train.
+        folder: Where to write.
+        shake: Changes the initial parameters a little, to see what the model makes of rounding errors.
+    """
+    seed_process(options.seed)
+    model = _built(loaded, lean=options.lean)
+    if shake is not None:
+        shake(model)
+    numbers = file_numbers(loaded, model)
+    _state(model, 0.0, numbers=numbers).save(folder / "initial")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = loaded.build_optimizer(iter(trained)) if options.updates else None
+    scale = _LOSS_SCALE if loaded.precision == "fp16-mixed" else 1.0
+    with _seeded_layers(model, options) as begin_micro_batch:
+        for step in range(options.steps):
+            with _whole_mini_batch_statistics(model):
+                loss = _accumulate(model, loaded, options, step, scale, begin_micro_batch)
+            scale = _unscale(trained, scale)
+            _state(model, loss, numbers=file_numbers(loaded, model), gradients=True).save(folder / f"gradients-{step}")
+            if optimizer is None:
+                return
+            optimizer.step()
+            _state(model, loss, optimizer=optimizer).save(folder / f"updated-{step}")
+            optimizer.zero_grad()
+
+
+Shake = Callable[[nn.Module], None]
+
+
+def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
+    """Return the example mini-batch of a step, which depends on seed and step alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed * 1_000_003 + step)
+        return loaded.example_batch(options.micro_batches * options.micro_batch_size)
+
+
+def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
+    """Return the numbers that modules hold in plain attributes, by path and name."""
+    return {
+        f"{path}.{name}": value
+        for path, module in modules.items()
+        for name, value in vars(module).items()
+        if type(value) in NUMBERS and name not in _OF_EVERY_MODULE
+    }
+
+
+def file_numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
+    """Return the module-level numbers of the files that the model's classes and its loss are written in."""
+    names = {type(module).__module__ for module in model.modules()} | {getattr(loaded.loss_fn, "__module__", "")}
+    own = sorted(name for name in names if name in sys.modules and not name.startswith(_LIBRARIES))
+    return {
+        f"{name}:{variable}": value
+        for name in own
+        for variable, value in vars(sys.modules[name]).items()
+        if type(value) in NUMBERS
+    }
+
+
+def _built(loaded: LoadedModel, *, lean: bool) -> nn.Module:
+    if not lean:
+        return converted(loaded.build(), loaded.precision)
+    model = converted(build_lean(loaded.build), loaded.precision)
+    fill([model], model, _CPU)
+    return model
+
+
+def _accumulate(
+    model: nn.Module,
+    loaded: LoadedModel,
+    options: ReferenceOptions,
+    step: int,
+    scale: float,
+    begin_micro_batch: Callable[[int, int], None],
+) -> float:
+    """Add up the gradients of a mini-batch, times `scale`; return its loss."""
+    batches = _micro_batches(mini_batch(loaded, options, step), options)
+    total = 0.0
+    for number, (batch, weight) in enumerate(zip(batches, _weights(loaded, batches), strict=True)):
+        if not weight:
+            continue
+        args, kwargs = arguments_of(batch.inputs)
+        begin_micro_batch(step, number)
+        dtype = autocast_dtype(loaded.precision)
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = loaded.loss_fn(model(*args, **kwargs), batch.targets)
+        total += float(loss.detach()) * weight
+        if loss.requires_grad:
+            (loss * weight * scale).sum().backward()
+    return total
+
+
+def _micro_batches(batch: Batch, options: ReferenceOptions) -> list[Batch]:
+    size = options.micro_batch_size
+    return [
+        Batch(*tree_map_only(Tensor, lambda t, n=number: t[n * size : (n + 1) * size], tuple(batch)))
+        for number in range(options.micro_batches)
+    ]
+
+
+def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
+    """Return what the loss of each micro-batch counts for in that of the mini-batch."""
+    if loaded.loss_count is None:
+        return [1 / len(batches)] * len(batches)
+    counts = [float(loaded.loss_count(batch.targets)) for batch in batches]
+    return [count / sum(counts) if sum(counts) else 0.0 for count in counts]
+
+
+def _unscale(trained: Sequence[nn.Parameter], scale: float) -> float:
+    """Divide gradients by the loss scale, or drop them all where one overflowed; return the next step's scale."""
+    if scale == 1.0:
+        return scale
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    is_finite = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    for parameter in trained:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad / scale if is_finite else None
+    return scale if is_finite else scale / 2
+
+
+@contextmanager
+def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Callable[[int, int], None]]:
+    """Seed the generators where a layer begins; yields what must be called with step and micro-batch before each."""
+    layer_at = {
+        (id(model.get_submodule(start.path)), start.call, start.at_end): layer
+        for layer, start in enumerate(options.starts, start=1)
+        if start is not None
+    }
+    calls: Counter[tuple[int, bool]] = Counter()
+    now = [0, 0]
+
+    def plant(layer: int) -> None:
+        seed_host(layer_seed(options.seed, now[0], layer, now[1]))
+
+    def passed(module: nn.Module, *, at_end: bool) -> None:
+        calls[id(module), at_end] += 1
+        layer = layer_at.get((id(module), calls[id(module), at_end], at_end))
+        if layer is not None:
+            plant(layer)
+
+    def begin_micro_batch(step: int, micro_batch: int) -> None:
+        now[:] = step, micro_batch
+        calls.clear()
+        plant(0)
+
+    entering = register_module_forward_pre_hook(lambda module, _args: passed(module, at_end=False))
+    leaving = register_module_forward_hook(lambda module, _args, _output: passed(module, at_end=True))
+    try:
+        yield begin_micro_batch
+    finally:
+        entering.remove()
+        leaving.remove()
+
+
+@contextmanager
+def _whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Make the running statistics of batch normalization, at the end, those of the whole mini-batch.
+
+    Within the block, every micro-batch updates them as in any plain loop; at its end they are put back and updated
+    once, with the mean and the unbiased variance of all inputs. A layer that is called several times in a forward is
+    updated once for each of these calls.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
+    before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}
+    seen: dict[_BatchNorm, list[Tensor]] = {norm: [] for norm in norms}
+    forwards: list[None] = []
+
+    def see(norm: Any, args: Any) -> None:
+        if args:  # by channel, in float64
+            values = args[0].detach().double().movedim(1, 0).flatten(1)
+            sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
+            seen[norm].append(sums)
+
+    hooks = [norm.register_forward_pre_hook(see) for norm in norms]
+    hooks.append(model.register_forward_pre_hook(lambda *_: forwards.append(None)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for norm in norms:
+        for name, buffer in norm.named_buffers():
+            buffer.copy_(before[norm][name])
+        num_calls = len(seen[norm]) // max(1, len(forwards))
+        for call in range(num_calls):
+            _update(norm, torch.stack(seen[norm][call::num_calls]).sum(0))
+
+
+def _update(norm: _BatchNorm, sums: Tensor) -> None:
+    """Update running statistics with the count, sum and sum of squares of every channel."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    count, mean = sums[0], sums[1] / sums[0]
+    variance = (sums[2] - count * mean.square()) / (count - 1)
+    momentum = norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked += 1
+        momentum = 1 / float(norm.num_batches_tracked) if momentum is None else momentum
+    for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
+        running.lerp_(new.to(running.dtype), 0.0 if momentum is None else momentum)
+
+
+def _state(
+    model: nn.Module,
+    loss: float,
+    *,
+    numbers: Mapping[str, float] | None = None,
+    gradients: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> State:
+    """Return gradients and buffers after a backward; else parameters, and buffers or the optimizer's state."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {f"buffer:{name}": buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+    if gradients:
+        tensors: dict[str, Tensor | None] = {f"gradient:{name}": p.grad for name, p in named.items()}
+    else:
+        tensors = {f"parameter:{name}": parameter for name, parameter in named.items()}
+    of_optimizer, groups = ({}, {}) if optimizer is None else optimizer_state(optimizer, named)
+    return State(
+        loss=loss,
+        tensors={**tensors, **(of_optimizer if optimizer is not None else buffers)},
+        numbers={**module_numbers(dict(model.named_modules())), **(numbers or {})},
+        groups=groups,
+    )
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor | None], dict[str, dict[str, float]]]:
+    """Return an optimizer's tensors and numbers by parameter and key, and the numbers of each parameter's group."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        names.setdefault(id(parameter), []).append(name)
+    tensors: dict[str, Tensor | None] = {}
+    groups: dict[str, dict[str, float]] = {}
+    for group in optimizer.param_groups:
+        options = {key: float(value) for key, value in group.items() if type(value) in NUMBERS}
+        for parameter in group["params"]:
+            for name in names.get(id(parameter), ()):
+                groups[name] = options
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor | int | float):
+                        tensors[f"optimizer:{name}:{key}"] = torch.as_tensor(value)
+    return tensors, groups

@@ -1,0 +1,49 @@
+"""Seeds of everything that a step draws (dropout, say): one for every step, layer and micro-batch."""
+
+# ruff: noqa: NPY002 - the global generator is what a script draws from
+
+import random
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
+    """Return the seed of all generators just before a layer runs.
+
+    Args:
+        seed: The run's seed.
+        step: Counted from the start of training.
+        layer: Index in the whole model's chain.
+        micro_batch: Index in the step's mini-batch.
+    """
+    return _next(_of_layer(seed, step, layer), micro_batch)
+
+
+def seed_process(seed: int) -> None:
+    """Seed every generator that a model file or a script may draw from, those of devices included."""
+    torch.manual_seed(seed)
+    seed_host(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seed torch's CPU generator, Python's and NumPy's."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+@lru_cache(maxsize=256)  # asked for every micro-batch again
+def _of_layer(seed: int, step: int, layer: int) -> int:
+    return _next(_next(_next(0, seed), step), layer)
+
+
+def _next(mixed: int, part: int) -> int:
+    """Mix another number into a seed with splitmix64's finalizer (Steele, Lea, Flood 2014)."""
+    number = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK
+    return number ^ (number >> 31)
