@@ -157,6 +157,6 @@ def _recompute(recompute: str, profile: Profile) -> RecomputePolicy:
     if policy == "auto":
         return "never"
     raise UsageError(
-        f"`--recompute {policy}`: stages of this model that are recomputed do not come out the same ({differs})",
+        f"`--recompute {policy}`: recomputed stages of this model train differently ({differs})",
         hint="use `--recompute never`",
     )

@@ -62,7 +62,7 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     measuring = _measuring(asked)
     loaded = _loaded(model, asked)
     with company_of(loaded, measuring) as company:
-        loaded, proof = _proven(loaded, asked)
+        loaded, proof = _checked(loaded, asked)
         # First, because an interrupt from here on loses nothing.
         executor = _executor_cost(options) if options.device.startswith("cpu") and asked.calibration is None else None
         if earlier is not None:
@@ -222,19 +222,26 @@ def _loaded(model: File | Any, asked: _Asked) -> "LoadedModel":
     return in_precision(loaded, asked.precision)
 
 
-def _proven(loaded: "LoadedModel", asked: _Asked) -> "tuple[LoadedModel, Proof | None]":
-    """The model without cuts that its stages do not come out right of, and what was found of the others."""
-    from planner.executor import prove  # noqa: PLC0415 - torch
+def _checked(loaded: "LoadedModel", asked: _Asked) -> "tuple[LoadedModel, Proof | None]":
+    """Return the model without the cuts whose stages train wrongly, and what was found of the others."""
+    from planner.executor import check_equivalence  # noqa: PLC0415 - torch
+    from planner.profile import layer_digests  # noqa: PLC0415 - torch
 
+    options = asked.options
     if not asked.proof_budget_s:
         return loaded, None
-    proven = prove(loaded, budget_s=asked.proof_budget_s)
-    for warning in proven.warnings:
-        asked.options.warn(warning)
-    if proven.proof.differs_recomputed:
-        asked.options.warn(f"recomputation does not come out the same: {proven.proof.differs_recomputed}")
-    asked.options.note(str(proven.proof))
-    return proven.loaded, proven.proof
+    checked = check_equivalence(
+        loaded,
+        budget_s=asked.proof_budget_s,
+        digests=layer_digests,
+        progress=lambda text: options.progress(f"equivalence check: {text}", 0, 0),
+    )
+    for warning in checked.warnings:
+        options.warn(warning)
+    if checked.proof.differs_recomputed:
+        options.warn(f"recomputed stages train differently: {checked.proof.differs_recomputed}")
+    options.note(str(checked.proof))
+    return checked.loaded, checked.proof
 
 
 def _executor_cost(options: ProfileOptions) -> ExecutorCost | None:

@@ -26,7 +26,7 @@ _STEPS = 12
 """How many steps `verify` runs, unless another number is asked for."""
 
 _PROOF_S = 30.0
-"""How long `verify` holds the plan's stages against the model in one piece, about."""
+"""Time limit of `verify` for the equivalence check of the plan's stages, in seconds, about."""
 
 _HEADER = """\
 Measured by `gpipe-plan verify` in a run of a plan; what a person knows better may be edited."""
@@ -129,14 +129,14 @@ def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) 
 
 
 def _proof(plan: Plan, profile: Profile, folder: str) -> tuple[Proof, tuple[str, ...]]:
-    """What the plan's stages compute, held against the model in one piece; and what they do not compute as it does."""
-    from planner.executor import prove  # noqa: PLC0415 - torch
+    """Compare the plan's own stages with the unpartitioned model; return the result and what differs."""
+    from planner.executor import check_equivalence  # noqa: PLC0415 - torch
     from planner.model import load_again  # noqa: PLC0415 - torch
 
     ends = tuple(accumulate(plan.balance))[:-1]
     source = str(Path(folder, profile.model.source))
     loaded = load_again(source, profile.model, precision_of(profile.environment.dtype))
-    proven = prove(loaded, budget_s=_PROOF_S, ends=ends)
+    checked = check_equivalence(loaded, budget_s=_PROOF_S, ends=ends)
     recomputes = any(stage.recompute != "never" for stage in plan.stages)
-    differs = proven.proof.differs_recomputed
-    return proven.proof, (*proven.warnings, *([f"recomputed, {differs}"] if recomputes and differs else []))
+    differs = checked.proof.differs_recomputed
+    return checked.proof, (*checked.warnings, *([f"recomputed, {differs}"] if recomputes and differs else []))

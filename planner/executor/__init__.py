@@ -3,8 +3,8 @@
 from planner.core.extras import importing
 
 with importing("train"):
-    from planner.executor.equivalence.check import Checked, check_equivalence
     from planner.executor.checkpoints import Checkpoints
+    from planner.executor.equivalence.check import Checked, check_equivalence
     from planner.executor.keep.saved import check_whole, latest_checkpoint
     from planner.executor.keep.weights import export_weights
     from planner.executor.measure.calibrate import executor_cost
@@ -16,10 +16,10 @@ with importing("train"):
 
 __all__ = [
     "Arguments",
+    "Checked",
     "Checkpoints",
     "Evaluation",
     "Pipeline",
-    "Checked",
     "StepRecord",
     "arguments",
     "check_equivalence",

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.core.errors import UsageError
 from planner.core.values.balance import Balance
 from planner.core.values.run_report import RunReport
 from planner.device.kinds import kind_of
@@ -23,12 +22,12 @@ from planner.executor.measure.step_record import OnStep
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, Metrics
 from planner.executor.run.placement import Groups
-from planner.model.seeding import seed_process
 from planner.executor.trainer import Trainer
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
+from planner.model.seeding import seed_process
 
 if TYPE_CHECKING:
     from planner.executor.measure.run_times import ProcessRun
@@ -80,12 +79,7 @@ class Pipeline:
         self._is_joined = False
         try:
             seed_process(seed)  # a model that is made while its file is imported starts from it, too
-            if built is not None:
-                self.model, structure = built
-            elif isinstance(balance_path, Balance):
-                raise UsageError("a balance that is in no file names no model")
-            else:
-                self.model, structure = load_planned(job.balance, Path(balance_path).parent), None
+            self.model, structure = built or (load_planned(job.balance, _folder_of(balance_path)), None)
             with self._recorder.paused():  # a thread of gloo may be the last to let go of what joining takes
                 self._is_joined = join(job, timeout_s)
             groups = Groups.of(job.place)
@@ -284,3 +278,8 @@ class Pipeline:
         self._recorder.close()
         if self._is_joined:
             dist.destroy_process_group()
+
+
+def _folder_of(balance: str | Path | Balance) -> Path:
+    """Return the folder that the model's path is relative to."""
+    return Path() if isinstance(balance, Balance) else Path(balance).parent

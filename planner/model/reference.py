@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def train_reference(loaded: LoadedModel, options: ReferenceOptions, folder: Path
     with _seeded_layers(model, options) as begin_micro_batch:
         for step in range(options.steps):
             with _whole_mini_batch_statistics(model):
-                loss = _accumulate(model, loaded, options, step, scale, begin_micro_batch)
+                batches = _micro_batches(mini_batch(loaded, options, step), options)
+                loss = _accumulate(model, loaded, batches, scale, partial(begin_micro_batch, step))
             scale = _unscale(trained, scale)
             _state(model, loss, numbers=file_numbers(loaded, model), gradients=True).save(folder / f"gradients-{step}")
             if optimizer is None:
@@ -177,19 +179,17 @@ def _built(loaded: LoadedModel, *, lean: bool) -> nn.Module:
 def _accumulate(
     model: nn.Module,
     loaded: LoadedModel,
-    options: ReferenceOptions,
-    step: int,
+    batches: Sequence[Batch],
     scale: float,
-    begin_micro_batch: Callable[[int, int], None],
+    begin_micro_batch: Callable[[int], None],
 ) -> float:
     """Add up the gradients of a mini-batch, times `scale`; return its loss."""
-    batches = _micro_batches(mini_batch(loaded, options, step), options)
     total = 0.0
     for number, (batch, weight) in enumerate(zip(batches, _weights(loaded, batches), strict=True)):
         if not weight:
             continue
         args, kwargs = arguments_of(batch.inputs)
-        begin_micro_batch(step, number)
+        begin_micro_batch(number)
         dtype = autocast_dtype(loaded.precision)
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             loss = loaded.loss_fn(model(*args, **kwargs), batch.targets)
@@ -202,9 +202,13 @@ def _accumulate(
 def _micro_batches(batch: Batch, options: ReferenceOptions) -> list[Batch]:
     size = options.micro_batch_size
     return [
-        Batch(*tree_map_only(Tensor, lambda t, n=number: t[n * size : (n + 1) * size], tuple(batch)))
+        Batch(*tree_map_only(Tensor, partial(_rows, first=number * size, end=(number + 1) * size), tuple(batch)))
         for number in range(options.micro_batches)
     ]
+
+
+def _rows(tensor: Tensor, first: int, end: int) -> Tensor:
+    return tensor[first:end]
 
 
 def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
@@ -252,8 +256,13 @@ def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Call
         calls.clear()
         plant(0)
 
-    entering = register_module_forward_pre_hook(lambda module, _args: passed(module, at_end=False))
-    leaving = register_module_forward_hook(lambda module, _args, _output: passed(module, at_end=True))
+    def entered(module: nn.Module, _args: Any) -> None:
+        passed(module, at_end=False)
+
+    def left(module: nn.Module, _args: Any, _output: Any) -> None:
+        passed(module, at_end=True)
+
+    entering, leaving = register_module_forward_pre_hook(entered), register_module_forward_hook(left)
     try:
         yield begin_micro_batch
     finally:
@@ -280,8 +289,11 @@ def _whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
             sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
             seen[norm].append(sums)
 
+    def count(_model: Any, _args: Any) -> None:
+        forwards.append(None)
+
     hooks = [norm.register_forward_pre_hook(see) for norm in norms]
-    hooks.append(model.register_forward_pre_hook(lambda *_: forwards.append(None)))
+    hooks.append(model.register_forward_pre_hook(count))
     try:
         yield
     finally:

@@ -9,7 +9,16 @@ with importing("train"):
     from planner.profile.profiler import InterruptedProfileError, company_of, profile_model
     from planner.profile.structure import ModelChange, model_changes
     from planner.profile.task import ProfileOptions
+    from planner.profile.units import layer_digests
 
-__all__ = ["InterruptedProfileError", "ModelChange", "ProfileOptions", "company_of", "model_changes", "profile_model"]
+__all__ = [
+    "InterruptedProfileError",
+    "ModelChange",
+    "ProfileOptions",
+    "company_of",
+    "layer_digests",
+    "model_changes",
+    "profile_model",
+]
 
 sys.modules[__name__].__class__ = Verb

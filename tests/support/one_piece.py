@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from planner.model.seeding import layer_seed
 from planner.model.load import LoadedModel
+from planner.model.seeding import layer_seed
 
 __all__ = ["Drawing", "Once"]
 

@@ -140,14 +140,14 @@ def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
     if not profile.model.digest or len(plan.stages) == 1:
         return []
     if proof is None:
-        return [finding("GP303", "nobody has held the stages against the model in one piece", hint="profile again")]
+        return [finding("GP303", "the stages were not compared with the unpartitioned model", hint="profile again")]
     if not proof.cuts:
         return [finding("GP303", f"the stages were {proof}")]
-    findings = [finding("GP304", f"the stages are {proof}")] if proof.reason else []
+    findings = [finding("GP304", f"not every cut was compared: {proof}")] if proof.uncovered or proof.reason else []
     recomputed = [stage.index for stage in plan.stages if stage.recompute != "never"]
     if proof.differs_recomputed and recomputed:
         which = ", ".join(map(str, recomputed))
-        message = f"stage {which} is recomputed, which does not come out the same: {proof.differs_recomputed}"
+        message = f"stage {which} is recomputed, which trains differently: {proof.differs_recomputed}"
         findings.append(finding("GP302", message, hint="solve again with `--recompute never`", stage=recomputed[0]))
     return findings
 

@@ -148,8 +148,8 @@ RULES: Final = (
         code="GP302",
         severity="error",
         title="a stage is recomputed that then computes something else",
-        meaning="When the model was profiled, its stages were held against the model in one piece. Without "
-        "recomputation they were the same; where they were recomputed, loss, gradients or buffers differed.",
+        meaning="When the model was profiled, its stages were compared with the unpartitioned model. Without "
+        "recomputation they were equal. With recomputation, loss, gradients, buffers or numbers of modules differed.",
         why="A layer changes what it runs on each time it runs, in a way that cannot be put back (a counter in an "
         "attribute, say). Training would go on with wrong gradients, and nothing would show it.",
         remedy="Solve again: the solver recomputes nothing of such a model. To have recomputation, let the layer keep "
@@ -158,21 +158,21 @@ RULES: Final = (
     Rule(
         code="GP303",
         severity="warning",
-        title="the stages were not held against the model",
-        meaning="The profile does not say that stages of this model compute what the model does in one piece: it was "
-        "made with `--proof-budget 0s`, by an older release, or the comparison could not be run.",
+        title="the stages were not compared with the model",
+        meaning="The profile does not say that stages of this model train as the unpartitioned model does. It was "
+        "made with `--proof-budget 0s`, or the comparison could not be run.",
         why="A cut can be wrong in ways that only a run shows: training would go on with wrong gradients, and nothing "
         "would show it.",
-        remedy="Profile again, on a machine with the memory for the model's first layers; what could not be run is "
-        "told in the finding. Profiles of no model (written by hand) have nothing to prove.",
+        remedy="Profile again. If the comparison could not be run, the finding says why. Profiles that were written "
+        "by hand have no model to compare with.",
     ),
     Rule(
         code="GP304",
         severity="note",
-        title="only the first layers were held against the model",
-        meaning="Stages of the model's first layers were found to compute what they compute in one piece; for the "
-        "layers behind them time or memory did not suffice.",
-        why="Most models repeat the same layers, and what is right of some is right of all. It was not shown, though.",
+        title="not every cut was compared with the model",
+        meaning="Some cuts, or the optimizer, were not compared with the unpartitioned model, because time or memory "
+        "did not suffice. The finding counts them.",
+        why="A cut that was not compared can be wrong, and nothing would show it.",
         remedy="Profile with more time (`--proof-budget 300s`) or on a machine with more memory; or build a smaller "
         "instance of the model (`--set layers=4`) and profile that once.",
     ),

@@ -47,5 +47,7 @@ class Proof:
         all_cuts = self.cuts + self.uncovered
         parts += [f"{self.cuts} of {counted(all_cuts, 'cut')}"]
         also = " (also with recomputation)" if self.recomputed else ""
-        text = f"verified against the unpartitioned model: {', '.join(parts)}{also}; max relative error {self.worst:.0e}"
+        text = (
+            f"verified against the unpartitioned model: {', '.join(parts)}{also}; max relative error {self.worst:.0e}"
+        )
         return f"{text}; {self.reason}" if self.reason else text

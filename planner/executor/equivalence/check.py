@@ -37,7 +37,7 @@ from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 from planner.model.recording import END
-from planner.model.reference import LayerStart, ReferenceOptions, State, mini_batch, train_reference
+from planner.model.reference import LayerStart, ReferenceOptions, Shake, State, mini_batch, train_reference
 
 Digests = Callable[[Chain, LoadedModel], Sequence[str]]
 """Returns a digest of the operators of every layer; none where they cannot be told."""
@@ -116,15 +116,7 @@ def _in_child(checking: "_Checking", progress: Callable[[str], None]) -> _Found:
     folder = Path(tempfile.mkdtemp(prefix="gpipe-plan-check-"))
     child = Child(partial(checking.run, folder), limit_s=_LATE * checking.budget_s)
     try:
-        while child.connection.poll(None):
-            kind, value = _received(child)
-            if kind == "progress":
-                progress(value)
-            elif kind == "error":
-                raise ChildError(**value)
-            else:
-                return cast("_Found", value)
-        raise AssertionError("a poll without a limit returned nothing")
+        return cast("_Found", child.result(progress))
     except ChildError as error:
         if error.is_user_error:
             raise error.as_model_error() from None
@@ -132,14 +124,6 @@ def _in_child(checking: "_Checking", progress: Callable[[str], None]) -> _Found:
     finally:
         child.end()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _received(child: Child) -> tuple[str, Any]:
-    try:
-        message: tuple[str, Any] = child.connection.recv()
-    except EOFError:
-        raise ChildError("the process of the check ended without a result") from None
-    return message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +204,7 @@ class _Round:
             inputs = mini_batch(loaded, replace(options, micro_batches=1), 0).inputs
             shapes = shapes_of(chain, inputs, precision=loaded.precision, device=torch.device("cpu"))
         except ModelError as error:
-            child.result()  # the model's own error, if that is the cause
+            _expect_reference(child)  # the model's own error, if that is the cause
             raise ChildError(error.message, hint=error.hint, is_user_error=True) from error
         coverage = coverage_of(chain, shapes, checking.digests(chain, loaded))
         return cls(
@@ -238,9 +222,9 @@ class _Round:
         num_layers, ends = len(self.chain.layers), self.checking.ends
         wanted = list(self.coverage.representatives if ends is None else (end for end in ends if end < num_layers))
         most = _MOST_STAGES - 1 if ends is None else len(wanted)
-        covered, relative, wrong, recomputed = 0, {}, dict[int, str](), ""
-        states: list[Differences] = []
-        took_s = 0.0
+        covered, recomputed, took_s = 0, "", 0.0
+        relative: dict[str, float] = {}
+        wrong: dict[int, str] = {}
         for number, cuts in enumerate(groups_of(wanted, most)):
             if number and time.monotonic() + took_s > self.checking.deadline:
                 break
@@ -252,7 +236,6 @@ class _Round:
             recomputed = recomputed or verdict.differs_recomputed
             wrong |= verdict.wrong
             relative |= verdict.relative
-            states += verdict.found
         proof = self._proof(wanted[:covered], relative, recomputed)
         ends_of = self.chain.ends
         alike = {cut: why for first, why in wrong.items() for cut in self.coverage.like(first)}
@@ -302,32 +285,35 @@ class _Round:
             reference=self.folder,
             limit_s=limit_s,
         )
-        rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
-        ranks = range(balance.num_processes)
-        # The default arguments bind the loop's variable.
-        work: list[Callable[[Connection], Any]] = [
-            lambda _connection, rank=rank: run_rank(trial, rank, rendezvous) for rank in ranks
-        ]
-        children = [Child(each, limit_s=limit_s) for each in work]
         try:
-            found = self._results(children)
+            found = self._run(trial)
+        except _ReferenceFailedError:
+            raise
         except ChildError as error:
             return [], error.message
-        finally:
-            for child in children:
-                child.end()
         different = _different_copies(found)
         if different:
             return found, different
         relative = _together(found)
         return found, largest_problem(relative, self._noise)
 
+    def _run(self, trial: Trial) -> list[Differences]:
+        """Run all ranks; return what each found."""
+        rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
+        ranks = range(trial.balance.num_processes)
+        children = [Child(partial(_run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
+        try:
+            return self._results(children)
+        finally:
+            for child in children:
+                child.end()
+
     def _results(self, children: Sequence[Child]) -> list[Differences]:
         """Return what all ranks found; the error that came first, unless it is only that a connection closed."""
         waiting = {child.connection: n for n, child in enumerate(children)}
         found: dict[int, Differences] = {}
         errors: list[ChildError] = []
-        watched: list[Any] = [*waiting, self.child.connection] if not _is_over(self.child) else [*waiting]
+        watched: list[Any] = [*waiting, *([] if self.child.is_done else [self.child.connection])]
         while waiting:
             ready = wait(watched, timeout=2.0 if errors else None)
             if not ready:
@@ -335,7 +321,7 @@ class _Round:
             for connection in ready:
                 watched.remove(connection)
                 if connection is self.child.connection:
-                    self.child.result()  # raises where the reference failed
+                    _expect_reference(self.child)
                     continue
                 rank = waiting.pop(cast("Connection", connection))
                 try:
@@ -354,14 +340,28 @@ class _Round:
             folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
             options = replace(self.options, steps=1, updates=False)
             shake = shaking(self.checking.loaded.precision, seed)
-            child = Child(
-                lambda _c, to=folder, shake=shake: train_reference(self.checking.loaded, options, to, shake),
-                limit_s=_LATE * self.checking.budget_s,
-            )
-            child.result()
+            train = partial(_train_apart, self.checking.loaded, options, folder, shake)
+            child = Child(train, limit_s=_LATE * self.checking.budget_s)
+            try:
+                child.result()
+            finally:
+                child.end()
             for what, size in _compared_states(State.load(folder / "gradients-0"), right).items():
                 noise[what] = max(size, noise.get(what, 0.0))
         return noise
+
+
+class _ReferenceFailedError(ChildError):
+    """The plain loop raised an error."""
+
+
+def _expect_reference(child: Child) -> None:
+    """Wait for the reference; raise `_ReferenceFailedError` if it failed."""
+    try:
+        if not child.is_done:
+            child.result()
+    except ChildError as error:
+        raise _ReferenceFailedError(error.message, hint=error.hint, is_user_error=error.is_user_error) from None
 
 
 class _Verdict(NamedTuple):
@@ -375,6 +375,16 @@ class _Verdict(NamedTuple):
     def relative(self) -> dict[str, float]:
         """Differences by name, over all ranks."""
         return _together(self.found)
+
+
+def _run_rank(trial: Trial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
+    return run_rank(trial, rank, rendezvous)
+
+
+def _train_apart(
+    loaded: LoadedModel, options: ReferenceOptions, folder: Path, shake: Shake, _connection: Connection
+) -> None:
+    train_reference(loaded, options, folder, shake)
 
 
 def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
@@ -451,10 +461,6 @@ def _compared_states(state: State, right: State) -> dict[str, float]:
         if name.startswith("buffer:"):
             found.compare_tensor(f'the buffer "{name.partition(":")[2]}"', tensor, right.tensors[name])
     return found.relative
-
-
-def _is_over(child: Child) -> bool:
-    return child.connection.closed
 
 
 def _is_of_connection(error: ChildError) -> bool:

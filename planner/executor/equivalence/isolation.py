@@ -55,25 +55,31 @@ class Child:
         if self._pid == 0:
             _run(work, theirs, limit_s)
         theirs.close()
+        self._limit_s = limit_s
         self._is_over = False
+        self.is_done = False
+        """Whether its result has come."""
 
-    def result(self) -> Any:
-        """Wait for the result.
+    def result(self, progress: Callable[[str], None] = lambda _text: None) -> Any:
+        """Wait for the result; `progress` is called with what the process says of its progress until then.
 
         Raises:
             ChildError: There is none.
         """
         try:
             kind, value = self.connection.recv()
+            while kind == "progress":
+                progress(value)
+                kind, value = self.connection.recv()
         except (EOFError, OSError):
-            raise ChildError(f"its process was ended by {self._ended_by()}") from None
-        self.end()
+            raise ChildError(self._ended_by()) from None
+        self.is_done = True
         if kind == "error":
             raise ChildError(**value)
         return value
 
     def end(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, whatever it is doing; it lives until then."""
         if self._is_over:
             return
         self._is_over = True
@@ -91,15 +97,22 @@ class Child:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             if pid:
                 number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-                return signal.Signals(number).name if number else f"exit code {os.waitstatus_to_exitcode(status)}"
+                if number == signal.SIGALRM:
+                    return f"it was not done after {self._limit_s:.0f} s"
+                how = signal.Signals(number).name if number else f"exit code {os.waitstatus_to_exitcode(status)}"
+                return f"its process was ended by {how}"
             time.sleep(0.01)
-        return "an unknown cause"
+        return "its process closed the connection"
 
 
-def in_a_line(error: BaseException) -> str:
-    """Return what was raised, in a line."""
+def _described(error: BaseException) -> dict[str, Any]:
+    """Return what `ChildError` is made of, for an error of the child or of a child of its own."""
+    if isinstance(error, ChildError):
+        return {"message": error.message, "hint": error.hint, "is_user_error": error.is_user_error}
     first = str(error).partition("\n")[0]
-    return first if isinstance(error, PlannerError) else f"{type(error).__name__}: {first}"
+    if isinstance(error, PlannerError):
+        return {"message": first, "hint": error.hint, "is_user_error": isinstance(error, ModelError)}
+    return {"message": f"{type(error).__name__}: {first}"}
 
 
 def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:
@@ -116,11 +129,11 @@ def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: flo
         # Threads do not survive a fork, and a pool that waits for its own would hang.
         torch.set_num_threads(1)
         connection.send(("result", work(connection)))
+        # Others may still read what this process sent them; the one that forked it ends it when all are done.
+        connection.poll(None)
         code = 0
     except BaseException as error:  # whatever the user's code raises is reported
-        hint = error.hint if isinstance(error, PlannerError) else ""
-        described = {"message": in_a_line(error), "hint": hint, "is_user_error": isinstance(error, ModelError)}
         with contextlib.suppress(OSError):
-            connection.send(("error", described))
+            connection.send(("error", _described(error)))
     finally:
         os._exit(code)

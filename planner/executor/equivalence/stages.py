@@ -25,7 +25,6 @@ from planner.executor.equivalence.differences import (
 )
 from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
-from planner.model.held import named_tensors
 from planner.model.load import LoadedModel
 from planner.model.reference import (
     ReferenceOptions,
@@ -127,20 +126,26 @@ class _Rank:
         if pipeline.is_last:
             found.compare_number("the loss", loss, right.loss)
         compare_gradients(found, {n: p.grad for n, p in self._named.items() if p.requires_grad}, right)
-        for module in pipeline.modules:
-            for name, buffer in module.named_buffers(remove_duplicate=False):
-                if f"buffer:{name}" in right.tensors:
-                    found.compare_tensor(f'the buffer "{name}"', buffer, right.tensors[f"buffer:{name}"])
+        for name, buffer in self._held().items():
+            if f"buffer:{name}" in right.tensors:
+                found.compare_tensor(f'the buffer "{name}"', buffer, right.tensors[f"buffer:{name}"])
+        self._compare_numbers(right, at_start)
+        for name, parameter in self._named.items():
+            gradient = right.tensors.get(f"gradient:{name}")
+            if gradient is not None and parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad.copy_(gradient)
+
+    def _compare_numbers(self, right: State, at_start: dict[str, float]) -> None:
+        """Compare the numbers that modules of these stages hold, and module-level ones that they have changed."""
+        found = self._found
+        for module in self._pipeline.modules:
             for name, number in module_numbers(module.running_modules()).items():
                 if name in right.numbers:
                     found.compare_number(f'the number "{name}"', number, right.numbers[name])
         for name, number in file_numbers(self._trial.loaded, self._trial.chain.model).items():
             if number != at_start.get(name) and name in right.numbers:
-                found.compare_number(f'the module-level number "{name.rpartition(":")[2]}"', number, right.numbers[name])
-        for name, parameter in self._named.items():
-            gradient = right.tensors.get(f"gradient:{name}")
-            if gradient is not None and parameter.grad is not None and not parameter.grad.is_sparse:
-                parameter.grad.copy_(gradient)
+                variable = name.rpartition(":")[2]
+                found.compare_number(f'the module-level number "{variable}"', number, right.numbers[name])
 
     def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         right, found = self._state(f"updated-{step}"), self._found

@@ -1,4 +1,4 @@
-"""Stages held against the model in one piece: what is right is proven, what is wrong is found and taken out."""
+"""The equivalence check: right stages are verified, wrong cuts are found and removed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.executor.build import probe, proof
-from planner.executor.build.proof import Proven, prove
+from planner.executor.equivalence import differences
+from planner.executor.equivalence.check import Checked, check_equivalence
 from planner.model.cuts import Cuts
 from planner.model.nests import tensors_in
 from planner.model.stand_ins import StandIns
@@ -19,14 +19,14 @@ from tests.support.measure import loaded_model
 WIDTH = 8
 
 
-def proven(build: nn.Module | Callable[[], nn.Module], ends: Sequence[int] | None = None) -> Proven:
+def checked(build: nn.Module | Callable[[], nn.Module], ends: Sequence[int] | None = None) -> Checked:
     """What is found of a model."""
 
     def loss_fn(output: Any, _target: Any) -> Tensor:
         return torch.stack([tensor.square().mean() for tensor in tensors_in(output)]).sum()
 
     loaded = loaded_model(build, WIDTH, loss_fn=loss_fn)
-    return prove(loaded, budget_s=30.0, ends=ends)
+    return check_equivalence(loaded, budget_s=60.0, ends=ends)
 
 
 def block() -> nn.Module:
@@ -90,16 +90,18 @@ class Counts(nn.Module):
 
 def test_a_right_model_is_proven_whole() -> None:
     """Every gradient, every cut, recomputed too; and the largest difference is a rounding error."""
-    found = proven(lambda: nn.Sequential(block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), block()))
+    found = checked(lambda: nn.Sequential(block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), block()))
     assert (found.proof.layers, found.proof.cuts, found.proof.recomputed, found.warnings) == (6, 5, True, ())
     assert (found.proof.gradients, found.proof.buffers, found.proof.reason) == (6, 3, "")
     assert found.proof.worst < 1e-6
-    assert str(found.proof).startswith("the same as in one piece: loss, 6 gradients, 3 buffers, 5 cuts, recomputed too")
+    assert str(found.proof).startswith(
+        "verified against the unpartitioned model: loss, 6 gradients, 3 buffers, 5 of 5 cuts (also"
+    )
 
 
 def test_parameters_that_outputs_in_front_of_a_cut_read_are_there_behind_it() -> None:
     """A scale for every level of a detector."""
-    found = proven(Scaled)
+    found = checked(Scaled)
     assert (found.warnings, found.proof.recomputed) == ((), True)
 
 
@@ -111,11 +113,11 @@ def test_zeros_in_place_of_such_a_parameter_would_be_found(monkeypatch: pytest.M
         return frozenset(n for names in inside for n in names) | self.crossing(first, used_before=end).holds
 
     monkeypatch.setattr(Cuts, "holds", holds)
-    found = proven(Scaled)
+    found = checked(Scaled)
     assert found.warnings
     assert all(", which another stage has" in warning for warning in found.warnings)
     monkeypatch.setattr(StandIns, "parameter", lambda _self, _name, tensor: torch.zeros(tensor.shape))
-    found = proven(Scaled)
+    found = checked(Scaled)
     assert found.warnings
     assert any(" differs by " in warning for warning in found.warnings)
 
@@ -127,7 +129,7 @@ def test_cuts_between_a_module_that_leaves_something_behind_and_its_reader_are_t
         notes = _Notes()
         return nn.Sequential(block(), Writes(notes), block(), Reads(notes), block())
 
-    found = proven(build)
+    found = checked(build)
     assert found.proof.cuts == len(found.loaded.chain(build()).layers) - 1
     assert 0 < found.proof.cuts < 4
     assert all("cannot be cut behind" in warning for warning in found.warnings)
@@ -142,13 +144,13 @@ def test_a_model_without_a_right_cut_is_refused() -> None:
         return nn.Sequential(Writes(notes), Reads(notes))
 
     with pytest.raises(ModelError, match="cannot be cut") as caught:
-        proven(build)
+        checked(build)
     assert "forward" in caught.value.hint
 
 
 def test_what_comes_out_otherwise_when_it_is_run_again_must_not_be_recomputed() -> None:
     """The cuts are right all the same."""
-    found = proven(lambda: nn.Sequential(block(), Counts(), block()))
+    found = checked(lambda: nn.Sequential(block(), Counts(), block()))
     assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 4, False)
     assert "differs by" in found.proof.differs_recomputed
 
@@ -169,33 +171,14 @@ class Chaotic(nn.Module):
 @pytest.mark.parametrize(("error", "recomputed"), [(2.5e-7, True), (1e-2, False)])
 def test_another_kernel_where_there_is_no_graph_is_no_other_computation(error: float, *, recomputed: bool) -> None:
     """As long as it differs by no more than rounding errors do."""
-    found = proven(lambda: nn.Sequential(nn.Linear(8, 4), Chaotic(error), nn.Linear(4, 4)))
+    found = checked(lambda: nn.Sequential(nn.Linear(8, 4), Chaotic(error), nn.Linear(4, 4)))
     assert found.proof.recomputed is recomputed
     assert found.proof.cuts == 2
 
 
-def test_of_what_is_too_large_the_first_layers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many as fit into memory, and into the time; it is said where that ends."""
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
-    monkeypatch.setattr(probe, "_BUDGET_BYTES", 3 * 3 * sum(p.nbytes for p in layers[0].parameters()))
-    found = proven(lambda: nn.Sequential(*layers)).proof
-    assert 2 <= found.layers < 6
-    assert found.cuts == found.layers - 1
-    assert "of memory here" in found.reason
-    assert f"of the first {found.layers} layers only" in str(found)
-
-
-def test_a_model_of_which_no_two_layers_fit_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is no error: it is told."""
-    monkeypatch.setattr(probe, "_BUDGET_BYTES", 100)
-    found = proven(lambda: nn.Sequential(block(), block())).proof
-    assert (found.cuts, found.recomputed) == (0, False)
-    assert str(found).startswith("not held against the model in one piece: from")
-
-
 def test_a_model_that_does_not_run_is_left_to_those_who_tell_it_better() -> None:
     """What it raises comes again when it is measured."""
-    found = proven(lambda: nn.Sequential(nn.Linear(3, 3), block()))
+    found = checked(lambda: nn.Sequential(nn.Linear(3, 3), block()))
     assert found.proof.cuts == 0
     assert "reduction dim" in found.proof.reason
 
@@ -204,8 +187,8 @@ def test_rounding_errors_that_the_model_itself_makes_much_of_are_none_of_the_sta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Held against what the model makes of parameters that are changed by as much."""
-    monkeypatch.setattr(proof, "LIMIT", 0.0)
-    assert proven(Scaled).proof.cuts > 0
+    monkeypatch.setattr(differences, "LIMIT", 0.0)
+    assert checked(Scaled).proof.cuts > 0
 
 
 def test_the_users_model_is_left_as_it_was() -> None:
@@ -213,7 +196,7 @@ def test_the_users_model_is_left_as_it_was() -> None:
     model = nn.Sequential(block(), nn.BatchNorm1d(WIDTH), block())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.random.get_rng_state()
-    proven(model)
+    checked(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -221,5 +204,5 @@ def test_the_users_model_is_left_as_it_was() -> None:
 
 def test_stages_of_several_layers_can_be_asked_for() -> None:
     """As a plan has them."""
-    found = proven(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), ends=(2, 5))
+    found = checked(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), ends=(2, 5))
     assert (found.proof.cuts, found.proof.layers) == (2, 6)
