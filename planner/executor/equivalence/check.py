@@ -290,7 +290,9 @@ class _Round:
         except _ReferenceFailedError:
             raise
         except ChildError as error:
-            return [], error.message
+            if not _is_of_connection(error):
+                return [], error.message
+            found = self._run(trial)  # the connection was at fault, not a stage
         different = _different_copies(found)
         if different:
             return found, different
