@@ -32,8 +32,15 @@ class Layer:
 
     def parameter_names(self) -> dict[str, nn.Parameter]:
         """Full parameter name in the model to parameter."""
-        prefix = "" if isinstance(self.module, ModelStage) else f"{self.name}."
-        return {f"{prefix}{name}": parameter for name, parameter in self.module.named_parameters()}
+        return {f"{self._prefix}{name}": parameter for name, parameter in self.module.named_parameters()}
+
+    def buffer_names(self) -> dict[str, Tensor]:
+        """Return the buffers of the layer by their full names in the model."""
+        return {f"{self._prefix}{name}": buffer for name, buffer in self.module.named_buffers()}
+
+    @property
+    def _prefix(self) -> str:
+        return "" if isinstance(self.module, ModelStage) else f"{self.name}."
 
 
 @dataclass(frozen=True)
@@ -146,12 +153,16 @@ def run_layers(layers: Sequence[nn.Module], value: Any) -> Any:
 
 
 def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
-    """(layer, name of the parameter there) of all that lie in the same storage; only those of several layers."""
-    by_storage: dict[int, list[tuple[int, str]]] = {}
+    """Return (layer, name of the parameter there) of each memory that parameters of several layers cover.
+
+    Views of one storage that cover different parts of it are parameters of their own.
+    """
+    by_memory: dict[tuple[object, ...], list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.parameter_names().items():
-            by_storage.setdefault(storage_key(parameter), []).append((index, name))
-    return [owners for owners in by_storage.values() if len({index for index, _ in owners}) > 1]
+            place = storage_key(parameter), parameter.storage_offset(), parameter.shape, parameter.stride()
+            by_memory.setdefault(place, []).append((index, name))
+    return [owners for owners in by_memory.values() if len({index for index, _ in owners}) > 1]
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.model.held import move_loose_tensors, replace_loose, replace_tensors
 from planner.model.stage import ModelStage
@@ -49,6 +50,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 @contextmanager
 def _without_parameters() -> Iterator[None]:
     register = nn.Module.register_parameter
+    at_place: dict[tuple[object, ...], Tensor] = {}
+    """By memory that parameters were made of, the one that replaces it. The weak references keep addresses unique."""
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
@@ -57,7 +60,11 @@ def _without_parameters() -> Iterator[None]:
             return
         # Whoever registers it a second time, under another name, finds the same one.
         if "_empty" not in vars(parameter):
-            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            # Two parameters that are made of one tensor share their memory here as well.
+            place = StorageWeakRef(parameter.untyped_storage()), parameter.storage_offset(), parameter.stride()
+            values = at_place.setdefault((*place, parameter.shape), parameter.detach().to("meta"))
+            empty = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            empty._backward_hooks = parameter._backward_hooks
             vars(parameter)["_empty"] = empty
         module._parameters[name] = vars(parameter)["_empty"]
 

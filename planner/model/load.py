@@ -30,6 +30,7 @@ from planner.model.inputs import BATCH_FIRST, input_tensor
 from planner.model.nests import tensors_in
 from planner.model.optimizers import Builder, optimizer_builder
 from planner.model.settings import public_names, typed_settings
+from planner.model.shared_memory import check_separate_memory
 from planner.model.user_errors import user_code
 
 
@@ -78,7 +79,7 @@ class LoadedModel:
         """The chain of `model`, an instance of this one.
 
         Raises:
-            ModelError: It cannot be run on its example batch, or not be cut.
+            ModelError: It cannot be run on its example batch, or not be cut, or layers share memory that is trained.
         """
         # A copy of a weight that two modules share would be a tensor that crosses the cuts between them.
         with layers_in(self.precision, torch.device("cpu"), keep=False):
@@ -91,6 +92,7 @@ class LoadedModel:
             )
             if chain.outline is None and self.default_loss is not None:
                 self._choose_loss(model)
+        check_separate_memory(chain.layers)
         return chain
 
     def _choose_loss(self, model: nn.Module) -> None:

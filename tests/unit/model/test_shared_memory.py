@@ -1,0 +1,88 @@
+"""Tensors that several layers hold: what stages on several devices cannot train alike is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from planner.core.errors import ModelError
+from planner.profile.structure import find_chain
+from tests.support.measure import loaded_model, profile_of_model
+
+
+class Product(nn.Module):
+    """A layer around a weight that the caller made."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return the product."""
+        return value @ self.weight
+
+
+def by_data() -> nn.Module:
+    """Return a model whose head is tied by `.data`."""
+    first, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    head.weight.data = first.weight.data
+    return nn.Sequential(first, nn.ReLU(), head)
+
+
+def by_values() -> nn.Module:
+    """Return a model of which two parameters are made of one tensor."""
+    values = torch.randn(4, 4)
+    return nn.Sequential(Product(nn.Parameter(values)), nn.ReLU(), Product(nn.Parameter(values)))
+
+
+def by_view() -> nn.Module:
+    """Return a model of which one parameter is a part of another."""
+    first, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    head.weight = nn.Parameter(first.weight.data[:2])
+    return nn.Sequential(first, nn.ReLU(), head)
+
+
+def by_frozen() -> nn.Module:
+    """Return a model whose frozen head follows a trained weight."""
+    model = by_data()
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def by_buffer() -> nn.Module:
+    """Return a model of which a buffer follows the weight of another layer."""
+    first, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    head.register_buffer("weight_of_first", first.weight.data)
+    return nn.Sequential(first, nn.ReLU(), head)
+
+
+@pytest.mark.parametrize("build", [by_data, by_values, by_view, by_frozen, by_buffer])
+def test_two_tensors_in_one_memory_are_refused(build: Callable[[], nn.Module]) -> None:
+    """A plain loop steps that memory once for each; on two devices there are two memories."""
+    with pytest.raises(
+        ModelError, match=r'"0\.weight" and "2\.weight.*" are two tensors in the same memory'
+    ) as refused:
+        find_chain(loaded_model(build, lambda n: torch.randn(n, 4)), torch.device("cpu"))
+    assert "head.weight = embedding.weight" in refused.value.hint
+
+
+def test_frozen_parameters_may_share_memory() -> None:
+    """Nothing changes them, so that copies stay equal."""
+    model = by_data()
+    model.requires_grad_(False)
+    model[2].bias.requires_grad_(True)
+    assert find_chain(loaded_model(lambda: model, lambda n: torch.randn(n, 4)), torch.device("cpu"))[0].names
+
+
+def test_parts_of_one_storage_are_parameters_of_their_own() -> None:
+    """`vector_to_parameters` makes them views of one vector, which no update of another one reaches."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        vector_to_parameters(parameters_to_vector(model.parameters()), model.parameters())
+        return model
+
+    measured = profile_of_model(loaded_model(build, lambda n: torch.randn(n, 4)), sizes=(1,))
+    assert [layer.tied for layer in measured.layers] == [(), ()]
