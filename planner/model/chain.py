@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Setting
-from planner.model.ghosts import storage_key
+from planner.model.ghosts import memory_key
 from planner.model.outline import Outline, outline_of
 from planner.model.stage import ModelStage, holder_at
 
@@ -160,8 +160,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
     by_memory: dict[tuple[object, ...], list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.parameter_names().items():
-            place = storage_key(parameter), parameter.storage_offset(), parameter.shape, parameter.stride()
-            by_memory.setdefault(place, []).append((index, name))
+            by_memory.setdefault(memory_key(parameter), []).append((index, name))
     return [owners for owners in by_memory.values() if len({index for index, _ in owners}) > 1]
 
 

@@ -172,6 +172,11 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def memory_key(tensor: Tensor) -> tuple[object, ...]:
+    """Return what is equal for tensors that cover the same memory in the same order; see `storage_key`."""
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 @cache
 def _mode() -> FakeTensorMode:
     # For it torch imports its compiler, which takes a second: who makes no ghosts need not wait.

@@ -62,6 +62,8 @@ def _spans(layers: Sequence[Layer]) -> Iterator[_Span]:
         for name, tensor in (*layer.parameter_names().items(), *layer.buffer_names().items()):
             if tensor.layout is not torch.strided or not tensor.numel():
                 continue
-            begin = tensor.storage_offset() * tensor.itemsize
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            last = sum(
+                (int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             yield _Span(index, name, tensor, begin, begin + (last + 1) * tensor.itemsize)

@@ -18,7 +18,7 @@ from planner.core.errors import FileError, UsageError
 from planner.executor.keep.inert import InertError, Pairs, read_inert
 from planner.executor.keep.stored import StoredFolder, first_line, read_folder
 from planner.files.writing import sync_folder
-from planner.model.ghosts import storage_of
+from planner.model.ghosts import memory_key
 
 TIED = "tied"
 """Where a checkpoint keeps `first_names`: what a name left out is the same as."""
@@ -33,8 +33,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
     names = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            place = (storage_of(tensor)._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
-            names[name] = first.setdefault(place if tensor.numel() else (name,), name)
+            names[name] = first.setdefault(memory_key(tensor) if tensor.numel() else (name,), name)
     return names
 
 
