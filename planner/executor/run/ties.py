@@ -1,6 +1,6 @@
 """Parameters that several layers share, when the layers lie on different ranks.
 
-Every rank holds a copy. The copies start equal (same seed), and stay equal because each optimizer sees the same
+Every rank holds a copy. The copies start equal (`initial_values`), and stay equal because each optimizer sees the same
 gradient: the sum over all ranks, those of the other replicas included. Stages of one rank share the parameter itself.
 What is frozen has no gradient, and needs no sum: it stays as it is.
 """
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.core.errors import ModelError
 from planner.executor.run.gradients import expect_dense
 from planner.executor.run.placement import Place
 
@@ -25,9 +24,6 @@ class TiedGradients:
         place: Where this rank is.
         stage_of: By layer, its stage.
         trained: The names of the parameters of all stages that are trained.
-
-    Raises:
-        ModelError: One is trained under one name and frozen under another, which another rank holds.
     """
 
     def __init__(
@@ -39,29 +35,33 @@ class TiedGradients:
         *,
         trained: Collection[str],
     ) -> None:
-        self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._groups: list[tuple[list[nn.Parameter], dist.ProcessGroup]] = []
+        """Parameters that the same ranks hold, and these ranks."""
         self._kept_elsewhere: list[nn.Parameter] = []
         self._summed: list[Tensor] = []
         """Until the next step: a thread of gloo's holds them a little longer than their sum takes. What that lets go of
         last, no recorder of this thread sees go."""
         self.counted_elsewhere: list[nn.Parameter] = []
         """What another rank of the replica has, too, and counts where each parameter must count once."""
+        by_ranks: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for owners in shared:
             stages = {stage_of[layer] for layer, _ in owners}
-            if len({place.rank_of(stage) for stage in stages}) < 2:
-                continue
-            if not _is_trained([name for _, name in owners], trained):
+            if len({place.rank_of(stage) for stage in stages}) < 2 or owners[0][1] not in trained:
                 continue
             ranks = sorted({place.rank_of(s, replica) for s in stages for replica in range(place.num_replicas)})
-            # Every rank must take part in making every group, its own or not.
-            group = dist.new_group(ranks)
+            held = by_ranks.setdefault(tuple(ranks), [])
             if place.rank in ranks:
                 name = next(name for layer, name in owners if stage_of[layer] in place.stages)
-                self._groups.append((parameters[name], group))
+                held.append(parameters[name])
                 if place.rank != ranks[0]:
                     self._kept_elsewhere.append(parameters[name])
                 if place.rank != min(place.rank_of(stage) for stage in stages):
                     self.counted_elsewhere.append(parameters[name])
+        for among, held in by_ranks.items():
+            # Every rank must take part in making every group, its own or not.
+            group = dist.new_group(list(among))
+            if held:
+                self._groups.append((held, group))
 
     def begin(self) -> None:
         """Before backward: of gradients that are there already, and the same on all, one copy stays to add to."""
@@ -72,25 +72,17 @@ class TiedGradients:
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters here that other stages' ranks hold as well."""
-        return (parameter for parameter, _ in self._groups)
+        return (parameter for parameters, _ in self._groups for parameter in parameters)
 
     def sum(self) -> None:
-        """After backward: every copy gets the sum of all copies' gradients."""
-        for parameter, group in self._groups:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            expect_dense([parameter.grad], "ranks that share a parameter")
-            dist.all_reduce(parameter.grad, group=group)
-            self._summed.append(parameter.grad)
-
-
-def _is_trained(names: Sequence[str], trained: Collection[str]) -> bool:
-    frozen = [name for name in names if name not in trained]
-    if frozen and len(frozen) < len(names):
-        other = next(name for name in names if name in trained)
-        raise ModelError(
-            f'"{frozen[0]}" is frozen and lies in the memory of "{other}", which is trained on another rank: '
-            "it would not follow",
-            hint="make them one parameter, or keep their layers in one stage (`--together`)",
-        )
-    return not frozen
+        """Sum the gradients of all copies after backward; without a gradient on any rank there is none."""
+        for parameters, group in self._groups:
+            expect_dense([p.grad for p in parameters if p.grad is not None], "ranks that share a parameter")
+            present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+            present = present.to(parameters[0].device)
+            dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+            for parameter in (p for p, is_somewhere in zip(parameters, present.tolist(), strict=True) if is_somewhere):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
+                self._summed.append(parameter.grad)

@@ -5,9 +5,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from planner.core.errors import ModelError
 from planner.executor.run.placement import Place
 from planner.executor.run.ties import TiedGradients
 
@@ -29,11 +28,23 @@ def test_what_is_frozen_gets_no_gradient_and_no_message() -> None:
     assert list(gradients.parameters) == gradients.counted_elsewhere == []
 
 
-def test_trained_under_one_name_and_frozen_under_another_is_refused() -> None:
-    """In one process the frozen one shows what the other learns; on a rank of its own it would stay as it was."""
-    with pytest.raises(ModelError, match=r'"head.weight" is frozen and .* "words.weight", which is trained') as refused:
-        tied("words.weight")
-    assert "--together" in refused.value.hint
+def test_a_tied_parameter_without_a_gradient_on_any_rank_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight decay passes over it, as in a plain loop; with a gradient on another rank, this one gets the sum."""
+    on_another_rank = torch.tensor([0])
+
+    def all_reduce(tensor: Tensor, **_: object) -> None:
+        tensor.add_(on_another_rank if tensor.dtype == torch.int32 else 3.0)
+
+    monkeypatch.setattr(dist, "new_group", lambda _ranks: None)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    gradients = tied("words.weight", "head.weight")
+    (table,) = gradients.parameters
+    gradients.sum()
+    assert table.grad is None
+    on_another_rank.fill_(1)
+    gradients.sum()
+    assert table.grad is not None
+    assert torch.equal(table.grad, torch.full((8, 4), 3.0))
 
 
 def test_a_sum_is_let_go_of_by_the_thread_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
