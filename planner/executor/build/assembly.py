@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Recompute
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
+from planner.executor.build.initial_values import equalize_copies, is_copied
 from planner.executor.job import Job
 from planner.executor.keep.weights import first_names
 from planner.executor.measure.recorder import Recorder
@@ -27,6 +28,7 @@ from planner.executor.run.ties import TiedGradients
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer, shared_parameters
 from planner.model.computation import computation_of
+from planner.model.ghosts import memory_key
 from planner.model.held import named_tensors
 from planner.model.load import LoadedModel, to_device
 
@@ -67,6 +69,7 @@ class Assembly:
         layers = self._chain.layers
         trained = {name for layer in layers for name, p in layer.parameter_names().items() if p.requires_grad}
         self.tied = TiedGradients(shared_parameters(layers), named, place, stage_of, trained=trained)
+        equalize_copies(self._tensors_by_first_name())
         self.replicas = self._replica_gradients()
         self.engine(balance.micro_batches, job.micro_batch_size)
 
@@ -94,6 +97,14 @@ class Assembly:
         for module, layers in zip(self.modules, self._ranges, strict=True):
             module.received = boundaries[layers.first]
             module.sent = None if module.sent is None else boundaries[layers.end]
+
+    def _tensors_by_first_name(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers here, each under the first of its names in the whole model."""
+        first: dict[tuple[object, ...], str] = {}
+        whole = [(name, tensor) for name, tensor in named_tensors(self._chain.model) if is_copied(tensor)]
+        names = {name: first.setdefault(memory_key(tensor), name) for name, tensor in whole}
+        held = (pair for module in self.modules for pair in named_tensors(module))
+        return {names[name]: tensor for name, tensor in held if name in names}
 
     def _shapes_for(self, size: int, *, training: bool) -> Shapes:
         inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self._example_inputs)
