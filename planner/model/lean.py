@@ -5,6 +5,7 @@ a shape and take no memory; buffers (tables, masks) are real, for code looks at 
 get parameters of their own then, with random values: what a layer costs does not depend on them.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -64,7 +65,7 @@ def _without_parameters() -> Iterator[None]:
             place = StorageWeakRef(parameter.untyped_storage()), parameter.storage_offset(), parameter.stride()
             values = at_place.setdefault((*place, parameter.shape), parameter.detach().to("meta"))
             empty = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            empty._backward_hooks = parameter._backward_hooks
+            _share_hooks(parameter, empty)
             vars(parameter)["_empty"] = empty
         module._parameters[name] = vars(parameter)["_empty"]
 
@@ -73,6 +74,14 @@ def _without_parameters() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _share_hooks(parameter: nn.Parameter, empty: nn.Parameter) -> None:
+    """Give `empty` the hooks of `parameter`, and those that the user's code adds to it later."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(parameter, name) is None:
+            setattr(parameter, name, OrderedDict())
+        setattr(empty, name, getattr(parameter, name))
 
 
 def _filled(parameter: Tensor, device: torch.device) -> nn.Parameter:

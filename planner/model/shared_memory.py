@@ -1,6 +1,6 @@
 """Checks of tensors that several layers hold: stages hold copies of them, which must train like the one tensor."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.chain import Layer
+from planner.model.chain import Layer, shared_parameters
 from planner.model.ghosts import storage_key
 
 
@@ -55,6 +55,73 @@ def check_separate_memory(layers: Sequence[Layer]) -> None:
                     hint="make them one parameter (`head.weight = embedding.weight`, without `.data`), or let one be "
                     "a copy (`.clone()`)",
                 )
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Return True if the user's code has registered a hook on the gradient of the parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def check_hooks(hooked: Mapping[str, nn.Parameter], layers: Sequence[Layer]) -> None:
+    """Check that the hooks of parameters that several layers hold work on the parts of a gradient.
+
+    Autograd calls `Tensor.register_hook` once per backward, so once per micro-batch, with the sum of the gradients
+    of all uses of the parameter in that micro-batch; what it returns is accumulated. A stage calls it with the
+    gradient of its own layers, and the ranks sum what was accumulated. That is the same if h(a) + h(b) = h(a + b).
+    A hook that runs after accumulation would see the gradient of one stage alone.
+
+    Args:
+        hooked: The parameters with hooks, by their names in the model.
+        layers: The layers of the model's chain.
+
+    Raises:
+        ModelError: Naming the parameter.
+    """
+    for owners in shared_parameters(layers):
+        parameter = next((hooked[name] for _, name in owners if name in hooked), None)
+        if parameter is None or not parameter.requires_grad:
+            continue
+        if parameter._post_accumulate_grad_hooks or not _is_additive(parameter):
+            names = ", ".join(dict.fromkeys(f'"{layers[index].name}"' for index, _ in owners))
+            raise ModelError(
+                f'a hook on "{owners[0][1]}", a parameter of the layers {names}, is not additive: the model calls it '
+                "with the sum of the gradients of these layers, and a stage with the gradient of its own layers",
+                hint="let `step` of the optimizer that `build_optimizer` returns change `parameter.grad` instead, "
+                "or give each layer a parameter of its own",
+            )
+
+
+def _is_additive(parameter: nn.Parameter) -> bool:
+    """Return True if the hooks of `parameter` return the same for a sum of gradients as in sum for its parts."""
+    limits, device = torch.finfo(parameter.dtype), torch.device("cpu") if parameter.is_meta else parameter.device
+    generator = torch.Generator().manual_seed(0)
+
+    def part(scale: float) -> Tensor:
+        return torch.randn(parameter.shape, generator=generator).mul_(scale).to(device, parameter.dtype)
+
+    tolerance = 4 * limits.eps**0.75
+    # A limit on the size of a gradient is reached by the largest, a constant that is added shows with the smallest.
+    for scale in (1e-6, 1.0, limits.max**0.5):
+        one, other = part(scale), part(scale)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                whole = _after_hooks(parameter, one + other)
+                in_parts = _after_hooks(parameter, one) + _after_hooks(parameter, other)
+        except Exception:  # user's code, which may depend on what only training has: nothing is known of it
+            return False
+        largest = max(float(result.abs().max()) for result in (whole, in_parts))
+        if not torch.allclose(whole, in_parts, rtol=0.0, atol=tolerance * largest):
+            return False
+    return True
+
+
+def _after_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return what the hooks make of a gradient; one that returns nothing may have changed it in place."""
+    gradient = gradient.clone()
+    for hook in (parameter._backward_hooks or {}).values():
+        result = hook(gradient)
+        gradient = gradient if result is None else result
+    return gradient
 
 
 def _spans(layers: Sequence[Layer]) -> Iterator[_Span]:

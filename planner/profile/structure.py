@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from planner.core.values.profile import Profile
 from planner.core.values.units import format_bytes
@@ -12,6 +13,7 @@ from planner.model.lean import build_lean, move_buffers
 from planner.model.load import LoadedModel
 from planner.model.precision import converted
 from planner.model.refusals import TooFewSamplesError
+from planner.model.shared_memory import check_hooks, has_hooks
 from planner.profile.units import trace_units
 
 
@@ -30,7 +32,7 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
         ModelError: The model cannot be built, cut, or run on its example batch.
     """
     with suppress(Exception):  # what needs values somewhere is built whole, and an error of the user's comes again
-        chain = loaded.chain(converted(build_lean(loaded.build), loaded.precision))
+        chain = _checked_chain(loaded, build_lean(loaded.build))
         if all(parameter.is_meta for parameter in chain.model.parameters()):
             try:
                 trace_units(chain, loaded, (1,), device, ghosts=True)
@@ -38,7 +40,17 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
                 trace_units(chain, loaded, (2,), device, ghosts=True)
             move_buffers(chain.model, device)
             return chain, True
-    return loaded.chain(converted(loaded.build(), loaded.precision).to(device)), False
+    return _checked_chain(loaded, loaded.build(), device), False
+
+
+def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device | None = None) -> Chain:
+    """Return the chain of `model`, converted and moved, after a check of hooks, which conversion drops."""
+    # By name and not in the chain: what is converted is a copy, which has no hooks.
+    hooked = {name: p for name, p in model.named_parameters(remove_duplicate=False) if has_hooks(p)}
+    ready = converted(model, loaded.precision)
+    chain = loaded.chain(ready if device is None else ready.to(device))
+    check_hooks(hooked, chain.layers)
+    return chain
 
 
 def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, ...]:

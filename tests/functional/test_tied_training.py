@@ -127,3 +127,24 @@ def test_a_tied_parameter_without_a_gradient_is_not_decayed(tmp_path: Path, repl
     for own in ranks:
         for name, tensor in own.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+HOOKED = """
+def build_model():
+    tied = nn.Parameter(torch.randn(4, 4))
+    tied.register_hook(lambda gradient: -0.5 * gradient)
+    model = nn.Sequential(Product(tied), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Product(tied))
+    model[3].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_hooks_run_as_in_a_plain_loop(tmp_path: Path, replicas: int) -> None:
+    """Any hook on a weight of one layer, and an additive one on each copy of a tied weight."""
+    ranks = trained(tmp_path, HOOKED, (3, 2), replicas)
+    expected = in_a_plain_loop(tmp_path, 2 * replicas)
+    for own in ranks:
+        for name, tensor in own.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
