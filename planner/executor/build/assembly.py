@@ -69,7 +69,8 @@ class Assembly:
         layers = self._chain.layers
         trained = {name for layer in layers for name, p in layer.parameter_names().items() if p.requires_grad}
         self.tied = TiedGradients(shared_parameters(layers), named, place, stage_of, trained=trained)
-        equalize_copies(self._tensors_by_first_name())
+        with recorder.paused():  # a thread of gloo may be the last to release what is sent
+            equalize_copies(self._tensors_by_first_name())
         self.replicas = self._replica_gradients()
         self.engine(balance.micro_batches, job.micro_batch_size)
 
