@@ -1,6 +1,7 @@
 """A model trained as a pipeline: this process runs a stage of it, or several under interleaved 1F1B."""
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -272,7 +273,9 @@ class Pipeline:
         return self._trainer.samples[-1]
 
     def close(self) -> None:
-        """Leaves the job."""
+        """Leaves the job; after a run without errors, once the last step's loss is everywhere."""
+        if sys.exc_info()[0] is None:
+            self._trainer.finish()
         for release in self.at_close:
             release()
         self._recorder.close()

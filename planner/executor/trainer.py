@@ -100,6 +100,10 @@ class Trainer:
         means = {name: total / samples for name, total in zip(names, sums, strict=True)}
         return Evaluation(loss=loss, metrics=means, outputs=observed.outputs())
 
+    def finish(self) -> None:
+        """Wait for what is still on its way to other ranks."""
+        self._relay.finish()
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         scale = self._loss_scale.state_dict() if self._loss_scale is not None else None

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
 import torch
+import torch._dynamo  # fake tensors import it, seconds in every process that is forked before
 
 from planner.core.errors import ModelError, PlannerError
 

@@ -92,6 +92,7 @@ class _Rank:
                     optimizer.step()
                     self._compare_update(optimizer, step)
                     optimizer.zero_grad()
+        pipeline.close()
         return self._found
 
     def _state(self, name: str) -> State:

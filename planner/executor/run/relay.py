@@ -49,6 +49,11 @@ class Relay:
             dist.broadcast_object_list(box, src=last, group=self._groups.pipeline, device=self._device)
         return box[0]
 
+    def finish(self) -> None:
+        """Wait until the neighbor has what was sent last: a process that ends before takes it along."""
+        self._wait()
+        self._sent = None
+
     def _transfer(self, operation: Callable[..., Any], numbers: Tensor, position: int) -> list[dist.Work]:
         # As the engine transfers, so that NCCL needs no communicator, and no memory, for a pair of ranks alone.
         peer = self._place.rank_of(position)  # stage k < K is with device k, in a loop and in a V
