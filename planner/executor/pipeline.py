@@ -28,6 +28,7 @@ from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
+from planner.model.optimizers import ModelOptimizer
 from planner.model.seeding import seed_process
 
 if TYPE_CHECKING:
@@ -136,10 +137,12 @@ class Pipeline:
         return self._assembly.named_parameters()
 
     def optimizer(self, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """`build(parameters)` over this stage's trainable parameters."""
-        parameters = [p for _, p in self.named_parameters() if p.requires_grad]
-        # A stage of pooling and reshaping has nothing to optimize, which torch's optimizers refuse.
-        optimizer = build(iter(parameters or [nn.Parameter(torch.zeros(0))]))
+        """Return the optimizer that `build(model.parameters())` makes, with this rank's parameters alone in its groups.
+
+        `build` gets the parameters of the whole model, in its order. Those of other ranks have a shape and no values,
+        and are removed from their groups afterwards. All ranks have the same groups, some of them empty.
+        """
+        optimizer = ModelOptimizer(build, self._assembly.whole_parameters).over(self._assembly.own_of_whole())
         self._trainer.steps_with(optimizer)
         return optimizer
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.model.held import move_loose_tensors, replace_loose, replace_tensors
+from planner.model.optimizers import copy_attributes
 from planner.model.stage import ModelStage
 
 _SPREAD = 0.02
@@ -90,4 +91,6 @@ def _filled(parameter: Tensor, device: torch.device) -> nn.Parameter:
         tensor.normal_(0.0, _SPREAD)
     else:
         tensor.zero_()
-    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    filled = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    copy_attributes(parameter, filled)
+    return filled

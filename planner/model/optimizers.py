@@ -1,12 +1,13 @@
-"""Optimizers by name, for models that do not build their own."""
+"""Optimizers by name, for models without one of their own; and optimizers of a model that is present in part."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from planner.core.errors import UsageError
+from planner.core.errors import ModelError, UsageError
+from planner.model.ghosts import Ghost
 
 Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -31,3 +32,116 @@ def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tup
     if name not in OPTIMIZERS:
         raise UsageError(f"unknown optimizer `{name}`", hint=f"one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name], name
+
+
+class Group(NamedTuple):
+    """One parameter group of an optimizer of the whole model."""
+
+    options: dict[str, Any]
+    parameters: list[Tensor]
+
+    @property
+    def cost_options(self) -> str:
+        """Text of the options that change what a step costs."""
+        free = ("lr", "initial_lr", "weight_decay", "param_names")
+        return repr(sorted((key, value) for key, value in self.options.items() if key not in free))
+
+
+class ModelOptimizer:
+    """Optimizer of a whole model, of which only some parameters are present.
+
+    The builder gets all parameters, in the order of `model.parameters()`: a builder that selects them by position does
+    what it does in a plain loop. Absent parameters have a shape, and no memory. They are removed from their groups
+    after the optimizer is built. Groups stay, even if they are empty then.
+
+    Args:
+        build: Builder of the optimizer.
+        parameters: Parameters of the whole model, in its order. Their values are not read.
+    """
+
+    def __init__(self, build: Builder, parameters: Iterable[Tensor]) -> None:
+        self._build = build
+        self._parameters = list(parameters)
+        self._positions = {id(parameter): n for n, parameter in enumerate(self._parameters)}
+        self._placeholders = [_placeholder(parameter) for parameter in self._parameters]
+
+    def over(self, present: Iterable[tuple[Tensor, Tensor]]) -> torch.optim.Optimizer:
+        """Build the optimizer and keep the parameters that are present.
+
+        Args:
+            present: Pairs of a parameter of the model and the tensor to optimize in its place. A second tensor for the
+                same parameter comes after all others.
+
+        Raises:
+            ModelError: The optimizer has tensors that are no parameters of the model.
+        """
+        given: list[Tensor] = [*self._placeholders]
+        kept = set()
+        for parameter, tensor in present:
+            n = self._positions[id(parameter)]
+            if id(given[n]) in kept:
+                given.append(tensor)  # after all of the first, as a second layer has its parameters
+            else:
+                given[n] = tensor
+            kept.add(id(tensor))
+            copy_attributes(parameter, tensor)
+        optimizer = self._built(given)
+        for group in optimizer.param_groups:
+            _keep(group, kept)
+        for tensor in given:
+            if id(tensor) not in kept:
+                optimizer.state.pop(tensor, None)  # of an optimizer that makes its state when it is built
+        return optimizer
+
+    @property
+    def name(self) -> str:
+        """Name of the optimizer's class."""
+        return type(self._built(self._placeholders)).__name__
+
+    def groups(self) -> list[Group]:
+        """Return the groups of the whole model's optimizer, with parameters of the model."""
+        by_id = {id(p): original for p, original in zip(self._placeholders, self._parameters, strict=True)}
+        return [
+            Group(
+                {key: value for key, value in group.items() if key != "params"},
+                [by_id[id(p)] for p in group["params"] if id(p) in by_id],
+            )
+            for group in self._built(self._placeholders).param_groups
+        ]
+
+    def _built(self, given: Sequence[Tensor]) -> torch.optim.Optimizer:
+        # Torch's optimizers refuse an empty list.
+        given = given or [nn.Parameter(torch.zeros(0))]
+        optimizer = self._build(iter(given))
+        known = {id(tensor) for tensor in given}
+        for tensor in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(tensor) not in known:
+                raise ModelError(
+                    f"the optimizer {type(optimizer).__name__} has a tensor of shape {list(tensor.shape)} that is "
+                    "none of the `parameters` that it was built over",
+                    hint="build it over `parameters` alone; register a tensor that the loss learns in the model",
+                )
+        return optimizer
+
+
+def _placeholder(parameter: Tensor) -> nn.Parameter:
+    empty = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
+    placeholder = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    copy_attributes(parameter, placeholder)
+    return placeholder
+
+
+def copy_attributes(parameter: Tensor, other: Tensor) -> None:
+    """Give a tensor the marks of a parameter by which a builder may choose (`p.no_decay = True`)."""
+    if isinstance(parameter, Ghost):
+        return  # its attributes are not the user's
+    for name, value in vars(parameter).items():
+        vars(other).setdefault(name, value)
+
+
+def _keep(group: dict[str, Any], kept: Collection[int]) -> None:
+    """Remove all other parameters from a group, in place: an optimizer may hold the list elsewhere, too."""
+    chosen = [n for n, p in enumerate(group["params"]) if id(p) in kept]
+    for key in ("params", "param_names"):
+        if key in group:
+            group[key][:] = [group[key][n] for n in chosen]

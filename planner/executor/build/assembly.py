@@ -87,6 +87,16 @@ class Assembly:
                 named.setdefault(id(parameter), (name, parameter))
         return iter(named.values())
 
+    @property
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """Parameters of the whole model, in its order and without values."""
+        return list(self._chain.model.parameters())
+
+    def own_of_whole(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return pairs of one of `whole_parameters` and the parameter here that is the same."""
+        whole = dict(self._chain.model.named_parameters(remove_duplicate=False))
+        return [(whole[name], parameter) for name, parameter in self.named_parameters()]
+
     def named_tensors(self) -> dict[str, Tensor]:
         """This process's part of the model's state dict: parameters and persistent buffers, under their names there."""
         held = (pair for module in self.modules for pair in named_tensors(module))

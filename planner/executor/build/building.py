@@ -15,6 +15,7 @@ from planner.model.chain import Chain, Layer, chain_digest, outlined
 from planner.model.ghosts import absent
 from planner.model.held import loose_tensors, move_loose_tensors, named_tensors, replace_tensors
 from planner.model.load import LoadedModel
+from planner.model.optimizers import copy_attributes
 from planner.model.precision import convert
 
 
@@ -47,7 +48,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
     full = model
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
         # A copy in which every tensor is replaced: a finished model stays as it is, and what is tied stays tied.
-        model = copy.deepcopy(model, {id(tensor): emptied(tensor) for tensor in _all_tensors(model)})
+        model = copy.deepcopy(model, {id(tensor): _emptied(tensor) for tensor in _all_tensors(model)})
     model = convert(model, loaded.precision)
     try:
         return loaded.chain(model)
@@ -142,6 +143,12 @@ def _held_by(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> li
     """What the layers of `stages` need."""
     names = frozenset[str]().union(*(held_names(chain, stage.first, stage.end) for stage in stages))
     return [tensor for name, tensor in named_tensors(model) if name in names]
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    empty = emptied(tensor)
+    copy_attributes(tensor, empty)
+    return empty
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

@@ -12,6 +12,9 @@ from planner.executor.keep.stored import StoredFolder
 
 Groups = list[tuple[list[str], dict[str, Any]]]
 
+_MEMBERS = ("params", "param_names")
+"""Entries of a group that list its parameters on this rank."""
+
 
 class OptimizerState:
     """What a checkpoint keeps of the optimizer of this rank's parameters, each under the first of its names."""
@@ -38,7 +41,7 @@ class OptimizerState:
         return [
             (
                 [names[id(p)] for p in group["params"] if id(p) in names],
-                {key: value for key, value in group.items() if key != "params"},
+                {key: value for key, value in group.items() if key not in _MEMBERS},
             )
             for group in self._optimizer.param_groups
         ]
@@ -80,7 +83,7 @@ class OptimizerState:
             # A group of none of these parameters (they were frozen, say) is told by its number.
             if by_name or number < len(by_position):
                 options_of_group = by_name[0] if by_name else by_position[number]
-                group.update({key: value for key, value in options_of_group.items() if key != "params"})
+                group.update({key: value for key, value in options_of_group.items() if key not in _MEMBERS})
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         """The optimizer's parameters by the first of their names."""

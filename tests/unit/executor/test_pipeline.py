@@ -395,14 +395,31 @@ def test_no_graph_outlives_a_step(tmp_path: Path) -> None:
     pipeline.close()
 
 
-def test_frozen_parameters_are_not_optimized(tmp_path: Path) -> None:
-    """And a stage without any still gets an optimizer."""
-    text = MODEL.replace("return nn.Sequential(", "frozen = nn.Sequential(") + OPTIMIZER
-    text = text.replace("\ndef example_batch", "    return frozen.requires_grad_(False)\n\ndef example_batch", 1)
+def test_frozen_parameters_keep_their_position(tmp_path: Path) -> None:
+    """The optimizer gets them as it does in a plain loop, and does not change them."""
+    text = MODEL.replace("return nn.Sequential(", "model = nn.Sequential(") + OPTIMIZER
+    text = text.replace(
+        "\ndef example_batch", "    model[0].requires_grad_(False)\n    return model\n\ndef example_batch", 1
+    )
+    pipeline = Pipeline(balance_of(tmp_path, text))
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    before = {name: p.detach().clone() for name, p in pipeline.named_parameters()}
+    with pipeline.step(*pipeline.example_batch(0)):
+        optimizer.step()
+    changed = [name for name, p in pipeline.named_parameters() if not torch.equal(p, before[name])]
+    pipeline.close()
+    assert [p.numel() for p in optimizer.param_groups[0]["params"]] == [128, 16, 256, 16, 64, 4]
+    assert changed == ["2.weight", "2.bias", "4.weight", "4.bias"]
+
+
+def test_a_model_without_parameters_gets_an_optimizer(tmp_path: Path) -> None:
+    """With none in its groups: torch's optimizers refuse an empty list."""
+    text = HEAD + "def build_model(): return nn.Sequential(nn.ReLU(), nn.Tanh())\n" + EXAMPLE + LOSS + OPTIMIZER
+    text = text.replace("torch.randn(batch_size, 4)", "torch.randn(batch_size, 8)")
     pipeline = Pipeline(balance_of(tmp_path, text))
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     pipeline.close()
-    assert [p.numel() for group in optimizer.param_groups for p in group["params"]] == [0]
+    assert [group["params"] for group in optimizer.param_groups] == [[]]
 
 
 @pytest.mark.parametrize(
