@@ -1,6 +1,6 @@
 """From what was found of units to what every layer of the chain costs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -24,7 +24,8 @@ class Costs:
     """Bytes that autocast keeps from one micro-batch to the next."""
     rewritten_bytes: Mapping[str, int]
     """Bytes of the layer's own state that its forward writes."""
-    optimizer: Mapping[str, OptimizerCost]
+    optimizer: Sequence[OptimizerCost]
+    """By layer: layers of one digest may be in groups with other options."""
     flops: Mapping[str, int]
     """Operations of a forward at the smallest size."""
     times: Mapping[Key, Times]
@@ -67,7 +68,7 @@ def _layer_profile(
     half_times = [costs.half_times_us[digest, size] for size in sizes if (digest, size) in costs.half_times_us]
     halves = tuple(costs.records.halves[digest, size] for size in sizes if (digest, size) in costs.records.halves)
     details = tuple(costs.records.memory[digest, size] for size in sizes)
-    optimizer = costs.optimizer[digest]
+    optimizer = costs.optimizer[n]
     sharers, tied_bytes = _ties(layer, tied)
     return LayerProfile(
         name=layer.name,

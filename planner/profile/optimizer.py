@@ -1,6 +1,6 @@
 """What the optimizer's step costs for the parameters of one layer: state, transient bytes, time."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from planner.device.clock import Clock, typical_us
 from planner.device.machine import CACHE_BYTES
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_of
-from planner.model.optimizers import Builder
+from planner.model.optimizers import ModelOptimizer
 from planner.profile.sparse import check_step, sparse_bytes, sparse_copy
 
 _MOST_NUMBERS = 2**22
@@ -29,10 +29,15 @@ class OptimizerCost:
     step_us: float = 0.0
 
 
+Copies = Iterable[tuple[Tensor, Tensor]]
+"""Pairs of a parameter and a copy of it."""
+
+
 def measure_optimizer(
     module: nn.Module,
-    build: Builder,
+    whole: ModelOptimizer,
     *,
+    stands_for: nn.Module | None = None,
     meter: Meter,
     clock: Clock,
     repeats: int,
@@ -41,6 +46,9 @@ def measure_optimizer(
 ) -> OptimizerCost:
     """Steps an optimizer over copies of the module's trainable parameters; the state comes with the first step.
 
+    The optimizer treats the copies as it treats the parameters of `stands_for`, which is a module like this one in
+    another place of the model, if not this one itself.
+
     Between two steps over this layer a training step touches `between_bytes`: by then that much less is in the cache.
     `sparse` has the sparse gradients of a micro-batch, by name of the parameter.
 
@@ -48,6 +56,7 @@ def measure_optimizer(
         ModelError: The optimizer takes no sparse gradients.
     """
     cost = OptimizerCost()
+    build = _in_place(whole, module, stands_for or module)
     if trained := _dense(module, sparse or {}):
         cost = _over_dense(trained, build, meter=meter, clock=clock, repeats=repeats, between_bytes=between_bytes)
     if not sparse:
@@ -56,7 +65,7 @@ def measure_optimizer(
     copies = {
         name: sparse_copy(parameters[name], gradient, _rows(parameters[name])) for name, gradient in sparse.items()
     }
-    optimizer = check_step(build, copies)
+    optimizer = check_step(lambda _: build((parameters[name], copy) for name, copy in copies.items()), copies)
     states = _states(optimizer, list(copies.values()), [parameters[name] for name in sparse])
     size = sum(map(sparse_bytes, sparse.values()))
     peak_bytes = meter.measure(optimizer.step).peak_bytes
@@ -69,22 +78,43 @@ def measure_optimizer(
     )
 
 
-def peaks_add(module: nn.Module, build: Builder, *, meter: Meter, sparse: Collection[str] = ()) -> bool:
+def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter, sparse: Collection[str] = ()) -> bool:
     """Whether the optimizer's transients grow with the number of parameters (`foreach`) or with the largest one.
 
     Those whose gradients are sparse are left out.
     """
-    once, twice = (_step_peak_bytes(_dense(module, sparse), build, meter, times) for times in (1, 2))
+    once, twice = (_step_peak_bytes(_dense(module, sparse), whole.over, meter, times) for times in (1, 2))
     return twice > 1.5 * once > 0
+
+
+def _in_place(
+    whole: ModelOptimizer, module: nn.Module, stands_for: nn.Module
+) -> Callable[[Copies], torch.optim.Optimizer]:
+    """Return a builder of the optimizer over copies of the module's parameters, in the place of `stands_for`."""
+    place = {id(p): at for p, at in zip(module.parameters(), stands_for.parameters(), strict=True)}
+    return lambda copies: whole.over((place[id(p)], copy) for p, copy in copies)
 
 
 def _dense(module: nn.Module, sparse: Collection[str]) -> list[nn.Parameter]:
     return [p for name, p in module.named_parameters() if p.requires_grad and name not in sparse]
 
 
+def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], whole: ModelOptimizer) -> list[int]:
+    """Return, for every layer, the number of the first layer with the same cost of a step.
+
+    Layers of one digest differ if the optimizer has their parameters in groups with other options, or not at all.
+    """
+    options = {id(p): group.cost_options for group in whole.groups() for p in group.parameters}
+    first: dict[tuple[str | None, ...], int] = {}
+    return [
+        first.setdefault((digest, *(options.get(id(p)) for p in module.parameters())), n)
+        for n, (module, digest) in enumerate(zip(modules, digests, strict=True))
+    ]
+
+
 def _over_dense(
     trained: Sequence[nn.Parameter],
-    build: Builder,
+    build: Callable[[Copies], torch.optim.Optimizer],
     *,
     meter: Meter,
     clock: Clock,
@@ -96,7 +126,7 @@ def _over_dense(
     for copy in copies:
         # Not zeros: a CPU's AdamW takes twice as long over them, and training does not have them.
         copy.grad = 1e-3 * torch.randn_like(copy)
-    optimizer = build(iter(copies))
+    optimizer = build(zip(trained, copies, strict=True))
     evicting = torch.empty(min(between_bytes, CACHE_BYTES) // 4, device=copies[0].device)
 
     def timed_us() -> float:
@@ -123,13 +153,15 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
     )
 
 
-def _step_peak_bytes(trained: Sequence[nn.Parameter], build: Builder, meter: Meter, times: int) -> int:
-    copies = [nn.Parameter(_part(p).detach().clone()) for _ in range(times) for p in trained]
-    for copy in copies:
+def _step_peak_bytes(
+    trained: Sequence[nn.Parameter], build: Callable[[Copies], torch.optim.Optimizer], meter: Meter, times: int
+) -> int:
+    copies = [(p, nn.Parameter(_part(p).detach().clone())) for _ in range(times) for p in trained]
+    for _, copy in copies:
         copy.grad = torch.zeros_like(copy)
     if not copies:
         return 0
-    optimizer = build(iter(copies))
+    optimizer = build(copies)
     optimizer.step()
     return meter.measure(optimizer.step).peak_bytes
 

@@ -209,6 +209,11 @@ def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int, float
     name, options = type(optimizer).__name__, optimizer.defaults
     if len(optimizer.param_groups) > 1:
         raise UsageError(f"the JAX program knows one group of parameters, the model's {name} has several")
+    if len(optimizer.param_groups[0]["params"]) < sum(p.requires_grad for p in built.parameters()):
+        raise UsageError(
+            f"the JAX program trains all parameters, the model's {name} has some of them",
+            hint="freeze the others in `build_model`: `p.requires_grad_(False)`",
+        )
     odd = [option for option in ("amsgrad", "maximize", "centered", "nesterov") if options.get(option)]
     if name not in UPDATES or odd:
         text = f"{name} with {odd[0]}" if odd else name

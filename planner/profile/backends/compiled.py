@@ -28,6 +28,7 @@ from planner.core.values.rates import Rates, rates_of
 from planner.device.kinds import kind_of
 from planner.model.ghosts import NeedsValuesError
 from planner.model.load import LoadedModel
+from planner.model.optimizers import ModelOptimizer
 from planner.profile.backends.compiler import Compiler
 from planner.profile.backends.estimated import GhostMeter, RooflineClock, as_ghosts_if_lean
 from planner.profile.layers import Costs, Measured, layer_profiles, own_buffer_bytes
@@ -100,12 +101,13 @@ class CompiledBackend:
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
             distinct = records.distinct
+            optimizer = _optimizer_costs(task, records, compiler, self._rates)
             costs = Costs(
                 records=records,
                 casts_bytes=records.of_each(partial(measure_casts, meter=GhostMeter())),
                 # A program writes into no buffer.
                 rewritten_bytes=dict.fromkeys(distinct, 0),
-                optimizer=_optimizer_costs(task, records, compiler, self._rates),
+                optimizer=[optimizer[unit.digest] for unit in records.units],
                 flops=dict.fromkeys(distinct, 0),
                 times={
                     key: Times(forward_us=layers[key].forward_us, backward_us=layers[key].backward_us, spread=0.0)
@@ -256,15 +258,18 @@ def _optimizer_costs(task: Task, records: Records, compiler: Compiler, rates: Ra
 
 
 def _state(module: nn.Module, task: Task, rates: Rates) -> OptimizerCost:
-    measure = partial(measure_optimizer, build=task.loaded.build_optimizer, repeats=1)
+    build = task.loaded.build_optimizer
+    measure = partial(measure_optimizer, repeats=1)
     try:
-        return measure(module, meter=GhostMeter(), clock=RooflineClock(rates))
+        whole = ModelOptimizer(build, module.parameters())
+        return measure(module, whole, meter=GhostMeter(), clock=RooflineClock(rates))
     except NeedsValuesError:
         # Zeros that nobody writes take no memory, and of large parameters a part is enough.
         trained = (p for p in module.parameters() if p.requires_grad)
         values = nn.ParameterList([nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in trained])
         host = kind_of(torch.device("cpu"))
-        return measure(values, meter=host.meter(), clock=host.clock(1))
+        whole = ModelOptimizer(build, values.parameters())
+        return measure(values, whole, meter=host.meter(), clock=host.clock(1))
 
 
 def _one_pass(trained: Sequence[Tensor], state_bytes: int, rates: Rates) -> CompiledStep:

@@ -33,10 +33,11 @@ from planner.model.held import as_ghosts
 from planner.model.load import LoadedModel
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch
+from planner.model.optimizers import ModelOptimizer
 from planner.model.stage import ModelStage
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
-from planner.profile.optimizer import OptimizerCost, measure_optimizer
+from planner.profile.optimizer import OptimizerCost, first_of_same_cost, measure_optimizer
 from planner.profile.passes import InHalves, Whole, time_once
 from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
@@ -88,11 +89,15 @@ class EstimatedBackend:
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
             check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))
-            distinct = records.distinct
             peaks_add = _peaks_add(task)
-            optimizer = {
-                d: _optimizer_cost(unit.module, task, meter, clock, peaks_add=peaks_add) for d, unit in distinct.items()
+            whole = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
+            units = records.units
+            first = first_of_same_cost([unit.module for unit in units], [unit.digest for unit in units], whole)
+            by_first = {
+                n: _optimizer_cost(units[n].module, whole, meter, clock, peaks_add=peaks_add)
+                for n in dict.fromkeys(first)
             }
+            optimizer = [by_first[n] for n in first]
             times, half_times_us = _times(task, records, clock)
             costs = Costs(
                 records=records,
@@ -202,14 +207,14 @@ class RooflineClock:
 
 def _peaks_add(task: Task) -> bool:
     """Whether the optimizer takes all parameters at once, as torch's do on a GPU unless told otherwise."""
-    one = task.loaded.build_optimizer(iter([nn.Parameter(torch.zeros(1))]))
+    one = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters()).over(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
 
 
 def _optimizer_cost(
-    module: nn.Module, task: Task, meter: GhostMeter, clock: RooflineClock, *, peaks_add: bool
+    module: nn.Module, whole: ModelOptimizer, meter: GhostMeter, clock: RooflineClock, *, peaks_add: bool
 ) -> OptimizerCost:
-    cost = measure_optimizer(module, task.loaded.build_optimizer, meter=meter, clock=clock, repeats=1)
+    cost = measure_optimizer(module, whole, meter=meter, clock=clock, repeats=1)
     # What takes all parameters at once makes a copy of them.
     copy_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     return replace(cost, peak_bytes=copy_bytes) if peaks_add else cost

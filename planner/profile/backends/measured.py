@@ -15,10 +15,11 @@ from planner.device.meter import Meter
 from planner.model.batch_norm import deferring
 from planner.model.lean import fill
 from planner.model.load import LoadedModel
+from planner.model.optimizers import ModelOptimizer
 from planner.profile.flops import forward_flops
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
-from planner.profile.optimizer import OptimizerCost, measure_optimizer, peaks_add
+from planner.profile.optimizer import OptimizerCost, first_of_same_cost, measure_optimizer, peaks_add
 from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.regret import regret
 from planner.profile.rewriting import rewritten_bytes
@@ -80,10 +81,10 @@ class MeasuredBackend:
         updating_us = statistics_us(
             records.distinct, records.inputs, size=records.sizes[0], clock=clock, repeats=task.options.repeats
         )
-        optimizer = {
-            digest: replace(cost, step_us=min(cost.step_us, before[digest].step_us) + updating_us[digest])
-            for digest, cost in after.items()
-        }
+        optimizer = [
+            replace(cost, step_us=min(cost.step_us, earlier.step_us) + updating_us[unit.digest])
+            for unit, earlier, cost in zip(records.units, before, after, strict=True)
+        ]
         costs = Costs(
             records=records,
             casts_bytes=casts_bytes,
@@ -107,27 +108,36 @@ def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
     fill(running, task.chain.model, device)
 
 
-def _optimizer_costs(task: Task, records: Records, meter: Meter, clock: Clock) -> dict[str, OptimizerCost]:
+def _optimizer_costs(task: Task, records: Records, meter: Meter, clock: Clock) -> list[OptimizerCost]:
     # Parameters and gradients of all layers.
     between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
-    keys = [(digest, records.sizes[0]) for digest in records.distinct]
-    return {
-        digest: measure_optimizer(
+    units, whole = records.units, _whole(task)
+    first = first_of_same_cost([unit.module for unit in units], [unit.digest for unit in units], whole)
+    distinct = list(dict.fromkeys(first))
+    keys = [(units[n].digest, records.sizes[0]) for n in distinct]
+    costs = {
+        n: measure_optimizer(
             records.distinct[digest].module,
-            task.loaded.build_optimizer,
+            whole,
+            stands_for=units[n].module,
             meter=meter,
             clock=clock,
             repeats=task.options.repeats,
             between_bytes=between_bytes,
             sparse=records.sparse(digest),
         )
-        for digest, _ in task.steps.each(keys, records.names)
+        for n, (digest, _) in zip(distinct, task.steps.each(keys, records.names), strict=True)
     }
+    return [costs[n] for n in first]
+
+
+def _whole(task: Task) -> ModelOptimizer:
+    return ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
 
 
 def _peaks_add(task: Task, records: Records, meter: Meter) -> bool:
     largest = max(records.distinct.values(), key=lambda unit: unit.parameter_bytes)
-    return peaks_add(largest.module, task.loaded.build_optimizer, meter=meter, sparse=records.sparse(largest.digest))
+    return peaks_add(largest.module, _whole(task), meter=meter, sparse=records.sparse(largest.digest))
 
 
 def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:

@@ -21,6 +21,7 @@ from planner.device.clock import CpuClock, typical_us
 from planner.device.meter import CpuMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
+from planner.model.optimizers import ModelOptimizer
 from planner.profile import ProfileOptions, profile_model, records
 from planner.profile.optimizer import measure_optimizer
 from planner.profile.units import trace_units
@@ -416,7 +417,9 @@ Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 def test_state_and_peak_of_optimizers(build: Build, numbers: int, peak: int) -> None:
     """In numbers per parameter (and a step counter each); state that comes with the first step is not missed."""
     module = nn.Linear(256, 256, bias=False)
-    cost = measure_optimizer(module, build, meter=CpuMeter(), clock=CpuClock(1), repeats=2)
+    cost = measure_optimizer(
+        module, ModelOptimizer(build, module.parameters()), meter=CpuMeter(), clock=CpuClock(1), repeats=2
+    )
     size = 4 * 256 * 256
     assert numbers * size <= cost.state_bytes <= numbers * size + 64
     assert cost.peak_bytes <= peak * size + 1024
@@ -428,7 +431,11 @@ def test_nothing_to_train_costs_nothing() -> None:
     """Frozen parameters, or none."""
     for module in (nn.ReLU(), nn.Linear(8, 8).requires_grad_(False)):
         cost = measure_optimizer(
-            module, lambda p: torch.optim.Adam(p, lr=0.1), meter=CpuMeter(), clock=CpuClock(1), repeats=2
+            module,
+            ModelOptimizer(torch.optim.Adam, module.parameters()),
+            meter=CpuMeter(),
+            clock=CpuClock(1),
+            repeats=2,
         )
         assert (cost.state_bytes, cost.peak_bytes, cost.step_us) == (0, 0, 0.0)
 
@@ -437,8 +444,28 @@ def test_measuring_the_optimizer_does_not_train_the_model() -> None:
     """It steps over copies."""
     module = nn.Linear(8, 8)
     before = module.weight.detach().clone()
-    measure_optimizer(module, lambda p: torch.optim.SGD(p, lr=1.0), meter=CpuMeter(), clock=CpuClock(1), repeats=2)
+    whole = ModelOptimizer(lambda p: torch.optim.SGD(p, lr=1.0), module.parameters())
+    measure_optimizer(module, whole, meter=CpuMeter(), clock=CpuClock(1), repeats=2)
     assert torch.equal(module.weight, before)
+
+
+def test_state_of_layers_goes_by_the_position_of_their_parameters() -> None:
+    """Equal layers differ where the builder has the last parameters alone, or others with momentum."""
+
+    def last(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(list(parameters)[-2:], lr=0.1)
+
+    def by_number(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        given = list(parameters)
+        return torch.optim.SGD([{"params": given[:4]}, {"params": [given[4], given[7]], "momentum": 0.9}], lr=0.1)
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    for build, expected in ((last, (0, 0, 0, 2 * 4 * 72 + 8)), (by_number, (0, 0, 4 * 64, 4 * 8))):
+        profile = profile_of_model(loaded_model(model, 8, build_optimizer=build))
+        assert tuple(layer.optimizer_bytes for layer in profile.layers) == expected
+        assert profile.layers[1].digest == profile.layers[2].digest
 
 
 # What the profile says of itself, and refusals
