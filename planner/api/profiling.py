@@ -55,13 +55,14 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     asked = _asked(model, options)
     check_installed("tpu" if options.device.startswith("tpu") else "train")
     # torch takes longer to import than everything else together.
-    from planner.profile import InterruptedProfileError, company_of, profile_model  # noqa: PLC0415
+    from planner.profile import InterruptedProfileError, check_optimizer_of, company_of, profile_model  # noqa: PLC0415
 
     unfinished = partial_path(asked.output)
     earlier = files.read_partial(str(unfinished)) if unfinished is not None and unfinished.exists() else None
     measuring = _measuring(asked)
     loaded = _loaded(model, asked)
     with company_of(loaded, measuring) as company:
+        check_optimizer_of(loaded, options.device)
         loaded, proof = _checked(loaded, asked)
         # First, because an interrupt from here on loses nothing.
         executor = _executor_cost(options) if options.device.startswith("cpu") and asked.calibration is None else None

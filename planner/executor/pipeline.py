@@ -28,6 +28,7 @@ from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
+from planner.model.optimizer_scope import check_optimizer
 from planner.model.optimizers import ModelOptimizer
 from planner.model.seeding import seed_process
 
@@ -141,7 +142,12 @@ class Pipeline:
 
         `build` gets the parameters of the whole model, in its order. Those of other ranks have a shape and no values,
         and are removed from their groups afterwards. All ranks have the same groups, some of them empty.
+
+        Raises:
+            ModelError: The step looks at all parameters at once, or `build` needs the values of other ranks'.
         """
+        if build is not self.model.build_optimizer and self.balance.num_stages > 1:
+            check_optimizer(build, self._assembly.whole_parameters, self.device)  # it was not profiled
         optimizer = ModelOptimizer(build, self._assembly.whole_parameters).over(self._assembly.own_of_whole())
         self._trainer.steps_with(optimizer)
         return optimizer

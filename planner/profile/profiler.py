@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,9 @@ from planner.core.values.profile import Device, Environment, Model, Profile
 from planner.device.kinds import kind_of
 from planner.device.machine import LARGE_BYTES, keep_freed_memory
 from planner.model.chain import Chain, chain_digest
+from planner.model.lean import build_lean
 from planner.model.load import LoadedModel
+from planner.model.optimizer_scope import check_optimizer
 from planner.model.precision import dtype_of
 from planner.profile.backends.choice import backend_of
 from planner.profile.company import Company, neighbours
@@ -107,6 +109,22 @@ def company_of(loaded: LoadedModel, options: ProfileOptions) -> AbstractContextM
     """
     alone = replace(options, beside=0)
     return neighbours(options.beside, lambda company: profile_model(loaded, alone, company=company))
+
+
+def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
+    """Refuse an optimizer that stages would step in another way than a plain loop does.
+
+    Raises:
+        ModelError: The model cannot be built, or its optimizer is refused; see `check_optimizer`.
+        UsageError: The device does not exist here.
+    """
+    where = backend_of(device).device
+    with torch.random.fork_rng(devices=[]):
+        model = None
+        with suppress(Exception):  # what needs values is built whole, and an error of the user's comes again
+            model = build_lean(loaded.build)
+        parameters = list((model or loaded.build()).parameters())
+    check_optimizer(loaded.build_optimizer, parameters, where)
 
 
 @contextmanager

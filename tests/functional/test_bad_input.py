@@ -32,6 +32,15 @@ SOLVE = ("solve", "--devices", "2", "--mem", "8GB")
 
 Capsys = pytest.CaptureFixture[str]
 
+CLIPS = """
+class build_optimizer(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        super().step(closure)
+"""
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -431,6 +440,8 @@ BODY = BUILD + EXAMPLE + LOSS
         pytest.param(MODEL + "def build_optimizer(p): raise OSError('x')\n", "`build_optimizer", id="optimizer-raises"),
         pytest.param(MODEL + "def build_optimizer(p): return None\n", "`build_optimizer", id="optimizer-is-none"),
         pytest.param(MODEL + "build_optimizer = 42\n", "`build_optimizer", id="optimizer-is-a-number"),
+        pytest.param(MODEL + "build_optimizer = torch.optim.LBFGS\n", "LBFGS needs a closure", id="optimizer-closure"),
+        pytest.param(MODEL + CLIPS, "looks at all parameters in `step()`", id="optimizer-clips"),
         pytest.param(
             HEAD
             + "class Out(nn.Module):\n    def forward(self, x): raise SystemExit(0)\n"

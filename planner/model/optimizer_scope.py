@@ -1,0 +1,186 @@
+"""Check that an optimizer steps a part of a model's parameters as it steps all of them.
+
+Each rank of a pipeline steps the parameters of its own stages. That is the step of a plain loop only if no parameter's
+step depends on another parameter. A gradient clip within `step()` breaks this, as does a step size found from all
+gradients (D-Adaptation, Prodigy). So a few small parameters get random gradients and are stepped together, then in two
+parts, as ranks would step them. Parameters, gradients and optimizer state must be the same.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from planner.core.errors import ModelError
+from planner.model.optimizers import Builder, Group, ModelOptimizer
+
+_STEPS = (1.0, 1.0, 1e3, 1e-2, 1.0, 1.0)
+"""Scale of the gradients of each step: above the limit of any clip, and below."""
+
+_MOST_PARAMETERS = 32
+"""Parameters that are stepped; the others are absent."""
+
+_LONGEST = 8
+"""Longest dimension of a parameter that is stepped."""
+
+_LIMIT = 1e-5
+"""Larger relative differences are no rounding errors."""
+
+_HINT = (
+    "clip with `pipeline.clip_gradients(max_norm)` in train.py instead of within `step()`; else choose an optimizer "
+    "that steps each parameter by itself (`--optimizer adamw`)"
+)
+
+_Item = TypeVar("_Item")
+
+
+def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.device) -> None:
+    """Refuse an optimizer whose step over some parameters differs from its step over all.
+
+    Args:
+        build: Builder of the optimizer.
+        parameters: Parameters of the whole model, in its order. Their values are not read.
+        device: Where to step.
+
+    Raises:
+        ModelError: The step depends on other parameters, draws random numbers, needs a closure, or fails. Or the
+            builder needs values.
+    """
+    parameters = list(parameters)
+    if any(map(is_lazy, parameters)):
+        return  # such a model is refused, with a reason of its own
+    whole = ModelOptimizer(build, parameters)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        sample = _sample(_groups(whole))
+        together = _stepped(whole, sample, range(len(sample)), device)
+        apart: dict[int, list[Tensor]] = {}
+        if together:
+            for part in (range(0, len(sample), 2), range(1, len(sample), 2)):
+                apart |= _stepped(whole, sample, part, device)
+    differing = sum(not _is_same(results, apart[n]) for n, results in together.items())
+    if differing:
+        raise ModelError(
+            f"{whole.name} looks at all parameters in `step()` (for a clip, or a step size of all), and a rank of a "
+            f"pipeline has those of its own stages only: of {len(sample)} parameters that were tried, {differing} are "
+            "stepped differently in two parts than together",
+            hint=_HINT,
+        )
+
+
+def _groups(whole: ModelOptimizer) -> list[Group]:
+    try:
+        return whole.groups()
+    except (ModelError, RuntimeError, NotImplementedError) as error:
+        if "meta tensor" not in str(error):
+            raise
+        hint = "choose parameters by shape, position or an attribute: a rank has no values of other stages' parameters"
+        raise ModelError(f"the builder of the optimizer reads values of parameters: {error}", hint=hint) from error
+
+
+def _sample(groups: Sequence[Group]) -> list[Tensor]:
+    """Choose a few trained parameters of every group, or of as many groups as there is room for."""
+    by_group = [[p for p in group.parameters if p.requires_grad] for group in groups]
+    trained = _spread([parameters for parameters in by_group if parameters], _MOST_PARAMETERS // 2)
+    each = _MOST_PARAMETERS // max(1, len(trained))
+    return [p for parameters in trained for p in _spread(parameters, each)]
+
+
+def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
+    """Choose at most so many items, from the first to the last."""
+    if len(items) <= most:
+        return items
+    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
+
+
+def _stepped(
+    whole: ModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
+) -> dict[int, list[Tensor]]:
+    """Step a part of the sample; for each number, the parameter, its gradients and its state. Empty if it cannot be.
+
+    Raises:
+        ModelError: The step draws random numbers, needs a closure, or fails.
+    """
+    tensors = {n: nn.Parameter(_random(sample[n], n).to(device)) for n in part}
+    optimizer = whole.over((sample[n], tensor) for n, tensor in tensors.items())
+    results: dict[int, list[Tensor]] = {n: [tensor] for n, tensor in tensors.items()}
+    before = torch.get_rng_state()
+    for step, scale in enumerate(_STEPS):
+        for n, tensor in tensors.items():
+            tensor.grad = _gradient(sample[n], n, step, scale).to(device)
+        if not _step(optimizer):
+            return {}
+        for n, tensor in tensors.items():
+            results[n] += [] if tensor.grad is None else [tensor.grad]
+        optimizer.zero_grad()
+    if not torch.equal(before, torch.get_rng_state()):
+        raise ModelError(
+            f"{type(optimizer).__name__} draws random numbers in `step()`: ranks would draw different ones than a "
+            "plain loop, also for a parameter that two of them share",
+            hint="use an optimizer that draws none (`--optimizer adamw`), or draw the noise in the model",
+        )
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for n, tensor in tensors.items():
+        # A step size of all parameters is an option of their group.
+        for numbers in (optimizer.state.get(tensor, {}), groups.get(id(tensor), {})):
+            results[n] += [torch.as_tensor(value) for _, value in sorted(numbers.items()) if _is_number(value)]
+    return results
+
+
+def _step(optimizer: torch.optim.Optimizer) -> bool:
+    """Step; return False if the optimizer takes sparse gradients alone.
+
+    Raises:
+        ModelError: It needs a closure, or fails.
+    """
+    name = type(optimizer).__name__
+    try:
+        optimizer.step()
+    except Exception as error:  # whatever the user's optimizer raises
+        text = str(error).partition("\n")[0]
+        if "sparse" in text.lower():
+            return False
+        if "closure" in text:
+            raise ModelError(
+                f"{name} needs a closure in `step()`, to compute the loss again; a pipeline computes gradients once "
+                f"a step ({text})",
+                hint="use an optimizer that steps by the gradients that are there (`--optimizer adamw`)",
+            ) from error
+        raise ModelError(
+            f"`step()` of {name} raised {type(error).__name__} for small parameters with random gradients: {text}",
+            hint="`step()` must work as `build_optimizer` returns it, and for the parameters of one stage alone; else "
+            "`--optimizer adamw`",
+        ) from error
+    return True
+
+
+def _random(like: Tensor, seed: int) -> Tensor:
+    shape = [min(size, _LONGEST) for size in like.shape]
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(like.dtype)
+
+
+def _gradient(like: Tensor, n: int, step: int, scale: float) -> Tensor:
+    """Draw a gradient: about the same direction in each step, another size for each parameter and step."""
+    steady, noise = _random(like, 1000 + n), _random(like, 2000 + 100 * step + n)
+    generator = torch.Generator().manual_seed(100 * step + n)
+    size = 10 ** (2 * torch.rand((), generator=generator) - 1.5)
+    return (steady + 0.3 * noise) * (scale * size).to(like.dtype)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.is_sparse)
+
+
+def _is_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(_is_close, one, other))
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    atol = _LIMIT * float(one.detach().abs().max()) if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=_LIMIT, atol=atol, equal_nan=True)

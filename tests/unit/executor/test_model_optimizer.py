@@ -1,0 +1,105 @@
+"""An optimizer of a stage is a part of the whole model's: what a builder decides by position, a pipeline keeps."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import ModelError
+from planner.executor import Pipeline, StepRecord
+from planner.executor.keep.optimizer_state import OptimizerState
+from planner.model.optimizers import ModelOptimizer
+from tests.support.cli import EXAMPLE, HEAD, LOSS, MODEL, write_model
+from tests.support.training import Case, run_cases
+from tests.unit.executor.test_pipeline import OPTIMIZER, _alone, balance_of
+from tests.unit.model.test_optimizer_scope import ClippedSGD
+
+__all__ = ["_alone"]  # a fixture
+
+LAYER_WISE = """
+def build_optimizer(parameters):
+    groups = [{"params": [p], "lr": 0.5 * 0.7 ** n} for n, p in enumerate(parameters)]
+    return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+"""
+LAST_TWO = """
+def build_optimizer(parameters):
+    return torch.optim.Adagrad(list(parameters)[-2:], lr=0.1)
+"""
+MARKED = """
+def build_optimizer(parameters):
+    parameters = list(parameters)
+    marked, others = ([p for p in parameters if hasattr(p, "slow") == is_slow] for is_slow in (True, False))
+    return torch.optim.SGD([{"params": others}, {"params": marked, "lr": 0.01}], lr=0.5)
+"""
+TIED = """
+def build_model():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[4].weight = model[0].weight
+    model[0].bias.slow = True
+    model[2].weight.slow = True
+    return model
+"""
+
+
+@pytest.mark.slow
+def test_parameters_are_optimized_as_in_a_plain_loop(tmp_path: Path) -> None:
+    """Rates by position, the last two alone, marks on parameters; also with a tied weight, which has one position."""
+    tied = HEAD + TIED + EXAMPLE.replace("torch.randn(batch_size, 4)", "torch.randn(batch_size, 8)") + LOSS
+    texts = [model + build for model in (MODEL, tied) for build in (LAYER_WISE, LAST_TWO, MARKED)]
+    cases = []
+    for n, text in enumerate(texts):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        cases.append(Case(model=write_model(folder, text), balance=(3, 2), steps=3, decay=0.5))
+    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+        assert result["split_parameter"] < 1e-6, case
+        assert not result["replicas_differ"], case
+
+
+def test_every_rank_has_the_groups_of_the_whole_model(tmp_path: Path) -> None:
+    """A record of a step has the learning rates of all groups, in the order of the builder."""
+    records: list[StepRecord] = []
+    pipeline = Pipeline(balance_of(tmp_path, MODEL + LAYER_WISE), on_step=records.append)
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    with pipeline.step(*pipeline.example_batch(0)):
+        optimizer.step()
+    pipeline.close()
+    assert records[0].learning_rates == pytest.approx([0.5 * 0.7**n for n in range(6)])
+
+
+def test_options_of_groups_are_restored_under_another_plan() -> None:
+    """By the names of parameters, and by number for a group that is empty on a rank."""
+    names = [f"{n}.weight" for n in range(4)]
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in names]
+
+    def build(given: Iterable[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [(f"p{n}", p)], "lr": 0.1} for n, p in enumerate(given)])
+
+    def state(*numbers: int) -> tuple[OptimizerState, torch.optim.Optimizer]:
+        optimizer = ModelOptimizer(build, parameters).over([(parameters[n], parameters[n]) for n in numbers])
+        own = {names[n]: parameters[n] for n in numbers}
+        return OptimizerState(optimizer, own, {name: name for name in names}), optimizer
+
+    saved = []
+    for numbers in ((0, 1, 2), (3,)):
+        one, optimizer = state(*numbers)
+        for n, group in enumerate(optimizer.param_groups):
+            group["lr"] = 0.5**n
+        saved += one.groups()
+    other, optimizer = state(2, 3)
+    other.restore({}, saved)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5**n for n in range(4)]
+    assert [group["param_names"] for group in optimizer.param_groups] == [[], [], ["p2"], ["p3"]]
+
+
+def test_an_optimizer_of_the_script_is_checked_when_a_run_starts(tmp_path: Path) -> None:
+    """It was not profiled. In one process, with one stage, it steps as in a plain loop."""
+    pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER))
+    assert isinstance(pipeline.optimizer(ClippedSGD), ClippedSGD)
+    pipeline.balance = replace(pipeline.balance, balance=(3, 2))
+    with pytest.raises(ModelError, match="looks at all parameters"):
+        pipeline.optimizer(ClippedSGD)
+    pipeline.close()
