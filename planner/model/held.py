@@ -18,6 +18,8 @@ from planner.model.ghosts import ghost_like
 
 _HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")
 
+_OF_GHOSTS = ("_fake", "origin")
+
 _Change = tuple[dict[str, Any], str, Any]
 
 
@@ -76,6 +78,13 @@ def as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
     return replaced_tensors(module, _ghost)
 
 
+def copy_attributes(parameter: Tensor, other: Tensor) -> None:
+    """Give a tensor the attributes of a parameter by which a builder may choose (`p.no_decay = True`)."""
+    for name, value in vars(parameter).items():
+        if name not in _OF_GHOSTS:
+            vars(other).setdefault(name, value)
+
+
 def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
     """Puts `other(tensor)` in place of every tensor in plain attributes, lists and dicts, parameters included.
 
@@ -108,5 +117,8 @@ def _tables(module: nn.Module) -> Iterator[dict[str, Tensor | None]]:
 
 def _ghost(tensor: Tensor) -> Tensor:
     ghost = ghost_like(tensor, torch.device("cpu"))
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(ghost, requires_grad=tensor.requires_grad) if is_parameter else ghost
+    if not isinstance(tensor, nn.Parameter):
+        return ghost
+    parameter = nn.Parameter(ghost, requires_grad=tensor.requires_grad)
+    copy_attributes(tensor, parameter)
+    return parameter

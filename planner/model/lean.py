@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.model.held import move_loose_tensors, replace_loose, replace_tensors
-from planner.model.optimizers import copy_attributes
+from planner.model.held import copy_attributes, move_loose_tensors, replace_loose, replace_tensors
 from planner.model.stage import ModelStage
 
 _SPREAD = 0.02

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError, UsageError
-from planner.model.ghosts import Ghost
+from planner.model.held import copy_attributes
 
 Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -69,8 +69,7 @@ class ModelOptimizer:
         """Build the optimizer and keep the parameters that are present.
 
         Args:
-            present: Pairs of a parameter of the model and the tensor to optimize in its place. A second tensor for the
-                same parameter comes after all others.
+            present: Pairs of a parameter of the model and the tensor to optimize in its place.
 
         Raises:
             ModelError: The optimizer has tensors that are no parameters of the model.
@@ -78,11 +77,7 @@ class ModelOptimizer:
         given: list[Tensor] = [*self._placeholders]
         kept = set()
         for parameter, tensor in present:
-            n = self._positions[id(parameter)]
-            if id(given[n]) in kept:
-                given.append(tensor)  # after all of the first, as a second layer has its parameters
-            else:
-                given[n] = tensor
+            given[self._positions[id(parameter)]] = tensor
             kept.add(id(tensor))
             copy_attributes(parameter, tensor)
         optimizer = self._built(given)
@@ -129,14 +124,6 @@ def _placeholder(parameter: Tensor) -> nn.Parameter:
     placeholder = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     copy_attributes(parameter, placeholder)
     return placeholder
-
-
-def copy_attributes(parameter: Tensor, other: Tensor) -> None:
-    """Give a tensor the marks of a parameter by which a builder may choose (`p.no_decay = True`)."""
-    if isinstance(parameter, Ghost):
-        return  # its attributes are not the user's
-    for name, value in vars(parameter).items():
-        vars(other).setdefault(name, value)
 
 
 def _keep(group: dict[str, Any], kept: Collection[int]) -> None:

@@ -1,7 +1,9 @@
 """What the optimizer's step costs for the parameters of one layer: state, transient bytes, time."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -156,14 +158,25 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
 def _step_peak_bytes(
     trained: Sequence[nn.Parameter], build: Callable[[Copies], torch.optim.Optimizer], meter: Meter, times: int
 ) -> int:
-    copies = [(p, nn.Parameter(_part(p).detach().clone())) for _ in range(times) for p in trained]
-    for _, copy in copies:
+    copies = [nn.Parameter(_part(p).detach().clone()) for _ in range(times) for p in trained]
+    for copy in copies:
         copy.grad = torch.zeros_like(copy)
     if not copies:
         return 0
-    optimizer = build(copies)
+    optimizer = build(zip(trained, copies, strict=False))
+    for first, more in zip(cycle(copies[: len(trained)]), copies[len(trained) :], strict=False):
+        _add_like(optimizer, first, more)
     optimizer.step()
     return meter.measure(optimizer.step).peak_bytes
+
+
+def _add_like(optimizer: torch.optim.Optimizer, first: Tensor, more: Tensor) -> None:
+    """Add a parameter to the group of another one, with such a state."""
+    for group in optimizer.param_groups:
+        if any(p is first for p in group["params"]):
+            group["params"].append(more)
+    if first in optimizer.state:
+        optimizer.state[more] = deepcopy(optimizer.state[first])
 
 
 def _part(parameter: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from planner.core.values.units import counted
 from planner.executor.build.own_stage import BuildError, build_only, emptied
 from planner.model.chain import Chain, Layer, chain_digest, outlined
 from planner.model.ghosts import absent
-from planner.model.held import loose_tensors, move_loose_tensors, named_tensors, replace_tensors
+from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
 from planner.model.load import LoadedModel
-from planner.model.optimizers import copy_attributes
 from planner.model.precision import convert
 
 

@@ -468,6 +468,27 @@ def test_state_of_layers_goes_by_the_position_of_their_parameters() -> None:
         assert profile.layers[1].digest == profile.layers[2].digest
 
 
+@pytest.mark.parametrize("device", ["cpu", "estimate:h100"])
+def test_a_builder_finds_the_marks_of_parameters(device: str) -> None:
+    """Attributes that `build_model` gives parameters, each as often as in the model."""
+
+    def model() -> nn.Module:
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        for layer in module:
+            vars(layer.bias)["no_decay"] = True
+        return module
+
+    def build(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        given = list(parameters)
+        marked = [p for p in given if hasattr(p, "no_decay")]
+        assert (len(given), len(marked)) == (4, 2)
+        return torch.optim.SGD(marked, lr=0.1, momentum=0.9)
+
+    options = ProfileOptions(micro_batch_sizes=(2,), repeats=2, time_budget_s=0.0, device=device)
+    profile = profile_model(loaded_model(model, 8, build_optimizer=build), options)
+    assert [layer.optimizer_bytes for layer in profile.layers] == [32, 32]
+
+
 # What the profile says of itself, and refusals
 
 
