@@ -120,7 +120,7 @@ def train_reference(loaded: LoadedModel, options: ReferenceOptions, folder: Path
     numbers = file_numbers(loaded, model)
     _state(model, 0.0, numbers=numbers).save(folder / "initial")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = loaded.build_optimizer(iter(trained)) if options.updates else None
+    optimizer = loaded.build_optimizer(model.parameters()) if options.updates else None
     scale = _LOSS_SCALE if loaded.precision == "fp16-mixed" else 1.0
     with _seeded_layers(model, options) as begin_micro_batch:
         for step in range(options.steps):
