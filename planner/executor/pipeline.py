@@ -75,7 +75,7 @@ class Pipeline:
         self.runs: list[ProcessRun] = []
         """What every process did in the last steps; on rank 0, once there is a report."""
         torch.set_num_threads(job.balance.threads)
-        if not kind_of(job.device).has_own_memory:
+        if built is None and not kind_of(job.device).has_own_memory:
             keep_freed_memory()
         # Before anything that counts as this process's memory.
         self._recorder = Recorder(job.device)

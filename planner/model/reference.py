@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from planner.model.lean import build_lean, fill
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
 from planner.model.seeding import layer_seed, seed_host, seed_process
+from planner.model.shortened import Skipped, without_modules
 from planner.model.state import NUMBERS
 
 _LOSS_SCALE = 2.0**16
@@ -72,8 +73,10 @@ class ReferenceOptions:
     """By layer from the second on, where it begins; None where no call of a module begins or ends there."""
     updates: bool = True
     """Whether there is an optimizer; else only the gradients of one step are computed."""
+    skipped: tuple[Skipped, ...] = ()
+    """Layers that are left out."""
     lean: bool = False
-    """Whether parameters get random values of their own, so that only those that exist take memory."""
+    """Whether parameters get random values of their own, so that only those of layers that run take memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,10 @@ class State:
     """Numbers that modules hold in attributes, by path; the model file's, by module and name."""
     groups: Mapping[str, Mapping[str, float]]
     """By parameter, the options of its group in the optimizer."""
+
+    def sampled(self) -> "State":
+        """Return the same with a sample of every large tensor, which tells what an optimizer did as well."""
+        return replace(self, tensors={n: None if t is None else sample_of(t) for n, t in self.tensors.items()})
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
@@ -114,7 +121,7 @@ def train_reference(loaded: LoadedModel, options: ReferenceOptions, folder: Path
         shake: Changes the initial parameters a little, to see what the model makes of rounding errors.
     """
     seed_process(options.seed)
-    model = _built(loaded, lean=options.lean)
+    model = _built(loaded, options)
     if shake is not None:
         shake(model)
     numbers = file_numbers(loaded, model)
@@ -132,11 +139,20 @@ def train_reference(loaded: LoadedModel, options: ReferenceOptions, folder: Path
             if optimizer is None:
                 return
             optimizer.step()
-            _state(model, loss, optimizer=optimizer).save(folder / f"updated-{step}")
+            _state(model, loss, optimizer=optimizer).sampled().save(folder / f"updated-{step}")
             optimizer.zero_grad()
 
 
 Shake = Callable[[nn.Module], None]
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor in one dimension; of a large one a million or two, evenly spread.
+
+    The sample of a sample is the sample.
+    """
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() >> 20)].clone()
 
 
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
@@ -168,10 +184,10 @@ def file_numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
     }
 
 
-def _built(loaded: LoadedModel, *, lean: bool) -> nn.Module:
-    if not lean:
-        return converted(loaded.build(), loaded.precision)
-    model = converted(build_lean(loaded.build), loaded.precision)
+def _built(loaded: LoadedModel, options: ReferenceOptions) -> nn.Module:
+    if not options.lean:
+        return without_modules(converted(loaded.build(), loaded.precision), options.skipped)
+    model = without_modules(converted(build_lean(loaded.build), loaded.precision), options.skipped)
     fill([model], model, _CPU)
     return model
 

@@ -13,7 +13,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -28,6 +28,7 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model
 from planner.core.values.proof import Proof
+from planner.core.values.units import counted, format_bytes
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.coverage import Coverage, coverage_of, groups_of
 from planner.executor.equivalence.differences import Differences, compare_gradients, largest_problem, shaking
@@ -38,14 +39,24 @@ from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 from planner.model.recording import END
 from planner.model.reference import LayerStart, ReferenceOptions, Shake, State, mini_batch, train_reference
+from planner.model.shortened import repeated_layers, shortened, skipped_modules
 
 Digests = Callable[[Chain, LoadedModel], Sequence[str]]
 """Returns a digest of the operators of every layer; none where they cannot be told."""
 
 _STEPS = 2
 _MICRO_BATCHES = 2
-_MOST_STAGES = 6
+_MOST_STAGES = 8
 """Ranks that are alive at a time."""
+
+_MANY_PARAMETERS = 20_000_000
+"""Models with more parameters are compared without most of their repeated layers."""
+
+_MOST_BYTES = 1_600_000_000
+"""Parameters, gradients and optimizer state of the reference, or of all ranks, take at most so much."""
+
+_LEAN_BYTES = 600_000_000
+"""Models with more bytes of parameters are built without them."""
 
 _DRAWS = 2
 """How often parameters are changed to see what the model makes of rounding errors: which ReLU turns over is chance."""
@@ -162,8 +173,8 @@ class _Checking:
         first: ChildError | None = None
         for size, child in zip((1, 2), waiting, strict=True):
             try:
-                round_ = _Round.of(self, chain, folder, child, size=size, progress=progress)
-                return round_.compare()
+                subject = _Subject.of(self, chain, size)
+                return _Round.of(self, subject, folder, child, progress=progress).compare()
             except ChildError as error:  # of batch normalization, say, which wants two samples
                 first = first or error
         assert first is not None
@@ -171,56 +182,129 @@ class _Checking:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """What is trained: the model, or as much of it as shows all its distinct cuts."""
+
+    loaded: LoadedModel
+    chain: Chain
+    """Of what is trained."""
+    whole: Chain
+    """Of the model."""
+    coverage: Coverage
+    """Of the whole model's cuts."""
+    options: ReferenceOptions
+    one_by_one: bool = False
+    """Whether the reference is over before ranks begin, since both do not fit."""
+    reason: str = ""
+    """Why the optimizer does not take part."""
+
+    @classmethod
+    def of(cls, checking: _Checking, whole: Chain, size: int) -> "_Subject":
+        """Choose it, with micro-batches of `size` samples.
+
+        Raises:
+            ChildError: What crosses the cuts cannot be told.
+        """
+        loaded = checking.loaded
+        options = ReferenceOptions(
+            seed=0, steps=_STEPS, micro_batches=_MICRO_BATCHES, micro_batch_size=size, starts=layer_starts(whole)
+        )
+        try:
+            inputs = mini_batch(loaded, replace(options, micro_batches=1), 0).inputs
+            shapes = shapes_of(whole, inputs, precision=loaded.precision, device=torch.device("cpu"))
+        except ModelError as error:
+            raise ChildError(error.message, hint=error.hint, is_user_error=True) from error
+        subject = cls(
+            loaded=loaded,
+            chain=whole,
+            whole=whole,
+            coverage=coverage_of(whole, shapes, checking.digests(whole, loaded)),
+            options=options,
+        )
+        if sum(p.numel() for p in whole.model.parameters()) <= _MANY_PARAMETERS or checking.ends is not None:
+            return subject
+        return subject._shortened()._within_memory()
+
+    def _shortened(self) -> "_Subject":
+        skipped = skipped_modules(self.whole, repeated_layers(self.coverage.keys))
+        if not skipped:
+            return self
+        loaded = shortened(self.loaded, skipped)
+        chain = build_structure(loaded)
+        is_lean = sum(p.nbytes for p in self.whole.model.parameters()) > _LEAN_BYTES
+        options = replace(self.options, skipped=skipped, lean=is_lean, starts=layer_starts(chain))
+        return replace(self, loaded=loaded, chain=chain, options=options)
+
+    def _within_memory(self) -> "_Subject":
+        """Leave out what does not fit.
+
+        Raises:
+            ChildError: Not even one step does.
+        """
+        parameters = list(self.chain.model.parameters())
+        own_bytes = sum(p.nbytes for p in parameters)
+        # Every rank that shares a parameter holds a copy.
+        copies_bytes = sum(p.nbytes for layer in self.chain.layers for p in layer.module.parameters())
+        most_bytes = max(own_bytes, copies_bytes)
+        if 4 * (own_bytes + copies_bytes) <= _MOST_BYTES:
+            return self
+        if 4 * most_bytes <= _MOST_BYTES:
+            return replace(self, one_by_one=True)
+        if 2 * own_bytes > _MOST_BYTES:
+            wanted = format_bytes(2 * own_bytes)
+            raise ChildError(f"{len(parameters)} parameters and their gradients take {wanted} even without repeats")
+        reason = f"the optimizer was not compared: with its state it takes {format_bytes(4 * most_bytes)}"
+        return replace(self, one_by_one=True, reason=reason, options=replace(self.options, steps=1, updates=False))
+
+    @property
+    def cuts(self) -> dict[int, int]:
+        """By cut of the whole model that stands for its class, the cut of what is trained that shows it."""
+        if self.chain is self.whole:
+            return {cut: cut for cut in self.coverage.representatives}
+        places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
+        kept = {name: index for index, name in enumerate(self.whole.names)}
+        shown: dict[int, int] = {}
+        for first, *others in self.coverage.classes:
+            for cut in (first, *others):
+                place = places.get(self.whole.ends[cut - 1])
+                if place is None or place >= len(self.chain.names):
+                    continue
+                following = kept.get(self.chain.names[place])
+                if following is not None and self.coverage.keys[following] == self.coverage.keys[cut]:
+                    shown[first] = place
+                    break
+        return shown
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Round:
     """A reference that trains, and the cuts to compare with it."""
 
     checking: _Checking
-    chain: Chain
-    coverage: Coverage
-    options: ReferenceOptions
+    subject: _Subject
     folder: Path
     child: Child
     progress: Callable[[str], None]
 
     @classmethod
     def of(
-        cls,
-        checking: _Checking,
-        chain: Chain,
-        folder: Path,
-        child: Child,
-        *,
-        size: int,
-        progress: Callable[[str], None],
+        cls, checking: _Checking, subject: _Subject, folder: Path, child: Child, *, progress: Callable[[str], None]
     ) -> "_Round":
-        """Start the reference, with micro-batches of `size` samples, and find the distinct cuts meanwhile."""
-        loaded = checking.loaded
-        options = ReferenceOptions(
-            seed=0, steps=_STEPS, micro_batches=_MICRO_BATCHES, micro_batch_size=size, starts=layer_starts(chain)
-        )
-        child.connection.send(options)
+        """Start the reference."""
+        child.connection.send(subject.options)
         progress("training the reference")
-        try:
-            inputs = mini_batch(loaded, replace(options, micro_batches=1), 0).inputs
-            shapes = shapes_of(chain, inputs, precision=loaded.precision, device=torch.device("cpu"))
-        except ModelError as error:
-            _expect_reference(child)  # the model's own error, if that is the cause
-            raise ChildError(error.message, hint=error.hint, is_user_error=True) from error
-        coverage = coverage_of(chain, shapes, checking.digests(chain, loaded))
-        return cls(
-            checking=checking,
-            chain=chain,
-            coverage=coverage,
-            options=options,
-            folder=folder / str(size),
-            child=child,
-            progress=progress,
-        )
+        if subject.one_by_one:
+            _expect_reference(child)
+            child.end()
+        size = subject.options.micro_batch_size
+        return cls(checking=checking, subject=subject, folder=folder / str(size), child=child, progress=progress)
 
     def compare(self) -> _Found:
         """Compare all cuts for which there is time."""
-        num_layers, ends = len(self.chain.layers), self.checking.ends
-        wanted = list(self.coverage.representatives if ends is None else (end for end in ends if end < num_layers))
+        ends, shown = self.checking.ends, self.subject.cuts
+        num_layers = len(self.subject.whole.layers)
+        wanted = list(shown.values() if ends is None else (end for end in ends if end < num_layers))
+        standing_for = {place: cut for cut, place in shown.items()}
         most = _MOST_STAGES - 1 if ends is None else len(wanted)
         covered, recomputed, took_s = 0, "", 0.0
         relative: dict[str, float] = {}
@@ -236,26 +320,29 @@ class _Round:
             recomputed = recomputed or verdict.differs_recomputed
             wrong |= verdict.wrong
             relative |= verdict.relative
-        proof = self._proof(wanted[:covered], relative, recomputed)
-        ends_of = self.chain.ends
-        alike = {cut: why for first, why in wrong.items() for cut in self.coverage.like(first)}
-        named = {ends_of[cut - 1]: why for cut, why in sorted(alike.items())}
-        return _Found(proof=proof, num_cuts=len(ends_of), wrong=named)
+        alike = {place: self._alike(standing_for, place) for place in wanted[:covered]}
+        named = {self.subject.whole.ends[cut - 1]: why for place, why in sorted(wrong.items()) for cut in alike[place]}
+        proof = self._proof({cut for cuts in alike.values() for cut in cuts}, relative, recomputed)
+        return _Found(proof=proof, num_cuts=len(self.subject.whole.ends), wrong=named)
 
-    def _proof(self, compared: Sequence[int], relative: Mapping[str, float], recomputed: str) -> Proof:
-        of_all = self.checking.ends is None
-        cuts = {c for cut in compared for c in (self.coverage.like(cut) if of_all else (cut,))}
-        missing = (len(self.chain.layers) - 1 if of_all else len(self.checking.ends or ())) - len(cuts)
+    def _alike(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
+        """Return the cuts of the whole model that a compared one stands for."""
+        return self.subject.coverage.like(standing_for[place]) if self.checking.ends is None else (place,)
+
+    def _proof(self, cuts: Collection[int], relative: Mapping[str, float], recomputed: str) -> Proof:
+        ends, num_layers = self.checking.ends, len(self.subject.whole.layers)
+        missing = (num_layers - 1 if ends is None else len([end for end in ends if end < num_layers])) - len(cuts)
+        late = [f"{counted(missing, 'cut')} not compared within {self.checking.budget_s:g} s"] if missing else []
         names = list(relative)
         return Proof(
-            layers=len(self.chain.layers),
+            layers=num_layers,
             cuts=len(cuts),
-            uncovered=max(0, missing),
+            uncovered=missing,
             gradients=sum(name.startswith("the gradient of") for name in names),
             buffers=sum(name.startswith("the buffer") for name in names),
             states=sum(name.startswith("the optimizer's") and " of " in name for name in names),
             worst=float(f"{max((size for size in relative.values() if math.isfinite(size)), default=0.0):.0e}"),
-            reason=f"{missing} were not reached within {self.checking.budget_s:g} s" if missing > 0 else "",
+            reason="; ".join([*late, *filter(None, [self.subject.reason])]),
             differs_recomputed=recomputed,
         )
 
@@ -275,13 +362,13 @@ class _Round:
 
     def _train(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], str]:
         """Train a pipeline with these cuts; return what its ranks found, and a problem."""
-        balance = _balance(self.checking.loaded, self.chain, cuts, self.options, recompute)
+        balance = _balance(self.subject.loaded, self.subject.chain, cuts, self.subject.options, recompute)
         limit_s = _LATE * self.checking.budget_s
         trial = Trial(
-            loaded=self.checking.loaded,
-            chain=self.chain,
+            loaded=self.subject.loaded,
+            chain=self.subject.chain,
             balance=balance,
-            options=self.options,
+            options=self.subject.options,
             reference=self.folder,
             limit_s=limit_s,
         )
@@ -340,8 +427,8 @@ class _Round:
         right = State.load(self.folder / "gradients-0")
         for seed in range(_DRAWS):
             folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
-            options = replace(self.options, steps=1, updates=False)
-            shake = shaking(self.checking.loaded.precision, seed)
+            options = replace(self.subject.options, steps=1, updates=False)
+            shake = shaking(self.subject.loaded.precision, seed)
             train = partial(_train_apart, self.checking.loaded, options, folder, shake)
             child = Child(train, limit_s=_LATE * self.checking.budget_s)
             try:

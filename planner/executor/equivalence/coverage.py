@@ -17,6 +17,8 @@ class Coverage:
 
     classes: tuple[tuple[int, ...], ...]
     """Cuts that are alike, the one to check first."""
+    keys: tuple[Hashable, ...]
+    """By layer, what it runs and what crosses the boundary before it."""
 
     @property
     def representatives(self) -> tuple[int, ...]:
@@ -37,12 +39,14 @@ def coverage_of(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Coverag
         digests: By layer, a digest of the operators that it runs; empty where they are unknown, and every cut is
             distinct then.
     """
-    keys = _layer_keys(chain, digests)
+    crossing = [
+        tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in boundary.tensors) for boundary in shapes.boundaries
+    ]
+    keys = tuple(zip(_layer_keys(chain, digests), crossing, strict=False))
     classes: dict[Hashable, list[int]] = {}
     for cut in range(1, len(chain.layers)):
-        crossing = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in shapes.boundaries[cut].tensors)
-        classes.setdefault((keys[cut - 1], keys[cut], crossing), []).append(cut)
-    return Coverage(classes=tuple(map(tuple, classes.values())))
+        classes.setdefault((keys[cut - 1], keys[cut]), []).append(cut)
+    return Coverage(classes=tuple(map(tuple, classes.values())), keys=keys)
 
 
 def groups_of(cuts: Sequence[int], most: int) -> list[tuple[int, ...]]:

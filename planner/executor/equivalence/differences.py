@@ -17,6 +17,9 @@ LIMIT = 1e-4
 _WORST = 1e-2
 """No rounding error is larger."""
 
+_PIECE = 2**20
+"""Numbers that are compared at a time."""
+
 _NOISE: Mapping[Precision, float] = {"": 1e-7, "fp32": 1e-7, "bf16": 4e-3, "bf16-mixed": 4e-3, "fp16-mixed": 5e-4}
 """Relative size of a rounding error, by precision."""
 
@@ -59,21 +62,17 @@ class Differences:
         elif torch.equal(value, right):
             self.note(what, 0.0)
         else:
-            same = torch.isnan(value) & torch.isnan(right) if value.is_floating_point() else None
-            difference = value.double() - right.double() if not value.is_complex() else value - right
-            if same is not None:
-                difference = difference.masked_fill(same, 0.0)
-            self.note(what, largest(difference) / max(largest(right), least, 1e-30))
+            self.note(what, largest_difference(value, right) / max(largest(right), least, 1e-30))
 
 
 def compare_update(found: Differences, what: str, value: Tensor, right: Tensor, before: Tensor) -> None:
     """Compare a parameter after an optimizer's step, relative to how far the reference's moved."""
-    moved = largest(right.double() - before.double()) if not right.is_complex() else largest(right - before)
-    rounding = 4 * torch.finfo(right.dtype).eps * largest(right) if right.is_floating_point() else 0.0
     if torch.equal(value, right):
         found.note(what, 0.0)
         return
-    difference = largest(value.double() - right.double()) if not right.is_complex() else largest(value - right)
+    moved = largest_difference(right, before)
+    rounding = 4 * torch.finfo(right.dtype).eps * largest(right) if right.is_floating_point() else 0.0
+    difference = largest_difference(value, right)
     found.note(what, max(0.0, difference - rounding) / max(moved, rounding, 1e-30))
 
 
@@ -120,7 +119,23 @@ def shaking(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
 def digest_of_values(tensor: Tensor) -> str:
     """Return a digest of a tensor's values."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(data.numpy()).hexdigest()
+
+
+def largest_difference(value: Tensor, right: Tensor) -> float:
+    """Return the largest absolute difference of two tensors of one shape; NaN equals NaN.
+
+    It is found piece by piece: whole copies in float64 would take several times the memory of the tensors.
+    """
+    most = 0.0
+    pieces = zip(value.detach().reshape(-1).split(_PIECE), right.detach().reshape(-1).split(_PIECE), strict=True)
+    for one, other in pieces:
+        if torch.equal(one, other):
+            continue
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        difference = (one.to(wide) - other.to(wide)).abs()
+        most = max(most, float(difference.masked_fill_(torch.isnan(one) & torch.isnan(other), 0.0).max()))
+    return most
 
 
 def dense_values(tensor: Tensor) -> Tensor:

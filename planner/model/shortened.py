@@ -1,0 +1,111 @@
+"""A model with most of its repeated layers left out, as small as a check of its cuts allows.
+
+Of a run of equal layers two are kept, so that every kind of neighbors still meets:
+
+    embedding  block 0  block 1  block 2  ...  block 46  block 47  head
+    embedding  block 0  -------- passed through --------  block 47  head
+
+A layer that is left out keeps its module, which then has no parameters and returns what it is given.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from planner.model.chain import Chain
+from planner.model.leaves import Constant, Leaf, Passed, Value
+from planner.model.load import LoadedModel
+from planner.model.nests import Nest, put_together, take_apart
+
+_LONGEST_PERIOD = 8
+"""Layers that repeat in groups (local and global attention, say) repeat after at most so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A module that returns what it is given."""
+
+    path: str
+    leaves: tuple[Leaf, ...] = ()
+    nest: Nest | None = None
+    """What it returned when it was recorded; None where that is its one argument (in a Sequential)."""
+
+
+def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
+    """Return the layers that can be left out: all periods but two of every repetition.
+
+    Args:
+        keys: By layer, what makes it equal to others.
+    """
+    dropped: list[int] = []
+    first = 0
+    while first < len(keys):
+        best = (0, 1)
+        for period in range(1, _LONGEST_PERIOD + 1):
+            end = first + period
+            while end < len(keys) and keys[end] == keys[end - period]:
+                end += 1
+            num_dropped = ((end - first) // period - 2) * period
+            best = max(best, (num_dropped, -period))
+        num_dropped, period = best[0], abs(best[1])
+        if num_dropped > 0:
+            dropped.extend(range(first + period, first + period + num_dropped))
+            first += period + num_dropped
+        else:
+            first += 1
+    return dropped
+
+
+def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[Skipped, ...] | None:
+    """Return how to leave out some layers of a chain; None where one of them cannot pass through what it is given."""
+    if chain.outline is None:
+        return tuple(Skipped(path=chain.names[layer]) for layer in layers)
+    skipped = []
+    for layer in layers:
+        modules = chain.outline.modules[layer]
+        calls = [call for call in chain.outline.recording.calls if call.path in modules]
+        if len(modules) != 1 or len(calls) != 1:
+            return None
+        kinds = [type(leaf) for leaf in calls[0].leaves]
+        if kinds.count(Value) != 1 or not set(kinds) <= {Value, Constant, Passed}:
+            return None
+        skipped.append(Skipped(path=modules[0], leaves=calls[0].leaves, nest=calls[0].nest))
+    return tuple(skipped)
+
+
+def shortened(loaded: LoadedModel, skipped: Sequence[Skipped]) -> LoadedModel:
+    """Return the model without some of its layers; it is built whole first."""
+    return replace(loaded, build=lambda: without_modules(loaded.build(), skipped))
+
+
+def without_modules(model: nn.Module, skipped: Sequence[Skipped]) -> nn.Module:
+    """Make some modules of a model return what they are given, and drop what they hold."""
+    for each in skipped:
+        module = model.get_submodule(each.path)
+        for held in (module._modules, module._parameters, module._buffers):
+            held.clear()
+        vars(module)["forward"] = _passing(each)
+    return model
+
+
+def _passing(skipped: Skipped) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if skipped.nest is None:
+            return args[0]
+        arguments = take_apart((args, kwargs))[0]
+        first = next(leaf for leaf in arguments if isinstance(leaf, Tensor))
+        return put_together([_leaf(leaf, arguments, first) for leaf in skipped.leaves], skipped.nest)
+
+    return forward
+
+
+def _leaf(leaf: Leaf, arguments: Sequence[Any], value: Tensor) -> Any:
+    match leaf:
+        case Passed():
+            return arguments[leaf.argument]
+        case Constant():
+            return leaf.value
+        case _:
+            return value
