@@ -119,7 +119,7 @@ def shaking(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
 def digest_of_values(tensor: Tensor) -> str:
     """Return a digest of a tensor's values."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
+    return hashlib.sha256(data.numpy().data).hexdigest()
 
 
 def largest_difference(value: Tensor, right: Tensor) -> float:
