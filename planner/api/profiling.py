@@ -220,7 +220,19 @@ def _loaded(model: File | Any, asked: _Asked) -> "LoadedModel":
         loaded = load_model(
             path, settings=asked.settings, inputs=inputs, optimizer=options.optimizer, granularity=asked.granularity
         )
-    return in_precision(loaded, asked.precision)
+    return in_precision(_with_checked_loss(loaded, asked), asked.precision)
+
+
+def _with_checked_loss(loaded: "LoadedModel", asked: _Asked) -> "LoadedModel":
+    """Return the model with the labels that its loss counts; report a loss that is no mean."""
+    from planner.executor import check_loss  # noqa: PLC0415 - torch
+
+    checked = check_loss(loaded)
+    for warning in checked.warnings:
+        asked.options.warn(warning)
+    for note in checked.notes:
+        asked.options.note(note)
+    return checked.loaded
 
 
 def _checked(loaded: "LoadedModel", asked: _Asked) -> "tuple[LoadedModel, Proof | None]":

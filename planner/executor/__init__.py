@@ -3,6 +3,7 @@
 from planner.core.extras import importing
 
 with importing("train"):
+    from planner.executor.build.loss_check import check_loss
     from planner.executor.checkpoints import Checkpoints
     from planner.executor.equivalence.check import Checked, check_equivalence
     from planner.executor.keep.saved import check_whole, latest_checkpoint
@@ -23,6 +24,7 @@ __all__ = [
     "StepRecord",
     "arguments",
     "check_equivalence",
+    "check_loss",
     "check_whole",
     "checkpoints",
     "executor_cost",

@@ -13,7 +13,7 @@ from planner.core.errors import UsageError
 from planner.core.schedule import schedule_of
 from planner.executor.job import Job
 from planner.executor.run.loader import Loader, checked_state, drawn_alike, epochs, example_of
-from planner.executor.run.losses import UNCOUNTED, loss_counts, weights_of
+from planner.executor.run.losses import UNCOUNTED, label_count, loss_counts, weights_of
 from planner.executor.run.parts import Part, micro_batches_of, parts_of, size_of, tensors_of
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.precision import to_precision
@@ -66,7 +66,10 @@ class MiniBatches:
             batch = Batch(*tree_map_only(Tensor, lambda t: t[first:end].clone(), tuple(batch)))
         inputs, targets = batch
         if not place.is_first:
+            # The last stage counts labels, which are among the inputs of a model that computes its own loss.
+            kept = {"labels": inputs["labels"]} if place.is_last and self._counts_labels(inputs) else None
             inputs = to_device(inputs, _META)
+            inputs = inputs if kept is None else {**inputs, **kept}
         return Batch(inputs, targets if place.is_last else to_device(targets, _META))
 
     def parts(self, batch: Batch) -> Iterator[Part]:
@@ -106,6 +109,9 @@ class MiniBatches:
             if self._model.loss_count is not None:
                 targets = [t for part in parts for t in micro_batches_of(part.batch.targets, part.micro_batches)]
                 counts = loss_counts(self._model.loss_count, targets, self._model.source)
+            elif all(self._counts_labels(part.batch.inputs) for part in parts):
+                inputs = [x for part in parts for x in micro_batches_of(part.batch.inputs, part.micro_batches)]
+                counts = [label_count(each, self._model.counted_labels) for each in inputs]
             total = torch.tensor(sum(counts), dtype=torch.float64, device=self._job.device)
             if self._replicas is not None:
                 dist.all_reduce(total, group=self._replicas)
@@ -133,6 +139,9 @@ class MiniBatches:
     def load_state_dict(self, state: Any) -> None:
         """Goes on from `state_dict`, once there is the loader."""
         self._loader_state = checked_state(state)
+
+    def _counts_labels(self, inputs: Any) -> bool:
+        return bool(self._model.counted_labels) and isinstance(inputs, dict) and "labels" in inputs
 
     def _begun(self, loader: Iterable[Any], begin: int) -> Iterator[Any]:
         if self._loader is None or self._loader.loader is not loader:

@@ -23,6 +23,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from planner.core.errors import ModelError
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Return True if a batch normalization is trained, and so depends on the size of micro-batches."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+
+
 @contextmanager
 def deferring(model: nn.Module) -> Iterator["BatchStatistics"]:
     """In which the batch normalisations of a model are those of training: deferred.

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.core.errors import FileError, ModelError, UsageError
 from planner.core.values.precision import Precision
-from planner.core.values.profile import Granularity, Setting
+from planner.core.values.profile import CountedLabels, Granularity, Setting
 from planner.model.attributes import Attributes
 from planner.model.autocast import layers_in
 from planner.model.calling import arguments_of
@@ -62,6 +62,8 @@ class LoadedModel:
     optimizer_name: str
     loss_count: Callable[[Any], Any] | None = None
     """Says of how many things in the targets `loss_fn` is the mean; None where it is the mean of the samples."""
+    counted_labels: CountedLabels = ""
+    """Labels among the inputs that the model's own loss is the mean of (`Model.counted_labels`)."""
     granularity: Granularity = "coarse"
     uncut: tuple[str, ...] = ()
     """Names of layers that no stage may end with; see `planner.core.values.profile.Model.uncut`."""
@@ -310,8 +312,9 @@ def _example_batch(
     def example(size: int) -> Batch:
         with user_code(path, f"`example_batch({size})`"):
             pair = function(size, **arguments)
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            kind = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else type(pair).__name__
+        # A list of two is what `default_collate` makes, and `next(iter(loader))` returns.
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            kind = f"a {type(pair).__name__} of {len(pair)}" if isinstance(pair, tuple | list) else type(pair).__name__
             raise ModelError(f"{path}: `example_batch({size})` returned {kind}, expected `(inputs, targets)`")
         batch = Batch(*pair)
         wrong = [list(t.shape) for t in tree_flatten(pair)[0] if isinstance(t, Tensor) and t.shape[:1] != (size,)]

@@ -60,7 +60,7 @@ def load_again(source: str, model: Model, precision: Precision, *, optimizer: st
         granularity=model.granularity,
         uncut=model.uncut,
     )
-    return in_precision(loaded, precision)
+    return in_precision(replace(loaded, counted_labels=model.counted_labels), precision)
 
 
 def to_precision(value: Any, precision: Precision) -> Any:

@@ -13,6 +13,7 @@ from planner.core.values.partial import Partial
 from planner.core.values.profile import Device, Environment, Model, Profile
 from planner.device.kinds import kind_of
 from planner.device.machine import LARGE_BYTES, keep_freed_memory
+from planner.model.batch_norm import has_batch_norm
 from planner.model.chain import Chain, chain_digest
 from planner.model.lean import build_lean
 from planner.model.load import LoadedModel
@@ -164,6 +165,8 @@ def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfileO
             inputs=loaded.inputs,
             granularity=loaded.granularity,
             uncut=loaded.uncut,
+            counted_labels=loaded.counted_labels,
+            batch_norm=has_batch_norm(chain.model),
             digest=chain_digest(chain, loaded.settings, loaded.precision),
             parameters=sum(p.numel() for p in chain.model.parameters()),
         ),

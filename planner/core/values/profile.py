@@ -19,6 +19,10 @@ Granularity = Literal["coarse", "fine"]
 """How finely a model is cut into layers: about one per block, or parts of blocks too."""
 
 
+CountedLabels = Literal["", "all", "shifted"]
+"""Labels that a model's own loss is the mean of: none, all that are not -100, or those but for the first of a row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
     """The tool that wrote a file."""
@@ -40,6 +44,10 @@ class Model:
     uncut: tuple[str, ...] = ()
     """Layers that were to end a stage, by their names then, and that the stages behind did not come out right of: each
     is one layer with the next now."""
+    counted_labels: CountedLabels = ""
+    """Labels among the inputs that weight the losses of micro-batches; none where samples do."""
+    batch_norm: bool = False
+    """Whether a layer normalizes by the statistics of its micro-batch."""
     digest: str = ""
     """`sha256:…` over structure, names, shapes, dtypes and settings; weights do not count."""
     parameters: int = 0

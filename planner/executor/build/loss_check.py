@@ -1,0 +1,310 @@
+"""Check that the losses of micro-batches add up to the loss of their mini-batch.
+
+A pipeline takes the weighted mean of the losses of its micro-batches. That is the loss of the mini-batch only if the
+loss is a mean. Here the unpartitioned model runs on a few samples and on their two halves, in evaluation mode, so that
+neither dropout nor batch normalization makes a difference. Three forwards answer two questions:
+
+- Which labels among the inputs is a model's own loss the mean of? Some labels are masked, so that each answer gives
+  the halves other weights.
+- Is the loss a mean at all, with the weights in force?
+"""
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from planner.core.errors import ModelError
+from planner.core.values.profile import CountedLabels
+from planner.core.values.units import counted
+from planner.device.machine import available_bytes
+from planner.executor.run.losses import MASKED, label_count, loss_counts
+from planner.executor.run.parts import micro_batches_of
+from planner.executor.run.random_state import keeping_random_state
+from planner.executor.run.stage_module import evaluating
+from planner.model.attributes import Attributes
+from planner.model.calling import arguments_of
+from planner.model.held import as_ghosts, replaced_tensors
+from planner.model.lean import build_lean
+from planner.model.load import Batch, LoadedModel, to_device
+from planner.model.nests import put_together, take_apart, tensors_in
+
+_SAMPLES: Final = (4, 2)
+"""Numbers of samples, the first of which fits: of halves of one sample some models drop a dimension (`squeeze`)."""
+
+_MOST_BYTES: Final = 1_350_000_000
+"""Parameters and outputs of models that run for this check. Larger models are not compared."""
+
+_OUTPUT_COPIES: Final = 4
+"""Times that a loss holds its input: converted, its logarithms, and one more in passing."""
+
+_MOST_S: Final = 3.0
+"""Time of the first forward. Slower models are not compared."""
+
+_LEAST_LABELS: Final = 4
+"""Labels in a row from which each rule gets a weight of its own (`_masked`)."""
+
+_LABELS: Final[Mapping[CountedLabels, str]] = {
+    "all": "labels that are not -100",
+    "shifted": "labels that are not -100, but for the first of each row",
+}
+
+
+class LossReadsParametersError(ModelError):
+    """A loss function reads parameters, of which a stage has its own alone."""
+
+
+class CheckedLoss(NamedTuple):
+    """Result of the check."""
+
+    loaded: LoadedModel
+    """The model, with the labels that its loss is the mean of."""
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+class _Losses(NamedTuple):
+    """Losses of all samples and of their halves."""
+
+    whole: float
+    first: float
+    second: float
+    tolerance: float
+
+    def is_mean(self, counts: tuple[float, float]) -> bool:
+        """Return True if the loss of all samples is the mean of the halves' losses, weighted by `counts`."""
+        total = sum(counts)
+        mean = (self.first * counts[0] + self.second * counts[1]) / total if total else float("nan")
+        return abs(self.whole - mean) <= self.tolerance * max(map(abs, (self.whole, self.first, self.second)))
+
+
+def check_loss(loaded: LoadedModel) -> CheckedLoss:
+    """Find out how the losses of micro-batches are weighted, and whether that gives the loss of their mini-batch.
+
+    Args:
+        loaded: The model. It is built once, and runs on the CPU or where it was built.
+
+    Returns:
+        The model with its `counted_labels`, and notes and warnings for the user. What cannot run here is not compared.
+
+    Raises:
+        ModelError: `loss_fn` reads parameters of the model.
+    """
+    with keeping_random_state():
+        torch.manual_seed(0)
+        try:
+            lean = build_lean(loaded.build)
+            batches = [loaded.example_batch(samples) for samples in _SAMPLES]
+        except (Exception, SystemExit):  # The equivalence check or the measurement reports it.
+            return CheckedLoss(loaded, (), ())
+        fitting = [batch for batch in batches if _checked_bytes(loaded, lean, batch) <= _budget_bytes()]
+        if not fitting:
+            return _assumed(loaded, lean, batches[0])
+        model = loaded.build()
+        with _as_built(model), evaluating(model):
+            return _compared(loaded, model, fitting[0])
+
+
+def _budget_bytes() -> int:
+    return min(_MOST_BYTES, available_bytes() // 4)
+
+
+def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
+    """Return the memory of a forward without a graph; on the way, refuse a loss that reads parameters.
+
+    Raises:
+        ModelError: `loss_fn` reads parameters of the model.
+    """
+    parameter_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
+    try:
+        with _as_built(model), as_ghosts(model):
+            output, targets = _output_of(model, batch)
+            _refuse_parameters_in_loss(loaded, model, output, targets)
+    except LossReadsParametersError:
+        raise
+    except (Exception, SystemExit):  # It depends on values, or is wrong: then the measurement reports it.
+        return parameter_bytes
+    return parameter_bytes + _OUTPUT_COPIES * sum(t.numel() * t.itemsize for t in tensors_in(output))
+
+
+@contextmanager
+def _as_built(model: nn.Module) -> Iterator[None]:
+    """Undo what forwards change in a model: buffers and attributes."""
+    attributes = Attributes(model.named_modules())
+    with replaced_tensors(model, lambda held: held if isinstance(held, nn.Parameter) else held.clone()):
+        try:
+            yield
+        finally:
+            attributes.restore()
+
+
+def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: Any, targets: Any) -> None:
+    """Refuse a loss whose gradient reaches parameters by another way than the model's output.
+
+    The last stage does not hold the parameters of other stages, so that this part of their gradients would be lost.
+    """
+    leaves, nest = take_apart(output)
+    cut = [_cut_off(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    read = _leaves_behind(_fresh_loss(loaded)(put_together(cut, nest), targets))
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in read]
+    if names:
+        more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
+        raise LossReadsParametersError(
+            f'`loss_fn` reads parameters of the model ("{names[0]}"{more}): the last stage of a pipeline does not have '
+            "those of other stages, and this part of their gradients would be lost",
+            hint="for a penalty on weights give the optimizer a `weight_decay` (k * sum(p ** 2) is a weight decay of "
+            "2 * k with SGD), or compute it in the `forward` of the module that has the parameters and return it; let "
+            "`forward` return what the loss learns (weights of tasks, say)",
+        )
+
+
+def _output_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
+    """Return the model's output and the targets, both on the model's device."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    inputs, targets = to_device(tuple(batch), device)
+    args, kwargs = arguments_of(inputs)
+    return model(*args, **kwargs), targets
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _fresh_loss(loaded: LoadedModel) -> Any:
+    """Return the loss function; a default one that has not chosen yet, for evaluation may show it another output."""
+    return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
+
+
+def _leaves_behind(loss: Any) -> set[int]:
+    """Return the identities of all tensors that a gradient of `loss` is added to."""
+    waiting = [tensor.grad_fn for tensor in tensors_in(loss)]
+    leaves = {id(tensor) for tensor in tensors_in(loss) if tensor.is_leaf}
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        leaves |= set() if variable is None else {id(variable)}
+        waiting += [below for below, _ in node.next_functions]
+    return leaves
+
+
+def _compared(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
+    """Compare the loss of all samples with those of the halves."""
+    is_counted = _has_labels(loaded, batch)
+    masked = _masked(batch) if is_counted else batch
+    halves = _halves(masked)
+    losses = _losses(loaded, model, masked, halves)
+    if losses is None:
+        return _assumed(loaded, model, batch)
+    if not is_counted:
+        counts = (1.0, 1.0)
+        if loaded.loss_count is not None:
+            first, second = loss_counts(loaded.loss_count, [half.targets for half in halves], loaded.source)
+            counts = first, second
+        return CheckedLoss(loaded, (), () if losses.is_mean(counts) else (_no_mean(losses),))
+    rules: tuple[CountedLabels, ...] = ("", "all", "shifted")
+    fitting = [rule for rule in rules if losses.is_mean(_counts(halves, rule))]
+    if not fitting:
+        assumed = _assumed(loaded, model, batch)
+        return assumed._replace(warnings=(_no_mean(losses),))
+    return _counting(loaded, fitting[0])
+
+
+def _assumed(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
+    """Take the labels that count from the loss function of transformers, without running the model."""
+    if not _has_labels(loaded, batch):
+        return CheckedLoss(loaded, (), ())
+    name = getattr(getattr(model, "loss_function", None), "__name__", "")
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return _counting(loaded, "shifted" if name == "ForCausalLMLoss" and not is_encoder_decoder else "all")
+
+
+def _counting(loaded: LoadedModel, rule: CountedLabels) -> CheckedLoss:
+    if not rule:
+        return CheckedLoss(loaded, (), ())
+    note = (
+        f"the model's own loss is a mean over {_LABELS[rule]}: micro-batches are weighted by how many they have, as "
+        "`num_items_in_batch` does"
+    )
+    return CheckedLoss(replace(loaded, counted_labels=rule), (note,), ())
+
+
+def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
+    """Return True if a loss can only come from whole-number `labels` among the inputs."""
+    if loaded.loss_count is not None or tensors_in(batch.targets) or not isinstance(batch.inputs, dict):
+        return False
+    labels = batch.inputs.get("labels")
+    return isinstance(labels, Tensor) and not labels.is_floating_point()
+
+
+def _masked(batch: Batch) -> Batch:
+    """Mask labels so that each rule gives the halves another share: 1/2, 2/5 of all labels, 1/4 of shifted ones."""
+    labels = batch.inputs["labels"].clamp(min=0)
+    if labels.ndim < 2 or labels.shape[-1] < _LEAST_LABELS:
+        return batch
+    kept = torch.full_like(labels, MASKED)
+    half = len(labels) // 2
+    kept[:half, ..., :2] = labels[:half, ..., :2]
+    kept[half:, ..., 1:4] = labels[half:, ..., 1:4]
+    return batch._replace(inputs={**batch.inputs, "labels": kept})
+
+
+def _halves(batch: Batch) -> tuple[Batch, Batch]:
+    first, second = (Batch(*half) for half in micro_batches_of(tuple(batch), 2))
+    return first, second
+
+
+def _counts(halves: tuple[Batch, Batch], rule: CountedLabels) -> tuple[float, float]:
+    if not rule:
+        return 1.0, 1.0
+    return label_count(halves[0].inputs, rule), label_count(halves[1].inputs, rule)
+
+
+def _losses(loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[Batch, Batch]) -> _Losses | None:
+    """Return the losses; None if the model does not run so, or its loss is another one each time."""
+    if any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules()):
+        return None  # It normalizes by its batch in evaluation, too.
+    try:
+        begin = time.monotonic()
+        first = _loss(loaded, model, halves[0], seed=0)
+        if time.monotonic() - begin > _MOST_S:
+            return None
+        second = _loss(loaded, model, halves[1], seed=1)
+        whole, again = (_loss(loaded, model, batch, seed=seed) for seed in (2, 3))
+    except (Exception, SystemExit):  # In evaluation mode some models return something else, or no loss.
+        return None
+    is_finite = all(abs(loss) < float("inf") for loss in (whole, first, second))
+    tolerance = max((_noise(p.dtype) for p in model.parameters()), default=_noise(torch.float32))
+    is_steady = abs(whole - again) <= tolerance * abs(whole)
+    return _Losses(whole, first, second, tolerance) if is_finite and is_steady else None
+
+
+def _noise(dtype: torch.dtype) -> float:
+    """Return the relative rounding error of a loss that is no cause for alarm."""
+    return 100 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch, *, seed: int) -> float:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        output, targets = _output_of(model, batch)
+        return float(_fresh_loss(loaded)(output, targets))
+
+
+def _no_mean(losses: _Losses) -> str:
+    return (
+        f"the loss is no mean over samples: {losses.whole:.6g} for a few samples, {losses.first:.6g} and "
+        f"{losses.second:.6g} for their halves; so micro-batches train another loss than the whole mini-batch; define "
+        "`loss_count(target)` if it is a mean over something else (tokens that are not masked, the sum of class "
+        'weights), use `reduction="mean"` in place of a sum, and plan a loss that compares samples with '
+        "`--micro-batches 1`"
+    )
