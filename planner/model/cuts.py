@@ -133,7 +133,8 @@ class Cuts:
         # What the last layer's end uses is the model's output.
         used_before = END + 1 if end == END else end
         crossing = self.crossing(first, used_before=used_before)
-        return frozenset(name for names in inside for name in names) | crossing.holds
+        returned = self.recording.output_holds if end == END else frozenset()
+        return frozenset(name for names in inside for name in names) | crossing.holds | returned
 
     def missing_outputs(self, cut: int, holds: frozenset[str]) -> frozenset[int]:
         """Leaves of the model's output that the loss does not read and that cannot be had behind `cut`.

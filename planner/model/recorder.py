@@ -131,6 +131,8 @@ class _Recorder:
         if read is not None:
             # The loss may read more than the leaves: what is kept in an object of some class.
             used = {self._versions[self._storages[address][1]] for address in read if address in self._storages}
+        storages = {self.recording.flow.nodes[version]["storage"] for version in used}
+        self.recording.output_holds = frozenset(names[0] for held, names in self._held.items() if held in storages)
         for version in sorted(used):
             self._use(version, END)
         self.recording.outputs, self.recording.output_nest = tuple(versions), nest

@@ -117,6 +117,8 @@ class Recording:
     """Floating-point tensors that may cross a cut though no call returns them, in the order in which they were made."""
     outputs: tuple[int, ...] = ()
     """By leaf of what the model returned: the version that it is, or -1 where it is no tensor."""
+    output_holds: frozenset[str] = frozenset()
+    """Parameters and buffers that the model returns as they are, such as learned weights of losses."""
     output_nest: Nest = field(default_factory=Nest)
     unread: frozenset[int] = frozenset()
     """Those of the versions in `outputs` that the loss does not read."""

@@ -201,6 +201,8 @@ def _compared(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLos
     """Compare the loss of all samples with those of the halves."""
     is_counted = _has_labels(loaded, batch)
     masked = _masked(batch) if is_counted else batch
+    if masked is None:
+        return _assumed(loaded, model, batch)
     halves = _halves(masked)
     losses = _losses(loaded, model, masked, halves)
     if losses is None:
@@ -211,12 +213,13 @@ def _compared(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLos
             first, second = loss_counts(loaded.loss_count, [half.targets for half in halves], loaded.source)
             counts = first, second
         return CheckedLoss(loaded, (), () if losses.is_mean(counts) else (_no_mean(losses),))
-    rules: tuple[CountedLabels, ...] = ("", "all", "shifted")
-    fitting = [rule for rule in rules if losses.is_mean(_counts(halves, rule))]
-    if not fitting:
-        assumed = _assumed(loaded, model, batch)
-        return assumed._replace(warnings=(_no_mean(losses),))
-    return _counting(loaded, fitting[0])
+    assumed = _assumed(loaded, model, batch)
+    # The assumed rule comes first: several fit where no label could be masked.
+    rules: tuple[CountedLabels, ...] = (assumed.loaded.counted_labels, "all", "shifted", "")
+    for rule in rules:
+        if losses.is_mean(_counts(halves, rule)):
+            return _counting(loaded, rule)
+    return assumed._replace(warnings=(_no_mean(losses),))
 
 
 def _assumed(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
@@ -246,11 +249,17 @@ def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
     return isinstance(labels, Tensor) and not labels.is_floating_point()
 
 
-def _masked(batch: Batch) -> Batch:
-    """Mask labels so that each rule gives the halves another share: 1/2, 2/5 of all labels, 1/4 of shifted ones."""
+def _masked(batch: Batch) -> Batch | None:
+    """Mask labels so that each rule gives the first half another weight: 1/2 of samples, 2/5 of all, 1/4 of shifted.
+
+    Returns:
+        The batch with these labels; as it is where a sample has one label, and None where rows are too short.
+    """
     labels = batch.inputs["labels"].clamp(min=0)
-    if labels.ndim < 2 or labels.shape[-1] < _LEAST_LABELS:
+    if labels.ndim < 2:
         return batch
+    if labels.shape[-1] < _LEAST_LABELS:
+        return None
     kept = torch.full_like(labels, MASKED)
     half = len(labels) // 2
     kept[:half, ..., :2] = labels[:half, ..., :2]
