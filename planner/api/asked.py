@@ -99,6 +99,7 @@ def _inputs(
         recompute=recompute,
         optimizer=profile.optimizer,
         dtype=precision_of(profile.environment.dtype),
+        min_micro_batch=texts.one("--min-micro-batch", asked.min_micro_batch),
         extrapolate=asked.extrapolate,
     )
 

@@ -125,6 +125,11 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
             "forward keeps to be kept until the second; profile on the device to measure them"
         )
     plan = solve_plan(read, request)
+    if read.model.batch_norm and plan.micro_batches > 1:
+        options.note(
+            f"batch normalization sees micro-batches of {counted(plan.micro_batch_size, 'sample')}, not the batch of "
+            f"{plan.inputs.batch}; `--min-micro-batch 8` bounds them below"
+        )
     if plan.solver.status == "feasible" and lacks_bound(request.schedules):
         options.note(
             "highspy is not installed: with its bound the gap may be smaller, and the plan faster "

@@ -28,6 +28,11 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
+def uses_batch_in_evaluation(model: nn.Module) -> bool:
+    """Return True if a batch normalization has no running statistics, so that samples depend on each other."""
+    return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
+
+
 @contextmanager
 def deferring(model: nn.Module) -> Iterator["BatchStatistics"]:
     """In which the batch normalisations of a model are those of training: deferred.

@@ -124,7 +124,14 @@ def micro_batch_counts(
             f"a batch of {batch} cannot be split into {request.micro_batches} equal micro-batches",
             hint=f"M must divide {'its' if replicas > 1 else 'the'} batch: one of {which}",
         )
-    wanted = [m for m in divisors if request.micro_batches in (None, m)]
+    wanted = [m for m in divisors if request.micro_batches in (None, m) and batch // m >= inputs.min_micro_batch]
+    if required and not wanted:
+        m = request.micro_batches or 1
+        raise UsageError(
+            f"a batch of {batch} gives micro-batches of at most {batch // m} samples, "
+            f"`--min-micro-batch {inputs.min_micro_batch}` asks for more",
+            hint="choose a larger `--batch`, fewer `--micro-batches`, or a smaller `--min-micro-batch`",
+        )
     covered = [m for m in wanted if covers(profile, batch // m, extrapolate=inputs.extrapolate)]
     if required and covered and covered[0] > MOST_MICRO_BATCHES:
         raise UsageError(

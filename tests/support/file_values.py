@@ -125,6 +125,8 @@ def full_profile() -> Profile:
             },
             inputs=("3x224x224",),
             uncut=("h.7",),
+            counted_labels="shifted",
+            batch_norm=True,
             digest="sha256:abc",
             parameters=3003,
         ),

@@ -67,6 +67,7 @@ class SolverOptions:
         int | None, Option("B", "Samples per optimizer step; default: the largest profiled size.", _BATCH)
     ] = None
     micro_batches: Annotated[str | int, Option("auto|M", "How many micro-batches.", _BATCH)] = "auto"
+    min_micro_batch: Annotated[int, Option("N", "Least samples of a micro-batch, for batch normalization.", _BATCH)] = 1
     schedule: Annotated[
         str | File,
         Option(

@@ -37,6 +37,7 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
         "--devices": str(inputs.devices) if num_nodes * inputs.node_devices != inputs.devices else None,
         "--mem": _caps(inputs.memory_bytes),
         "--batch": str(inputs.batch),
+        "--min-micro-batch": None if inputs.min_micro_batch == 1 else str(inputs.min_micro_batch),
         "--schedule": _schedule(inputs),
         "--chunks": str(inputs.chunks) if inputs.chunks and _may_choose_chunks(inputs) else None,
         "--replicas": None if inputs.replicas == 1 else str(inputs.replicas or "auto"),

@@ -86,6 +86,8 @@ class Inputs:
     optimizer: str = ""
     dtype: Precision = ""
     """What `profile --dtype` asked for; empty where the model runs as it is built."""
+    min_micro_batch: int = 1
+    """Least samples of a micro-batch."""
     extrapolate: bool = False
     """Whether micro-batch sizes outside the profiled range were allowed."""
 

@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.core.errors import ModelError
 from planner.core.values.profile import CountedLabels
@@ -29,6 +28,7 @@ from planner.executor.run.parts import micro_batches_of
 from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.stage_module import evaluating
 from planner.model.attributes import Attributes
+from planner.model.batch_norm import uses_batch_in_evaluation
 from planner.model.calling import arguments_of
 from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.lean import build_lean
@@ -280,8 +280,8 @@ def _counts(halves: tuple[Batch, Batch], rule: CountedLabels) -> tuple[float, fl
 
 def _losses(loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[Batch, Batch]) -> _Losses | None:
     """Return the losses; None if the model does not run so, or its loss is another one each time."""
-    if any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules()):
-        return None  # It normalizes by its batch in evaluation, too.
+    if uses_batch_in_evaluation(model):
+        return None
     try:
         begin = time.monotonic()
         first = _loss(loaded, model, halves[0], seed=0)
