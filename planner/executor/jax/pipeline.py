@@ -16,7 +16,8 @@ from planner.bridge.torchax_adapter import shape_of, torch_like
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE, schedule_of
 from planner.core.values.balance import Balance
-from planner.executor.run.parts import tensors_of
+from planner.executor.run.losses import label_count
+from planner.executor.run.parts import micro_batches_of, tensors_of
 from planner.model.chain import Chain, Layer
 from planner.model.load import LoadedModel
 from planner.model.stage import ModelStage
@@ -33,6 +34,7 @@ class JaxPipeline:
 
     def __init__(self, loaded: LoadedModel, chain: Chain, balance: Balance, devices: Sequence[Any]) -> None:
         _check(loaded, balance)
+        self._counted_labels = loaded.counted_labels
         self._chain, self._cuts = chain, list(pairwise(accumulate(balance.balance, initial=0)))
         batch = loaded.example_batch(balance.batch // balance.micro_batches)
         self._inputs, self._targets = ([shape_of(tensor) for tensor in tensors_of(nest)] for nest in batch)
@@ -48,7 +50,20 @@ class JaxPipeline:
         )
 
     def batch(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
-        """A mini-batch as the program takes it: every tensor as (micro-batch, sample, …)."""
+        """Return a mini-batch as the program takes it: every tensor as (micro-batch, sample, …).
+
+        Raises:
+            UsageError: Its micro-batches have different numbers of labels, and the model's loss is the mean over these.
+        """
+        if self._counted_labels:
+            micro_batches = micro_batches_of(inputs, self.program.micro_batches)
+            counts = {label_count(each, self._counted_labels) for each in micro_batches}
+            if len(counts) > 1:
+                raise UsageError(
+                    f"micro-batches have between {min(counts):g} and {max(counts):g} labels, and the JAX program takes "
+                    "the mean of their losses",
+                    hint="emit for the bundled executor: `--format native`",
+                )
         return self._split(inputs), self._split(targets)
 
     def shapes(self) -> tuple[Any, ...]:

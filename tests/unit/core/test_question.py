@@ -39,7 +39,7 @@ def typed(words: str) -> SolverOptions:
         f"--nodes 2x4 --mem 8GB --batch 8 --replicas auto --link {LINK} --inter-link 1GB/s,0.5us --allreduce 1GB/s,0us",
         "--nodes 2x4 --devices 7 --mem 8GB --batch 8 --schedule interleaved --chunks 2 --overhead 0.25us --reserve 5B",
         "--devices 2 --mem 8GB --batch 8 --chunks 1 --devices-any-order --extrapolate --together 'a b,c' --apart d,e",
-        "--devices 3 --mem 8000000001B --batch 6 --schedule search --apart a,b",
+        "--devices 3 --mem 8000000001B --batch 6 --min-micro-batch 2 --schedule search --apart a,b",
     ],
 )
 def test_it_is_what_was_asked(words: str) -> None:

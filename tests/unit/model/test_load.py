@@ -281,6 +281,15 @@ def test_every_named_optimizer_steps(name: str) -> None:
     assert not torch.equal(parameter, torch.ones(3, 3))
 
 
+def test_a_list_of_two_is_an_example_batch(tmp_path: Path) -> None:
+    """It is what `default_collate` makes, and what `next(iter(loader))` returns."""
+    path = tmp_path / "model.py"
+    batch = "def example_batch(n):\n    return [{'input': torch.zeros(n, 2)}, torch.ones(n)]\n"
+    path.write_text(f"import torch\nmodel = torch.nn.Linear(2, 2)\n{batch}")
+    inputs, targets = load_model(str(path)).example_batch(3)
+    assert (inputs["input"].shape, targets.shape) == ((3, 2), (3,))
+
+
 def test_an_unknown_optimizer_is_refused() -> None:
     """With the list of those there are."""
     with pytest.raises(UsageError, match="unknown optimizer `magic`") as refused:
@@ -293,7 +302,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
     [
         ("torch.randn(batch_size, 8)", "returned Tensor"),
         ("(1, 2, 3)", "a tuple of 3"),
-        ("[torch.randn(batch_size, 8), None]", "returned list"),
+        ("[torch.randn(batch_size, 8)]", "a list of 1"),
         ("(torch.randn(8, batch_size), None)", "expected 2 samples in its first dimension"),
         ("(torch.randn(batch_size, 8), torch.tensor(1.0))", "expected 2 samples"),
         ("(torch.randn(batch_size, 8), {'y': torch.zeros(1, 1)})", "[1, 1]"),

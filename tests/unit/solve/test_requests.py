@@ -69,6 +69,15 @@ def test_micro_batch_counts_are_divisors_whose_size_is_covered(
     assert micro_batch_counts(profile, Request(inputs=inputs_of(1, batch, extrapolate=extrapolate))) == counts
 
 
+def test_micro_batches_have_at_least_as_many_samples_as_asked() -> None:
+    """And a bound that no M can keep is refused."""
+    profile = random_profile(1, 2, sizes=(1, 16))
+    asked = Request(inputs=dataclasses.replace(inputs_of(1, 16), min_micro_batch=4))
+    assert micro_batch_counts(profile, asked) == (1, 2, 4)
+    with pytest.raises(UsageError, match="micro-batches of at most 2 samples, `--min-micro-batch 4`"):
+        micro_batch_counts(profile, dataclasses.replace(asked, micro_batches=8))
+
+
 @pytest.mark.parametrize(
     ("balance", "said"),
     [

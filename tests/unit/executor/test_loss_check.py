@@ -1,0 +1,238 @@
+"""How losses of micro-batches are weighted: labels among the inputs, losses that are no mean, losses of parameters."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.core.errors import ModelError, UsageError
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.profile import CountedLabels, Model
+from planner.executor import prove
+from planner.executor.build.building import build_structure
+from planner.executor.build.loss_check import check_loss
+from planner.executor.run.losses import label_count
+from planner.files import write
+from planner.model.load import LoadedModel, load_model
+from tests.support.ranks import run_ranks
+
+HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+
+LABELED = f"""{HEAD}
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20)
+
+    def forward(self, words, labels):
+        logits = self.head(self.body(self.embed(words)).relu())
+        return {{"logits": logits, "loss": LOSS}}
+
+
+def build_model():
+    return Model()
+
+
+def example_batch(size):
+    words = torch.randint(0, 20, (size, 10))
+    masked = torch.arange(10) >= torch.randint(2, 10, (size, 1))
+    return {{"words": words, "labels": words.masked_fill(masked, -100)}}, None
+
+
+def build_optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.5)
+"""
+ALL = "F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
+SHIFTED = "F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())"
+SAMPLES = "F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction='none').mean()"
+
+PLAIN = f"""{HEAD}
+W = torch.tensor([1.0, 3.0, 0.5, 1.0])
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
+def example_batch(size):
+    return torch.randn(size, 4), torch.arange(size) % 4
+
+
+def loss_fn(output, target):
+    return LOSS
+"""
+
+
+def loaded_of(folder: Path, text: str, loss: str = "") -> LoadedModel:
+    """A model file with this text and this loss."""
+    path = folder / "model.py"
+    path.write_text(text.replace("LOSS", loss))
+    return load_model(str(path))
+
+
+@pytest.mark.parametrize(("loss", "labels"), [(ALL, "all"), (SHIFTED, "shifted"), (SAMPLES, "")])
+def test_labels_that_a_loss_is_the_mean_of_are_found(tmp_path: Path, loss: str, labels: CountedLabels) -> None:
+    """Whatever code computes the loss; a note says which labels count."""
+    checked = check_loss(loaded_of(tmp_path, LABELED, loss))
+    assert (checked.loaded.counted_labels, checked.warnings) == (labels, ())
+    assert len(checked.notes) == bool(labels)
+
+
+def test_labels_of_transformers_follow_their_loss_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of models that are too large to run."""
+    pytest.importorskip("transformers")
+    text = f"""{HEAD}
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def build_model():
+    sizes = {{"vocab_size": 30, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def example_batch(size):
+    words = torch.randint(0, 30, (size, 8))
+    return {{"input_ids": words, "labels": words}}, None
+"""
+    loaded = loaded_of(tmp_path, text)
+    assert check_loss(loaded).loaded.counted_labels == "shifted"
+    monkeypatch.setattr("planner.executor.build.loss_check._MOST_BYTES", 0)
+    assert check_loss(loaded).loaded.counted_labels == "shifted"
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "F.cross_entropy(output, target, reduction='sum')",
+        "F.cross_entropy(output, target, weight=W)",
+        "F.cross_entropy(output @ output.T, torch.arange(len(output)))",
+    ],
+)
+def test_a_loss_that_is_no_mean_is_reported_once(tmp_path: Path, loss: str) -> None:
+    """Sums, class weights, and losses that compare samples."""
+    (warning,) = check_loss(loaded_of(tmp_path, PLAIN, loss)).warnings
+    assert "the loss is no mean over samples" in warning
+    assert "loss_count" in warning
+
+
+@pytest.mark.parametrize(
+    ("loss", "more"),
+    [
+        ("F.cross_entropy(output, target)", ""),
+        ("F.cross_entropy(output, target, weight=W)", "\n\ndef loss_count(target):\n    return W[target].sum()\n"),
+        ("F.cross_entropy(output + torch.randn_like(output), target)", ""),
+        ("F.cross_entropy(F.dropout(output), target)", ""),
+    ],
+)
+def test_a_mean_is_no_cause_for_alarm(tmp_path: Path, loss: str, more: str) -> None:
+    """Nor are batch normalization, dropout, chance in the loss, and what `loss_count` counts."""
+    assert check_loss(loaded_of(tmp_path, PLAIN + more, loss)).warnings == ()
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_loss_that_reads_parameters_is_refused(tmp_path: Path, *, finished: bool) -> None:
+    """Other stages would lose that part of their gradients."""
+    text = PLAIN.replace("LOSS", "F.cross_entropy(output, target) + sum(p.square().sum() for p in made.parameters())")
+    if finished:
+        text = text.replace("def build_model():\n    return", "made =") + "\n\ndef build_model():\n    return made\n"
+    else:
+        text = text.replace("    return nn.Seq", "    global made\n    made = nn.Seq").replace(
+            "4))\n", "4))\n    return made\n", 1
+        )
+    with pytest.raises(ModelError, match=r'parameters of the model \("0\.weight" and 5 others\)') as refused:
+        check_loss(loaded_of(tmp_path, text))
+    assert "weight_decay" in refused.value.hint
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    """A finished model keeps its mode, its buffers and its attributes, and the random state goes on."""
+    text = PLAIN.replace("def build_model():\n    return", "model =")
+    loaded = loaded_of(tmp_path, text, "F.cross_entropy(output, target)")
+    model = loaded.build()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    check_loss(loaded)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_learned_weights_of_losses_are_in_the_layer_that_returns_them(tmp_path: Path) -> None:
+    """No operator reads them, for `forward` returns them as they are; the stages still compute what the model does."""
+    text = LABELED.replace('"loss": LOSS', '"scale": self.scale').replace("words, labels", "words")
+    text = text.replace("__init__()\n", "__init__()\n        self.scale = nn.Parameter(torch.zeros(2))\n", 1)
+    text = text.replace(", None\n", '["words"], words\n')
+    text += """
+
+def loss_fn(output, target):
+    loss = F.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+    return (output["scale"].exp() * loss + output["scale"]).sum()
+"""
+    loaded = loaded_of(tmp_path, text)
+    assert "scale" in build_structure(loaded).layers[-1].parameter_names()
+    proof = prove(loaded, budget_s=20.0).proof
+    assert (proof.cuts, proof.gradients) == (2, 6)
+
+
+def test_labels_without_values_are_refused() -> None:
+    """With what gives each rank its part."""
+    labels = torch.tensor([[1, -100, 3], [-100, 2, 3]])
+    assert label_count({"labels": labels}, "all") == 4
+    assert label_count({"labels": labels}, "shifted") == 3
+    with pytest.raises(UsageError, match="meta device"):
+        label_count({"labels": labels.to("meta")}, "all")
+
+
+TRAIN = """
+import sys
+
+import torch
+
+from planner.executor import Pipeline
+from planner.executor.run.loader import example_of
+
+pipeline = Pipeline("balance.yaml", seed=3)
+loaded = pipeline.model
+optimizer = pipeline.optimizer(loaded.build_optimizer)
+for inputs, targets in pipeline.batches(2):
+    with pipeline.step(inputs, targets):
+        optimizer.step()
+        optimizer.zero_grad()
+evaluated = pipeline.evaluate(*pipeline.own_part(*pipeline.example_batch(5)))
+torch.manual_seed(3)
+model = loaded.build()
+optimizer, losses = loaded.build_optimizer(model.parameters()), []
+for step in range(2):
+    loss = model(**example_of(loaded, 8, seed=3, step=step).inputs)["loss"]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(float(loss))
+expected = dict(model.named_parameters())
+for name, parameter in pipeline.named_parameters():
+    assert torch.allclose(parameter, expected[name], atol=1e-6), name
+assert torch.allclose(torch.tensor(pipeline.losses), torch.tensor(losses), atol=1e-5)
+assert abs(evaluated - float(model(**pipeline.example_batch(5).inputs)["loss"])) < 1e-5
+pipeline.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_models_own_loss_is_the_mean_over_all_labels(tmp_path: Path) -> None:
+    """Two stages and two replicas train and evaluate as a plain loop over whole mini-batches does."""
+    loaded = loaded_of(tmp_path, LABELED, SHIFTED)
+    names = build_structure(loaded).names
+    parts = (names[:1], names[1:])
+    balance = Balance(
+        plan_digest="sha256:plan",
+        model=Model(source="model.py:build_model", counted_labels=check_loss(loaded).loaded.counted_labels),
+        schedule="gpipe",
+        batch=8,
+        micro_batches=2,
+        replicas=2,
+        balance=tuple(map(len, parts)),
+        stages=tuple(StageBalance(index=n, recompute="never", layers=part) for n, part in enumerate(parts)),
+    )
+    write(str(tmp_path / "balance.yaml"), balance)
+    (tmp_path / "train.py").write_text(TRAIN)
+    run_ranks(4, ["train.py"], tmp_path)
