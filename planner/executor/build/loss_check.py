@@ -11,7 +11,7 @@ neither dropout nor batch normalization makes a difference. Three forwards answe
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -56,8 +56,8 @@ _LABELS: Final[Mapping[CountedLabels, str]] = {
 }
 
 
-class LossReadsParametersError(ModelError):
-    """A loss function reads parameters, of which a stage has its own alone."""
+class RefusedLossError(ModelError):
+    """A loss that no pipeline can train."""
 
 
 class CheckedLoss(NamedTuple):
@@ -94,21 +94,27 @@ def check_loss(loaded: LoadedModel) -> CheckedLoss:
         The model with its `counted_labels`, and notes and warnings for the user. What cannot run here is not compared.
 
     Raises:
-        ModelError: `loss_fn` reads parameters of the model.
+        ModelError: `loss_fn` reads parameters of the model, or `loss_count` gives no number.
     """
     with keeping_random_state():
         torch.manual_seed(0)
         try:
-            lean = build_lean(loaded.build)
-            batches = [loaded.example_batch(samples) for samples in _SAMPLES]
-        except (Exception, SystemExit):  # The equivalence check or the measurement reports it.
+            return _checked(loaded)
+        except RefusedLossError:
+            raise
+        except (Exception, SystemExit):  # The equivalence check or the measurement reports what is wrong.
             return CheckedLoss(loaded, (), ())
-        fitting = [batch for batch in batches if _checked_bytes(loaded, lean, batch) <= _budget_bytes()]
-        if not fitting:
-            return _assumed(loaded, lean, batches[0])
-        model = loaded.build()
-        with _as_built(model), evaluating(model):
-            return _compared(loaded, model, fitting[0])
+
+
+def _checked(loaded: LoadedModel) -> CheckedLoss:
+    lean = build_lean(loaded.build)
+    batches = [loaded.example_batch(samples) for samples in _SAMPLES]
+    fitting = [batch for batch in batches if _checked_bytes(loaded, lean, batch) <= _budget_bytes()]
+    if not fitting:
+        return _assumed(loaded, lean, batches[0])
+    model = loaded.build()
+    with _as_built(model), evaluating(model):
+        return _compared(loaded, model, fitting[0])
 
 
 def _budget_bytes() -> int:
@@ -126,7 +132,7 @@ def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
         with _as_built(model), as_ghosts(model):
             output, targets = _output_of(model, batch)
             _refuse_parameters_in_loss(loaded, model, output, targets)
-    except LossReadsParametersError:
+    except RefusedLossError:
         raise
     except (Exception, SystemExit):  # It depends on values, or is wrong: then the measurement reports it.
         return parameter_bytes
@@ -155,7 +161,7 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
     names = [name for name, parameter in model.named_parameters() if id(parameter) in read]
     if names:
         more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
-        raise LossReadsParametersError(
+        raise RefusedLossError(
             f'`loss_fn` reads parameters of the model ("{names[0]}"{more}): the last stage of a pipeline does not have '
             "those of other stages, and this part of their gradients would be lost",
             hint="for a penalty on weights give the optimizer a `weight_decay` (k * sum(p ** 2) is a weight decay of "
@@ -210,8 +216,7 @@ def _compared(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLos
     if not is_counted:
         counts = (1.0, 1.0)
         if loaded.loss_count is not None:
-            first, second = loss_counts(loaded.loss_count, [half.targets for half in halves], loaded.source)
-            counts = first, second
+            counts = _given_counts(loaded, loaded.loss_count, halves)
         return CheckedLoss(loaded, (), () if losses.is_mean(counts) else (_no_mean(losses),))
     assumed = _assumed(loaded, model, batch)
     # The assumed rule comes first: several fit where no label could be masked.
@@ -220,6 +225,16 @@ def _compared(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLos
         if losses.is_mean(_counts(halves, rule)):
             return _counting(loaded, rule)
     return assumed._replace(warnings=(_no_mean(losses),))
+
+
+def _given_counts(
+    loaded: LoadedModel, loss_count: Callable[[Any], Any], halves: tuple[Batch, Batch]
+) -> tuple[float, float]:
+    try:
+        first, second = loss_counts(loss_count, [half.targets for half in halves], loaded.source)
+    except ModelError as error:
+        raise RefusedLossError(error.message, hint=error.hint) from error
+    return first, second
 
 
 def _assumed(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
@@ -289,6 +304,8 @@ def _losses(loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[B
             return None
         second = _loss(loaded, model, halves[1], seed=1)
         whole, again = (_loss(loaded, model, batch, seed=seed) for seed in (2, 3))
+    except RefusedLossError:
+        raise
     except (Exception, SystemExit):  # In evaluation mode some models return something else, or no loss.
         return None
     is_finite = all(abs(loss) < float("inf") for loss in (whole, first, second))
@@ -306,6 +323,9 @@ def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch, *, seed: int) -> 
     torch.manual_seed(seed)
     with torch.no_grad():
         output, targets = _output_of(model, batch)
+    # With a graph from here on: code that asks for values cannot be followed without them.
+    _refuse_parameters_in_loss(loaded, model, output, targets)
+    with torch.no_grad():
         return float(_fresh_loss(loaded)(output, targets))
 
 

@@ -292,6 +292,21 @@ def test_losses_that_are_no_mean_over_samples_are_refused() -> None:
         JaxPipeline(loaded, loaded.chain(loaded.build()), balance_of(loaded, (5,), 2), [None])
 
 
+def test_micro_batches_with_different_numbers_of_labels_are_refused() -> None:
+    """The program takes the mean of their losses; with equally many labels each, that is right."""
+    import jax
+
+    from planner.executor.jax.pipeline import JaxPipeline
+
+    loaded = replace(uneven(), counted_labels="all")
+    pipeline = JaxPipeline(loaded, loaded.chain(loaded.build()), balance_of(loaded, (5,), 2), jax.devices()[:1])
+    labels = torch.ones(4, 3, dtype=torch.int64)
+    pipeline.batch({"labels": labels}, None)
+    labels[0, 0] = -100
+    with pytest.raises(UsageError, match="between 5 and 6 labels"):
+        pipeline.batch({"labels": labels}, None)
+
+
 def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
     """Blocks that are alike take turns; stages with nothing in common share one vector, as long as the longest."""
     import jax

@@ -129,10 +129,12 @@ def test_a_mean_is_no_cause_for_alarm(tmp_path: Path, loss: str, more: str) -> N
     assert check_loss(loaded_of(tmp_path, PLAIN + more, loss)).warnings == ()
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_loss_that_reads_parameters_is_refused(tmp_path: Path, *, finished: bool) -> None:
-    """Other stages would lose that part of their gradients."""
+@pytest.mark.parametrize(("finished", "logged"), [(True, False), (False, False), (False, True)])
+def test_a_loss_that_reads_parameters_is_refused(tmp_path: Path, *, finished: bool, logged: bool) -> None:
+    """Other stages would lose that part of their gradients; also where the loss is logged, which takes its value."""
     text = PLAIN.replace("LOSS", "F.cross_entropy(output, target) + sum(p.square().sum() for p in made.parameters())")
+    if logged:
+        text = text.replace("    return F.cross", "    print(output.mean().item())\n    return F.cross")
     if finished:
         text = text.replace("def build_model():\n    return", "made =") + "\n\ndef build_model():\n    return made\n"
     else:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from planner.api.solving import solve as api_solve
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs
+from planner.core.values.profile import Model
 from planner.solve import Request, solve
 from planner.solve.cases import micro_batch_counts
 from tests.support.chains import random_profile
@@ -67,6 +69,17 @@ def test_micro_batch_counts_are_divisors_whose_size_is_covered(
     """In rising order."""
     profile = random_profile(1, 2, sizes=sizes)
     assert micro_batch_counts(profile, Request(inputs=inputs_of(1, batch, extrapolate=extrapolate))) == counts
+
+
+def test_batch_normalization_is_told_the_size_of_micro_batches() -> None:
+    """Only of a model that has such layers, and only where the batch is split."""
+    profile = dataclasses.replace(random_profile(1, 2, sizes=(1, 16)), model=Model(batch_norm=True))
+    notes: list[str] = []
+    asked: dict[str, Any] = {"devices": 1, "mem": "8GB", "batch": 16, "note": notes.append}
+    api_solve(profile, **asked, micro_batches=1)
+    assert not notes
+    api_solve(profile, **asked, micro_batches=4)
+    assert ["micro-batches of 4 samples" in note for note in notes] == [True]
 
 
 def test_micro_batches_have_at_least_as_many_samples_as_asked() -> None:
