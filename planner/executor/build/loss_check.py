@@ -47,6 +47,12 @@ _OUTPUT_COPIES: Final = 4
 _MOST_S: Final = 3.0
 """Time of the first forward. Slower models are not compared."""
 
+_LEAST_LOSS: Final = 1e-2
+"""Smaller losses are compared as if they were so large: the mean of a normalized output is a rounding error."""
+
+_UNSEEN: Final = 1e-3
+"""Part of the difference between the halves' losses that is no cause for alarm."""
+
 _LEAST_LABELS: Final = 4
 """Labels in a row from which each rule gets a weight of its own (`_masked`)."""
 
@@ -81,7 +87,9 @@ class _Losses(NamedTuple):
         """Return True if the loss of all samples is the mean of the halves' losses, weighted by `counts`."""
         total = sum(counts)
         mean = (self.first * counts[0] + self.second * counts[1]) / total if total else float("nan")
-        return abs(self.whole - mean) <= self.tolerance * max(map(abs, (self.whole, self.first, self.second)))
+        rounding = self.tolerance * max(_LEAST_LOSS, *map(abs, (self.whole, self.first, self.second)))
+        # Sums that nearly cancel have larger rounding errors. Other weights make a larger part of the difference.
+        return abs(self.whole - mean) <= max(rounding, _UNSEEN * abs(self.first - self.second))
 
 
 def check_loss(loaded: LoadedModel) -> CheckedLoss:
