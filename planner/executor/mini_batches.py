@@ -13,8 +13,9 @@ from planner.core.errors import UsageError
 from planner.core.schedule import schedule_of
 from planner.executor.job import Job
 from planner.executor.run.loader import Loader, checked_state, drawn_alike, epochs, example_of
-from planner.executor.run.losses import UNCOUNTED, label_count, loss_counts, weights_of
+from planner.executor.run.losses import UNCOUNTED, loss_counts, weights_of
 from planner.executor.run.parts import Part, micro_batches_of, parts_of, size_of, tensors_of
+from planner.model.label_counts import label_count
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.precision import to_precision
 

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from planner.model.autocast import autocast_dtype
 from planner.model.calling import arguments_of
+from planner.model.label_counts import label_count
 from planner.model.lean import build_lean, fill
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
@@ -229,9 +230,12 @@ def _rows(tensor: Tensor, first: int, end: int) -> Tensor:
 
 def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
     """Return what the loss of each micro-batch counts for in that of the mini-batch."""
-    if loaded.loss_count is None:
-        return [1 / len(batches)] * len(batches)
-    counts = [float(loaded.loss_count(batch.targets)) for batch in batches]
+    if loaded.loss_count is not None:
+        counts = [float(loaded.loss_count(batch.targets)) for batch in batches]
+    elif loaded.counted_labels and all(isinstance(b.inputs, dict) and "labels" in b.inputs for b in batches):
+        counts = [label_count(batch.inputs, loaded.counted_labels) for batch in batches]
+    else:
+        counts = [1.0] * len(batches)
     return [count / sum(counts) if sum(counts) else 0.0 for count in counts]
 
 

@@ -23,7 +23,7 @@ from planner.core.errors import ModelError
 from planner.core.values.profile import CountedLabels
 from planner.core.values.units import counted
 from planner.device.machine import available_bytes
-from planner.executor.run.losses import MASKED, label_count, loss_counts
+from planner.executor.run.losses import loss_counts
 from planner.executor.run.parts import micro_batches_of
 from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.stage_module import evaluating
@@ -31,6 +31,7 @@ from planner.model.attributes import Attributes
 from planner.model.batch_norm import uses_batch_in_evaluation
 from planner.model.calling import arguments_of
 from planner.model.held import as_ghosts, replaced_tensors
+from planner.model.label_counts import MASKED, label_count
 from planner.model.lean import build_lean
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.nests import put_together, take_apart, tensors_in

@@ -16,9 +16,9 @@ from planner.bridge.torchax_adapter import shape_of, torch_like
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE, schedule_of
 from planner.core.values.balance import Balance
-from planner.executor.run.losses import label_count
 from planner.executor.run.parts import micro_batches_of, tensors_of
 from planner.model.chain import Chain, Layer
+from planner.model.label_counts import label_count
 from planner.model.load import LoadedModel
 from planner.model.stage import ModelStage
 

@@ -12,39 +12,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from planner.core.errors import ModelError, UsageError
-from planner.core.values.profile import CountedLabels
+from planner.core.errors import ModelError
 from planner.model.nests import tensors_in
 from planner.model.stand_ins import Unread
 from planner.model.user_errors import user_code
 
 UNCOUNTED: Final = object()
 """Takes the place of targets that nothing is to be counted of, whose mean would be 0 / 0."""
-
-
-MASKED: Final = -100
-"""Label that torch's and transformers' losses leave out."""
-
-
-def label_count(inputs: Any, counted: CountedLabels) -> float:
-    """Return the number of labels among the inputs of a micro-batch that its loss is the mean of.
-
-    Args:
-        inputs: Keyword arguments of the model, with `labels` of shape (samples, ..., tokens).
-        counted: Which labels; `shifted` if the label of a token is predicted from the tokens before it.
-
-    Raises:
-        UsageError: The labels have no values here.
-    """
-    labels: Tensor = inputs["labels"]
-    if labels.is_meta:
-        raise UsageError(
-            "the labels of a mini-batch are on the meta device, and the last stage counts them",
-            hint="give each rank its part: `inputs, targets = pipeline.own_part(inputs, targets)`",
-        )
-    if counted == "shifted":
-        labels = labels[..., 1:]
-    return float((labels != MASKED).sum())
 
 
 def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source: str) -> list[float]:

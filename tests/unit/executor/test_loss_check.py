@@ -11,8 +11,8 @@ from planner.core.values.profile import CountedLabels, Model
 from planner.executor import prove
 from planner.executor.build.building import build_structure
 from planner.executor.build.loss_check import check_loss
-from planner.executor.run.losses import label_count
 from planner.files import write
+from planner.model.label_counts import label_count
 from planner.model.load import LoadedModel, load_model
 from tests.support.ranks import run_ranks
 
