@@ -14,10 +14,11 @@ compilation, and do something else then.
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -147,6 +148,31 @@ def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
         Ghost, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device
     )
     return ghost
+
+
+def drop_computed(value: Any) -> Any:
+    """Return `value` with a ghost in place of every tensor that has a graph, in objects and containers that it holds.
+
+    Objects, lists and dicts are changed in place. The graph of a tensor holds the parameters that it was computed from.
+    """
+    return _without_computed(value, set())
+
+
+def _without_computed(value: Any, seen: set[int]) -> Any:
+    if isinstance(value, Tensor):
+        has_graph = value.grad_fn is not None and not isinstance(value, Ghost)
+        return ghost_like(value, value.device) if has_graph else value
+    if id(value) in seen or isinstance(value, nn.Module | type | ModuleType | FunctionType):
+        return value
+    seen.add(id(value))
+    if type(value) is tuple:
+        return tuple(_without_computed(item, seen) for item in value)
+    if isinstance(value, list):
+        value[:] = [_without_computed(item, seen) for item in value]
+    for holder in (value, getattr(value, "__dict__", None)):
+        if isinstance(holder, dict):
+            holder.update({key: _without_computed(item, seen) for key, item in holder.items()})
+    return value
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

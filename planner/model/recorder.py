@@ -21,7 +21,7 @@ from planner.core.errors import PlannerError
 from planner.model.attributes import Attributes
 from planner.model.calling import arguments_of, wrapped
 from planner.model.functions import Called, FunctionWatch
-from planner.model.ghosts import SHAPE_ONLY, storage_key, storage_of
+from planner.model.ghosts import SHAPE_ONLY, drop_computed, storage_key, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
 from planner.model.nests import take_apart, tensors_in
@@ -59,6 +59,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         with wrapped(model.modules(), recorder.run), OperatorWatch(after=recorder.note_operator):
             output = recorder.output_of(model, *args, **kwargs)
         recorder.note_outputs(output, None if loss_of is None else _addresses_read(loss_of, output))
+    recorder.drop_computed()
     return recorder.recording
 
 
@@ -137,6 +138,13 @@ class _Recorder:
             self._use(version, END)
         self.recording.outputs, self.recording.output_nest = tuple(versions), nest
         self.recording.unread = frozenset(versions).difference(used, (-1,))
+
+    def drop_computed(self) -> None:
+        """Drop the tensors that recorded objects (a key-value cache) hold: their graphs hold the model's parameters."""
+        for call in self.recording.calls:
+            for leaf in (*call.leaves, *(leaf for change in call.changes for leaf in change.leaves)):
+                if isinstance(leaf, Constant) and not is_plain(leaf.value):
+                    drop_computed(leaf.value)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs and notes one call of a module's forward."""
