@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_flatten
 from planner.core.values.profile import BoundaryTensor, MemoryDetail
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_key, storage_of
+from planner.model.held import loose_tensors
+from planner.model.stage import ModelStage
 from planner.profile.sparse import sparse_bytes
 from planner.profile.units import Unit, UnitInput
 
@@ -46,6 +48,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
             parameter.grad = gradient
         end_later = _end_backward_peak(unit, received, meter)
         unit.module.zero_grad()
+        attribute_bytes, renewed_bytes = _attribute_bytes(unit, received, meter)
         inputs, outputs = _boundaries(unit, received)
         return MemoryDetail(
             internal_bytes=max(0, later.internal_bytes),
@@ -61,6 +64,8 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
             target_bytes=sum(t.nbytes for t in tree_flatten(received.targets)[0] if isinstance(t, Tensor)),
             sparse_parameter_bytes=sum(parameter.nbytes for parameter in one),
             sparse_gradient_bytes=sum(map(sparse_bytes, one.values())),
+            attribute_bytes=attribute_bytes,
+            renewed_bytes=renewed_bytes,
         )
 
 
@@ -135,6 +140,28 @@ def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
     if not carrying:
         return held
     return held + meter.measure(lambda: torch.autograd.backward(carrying, gradients)).peak_bytes
+
+
+def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int, int]:
+    """Bytes of tensors in plain attributes, and the part that each forward makes anew for its backward.
+
+    A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward holds it.
+    """
+    held = _storages([*unit.module.parameters(), *unit.module.buffers()])
+    parts = unit.module.holders if isinstance(unit.module, ModelStage) else None
+    loose = {key: size for key, size in _storages(loose_tensors(unit.module, parts)).items() if key not in held}
+    if not loose:
+        return 0, 0
+
+    kept: list[Any] = []
+
+    def added() -> int:
+        values, outputs = received.non_leaves(), list[Any]()
+        kept.append(outputs)
+        return meter.measure(lambda: outputs.extend(unit.run(values, received))).end_bytes
+
+    alone, beside = added(), added()
+    return sum(loose.values()), max(0, beside - alone)
 
 
 def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:

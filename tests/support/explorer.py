@@ -95,6 +95,7 @@ def question(seed: int) -> Case:
         layers = [_in_halves(layer, rng, sizes) for layer in layers]
     if may_be_sparse:
         layers = [_sparse(layer, rng, sizes) for layer in layers]
+        layers = [_with_attributes(layer, rng) for layer in layers]
     if is_tied:
         _tie(layers, rng)
     profile = replace(profile, layers=tuple(layers), optimizer_peak=rng.choice(["largest", "sum"]))
@@ -228,6 +229,12 @@ def _sparse(layer: LayerProfile, rng: random.Random, sizes: Sequence[int]) -> La
         for d, s in zip(layer.detail, sizes, strict=True)
     )
     return replace(layer, detail=details, optimizer_sparse_peak=2.5)
+
+
+def _with_attributes(layer: LayerProfile, rng: random.Random) -> LayerProfile:
+    size = rng.choice([0, 0, 50])
+    details = tuple(replace(d, attribute_bytes=2 * size, renewed_bytes=size) for d in layer.detail)
+    return replace(layer, detail=details)
 
 
 def _in_halves(layer: LayerProfile, rng: random.Random, sizes: Sequence[int]) -> LayerProfile:

@@ -109,6 +109,10 @@ class Levels:
     the layer. Tensors that the layer did not make count as far as their gradients."""
     end_twice: FloatArray
     """The same part of `backward`."""
+    attributes: FloatArray
+    """Tensors in plain attributes, there at every moment."""
+    renewed: FloatArray
+    """The part of `attributes` of which each waiting micro-batch that keeps its activations has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

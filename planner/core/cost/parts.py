@@ -3,8 +3,9 @@
 The letters are those of docs/cost-model.md, for one micro-batch unless they say otherwise:
 
     I   input received                       S    saved: activations kept for backward
-    O   output                               A    I + S: a waiting micro-batch that kept its activations
+    O   output                               A    I + S + R: a waiting micro-batch that kept its activations
     J   state as it was before a forward     E    I + O + J: a waiting one that dropped them, and is recomputed
+    R   attributes that a forward renews
     D   copy of the input                    G    gradients of the stage's parameters
     T   autocast's copies of weights         Z    gradients in a message to other replicas
 
@@ -13,7 +14,7 @@ A part of a stage in the middle of a pipeline, from exact records, in bytes:
                       nothing is recomputed              recomputed
     held              A                                  E
     forward           I D  level                         I D J  level without gradients
-    first backward    I D  level with G, O's gradient    I O D  the higher of forward again with J, and of that level
+    first backward    I D  level with G, O's gradient    I O D R  the higher of forward again with J, and of that level
     backward          I D  level, O's gradient           I O D  likewise
     message           as `backward`, and Z               `always`: I O D  as `backward`, and Z
 
@@ -137,7 +138,8 @@ def _in_effect(stages: Stages, recompute: Recompute) -> Recompute:
 def _exact(s: Stages, recompute: Recompute) -> Parts:
     """The parts from exact records."""
     I, O, S, D, J = s.input, s.own_output, s.saved, s.copied_input, s.rewritten
-    A, E = I + S, I + O + J
+    R = s.renewed
+    A, E = I + S + R, I + O + J
     gradient = s.output_gradient
     held, kept = Size({"in_flight": A}, saved=1), Size({"in_flight": A})
     forward = last_forward = _running(I + D, s.peaks.forward, level=FORWARD)
@@ -149,8 +151,9 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
         # A recomputed micro-batch runs forward once more, with the state as it was; its new output, part of both
         # levels, lives beside the one that was sent.
         again = s.peaks.forward + J
-        first = _making_gradients(s, I + O, np.maximum(again, s.peaks.first_again) + D)
-        backward = _running(I + O, np.maximum(again, s.peaks.backward) + D, gradient)
+        # Attributes hold the last forward's tensors meanwhile, and get no others from this one.
+        first = _making_gradients(s, I + O, np.maximum(again, s.peaks.first_again) + R + D)
+        backward = _running(I + O, np.maximum(again, s.peaks.backward) + R + D, gradient)
     if recompute == "except-last":
         last_forward = _running(I, s.peaks.forward + D)
     else:

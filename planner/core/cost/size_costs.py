@@ -82,6 +82,8 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
             backward=backward,
             end_twice_first=nothing,
             end_twice=nothing,
+            attributes=nothing,
+            renewed=nothing,
         ),
         halves=cache(partial(_additive_halves, layers, n, saved=saved, transient=backward, gradients=gradients)),
         crossing=additive_crossing(layers, n),
@@ -195,6 +197,8 @@ def _exact_levels(
         backward=held + backward - casts_through + casts_through[-1],
         end_twice_first=twice(first_backward, lambda detail: detail.end_first_backward_peak_bytes),
         end_twice=twice(backward, lambda detail: detail.end_backward_peak_bytes),
+        attributes=peaks(lambda detail: detail.attribute_bytes),
+        renewed=peaks(lambda detail: detail.renewed_bytes),
     )
 
 

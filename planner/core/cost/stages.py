@@ -96,6 +96,8 @@ class Stages:
     buffers: FloatArray
     casts: FloatArray
     rewritten: FloatArray
+    renewed: FloatArray
+    """Tensors in attributes that every forward makes anew: a micro-batch that keeps its activations has its own."""
     data: FloatArray
     """The mini-batch's part."""
     input: FloatArray
@@ -224,9 +226,10 @@ class _Window:
             gradients=gradients,
             optimizer=self._tied(state.optimizer, "optimizer_bytes"),
             optimizer_peak=self._optimizer_peak(),
-            buffers=self.sums(state.buffers),
+            buffers=self.sums(state.buffers) + self.sums(costs.levels.attributes),
             casts=self._tied(state.casts, "cast_bytes"),
             rewritten=self.sums(state.rewritten),
+            renewed=self.sums(costs.levels.renewed),
             # The first stage reads slices of the mini-batch, which its caller holds for the whole step.
             data=micro_batches * batch,
             input=received,

@@ -125,6 +125,12 @@ class MemoryDetail:
     """Parameters whose gradients are sparse, which `gradient_bytes` counts as if they were dense."""
     sparse_gradient_bytes: int = 0
     """Indices and values of these gradients: every micro-batch adds as much, until the optimizer's step is done."""
+    attribute_bytes: int = 0
+    """Tensors that plain attributes of the layer's modules hold after a forward, and until the next one replaces them:
+    neither parameters nor buffers."""
+    renewed_bytes: int = 0
+    """The part of `attribute_bytes` that each forward makes anew and its backward reads, such as a pruned weight: a
+    micro-batch that waits for its backward keeps its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

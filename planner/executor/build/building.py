@@ -1,8 +1,8 @@
 """The layers of one stage with their initial parameters, equal to those of `torch.manual_seed(S); build_model()`."""
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ def build_stages(
     if chain.outline is not None:
         held = {id(tensor) for tensor in _held_by(chain, model, stages)}
         keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in held else None, device)
-        move_loose_tensors(model, lambda tensor: tensor.to(device))
+        move_loose_tensors(model, lambda tensor: _with_its_parameters(tensor, held, device))
     built = like(chain, loaded, model)
     layers = [stage.of(built) for stage in stages]
     if chain.outline is None:
@@ -148,6 +148,21 @@ def _emptied(tensor: Tensor) -> Tensor:
     empty = emptied(tensor)
     copy_attributes(tensor, empty)
     return empty
+
+
+def _with_its_parameters(tensor: Tensor, held: Collection[int], device: torch.device) -> Tensor:
+    """Return `tensor` on `device`, or an absent ghost if it was computed from a parameter that is not in `held`."""
+    nodes, seen = [tensor.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in held:
+            return absent(tensor, device, "a tensor computed from parameters of another stage")
+        nodes.extend(above for above, _ in node.next_functions)
+    return tensor.to(device)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

@@ -170,6 +170,8 @@ def _at_size(plain: ChainCosts, micro_batches: int) -> dict[str, object]:
         "backward": levels.backward,
         "end_twice_first": levels.end_twice_first,
         "end_twice": levels.end_twice,
+        "attributes": levels.attributes,
+        "renewed": levels.renewed,
         **_halves(costs),
         **_copies(costs),
     }

@@ -103,9 +103,10 @@ function stageOf(c, f, e, M, fixed) {
     optimizer: tied(c, "optimizer", "optimizer_bytes", f, e),
     optimizerPeak: fixed.peaks_add
       ? sumOf(c, "optimizer_peak", f, e) : highest(f, e, (n) => c.optimizer_peak[n]),
-    buffers: sumOf(c, "buffers", f, e),
+    buffers: sumOf(c, "buffers", f, e) + sumOf(c, "attributes", f, e),
     casts: tied(c, "casts", "cast_bytes", f, e),
     rewritten: sumOf(c, "rewritten", f, e),
+    renewed: sumOf(c, "renewed", f, e),
     data: M * ((f === 0 ? c.input[0] : 0) + (isLast ? c.target : 0)),
     copied,
     ownOutput: output - passed,
@@ -222,8 +223,8 @@ function partsOf(s, recompute, alone) {
 }
 
 function exactParts(s, recompute) {
-  const { input: I, ownOutput: O, copied: D, rewritten: J, peaks, outputGradient } = s;
-  const A = I + s.saved, E = I + O + J, isAlways = recompute === "always", redoes = recompute !== "never";
+  const { input: I, ownOutput: O, copied: D, rewritten: J, renewed: R, peaks, outputGradient } = s;
+  const A = I + s.saved + R, E = I + O + J, isAlways = recompute === "always", redoes = recompute !== "never";
   let held = { in_flight: A }, kept = held;
   let forward = running(I + D, peaks.forward), lastForward = forward;
   let first = makingGradients(s, I + D, peaks.first, s.gradients);
@@ -233,8 +234,8 @@ function exactParts(s, recompute) {
     const again = peaks.forward + J;
     held = { in_flight: E };
     forward = running(I, peaks.noGrad + J + D);
-    first = makingGradients(s, I + O, Math.max(again, peaks.again) + D, s.gradients);
-    backward = running(I + O, Math.max(again, peaks.later) + D, outputGradient);
+    first = makingGradients(s, I + O, Math.max(again, peaks.again) + R + D, s.gradients);
+    backward = running(I + O, Math.max(again, peaks.later) + R + D, outputGradient);
   }
   if (recompute === "except-last") lastForward = running(I, peaks.forward + D);
   else { kept = held; lastForward = forward; lastBackward = backward; }

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.prune import identity
 
 WORDS, TOKENS, WIDTH = 1000, 16, 128
 
@@ -178,6 +179,30 @@ class Mixture(nn.Module):
         return result
 
 
+class Pruned(nn.Module):
+    """Layers that make their weight before each forward, and keep it in an attribute until the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(identity(nn.Linear(WIDTH, WIDTH), "weight") for _ in range(6))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, tokens, 16)."""
+        value = self.words(words)
+        for layer in self.layers:
+            value = value + torch.tanh(layer(value))
+        result: Tensor = self.head(value)
+        return result
+
+
+def pruned_in_a_row() -> nn.Sequential:
+    """The layers of `Pruned` in a Sequential."""
+    model = Pruned()
+    return nn.Sequential(model.words, *model.layers, model.head)
+
+
 class Tiny(nn.Module):
     """A few kilobytes."""
 
@@ -201,6 +226,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
     "mixture": Mixture,
     "tiny": Tiny,
+    "pruned": Pruned,
+    "pruned in a row": pruned_in_a_row,
 }
 
 

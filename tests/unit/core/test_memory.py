@@ -412,6 +412,16 @@ def test_all_intervals_at_once_equal_one_stage_at_a_time(in_flight: int, *, is_e
     assert compared == 3 * (9 + 8 + 7 + 5 + 4 + 1)
 
 
+@pytest.mark.parametrize(("m", "recompute", "more"), [(1, "never", 20), (3, "never", 28), (3, "always", 24)])
+def test_tensors_in_attributes_are_counted(m: int, recompute: Recompute, more: int) -> None:
+    """Of 20 bytes a forward renews 4: a waiting micro-batch keeps them, and so does one that is recomputed."""
+    costs = exact()
+    levels = dataclasses.replace(costs.levels, attributes=np.array([0.0, 20.0, 0.0]), renewed=np.array([0.0, 4.0, 0.0]))
+    with_attributes = dataclasses.replace(costs, levels=levels)
+    plain = memory_of(costs, 1, 2, m=m, recompute=recompute).total
+    assert memory_of(with_attributes, 1, 2, m=m, recompute=recompute).total == plain + more
+
+
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_more_micro_batches_in_flight_never_need_less(*, is_exact: bool) -> None:
     """At the same micro-batch size, for every interval and choice, under GPipe and with fewer in flight."""

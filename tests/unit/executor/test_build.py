@@ -5,13 +5,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import identity
 
 from planner.core.errors import ModelError
 from planner.device.meter import CpuMeter
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
+from planner.model.ghosts import Absent
 from planner.model.load import LoadedModel
+from planner.model.stage import ModelStage
 from tests.support.measure import loaded_model
 from tests.support.models.memory_kinds import WORDS, Recurrent
 
@@ -32,6 +35,20 @@ def by_value() -> nn.Sequential:
 def on_the_cpu() -> nn.Sequential:
     """A layer that insists on its device."""
     return nn.Sequential(nn.Linear(8, 16, device="cpu"), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Pruned(nn.Module):
+    """Its layers compute their weights from parameters when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(identity(nn.Linear(8, 8), "weight") for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8)."""
+        for layer in self.layers:
+            value = torch.tanh(layer(value))
+        return value
 
 
 class Masked(nn.Module):
@@ -201,3 +218,13 @@ def test_a_model_that_fails_says_so() -> None:
     for attempt in (build_structure, lambda loaded: stage_layers(loaded, chain_of(plain()), 0, 1)):
         with pytest.raises(ModelError, match="raised ValueError: no"):
             attempt(loaded_model(broken))
+
+
+def test_a_weight_computed_from_parameters_of_another_stage_is_not_held() -> None:
+    """A stage has the pruned weights of its own layers only; those of the others would keep their parameters alive."""
+    loaded = loaded_model(Pruned)
+    chain = build_structure(loaded)
+    ((layer,),) = build_stages(loaded, chain, [StageRange(0, 1)], seed=1, device=CPU)
+    assert isinstance(layer.module, ModelStage)
+    weights = [vars(part)["weight"] for part in layer.module.model.layers]
+    assert [isinstance(weight, Absent) for weight in weights] == [False, True, True]

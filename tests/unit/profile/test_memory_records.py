@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune as pruning
 from torch import Tensor, nn
 
 from planner.core.cost.costs import costs_at
@@ -335,6 +336,24 @@ def test_saved_bytes_count_the_output_that_a_later_layer_keeps() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 32), nn.Flatten(), nn.Linear(32, 8))
     profile = profile_of_model(loaded_model(model), sizes=(B,))
     assert [layer.saved_bytes[0] for layer in profile.layers[:3]] == [4 * B * 64, 4 * B * 32, 0]
+
+
+def test_a_weight_that_each_forward_makes_anew_is_recorded() -> None:
+    """A pruned weight is kept in an attribute until the next forward, and by each micro-batch for its backward."""
+    layer = nn.Linear(N, 8, bias=False)
+    assert memory_of(layer, given()).attribute_bytes == 0
+    size = layer.weight.nbytes
+    pruning.identity(layer, "weight")
+    record = memory_of(layer, given())
+    assert (record.attribute_bytes, record.renewed_bytes) == (size, size)
+
+
+def test_a_table_in_an_attribute_is_recorded() -> None:
+    """It is there at every moment, once for all micro-batches."""
+    layer = nn.Linear(N, 8)
+    layer.table = torch.ones(50)
+    record = memory_of(layer, given())
+    assert (record.attribute_bytes, record.renewed_bytes) == (200, 0)
 
 
 def test_targets_are_counted_at_the_loss() -> None:

@@ -24,6 +24,15 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path, kind: str) -> None:
     assert off == {}
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("kind", ["pruned", "pruned in a row"])
+def test_weights_that_each_forward_makes_anew(tmp_path: Path, kind: str, schedule: str) -> None:
+    """Each micro-batch has its own, the last of them stays in an attribute, and no other stage has any of them."""
+    found = predictions(KINDS, {"kind": kind}, tmp_path, micro_batches=(4,), schedule=schedule)
+    assert len(found) == 3 * 2
+    assert {key: (p, m) for key, (p, m) in found.items() if not PROMISED.allows_peak(predicted=p, measured=m)} == {}
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_layers_that_are_used_twice(tmp_path: Path, stages: int) -> None:
     """By one stage or by several: their gradients wait for each other, or are summed over ranks."""
