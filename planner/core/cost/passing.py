@@ -84,7 +84,8 @@ class Passing:
         in_front = np.concatenate(
             [self._highest_in_front(tops, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
         )
-        highest = np.maximum(in_front, tops - end_twice - self.kept) - self.all
+        at_end = tops - end_twice - self.kept + self._waiting_at_end(backward)
+        highest = np.maximum(in_front, at_end) - self.all
         return np.where(inside, highest, 0.0)
 
     def highest_weight_backward(self, tops: FloatArray, backward: Backward) -> FloatArray:
@@ -104,6 +105,17 @@ class Passing:
                 rows = np.maximum(self._highest_from(levels + waiting.bytes), 0.0)
                 running[waiting.rows, n : n + _BLOCK] = rows[waiting.rows]
         return running
+
+    def _waiting_at_end(self, backward: Backward | None) -> FloatArray:
+        """What waits while the backward of a stage's last layer runs, shape (firsts, layers)."""
+        found = np.zeros((len(self._firsts), len(self._layers)))
+        if backward != "later" or not self._costs.ties:
+            return found
+        for n in range(0, len(self._layers), _BLOCK):
+            ends = self._layers[n : n + _BLOCK]
+            for waiting in waiting_rows(self._costs, backward, self._firsts, layers=ends, ends=ends):
+                found[waiting.rows, n : n + _BLOCK] = np.diag(waiting.bytes)
+        return found
 
     def _highest_in_front(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
         """The highest of the layers in front of the last one, for the last layers in `block`; -inf without any."""

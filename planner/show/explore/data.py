@@ -13,6 +13,7 @@ from planner.core.cost.evaluate import Partition
 from planner.core.cost.layer_memory import cast_gradient_peaks, recomputed_levels
 from planner.core.cost.planning import cluster_of
 from planner.core.cost.sparse import accumulated
+from planner.core.cost.waiting import staying_gradients
 from planner.core.cost.weight_backward import weight_levels
 from planner.core.schedule import KINDS
 from planner.core.values.cluster import Link
@@ -172,6 +173,7 @@ def _at_size(plain: ChainCosts, micro_batches: int) -> dict[str, object]:
         "end_twice": levels.end_twice,
         "attributes": levels.attributes,
         "renewed": levels.renewed,
+        "staying": staying_gradients(costs),
         **_halves(costs),
         **_copies(costs),
     }

@@ -72,6 +72,9 @@ function waiting(c, which, f, n, l) {
     if (tie.first < f || tie.second > l) continue;
     if (which === "first" && n < tie.first) bytes -= rint(tie.gradient_bytes);
     if (which === "later" && n >= tie.first && n < tie.second) bytes += rint(tie.gradient_bytes);
+    const isUsedAgain = c.ties.some((other) => other.first === tie.second && other.second <= l);
+    const share = Math.min(1, tie.gradient_bytes / Math.max(1, c.gradients[tie.second]));
+    if (which === "later" && n === tie.second && !isUsedAgain) bytes += rint(c.staying[n] * share);
   }
   return bytes;
 }
@@ -79,7 +82,7 @@ function waiting(c, which, f, n, l) {
 function highestBackward(c, f, e, passing, tops, endTwice, which) {
   const l = e - 1;
   const inFront = highest(f, l, (n) => tops[n] - relayed(c, n, l) + (which ? waiting(c, which, f, n, l) : 0));
-  const most = Math.max(inFront, tops[l] - endTwice[l] - passing.kept) - passing.all(l);
+  const most = Math.max(inFront, tops[l] - endTwice[l] - passing.kept + waiting(c, which, f, l, l)) - passing.all(l);
   return most - before(c, "saved")[f];
 }
 

@@ -179,6 +179,24 @@ class Mixture(nn.Module):
         return result
 
 
+class Repeated(nn.Module):
+    """One block that is called six times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, 512)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, tokens, 512)."""
+        value = self.words(words)
+        for _ in range(6):
+            value = self.block(value)
+        result: Tensor = self.head(value)
+        return result
+
+
 class Pruned(nn.Module):
     """Layers that make their weight before each forward, and keep it in an attribute until the next one."""
 
@@ -226,6 +244,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
     "mixture": Mixture,
     "tiny": Tiny,
+    "repeated": Repeated,
     "pruned": Pruned,
     "pruned in a row": pruned_in_a_row,
 }

@@ -25,9 +25,12 @@ def costs_of(*, tied: bool = True) -> ChainCosts:
 
 
 def test_one_gradient_waits_from_the_last_use_to_the_first() -> None:
-    """Beside the gradient in a later backward; in the first one the two are one in front of the first use."""
+    """Beside the gradient in a later backward; in the first one the two are one in front of the first use.
+
+    While the last use runs its backward, 90 wait: its first backward, in which the gradient stays, is higher by that.
+    """
     costs = costs_of()
-    assert waiting_in(costs, "later", 0, 6).tolist() == [0, 0, 100, 100, 0, 0]
+    assert waiting_in(costs, "later", 0, 6).tolist() == [0, 0, 100, 100, 90, 0]
     assert waiting_in(costs, "first", 0, 6).tolist() == [-100, -100, 0, 0, 0, 0]
 
 
@@ -74,7 +77,7 @@ def test_the_levels_of_a_stage() -> None:
     # Beside 100 of parameters: behind the first layer, 60 + 80 itself, both gradients counted, and the third is higher
     # now, where one waits for the other, 56 held + 60 + 100 + 100.
     assert tied[0] == apart[0] - 100 - (340 - 316)
-    # 100 of gradients, too; but a gradient waits while the fourth layer's backward runs, 84 held + 70, and the highest
-    # was the last one, 140 held + 70.
-    assert tied[1] == apart[1] - 200 + (84 + 70 + 100) - (140 + 70)
+    # 100 of gradients, too; but 90 wait in the fifth layer's backward, 112 held + 70, and the highest was the last one,
+    # 140 held + 70.
+    assert tied[1] == apart[1] - 200 + (112 + 70 + 90) - (140 + 70)
     assert moments(tied=True, recompute="layers") == tied

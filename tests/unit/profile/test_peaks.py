@@ -24,6 +24,14 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path, kind: str) -> None:
     assert off == {}
 
 
+def test_gradients_of_the_last_use_of_a_block_wait_while_it_runs(tmp_path: Path) -> None:
+    """The peak of a stage that ends with an attention whose block it calls again: nearly to the byte."""
+    found = predictions(KINDS, {"kind": "repeated"}, tmp_path, micro_batches=(4,), recompute=("always",))
+    assert len(found) == 3
+    for key, (predicted, measured) in found.items():
+        assert abs(predicted / measured - 1) < 0.001, (key, predicted, measured)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kind", ["pruned", "pruned in a row"])
 def test_weights_that_each_forward_makes_anew(tmp_path: Path, kind: str, schedule: str) -> None:
