@@ -159,15 +159,27 @@ class StageModule(nn.Module):
         arguments = (anchor, self.micro_batch, targets, *tensors)
         timed = self._timed(self._state.replaying(self._run))
 
+        carries, others = self._carries, list[Tensor]()
+        splits = any(carries) and not all(carries)
+
         def run(*given: Any) -> Any:
             with caching_only_with_graph():
-                return timed(*given)
+                result = timed(*given)
+            if not splits:
+                return result
+            if not torch.is_grad_enabled():
+                others.extend(t for t, does in zip(result, carries, strict=True) if not does)
+            return tuple(t for t, does in zip(result, carries, strict=True) if does)
 
         result: Tensor | tuple[Tensor, ...] = checkpoint(run, *arguments, use_reentrant=True, preserve_rng_state=False)
-        if isinstance(result, Tensor) or not self._carries:
+        if isinstance(result, Tensor) or not carries:
             return result
-        # All that this kind returns would want a gradient, and nobody sends one for a mask.
-        return tuple(t if carries else t.detach() for t, carries in zip(result, self._carries, strict=True))
+        if not splits:
+            return result if all(carries) else tuple(t.detach() for t in result)
+        # This kind makes zeros as the gradient of all that it returns, so what carries none (a mask) is left out.
+        merged = {True: iter(result), False: iter([t.detach() for t in others])}
+        others.clear()
+        return tuple(next(merged[does]) for does in carries)
 
     def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, which is called again in backward, noting the time of that."""

@@ -373,6 +373,34 @@ def test_what_carries_no_gradient_asks_for_none(recompute: Recompute) -> None:
     assert torch.equal(given.grad, module.linear.weight.sum(0).expand(2, 4))
 
 
+class WithTable(nn.Module):
+    """Returns a small output and a large table that carries no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The table is as large as 2000 rows."""
+        return self.linear(value), torch.ones(2000, 4)
+
+
+def test_a_recomputed_stage_makes_no_gradient_of_a_mask() -> None:
+    """Its backward needs memory for the table that it computes again, and not for zeros as the table's gradient."""
+    module = StageModule(
+        [Layer("0", WithTable())],
+        received=Boundary.of(torch.empty(2, 4, device="meta", requires_grad=True)),
+        recompute="always",
+        micro_batches=1,
+        loss_fn=None,
+        copies_input=False,
+        carries=(True, False),
+    )
+    value, _ = module(torch.randn(2, 4, requires_grad=True))
+    size = 2000 * 4 * 4
+    assert size <= CpuMeter().measure(value.sum().backward).peak_bytes < 2 * size
+
+
 def test_what_is_sent_must_be_what_the_next_stage_waits_for() -> None:
     """Inputs of another length than the plan's: one message, with the shapes, before anything is sent."""
     layers = [Layer("0", nn.Linear(8, 8))]
