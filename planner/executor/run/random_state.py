@@ -105,8 +105,9 @@ class OwnStates:
 
 @contextmanager
 def keeping_random_state() -> Iterator[None]:
-    """Afterwards torch's generators go on as if nothing had been drawn."""
+    """Keep the state of all generators: after the block they continue as if nothing had been drawn in it."""
     of_device = _device_generator()
+    python, numpy = random.getstate(), np.random.get_state()
     # Bytes, no tensor: a stage may need less memory than 5 kB, and nothing else of a step is that of no layer.
     state = torch.get_rng_state().numpy().tobytes()
     device_state = None if of_device is None else of_device.get_state()
@@ -114,6 +115,8 @@ def keeping_random_state() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        random.setstate(python)
+        np.random.set_state(numpy)
         if of_device is not None and device_state is not None:
             of_device.set_state(device_state)
 
