@@ -39,12 +39,12 @@ def build_structure(loaded: LoadedModel) -> Chain:
     Raises:
         ModelError: The model cannot be built.
     """
+    full: nn.Module | None = None  # with values
     try:
         with torch.device("meta"):
             model = loaded.build()
     except Exception:  # construction that depends on values; an error of the user's comes again
-        model = loaded.build()
-    full = model
+        model = full = loaded.build()
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
         # A copy in which every tensor is replaced: a finished model stays as it is, and what is tied stays tied.
         model = copy.deepcopy(model, {id(tensor): _emptied(tensor) for tensor in _all_tensors(model)})
@@ -52,7 +52,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
     try:
         return loaded.chain(model)
     except ModelError:  # what can be cut only where it runs on values; an error of the user's comes again
-        full = convert(loaded.build() if full is model else full, loaded.precision)
+        full = convert(full or loaded.build(), loaded.precision)
         outline = loaded.chain(full).outline
         if outline is None:
             raise

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -138,6 +139,33 @@ def test_the_structure_can_be_run_for_its_shapes(build: Callable[[], nn.Sequenti
     shapes = shapes_of(build_structure(loaded), inputs)
     expected = loaded.build()(inputs).shape
     assert shapes.boundaries[-1].tensors[0].shape == expected
+
+
+class MaskedByNumPy(nn.Module):
+    """Module that overwrites features with a learned vector, as SpecAugment does, and reads a number of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones((), device="cpu")
+        self.instead = nn.Parameter(torch.zeros(8))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8) to the same."""
+        value = self.blocks[0](value).clone()
+        value[torch.from_numpy(np.arange(len(value)) % 2 == 0)] = self.instead
+        for block in self.blocks[1:]:
+            value = block(value)
+        result: Tensor = value / max(float(value.detach().abs().max()), float(self.scale))
+        return result
+
+
+def test_a_forward_that_needs_values_is_cut_on_values() -> None:
+    """The structure of a model whose forward reads values is found even if its constructor ignores the meta device."""
+    loaded = loaded_model(MaskedByNumPy)
+    chain = build_structure(loaded)
+    assert chain.names == loaded.chain(MaskedByNumPy()).names
+    assert all(tensor.is_meta for tensor in all_tensors(chain.model))
 
 
 def stage_layers(loaded: LoadedModel, chain: Chain, first: int, end: int) -> tuple[Layer, ...]:
