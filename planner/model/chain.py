@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -118,6 +119,12 @@ def chain_of(
         raise ModelError(
             f'layer "{lazy[0]}" has parameters without a shape before the model has run (a lazy module)',
             hint="give its size, or run the model once in `build_model`",
+        )
+    scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise ModelError(
+            f'"{scripted[0]}" is a TorchScript module (`torch.jit.script` or `trace`): it hides its layers and tensors',
+            hint="leave the module as plain Python: `torch.jit.script` only after training",
         )
     # Children that must stay together are no layers of their own: then it is cut as any other module is.
     if _is_plain_sequential(model) and not uncut:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
@@ -63,6 +64,14 @@ class FunctionWatch(TorchFunctionMode):
             return run(called, lambda: func(*args, **(kwargs or {})))
         finally:
             self._is_running = False
+
+
+def in_transform() -> bool:
+    """Return True within a function that `torch.vmap` transforms: its tensors stand for one sample, and have no memory.
+
+    Modules that are called there are part of the code around the transform.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _emptied_stack() -> list[TorchFunctionMode]:

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 from planner.core.errors import ModelError
+from planner.model.refusals import another_path
 
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
@@ -136,10 +137,7 @@ def expect_present(tensors: Iterable[Any], where: str) -> None:
     """
     for tensor in tensors:
         if isinstance(tensor, Absent):
-            raise ModelError(
-                f'{where} depends on "{tensor.origin}", which another stage has: when the layers were found it did not',
-                hint="profile the model again; if that does not help, please report the model: the cut is wrong",
-            )
+            raise another_path(f'{where} depends on "{tensor.origin}", which another stage has')
 
 
 def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.core.errors import PlannerError
+from planner.core.errors import ModelError, PlannerError
 from planner.model.attributes import Attributes
 from planner.model.calling import arguments_of, wrapped
-from planner.model.functions import Called, FunctionWatch
+from planner.model.functions import Called, FunctionWatch, in_transform
 from planner.model.ghosts import SHAPE_ONLY, drop_computed, storage_key, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
@@ -28,7 +28,7 @@ from planner.model.nests import take_apart, tensors_in
 from planner.model.operators import OperatorWatch, decides, written_tensors
 from planner.model.recording import END, Call, Join, Operator, Recording
 from planner.model.refusals import in_place_told
-from planner.model.regions import RegionFinder, without_reentrance
+from planner.model.regions import Region, RegionFinder, without_reentrance
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
@@ -53,7 +53,9 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         recorder.note_model(model)
         recorder.note_inputs(inputs)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(saved_tensors_hooks(_forget, _forget))  # there will be no backward
+        stack.enter_context(recorder.noting_gradients())
+        if not ghosts:  # There is no backward, so nothing need be kept for one.
+            stack.enter_context(saved_tensors_hooks(_forget, _refuse_backward))
         stack.enter_context(without_reentrance())
         args, kwargs = arguments_of(inputs)
         with wrapped(model.modules(), recorder.run), OperatorWatch(after=recorder.note_operator):
@@ -84,6 +86,7 @@ class _Recorder:
         self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
         self._finder = RegionFinder(type(self).run.__code__, self.recording.regions)
         self._watch = FunctionWatch()
+        self._gradient = -1  # number of the region of the call of `torch.autograd.grad` at work
 
     def output_of(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; whatever torch refuses is told of the module whose code did it."""
@@ -146,8 +149,31 @@ class _Recorder:
                 if isinstance(leaf, Constant) and not is_plain(leaf.value):
                     drop_computed(leaf.value)
 
+    @contextmanager
+    def noting_gradients(self) -> Iterator[None]:
+        """Meanwhile note what `torch.autograd.grad` differentiates, and its own operators, as a region."""
+        grad = torch.autograd.grad
+
+        def noted(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            created = (self.recording.flow.nodes[self._version_of(t)]["created"] for t in tensors_in(inputs))
+            region = Region(begin=min(created, default=self._time), end=END, differentiated=True, calls_modules=True)
+            self.recording.regions.append(region)
+            self._gradient = len(self.recording.regions) - 1
+            try:
+                return grad(outputs, inputs, *args, **kwargs)
+            finally:
+                self._gradient, region.end = -1, self._tick()
+
+        torch.autograd.grad = noted
+        try:
+            yield
+        finally:
+            torch.autograd.grad = grad
+
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs and notes one call of a module's forward."""
+        if in_transform():
+            return forward(*args, **kwargs)
         # The code around this call pauses here: its gap is over, and another begins when the call returns.
         self._watch.end_gap()
         call = self._begun(module)
@@ -197,7 +223,7 @@ class _Recorder:
             decides=decides(func, arguments),
             writes_held=any(storage in self._held for storage in written),
             writes=tuple(self._versions[storage] for storage in written),
-            region=next(iter(self._finder.around(sys._getframe(1), time)), -1),
+            region=next(iter(self._finder.around(sys._getframe(1), time)), self._gradient),
         )
         number = len(recording.operators)
         recording.operators.append(operator)
@@ -231,6 +257,8 @@ class _Recorder:
 
     def _function(self, called: Called, run: Callable[[], Any]) -> Any:
         """Runs one call of a torch function by a module's own code; what it makes may be a join."""
+        if in_transform():
+            return run()
         recording = self.recording
         call = recording.calls[self._stack[-1]]
         gap, enter = len(call.children), self._tick()
@@ -325,6 +353,15 @@ class _Recorder:
 def _forget(_: Any) -> Any:
     """Keeps nothing."""
     return None
+
+
+def _refuse_backward(_: Any) -> Any:
+    """Raise the error of a forward that differentiates and also needs values."""
+    raise ModelError(
+        "`forward` calls `torch.autograd.grad` and also reads values of what depends on parameters (`.item()`, `if`, "
+        "NumPy): both together cannot be recorded",
+        hint="let `forward` do without the values (`torch.where` in place of `if`), or without the gradient",
+    )
 
 
 @contextmanager

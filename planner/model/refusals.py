@@ -33,6 +33,15 @@ def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
     )
 
 
+def another_path(what: str) -> ModelError:
+    """Return the error of a stage whose model runs other code than when it was profiled."""
+    return ModelError(
+        f"the model took another path than when it was profiled: {what}",
+        hint="every step must run the same layers and code: switch off what skips layers by chance or by the data; "
+        "give each phase of a curriculum its own `--set` setting, profile and plan, and go on with `--weights`",
+    )
+
+
 @contextmanager
 def in_place_told(where: str) -> Iterator[None]:
     """Says of writing in place that torch refuses that `where`, the layer at work, does it, and what to write instead.

@@ -1,9 +1,12 @@
-"""Regions of a forward that backward runs as a whole: checkpointed functions, and autograd functions that call modules.
+"""Regions of a forward that no cut goes through: checkpoints, autograd functions that call modules, and gradients.
 
 `torch.utils.checkpoint` calls its function once more in backward, with the model's modules as they are then: what a
 stage put in place of those that it passed over is gone. An autograd function runs without a graph, so what the modules
 in it return carries no gradient; only what it returns itself does. No cut goes through either. One that calls no module
 is no obstacle: a stage behind a cut runs it again, with all the code around it.
+
+`torch.autograd.grad` in a forward (the forces of a potential, a gradient penalty) needs the graph from its inputs to
+its outputs, which no stage has if a cut goes through it.
 
 The re-entrant kind of checkpointing is such an autograd function. While a model is recorded, and while its layers run,
 the other kind takes its place, which computes the same and leaves tensors their graph.
@@ -30,8 +33,10 @@ class Region:
 
     begin: int
     end: int
-    function: str
+    function: str = ""
     """Name of the autograd function; empty for a checkpoint."""
+    differentiated: bool = False
+    """Whether it is what `torch.autograd.grad` differentiates, and that call."""
     calls_modules: bool = False
     """Whether a module was called in it; where none was, its code can be run again like any other."""
 
@@ -42,6 +47,11 @@ class Region:
     @property
     def problem(self) -> str:
         """Why that cannot be."""
+        if self.differentiated:
+            return (
+                "`torch.autograd.grad` in `forward` differentiates the code there, so one stage needs its whole graph "
+                "(layers before its inputs, and after the module that returns the gradients, can be cut)"
+            )
         if not self.function:
             return "that lies within a function that `torch.utils.checkpoint` runs again as a whole"
         return (

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.model.attributes import left_behind, put_back, without_leftovers
 from planner.model.calling import arguments_of, wrapped
-from planner.model.functions import Called, FunctionWatch
+from planner.model.functions import Called, FunctionWatch, in_transform
 from planner.model.ghosts import expect_present
 from planner.model.leaves import Constant, Counted, Held, Leaf, Passed, Value
 from planner.model.nests import ABSENT, aligned, leaf_names, put_together, take_apart
 from planner.model.recording import END, Call, Join
+from planner.model.refusals import another_path
 from planner.model.regions import without_reentrance
 from planner.model.stage_part import Part
 from planner.model.stand_ins import StandIns
@@ -89,7 +90,7 @@ class StageForward:
             except _Finished:
                 return self._sent()
         if part.stop != END:
-            raise _another_path("it ended early")
+            raise another_path("it ended early")
         if part.begin == 0:
             return output
         if self._recording.unread:
@@ -108,14 +109,14 @@ class StageForward:
 
     def _sent(self) -> tuple[Tensor, ...]:
         if not self._tensors.keys() >= set(self._part.sent):
-            raise _another_path("it did not return what the next stage needs") from None
+            raise another_path("it did not return what the next stage needs") from None
         sent = tuple(self._tensors[value] for value in self._part.sent)
         expect_present(sent, "what is sent to the next stage")
         return sent
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a watched module: passed over, opened, or run as a whole."""
-        if self._inside:
+        if self._inside or in_transform():
             return forward(*args, **kwargs)
         # The code that makes this call was in a gap, in which it must have made every join that the recording has.
         self._end_gap()
@@ -147,7 +148,7 @@ class StageForward:
         leaves = take_apart(result)[0]
         if len(leaves) != len(call.leaves):
             if not (self._part.begin and call.number in self._part.open):
-                raise _another_path(f'"{call.path}" returned something else')
+                raise another_path(f'"{call.path}" returned something else')
             # What it collects from within modules that are passed over is not all there.
             leaves = aligned(result, call.nest)
         self._keep(leaves, call.leaves)
@@ -182,7 +183,7 @@ class StageForward:
             path = self._calls[self._stack[-1]].path
             name, _ = next(iter(self._awaited))
             where = f'"{path}"' if path else "its own code"
-            raise _another_path(f"{where} did not call `{name}` between its modules")
+            raise another_path(f"{where} did not call `{name}` between its modules")
 
     def _reach(self, time: int) -> None:
         """What begins or ends at a time of the recording does so."""
@@ -205,10 +206,10 @@ class StageForward:
         self._next[parent.number] = position + 1
         # By position, not by module: one that is called twice has a call for each, with results of its own.
         if position >= len(parent.children):
-            raise _another_path("a module more was called")
+            raise another_path("a module more was called")
         call = self._calls[parent.children[position]]
         if self._part.model.get_submodule(call.path) is not module:
-            raise _another_path(f'"{call.path}" was to be called')
+            raise another_path(f'"{call.path}" was to be called')
         return call
 
     def _keep(self, leaves: Sequence[Any], recorded: Sequence[Leaf]) -> None:
@@ -237,7 +238,7 @@ class StageForward:
             try:
                 self._keep(left_behind(self._part.model, change), change.leaves)
             except LookupError:
-                raise _another_path(f'"{call.path}" left something else behind') from None
+                raise another_path(f'"{call.path}" left something else behind') from None
 
     def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
         """What a call that does not run returns; what it would leave behind is put where it would be."""
@@ -245,7 +246,7 @@ class StageForward:
             try:
                 put_back(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
             except LookupError:
-                raise _another_path(f'"{call.path}" cannot leave anything behind') from None
+                raise another_path(f'"{call.path}" cannot leave anything behind') from None
         return self._rebuilt(call.leaves, call.nest, arguments)
 
     def _rebuilt(self, recorded: Sequence[Leaf], nest: Any, arguments: Sequence[Any]) -> Any:
@@ -278,7 +279,7 @@ class StageForward:
             try:
                 leaves[number] = self._stand_ins.output(number, names[number], leaves[number])
             except LookupError:
-                raise _another_path(f'it did not return "{names[number]}"') from None
+                raise another_path(f'it did not return "{names[number]}"') from None
         return put_together(leaves, nest)
 
 
@@ -286,10 +287,3 @@ def held_tensor(model: nn.Module, full: str) -> Any:
     """The parameter or buffer of that name."""
     path, _, name = full.rpartition(".")
     return getattr(model.get_submodule(path), name)
-
-
-def _another_path(what: str) -> ModelError:
-    return ModelError(
-        f"the model took another path than when its layers were found: {what}",
-        hint="a pipeline needs the same layers for every batch; switch off what skips layers by chance or by the data",
-    )

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile
+from planner.executor.build.building import keep_only
 from planner.executor.run.parts import size_of
 from planner.model.chain import chain_of
 from planner.model.load import Batch, load_model
@@ -45,6 +46,39 @@ def test_layers_skipped_by_chance_are_told_as_such() -> None:
     with pytest.raises(ModelError, match="the model took another path") as refused:
         profile_of_model(loaded_model(ByChance(), WIDTH), sizes=(1, 2, 3))
     assert "switch off what skips layers by chance" in refused.value.hint
+
+
+class Curriculum(Blocks):
+    """Uses its last blocks after the first forward calls."""
+
+    num_blocks = 4
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to (b, WIDTH)."""
+        for block in list(self.blocks)[: self.num_blocks]:
+            value = torch.tanh(block(value))
+        return value
+
+
+def test_a_path_that_changes_during_training_is_named() -> None:
+    """The last stage says that the path is another, not that a cut is wrong."""
+    model = Curriculum()
+    chain = chain_of(model, lambda size: torch.randn(size, WIDTH))
+    last = chain.stage(len(chain.layers) - 1, len(chain.layers))
+    model.num_blocks = 6
+    elsewhere = set(model.blocks[4:].parameters())
+    keep_only(model, lambda tensor: None if tensor in elsewhere else tensor, torch.device("cpu"))
+    with pytest.raises(ModelError, match=r'took another path than when it was profiled: .* "blocks.5') as refused:
+        last((torch.randn(2, WIDTH),))
+    assert "each phase of a curriculum" in refused.value.hint
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripted_modules_are_refused() -> None:
+    """The message names the first one."""
+    blocks = [torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    with pytest.raises(ModelError, match=r'"0" is a TorchScript module'):
+        chain_of(nn.Sequential(*blocks))
 
 
 class Packed(nn.Module):

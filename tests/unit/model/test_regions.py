@@ -292,3 +292,89 @@ def test_gradient_checkpointing_of_transformers_keeps_its_layers(*, reentrant: b
     assert result.loss_error < 1e-6
     assert result.gradient_error < 1e-5
     assert result.chain.names == chain_of(plain, real.inputs).names
+
+
+class Potential(nn.Module):
+    """Energy with its gradient, for which the code in between is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """(b, WIDTH) to the same: minus the gradient of the energy."""
+        positions = positions.detach().requires_grad_()
+        value = positions
+        for layer in self.layers:
+            value = value + torch.tanh(layer(value))
+        return -torch.autograd.grad(value.square().sum(), positions, create_graph=True)[0]
+
+
+class Refined(nn.Module):
+    """Linear layers around such a potential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.potential = Potential()
+        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to the same."""
+        for layer in self.before:
+            value = layer(value)
+        value = value + self.potential(value)
+        for layer in self.after:
+            value = torch.tanh(layer(value))
+        return value
+
+
+def test_what_is_differentiated_in_forward_stays_in_one_stage() -> None:
+    """A model with `torch.autograd.grad` in one of its modules is cut around it, with the same gradients."""
+    torch.manual_seed(0)
+    result = compare(Refined(), values, torch.Tensor.sum)
+    assert len(result.chain.names) == 5
+    assert result.gradient_error < 1e-5
+
+
+def test_a_model_that_is_differentiated_as_a_whole_is_refused() -> None:
+    """The message names `torch.autograd.grad`."""
+    with pytest.raises(ModelError, match=r"cannot be cut.*`torch.autograd.grad` in `forward` differentiates"):
+        chain_of(Potential(), values)
+
+
+class Unvalued(Potential):
+    """A potential that also reads a value."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """(b, WIDTH) to the same."""
+        return super().forward(positions) * float(self.layers[0].bias.detach().sum() < WIDTH)  # type: ignore[arg-type]
+
+
+def test_a_gradient_in_forward_beside_values_is_refused() -> None:
+    """Without values the graph would be recorded, and with them it is not kept."""
+    with pytest.raises(ModelError, match=r"`torch.autograd.grad` and also reads values"):
+        chain_of(Unvalued(), values)
+
+
+class Mapped(nn.Module):
+    """Blocks whose code maps functions and modules over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.mapped = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to the same."""
+        for block in self.blocks:
+            value = torch.vmap(lambda sample: sample / (1 + sample.norm()))(block(value))
+        return value + torch.vmap(self.mapped)(value)
+
+
+def test_code_that_vmap_transforms_is_cut_around() -> None:
+    """A module that is called within `torch.vmap` is part of the code around it."""
+    torch.manual_seed(0)
+    result = compare(Mapped(), values, torch.Tensor.sum)
+    assert len(result.chain.names) == 5
+    assert result.gradient_error < 1e-5
