@@ -237,11 +237,12 @@ def _with_checked_loss(loaded: "LoadedModel", asked: _Asked) -> "LoadedModel":
 
 def _checked(loaded: "LoadedModel", asked: _Asked) -> "tuple[LoadedModel, Proof | None]":
     """Return the model without the cuts whose stages train wrongly, and what was found of the others."""
-    from planner.executor import check_equivalence  # noqa: PLC0415 - torch
+    from planner.executor import check_buildable, check_equivalence  # noqa: PLC0415 - torch
     from planner.profile import layer_digests  # noqa: PLC0415 - torch
 
     options = asked.options
     if not asked.proof_budget_s:
+        check_buildable(loaded)
         return loaded, None
     checked = check_equivalence(
         loaded,
@@ -249,6 +250,8 @@ def _checked(loaded: "LoadedModel", asked: _Asked) -> "tuple[LoadedModel, Proof 
         digests=layer_digests,
         progress=lambda text: options.progress(f"equivalence check: {text}", 0, 0),
     )
+    if not checked.proof.layers:  # No stage was built, so it is not known that the ranks of a run can build theirs.
+        check_buildable(checked.loaded)
     for warning in checked.warnings:
         options.warn(warning)
     if checked.proof.differs_recomputed:

@@ -3,6 +3,7 @@
 from planner.core.extras import importing
 
 with importing("train"):
+    from planner.executor.build.building import check_buildable
     from planner.executor.build.loss_check import check_loss
     from planner.executor.checkpoints import Checkpoints
     from planner.executor.equivalence.check import Checked, check_equivalence
@@ -23,6 +24,7 @@ __all__ = [
     "Pipeline",
     "StepRecord",
     "arguments",
+    "check_buildable",
     "check_equivalence",
     "check_loss",
     "check_whole",

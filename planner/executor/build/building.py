@@ -11,8 +11,10 @@ from planner.core.errors import ModelError
 from planner.core.values.balance import Balance
 from planner.core.values.units import counted
 from planner.executor.build.own_stage import BuildError, build_only, emptied
+from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, outlined
 from planner.model.ghosts import absent
+from planner.model.growth import SIZES
 from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
 from planner.model.load import LoadedModel
 from planner.model.precision import convert
@@ -57,6 +59,18 @@ def build_structure(loaded: LoadedModel) -> Chain:
         if outline is None:
             raise
         return outlined(outline, model)
+
+
+def check_buildable(loaded: LoadedModel) -> None:
+    """Find the stages' structure and shapes as every rank does when a run starts.
+
+    Raises:
+        ModelError: They cannot be found, so no rank could start.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        inputs = loaded.example_batch(SIZES[0]).inputs
+    shapes_of(build_structure(loaded), inputs, precision=loaded.precision, device=torch.device("cpu"))
 
 
 def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> None:

@@ -4,22 +4,25 @@ import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from planner.core.errors import ModelError
+from planner.core.errors import ModelError, PlannerError
 from planner.core.values.precision import Precision
 from planner.executor.run.parts import tensors_of
+from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.recompute import Recomputed
 from planner.model.autocast import autocast_dtype, layers_in
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer
+from planner.model.held import loose_tensors
 from planner.model.layout import shape_like
 from planner.model.load import to_device
+from planner.model.refusals import raised_by
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,7 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
         device: Where they run; autocast does other things on the CPU than on CUDA.
 
     Raises:
-        ModelError: A layer needs real values (`.item()`, data-dependent shapes), does not fit its input, or cannot be
-            trained in micro-batches.
+        ModelError: A layer does not fit its input, or cannot be trained in micro-batches.
     """
     BatchStatistics(chain.model.named_modules())  # here on every rank alike; and running ones need no values
     received = Boundary.of(to_device(inputs, torch.device("meta")))
@@ -121,7 +123,7 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
 
 
 def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None) -> Shapes:
-    """What the layers do, one after the other, without values.
+    """What the layers do, one after the other, without values wherever that can be.
 
     Without autocast the meta device will do. Autocast does nothing there: its rules belong to devices. Fake tensors
     have a device, and no memory either.
@@ -138,26 +140,82 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
     if is_fake:
         # One copy of all, so that what is tied stays tied.
         modules = copy.deepcopy(modules, {id(t): fake(t) for t in (*modules.parameters(), *modules.buffers())})
+
+    def without_values(module: nn.Module, boundary: Boundary) -> _Effects:
+        # Copies, so that a layer that writes its input does not meet a leaf, and can be seen to write.
+        value = boundary.rebuild([(fake(t) if is_fake else t).clone() for t in boundary.tensors])
+        with layers_in(precision, device) if device is not None else nullcontext(), mode:
+            return _Effects.of(module, value)
+
     boundaries = [received]
     writes, aliases = [], []
     for layer, module in zip(layers, modules, strict=True):
-        # Copies, so that a layer that writes its input does not meet a leaf, and can be seen to write.
-        value = boundaries[-1].rebuild([(fake(t) if is_fake else t).clone() for t in boundaries[-1].tensors])
+        try:
+            effects = without_values(module, boundaries[-1])
+        except (Exception, SystemExit) as error:  # it needs values; an error of the user's comes again
+            try:
+                effects = _on_random_values(layer.module, boundaries[-1], precision, device or torch.device("cpu"))
+            except (Exception, SystemExit) as with_values:
+                raise _not_run(layer, boundaries[-1], error, with_values) from with_values
+        writes.append(effects.writes)
+        aliases.append(effects.aliases)
+        boundaries.append(Boundary.of(effects.output))
+    return Shapes(tuple(boundaries), tuple(writes), tuple(aliases))
+
+
+class _Effects(NamedTuple):
+    """Output of a layer, and what it does to its input."""
+
+    output: Any
+    writes: bool
+    aliases: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, value: Any) -> "_Effects":
+        """Run a layer on `value`."""
         inputs = tensors_of(value)
         versions = [t._version for t in inputs]
-        try:
-            with layers_in(precision, device) if device is not None else nullcontext(), mode:
-                value = module(value)
-        except Exception as error:
-            raise ModelError(
-                f'layer "{layer.name}" cannot be run on the meta device: {type(error).__name__}: {error}',
-                hint="its output shapes must follow from its input shapes alone",
-            ) from error
+        output = module(value)
         storages = {t.untyped_storage()._cdata for t in inputs}
-        writes.append([t._version for t in inputs] != versions)
-        aliases.append(any(t.untyped_storage()._cdata in storages for t in tensors_of(value)))
-        boundaries.append(Boundary.of(value))
-    return Shapes(tuple(boundaries), tuple(writes), tuple(aliases))
+        aliases = any(t.untyped_storage()._cdata in storages for t in tensors_of(output))
+        return cls(output, [t._version for t in inputs] != versions, aliases)
+
+
+def _on_random_values(module: nn.Module, received: Boundary, precision: Precision, device: torch.device) -> _Effects:
+    """Run a copy of one layer on random values, the same on every rank; the output is on the meta device.
+
+    A layer that reads values (`.item()`, `if`, NumPy) has none on the meta device. Which ones it gets must not matter:
+    what it sends in training is compared with these shapes.
+    """
+    held = (*module.parameters(), *module.buffers(), *loose_tensors(module))
+    with keeping_random_state():
+        torch.manual_seed(0)
+        module = copy.deepcopy(module, {id(tensor): _random(tensor, device) for tensor in held})
+        value = received.rebuild([_random(tensor, device).clone() for tensor in received.tensors])
+        with layers_in(precision, device):
+            effects = _Effects.of(module, value)
+    return effects._replace(output=to_device(effects.output, torch.device("meta")))
+
+
+def _not_run(layer: Layer, received: Boundary, error: BaseException, with_values: BaseException) -> PlannerError:
+    """Return the error of a layer that runs neither without values nor on random ones."""
+    where = f'layer "{layer.name}" ({type(layer.module).__name__})'
+    if type(error) is type(with_values):  # of the user's own: what the layer received does not fit
+        return raised_by(where, with_values, _described(received.leaves))
+    return ModelError(
+        f"{where} does not run on random values, on which every rank finds the shapes that it sends: "
+        f"{type(with_values).__name__}: {with_values}",
+        hint="its output shapes must follow from its input shapes alone: move checks of values into the data loader",
+    )
+
+
+def _random(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like `tensor` with random values, zeros for whole numbers."""
+    values = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    values = values.uniform_() if tensor.is_floating_point() else values.zero_()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(values, requires_grad=tensor.requires_grad)
+    return values.requires_grad_(tensor.requires_grad)
 
 
 def _described(leaves: Sequence[Any]) -> str:

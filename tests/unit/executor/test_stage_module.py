@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import planner
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, stage_times
 from planner.core.errors import ModelError
@@ -106,15 +107,42 @@ def test_stages_that_write_what_they_receive(first: int, end: int, *, writes: bo
     assert shapes(model, torch.randn(3, 8)).stage_writes_input(first, end) is writes
 
 
-def test_layers_that_need_values_are_refused() -> None:
-    """Named, with the reason."""
+class Peeks(nn.Module):
+    """Layer that reads a value of its input."""
 
-    class Peeks(nn.Module):
-        def forward(self, value: Tensor) -> Tensor:
-            return value * float(value.sum())
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8) to the same."""
+        return value.add_(1.0) if float(value.sum()) < 1e6 else value.numpy().argsort()
 
-    with pytest.raises(ModelError, match='layer "1" cannot be run on the meta device'):
-        shapes(nn.Sequential(nn.Linear(8, 8), Peeks()), torch.randn(3, 8))
+
+def test_layers_that_read_values_run_on_random_ones() -> None:
+    """Their shapes, and that they write their input, are found as on the meta device."""
+    found = shapes(nn.Sequential(nn.Linear(8, 8), Peeks(), nn.Linear(8, 4)), torch.randn(3, 8))
+    assert [tuple(boundary.tensors[0].shape) for boundary in found.boundaries] == [(3, 8), (3, 8), (3, 8), (3, 4)]
+    assert all(boundary.tensors[0].is_meta for boundary in found.boundaries)
+    assert (found.writes, found.aliases) == ((False, True, False), (False, True, False))
+
+
+class Picky(nn.Module):
+    """Layer that refuses positive values."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 8) to the same."""
+        if float(value.max()) > 0:
+            raise ValueError("positive")
+        return value
+
+
+@pytest.mark.parametrize("budget", ["0s", "10s"])
+def test_layers_without_shapes_are_refused_by_profile(budget: str) -> None:
+    """The error of the layer is told before anything is measured, not by every rank when it starts."""
+    model = nn.Sequential(nn.Linear(8, 8), Picky())
+    nn.init.zeros_(model[0].weight)
+    nn.init.constant_(model[0].bias, -1.0)
+    with pytest.raises(ModelError, match=r'layer "1" \(Picky\) does not run on random values.*ValueError: positive'):
+        planner.profile(
+            model, example_batch=lambda size: (torch.ones(size, 8), torch.ones(size, 8)), proof_budget=budget
+        )
 
 
 def test_a_boundary_is_rebuilt_as_it_was() -> None:
