@@ -126,6 +126,11 @@ def chain_of(
             f'"{scripted[0]}" is a TorchScript module (`torch.jit.script` or `trace`): it hides its layers and tensors',
             hint="leave the module as plain Python: `torch.jit.script` only after training",
         )
+    if hasattr(model, "_orig_mod"):
+        raise ModelError(
+            "the model is compiled as a whole by `torch.compile`, which hides its layers",
+            hint="compile its blocks instead, or leave `torch.compile` out",
+        )
     # Children that must stay together are no layers of their own: then it is cut as any other module is.
     if _is_plain_sequential(model) and not uncut:
         layers = tuple(_flatten(model, ""))

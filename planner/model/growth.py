@@ -152,6 +152,8 @@ def _changes_in_both(call: Call, other: Call) -> tuple[tuple[Change, ...], Shape
 
 def _grows(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Whether every sample more adds as much, and no dimension would be negative without samples."""
+    if not all(type(length) is int for length in (*shape, *other)):
+        return False  # the ragged dimension of a nested tensor
     step = SIZES[1] - SIZES[0]
     growth = [b - a for a, b in zip(shape, other, strict=True)]
     return all(g % step == 0 and 0 <= g // step * SIZES[0] <= a for a, g in zip(shape, growth, strict=True))

@@ -22,6 +22,11 @@ def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
     refusal = _in_place_refusal(where, error)
     if refusal is not None:
         return refusal
+    if "don't yet support saved tensor hooks" in str(error):
+        return ModelError(
+            f"{where} calls `torch.func.grad`, `vjp`, `jacrev` or `hessian`: what they save cannot be measured",
+            hint="use `torch.autograd.grad(…, create_graph=True)` there; `torch.vmap` and `functional_call` can stay",
+        )
     if isinstance(error, ValueError) and str(error).startswith(_ONE_VALUE):
         return TooFewSamplesError(
             f"{where} cannot train on {inputs}: batch normalization needs more than one value per channel",

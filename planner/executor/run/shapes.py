@@ -36,6 +36,11 @@ class Boundary:
     def of(cls, value: Any) -> "Boundary":
         """The shape of `value`, whose tensors must be on the meta device; gradients are required where it has them."""
         leaves, spec = tree_flatten(value)
+        if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+            raise ModelError(
+                "a layer passes on a nested tensor, whose shape depends on the data, so it cannot be sent",
+                hint="pad it to a fixed length at the end of the layer (`torch.nested.to_padded_tensor`)",
+            )
         return cls(tuple(shape_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 
     @property

@@ -11,8 +11,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile
-from planner.executor.build.building import keep_only
+from planner.executor.build.building import build_structure, keep_only
 from planner.executor.run.parts import size_of
+from planner.executor.run.shapes import shapes_of
 from planner.model.chain import chain_of
 from planner.model.load import Batch, load_model
 from planner.profile import ProfileOptions, profile_model
@@ -79,6 +80,63 @@ def test_scripted_modules_are_refused() -> None:
     blocks = [torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
     with pytest.raises(ModelError, match=r'"0" is a TorchScript module'):
         chain_of(nn.Sequential(*blocks))
+
+
+def test_a_model_compiled_as_a_whole_is_refused() -> None:
+    """The message says to compile its blocks."""
+    with pytest.raises(ModelError, match=r"compiled as a whole by `torch.compile`") as refused:
+        chain_of(torch.compile(Curriculum(), backend="eager"), lambda size: torch.randn(size, WIDTH))
+    assert "compile its blocks" in refused.value.hint
+
+
+class Gradients(Blocks):
+    """Layers that differentiate by `torch.func`, which torch's hooks on saved tensors do not allow."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to (b, WIDTH)."""
+        for block in self.blocks:
+            value = value + torch.vmap(torch.func.grad(lambda x, block=block: torch.tanh(block(x)).sum()))(value)
+        return value
+
+
+@pytest.mark.parametrize("build", [Gradients, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Gradients())])
+def test_derivatives_by_torch_func_are_refused(build: Callable[[], nn.Module]) -> None:
+    """The message names what to use instead."""
+    with pytest.raises(ModelError, match=r"calls `torch.func.grad`") as refused:
+        profile_of_model(loaded_model(build, WIDTH))
+    assert "`torch.autograd.grad(…, create_graph=True)`" in refused.value.hint
+
+
+class Ragged(nn.Module):
+    """A block that works on a nested tensor, and returns one if it is not to `pad` it."""
+
+    def __init__(self, *, pad: bool) -> None:
+        super().__init__()
+        self.linear, self.pad = nn.Linear(WIDTH, WIDTH), pad
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to (b, WIDTH), or to (b, 1, WIDTH) as a nested tensor."""
+        rows = list(value.unsqueeze(1).unbind()) if not value.is_nested else value.unbind()
+        nested = self.linear(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+        return torch.nested.to_padded_tensor(nested, 0.0).squeeze(1) if self.pad else nested
+
+
+def in_blocks(*blocks: nn.Module) -> Blocks:
+    """A model of these blocks."""
+    model = Curriculum()
+    model.blocks = nn.ModuleList(blocks)
+    return model
+
+
+def test_nested_tensors_stay_within_layers() -> None:
+    """Where they do not cross a boundary they are no obstacle; where they would, it is said to pad them."""
+    inputs = torch.randn(2, WIDTH)
+    chain = chain_of(in_blocks(*(Ragged(pad=True) for _ in range(3))), lambda size: torch.randn(size, WIDTH))
+    assert len(chain.layers) == 3
+    crossing = nn.Sequential(Ragged(pad=False), Ragged(pad=True), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ModelError, match="a layer passes on a nested tensor") as refused:
+        shapes_of(build_structure(loaded_model(crossing, WIDTH)), inputs)
+    assert "pad it" in refused.value.hint
 
 
 class Packed(nn.Module):
