@@ -370,7 +370,7 @@ VISION_MODELS: dict[str, RealModel] = {
     "U-Net, long skips": _picture(UNet, family="segmentation"),
     "Auxiliary heads, temperature": _picture(AuxiliaryHeads),
     "Stochastic depth": _picture(stochastic_depth),
-    "Blocks skipped by chance": _picture(SkippedByChance, refusal="layers were found"),
+    "Blocks skipped by chance": _picture(SkippedByChance, refusal="took another path"),
     "Side attribute": _picture(SideAttribute),
     "InstanceNorm, running statistics": _picture(Stylised),
     "Frozen backbone": _picture(frozen_backbone),
