@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner import files
 from planner.api import texts
@@ -11,7 +12,7 @@ from planner.api.keywords import on_plan
 from planner.api.options.verifying import VerifyOptions
 from planner.api.reading import NOWHERE, ReadProfile, fresh_verdict, path_of, plan_of, profile_for
 from planner.api.texts import File
-from planner.core.errors import MeasurementError, UsageError
+from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.extras import check_installed
 from planner.core.judge.question import calibrated_options, solve_again
 from planner.core.judge.verification import Tolerance, Verification, other_samples, verification_of
@@ -22,11 +23,20 @@ from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import RunReport
 
+if TYPE_CHECKING:
+    from planner.model import LoadedModel
+
 _STEPS = 12
 """How many steps `verify` runs, unless another number is asked for."""
 
 _PROOF_S = 30.0
 """Time limit of `verify` for the equivalence check of the plan's stages, in seconds, about."""
+
+_LOSSES_S = 120.0
+"""Time limit of `verify` for two steps of a plain loop, in seconds."""
+
+_LOSS_ERROR, _LOW_PRECISION_LOSS_ERROR = 1e-3, 3e-2
+"""Largest relative differences of losses after one update: rounding errors, which optimizers enlarge."""
 
 _HEADER = """\
 Measured by `gpipe-plan verify` in a run of a plan; what a person knows better may be edited."""
@@ -100,7 +110,10 @@ def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: Ve
     check_installed("train")
     steps = _STEPS if options.steps is None else options.steps
     report = run_plan(plan, profile, profile_folder=folder, steps=steps, progress=options.progress)
-    proof, wrong = _proof(plan, profile, folder)
+    loaded = _loaded(profile, folder)
+    options.progress("equivalence check of the plan's stages", steps, steps)
+    proof, wrong = _proof(plan, loaded)
+    wrong = (*wrong, *_other_losses(plan, loaded, report))
     crowded = crowding(plan, profile)
     return verification_of(plan, profile, report, tolerance, crowded=crowded, proof=proof, wrong=wrong)
 
@@ -128,14 +141,44 @@ def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) 
     return report
 
 
-def _proof(plan: Plan, profile: Profile, folder: str) -> tuple[Proof, tuple[str, ...]]:
-    """Compare the plan's own stages with the unpartitioned model; return the result and what differs."""
-    from planner.executor import check_equivalence  # noqa: PLC0415 - torch
+def _loaded(profile: Profile, folder: str) -> "LoadedModel":
+    """Return the model that a profile in `folder` is of."""
     from planner.model import load_again  # noqa: PLC0415 - torch
 
-    ends = tuple(accumulate(plan.balance))[:-1]
     source = str(Path(folder, profile.model.source))
-    loaded = load_again(source, profile.model, precision_of(profile.environment.dtype))
+    return load_again(source, profile.model, precision_of(profile.environment.dtype))
+
+
+def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple[str, ...]:
+    """Compare the losses of the emitted script's first steps with those of a plain loop; return what differs.
+
+    Only on the CPU, with example batches, and where parameters, gradients and optimizer state of the unpartitioned
+    model fit into memory.
+    """
+    from planner.executor import reference_losses  # noqa: PLC0415 - torch
+
+    if report.device.kind != "cpu" or loaded.train_batches is not None:
+        return ()
+    micro_batches = plan.micro_batches * plan.replicas
+    try:
+        losses = reference_losses(
+            loaded, micro_batches=micro_batches, micro_batch_size=plan.micro_batch_size, limit_s=_LOSSES_S
+        )
+    except ModelError:  # the equivalence check says it, unless it is only too slow here
+        return ()
+    most = _LOSS_ERROR if loaded.precision in ("", "fp32") else _LOW_PRECISION_LOSS_ERROR
+    return tuple(
+        f"the loss of step {step} is {ours:.6g} in the emitted script, and {right:.6g} in a plain loop"
+        for step, (ours, right) in enumerate(zip(report.losses, losses, strict=False))
+        if not abs(ours - right) <= most * max(abs(right), 1e-30)
+    )
+
+
+def _proof(plan: Plan, loaded: "LoadedModel") -> tuple[Proof, tuple[str, ...]]:
+    """Compare the plan's own stages with the unpartitioned model; return the result and what differs."""
+    from planner.executor import check_equivalence  # noqa: PLC0415 - torch
+
+    ends = tuple(accumulate(plan.balance))[:-1]
     checked = check_equivalence(loaded, budget_s=_PROOF_S, ends=ends)
     recomputes = any(stage.recompute != "never" for stage in plan.stages)
     differs = checked.proof.differs_recomputed

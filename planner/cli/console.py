@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
@@ -13,6 +14,8 @@ from planner.core.values.printable import printable, printable_lines
 
 if TYPE_CHECKING:
     from planner.show.terminal.style import Style
+
+_NOTE_EVERY_S = 10
 
 _Progress = Callable[[str, int, int], None]
 """(item, done, total); a total of 0 is not known yet."""
@@ -75,10 +78,10 @@ class Console:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[_Progress]:
-        """A bar on a terminal; elsewhere a line at the start. Yields what to call with (item, done, total)."""
+        """Show a bar on a terminal, else a line every ten seconds; yields what to call with (item, done, total)."""
         if self._quiet or not sys.stderr.isatty():
             self.note(f"{what} …")
-            yield lambda *_: None
+            yield self._noting(what)
             return
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -92,6 +95,19 @@ class Console:
         with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
             task = bar.add_task("", what=what, item="", total=None)
             yield lambda item, done, total: bar.update(task, item=printable(item), completed=done, total=total or None)
+
+    def _noting(self, what: str) -> _Progress:
+        """Return what notes the progress in a line, at most every ten seconds."""
+        last_s = time.monotonic()
+
+        def note(item: str, done: int, total: int) -> None:
+            nonlocal last_s
+            if time.monotonic() - last_s < _NOTE_EVERY_S:
+                return
+            last_s = time.monotonic()
+            self.note(f"{what}: {item}" + (f" ({done} of {total})" if total else ""))
+
+        return note
 
     @contextmanager
     def later_progress(self, what: str) -> Iterator[_Progress]:

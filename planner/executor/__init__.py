@@ -6,7 +6,7 @@ with importing("train"):
     from planner.executor.build.building import check_buildable
     from planner.executor.build.loss_check import check_loss
     from planner.executor.checkpoints import Checkpoints
-    from planner.executor.equivalence.check import Checked, check_equivalence
+    from planner.executor.equivalence.check import Checked, check_equivalence, reference_losses
     from planner.executor.keep.saved import check_whole, latest_checkpoint
     from planner.executor.keep.weights import export_weights
     from planner.executor.measure.calibrate import executor_cost
@@ -35,4 +35,5 @@ __all__ = [
     "measure_links",
     "pipeline_script",
     "progress",
+    "reference_losses",
 ]

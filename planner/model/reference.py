@@ -110,7 +110,9 @@ class State:
         return cls(**torch.load(path, mmap=True, weights_only=True))
 
 
-def train_reference(loaded: LoadedModel, options: ReferenceOptions, folder: Path, shake: "Shake | None" = None) -> None:
+def train_reference(
+    loaded: LoadedModel, options: ReferenceOptions, folder: Path | None, shake: "Shake | None" = None
+) -> list[float]:
     """Train the model in a plain loop and write its states to `folder`.
 
     The files are `initial`, and for every step `gradients-N` and `updated-N`.
@@ -118,15 +120,23 @@ def train_reference(loaded: LoadedModel, options: ReferenceOptions, folder: Path
     Args:
         loaded: The model.
         options: How to train.
-        folder: Where to write.
+        folder: Where to write; None writes nothing.
         shake: Changes the initial parameters a little, to see what the model makes of rounding errors.
+
+    Returns:
+        The loss of every step.
     """
+
+    def write(name: str, state: Callable[[], State]) -> None:
+        if folder is not None:
+            state().save(folder / name)
+
     seed_process(options.seed)
     model = _built(loaded, options)
     if shake is not None:
         shake(model)
-    numbers = file_numbers(loaded, model)
-    _state(model, 0.0, numbers=numbers).save(folder / "initial")
+    losses: list[float] = []
+    write("initial", partial(_initial, loaded, model))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = loaded.build_optimizer(model.parameters()) if options.updates else None
     scale = _LOSS_SCALE if loaded.precision == "fp16-mixed" else 1.0
@@ -136,12 +146,14 @@ def train_reference(loaded: LoadedModel, options: ReferenceOptions, folder: Path
                 batches = _micro_batches(mini_batch(loaded, options, step), options)
                 loss = _accumulate(model, loaded, batches, scale, partial(begin_micro_batch, step))
             scale = _unscale(trained, scale)
-            _state(model, loss, numbers=file_numbers(loaded, model), gradients=True).save(folder / f"gradients-{step}")
+            losses.append(loss)
+            write(f"gradients-{step}", partial(_after_backward, loaded, model, loss))
             if optimizer is None:
-                return
+                break
             optimizer.step()
-            _state(model, loss, optimizer=optimizer).sampled().save(folder / f"updated-{step}")
+            write(f"updated-{step}", partial(_after_update, model, loss, optimizer))
             optimizer.zero_grad()
+    return losses
 
 
 Shake = Callable[[nn.Module], None]
@@ -341,28 +353,32 @@ def _update(norm: _BatchNorm, sums: Tensor) -> None:
         running.lerp_(new.to(running.dtype), 0.0 if momentum is None else momentum)
 
 
-def _state(
-    model: nn.Module,
-    loss: float,
-    *,
-    numbers: Mapping[str, float] | None = None,
-    gradients: bool = False,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> State:
-    """Return gradients and buffers after a backward; else parameters, and buffers or the optimizer's state."""
+def _initial(loaded: LoadedModel, model: nn.Module) -> State:
+    """Return parameters, buffers and numbers."""
+    tensors = {f"parameter:{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
+    return State(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
+
+
+def _after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> State:
+    """Return gradients, buffers and numbers."""
+    gradients = {f"gradient:{name}": p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    return State(loss=loss, tensors={**gradients, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
+
+
+def _after_update(model: nn.Module, loss: float, optimizer: torch.optim.Optimizer) -> State:
+    """Return samples of parameters and of the optimizer's state."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    buffers = {f"buffer:{name}": buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
-    if gradients:
-        tensors: dict[str, Tensor | None] = {f"gradient:{name}": p.grad for name, p in named.items()}
-    else:
-        tensors = {f"parameter:{name}": parameter for name, parameter in named.items()}
-    of_optimizer, groups = ({}, {}) if optimizer is None else optimizer_state(optimizer, named)
-    return State(
-        loss=loss,
-        tensors={**tensors, **(of_optimizer if optimizer is not None else buffers)},
-        numbers={**module_numbers(dict(model.named_modules())), **(numbers or {})},
-        groups=groups,
-    )
+    tensors, groups = optimizer_state(optimizer, named)
+    tensors |= {f"parameter:{name}": parameter for name, parameter in named.items()}
+    return State(loss=loss, tensors=tensors, numbers={}, groups=groups).sampled()
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor | None]:
+    return {f"buffer:{name}": buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+
+def _numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
+    return module_numbers(dict(model.named_modules())) | file_numbers(loaded, model)
 
 
 def optimizer_state(

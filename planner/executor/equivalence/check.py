@@ -466,6 +466,36 @@ class _Verdict(NamedTuple):
         return _together(self.found)
 
 
+def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_size: int, limit_s: float) -> list[float]:
+    """Train the unpartitioned model for two steps in a plain loop, in a process of its own; return the losses.
+
+    Args:
+        loaded: The model.
+        micro_batches: Micro-batches of a step, over all replicas.
+        micro_batch_size: Samples of each.
+        limit_s: Seconds after which the process is ended.
+
+    Raises:
+        ModelError: It does not train, or not within that time.
+    """
+
+    def work(_connection: Connection) -> list[float]:
+        starts = layer_starts(build_structure(loaded))
+        options = ReferenceOptions(
+            seed=0, steps=_STEPS, micro_batches=micro_batches, micro_batch_size=micro_batch_size, starts=starts
+        )
+        return train_reference(loaded, options, None)
+
+    child = Child(work, limit_s=limit_s)
+    try:
+        losses: list[float] = child.result()
+    except ChildError as error:
+        raise error.as_model_error() from None
+    finally:
+        child.end()
+    return losses
+
+
 def _run_rank(trial: Trial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
     return run_rank(trial, rank, rendezvous)
 
