@@ -218,10 +218,21 @@ def _described(layer: Layer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "class": type(layer.module).__qualname__,
-        "repr": without_addresses(repr(layer.module)),
+        "repr": without_addresses(_printed(layer.module)),
         "parameters": [_tensor(name, p) for name, p in layer.module.named_parameters()],
         "buffers": [_tensor(name, b) for name, b in layer.module.named_buffers()],
     }
+
+
+def _printed(module: nn.Module) -> str:
+    """Return what a module prints, or its classes where one prints itself: that may read values, absent on a rank."""
+    own = any(
+        type(part).__repr__ is not nn.Module.__repr__ and not type(part).__module__.startswith("torch.")
+        for part in module.modules()
+    )
+    if not own:
+        return repr(module)
+    return "\n".join(f"{path}: {type(part).__qualname__}" for path, part in module.named_modules())
 
 
 def _tensor(name: str, tensor: Tensor) -> list[Any]:

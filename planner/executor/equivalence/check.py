@@ -31,7 +31,7 @@ from planner.core.values.proof import Proof
 from planner.core.values.units import counted, format_bytes
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.coverage import Coverage, coverage_of, groups_of
-from planner.executor.equivalence.differences import Differences, compare_gradients, largest_problem, shaking
+from planner.executor.equivalence.differences import NUMBER, Differences, compare_gradients, largest_problem, shaking
 from planner.executor.equivalence.isolation import Child, ChildError
 from planner.executor.equivalence.stages import Trial, run_rank
 from planner.executor.run.shapes import shapes_of
@@ -334,6 +334,7 @@ class _Round:
         missing = (num_layers - 1 if ends is None else len([end for end in ends if end < num_layers])) - len(cuts)
         late = [f"{counted(missing, 'cut')} not compared within {self.checking.budget_s:g} s"] if missing else []
         names = list(relative)
+        sizes = [size for what, size in relative.items() if math.isfinite(size) and not what.startswith(NUMBER)]
         return Proof(
             layers=num_layers,
             cuts=len(cuts),
@@ -341,7 +342,7 @@ class _Round:
             gradients=sum(name.startswith("the gradient of") for name in names),
             buffers=sum(name.startswith("the buffer") for name in names),
             states=sum(name.startswith("the optimizer's") and " of " in name for name in names),
-            worst=float(f"{max((size for size in relative.values() if math.isfinite(size)), default=0.0):.0e}"),
+            worst=float(f"{max(sizes, default=0.0):.0e}"),
             reason="; ".join([*late, *filter(None, [self.subject.reason])]),
             differs_recomputed=recomputed,
         )
@@ -576,6 +577,8 @@ def _compared_states(state: State, right: State) -> dict[str, float]:
     found.compare_number("the loss", state.loss, right.loss)
     gradients = {n.partition(":")[2]: t for n, t in state.tensors.items() if n.startswith("gradient:")}
     compare_gradients(found, gradients, right)
+    for name, number in state.numbers.items():
+        found.compare_number(f'{NUMBER} "{name}"', number, right.numbers.get(name, number))
     for name, tensor in state.tensors.items():
         if name.startswith("buffer:"):
             found.compare_tensor(f'the buffer "{name.partition(":")[2]}"', tensor, right.tensors[name])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from planner.core.values.balance import Balance
 from planner.executor.equivalence.differences import (
+    NUMBER,
     Differences,
     compare_gradients,
     compare_update,
@@ -143,7 +144,7 @@ class _Rank:
         for module in self._pipeline.modules:
             for name, number in module_numbers(module.running_modules()).items():
                 if name in right.numbers:
-                    found.compare_number(f'the number "{name}"', number, right.numbers[name])
+                    found.compare_number(f'{NUMBER} "{name}"', number, right.numbers[name])
         for name, number in file_numbers(self._trial.loaded, self._trial.chain.model).items():
             if number != at_start.get(name) and name in right.numbers:
                 variable = name.rpartition(":")[2]
