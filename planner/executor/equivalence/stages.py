@@ -115,7 +115,9 @@ class _Rank:
             if right is None or right.shape != tensor.shape or tensor.is_meta:
                 continue
             if not torch.equal(tensor.detach(), right):
-                self._found.own_values[name] = digest_of_values(tensor)
+                # Ranks may know a tied tensor under different names.
+                first = self._pipeline.first_names.get(name, name)
+                self._found.own_values[first] = digest_of_values(tensor)
                 tensor.detach().copy_(right)
 
     def _held(self) -> dict[str, Tensor]:
