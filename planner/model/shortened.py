@@ -84,8 +84,9 @@ def without_modules(model: nn.Module, skipped: Sequence[Skipped]) -> nn.Module:
     """Make some modules of a model return what they are given, and drop what they hold."""
     for each in skipped:
         module = model.get_submodule(each.path)
-        for held in (module._modules, module._parameters, module._buffers):
-            held.clear()
+        tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
+        for held in tables:
+            held.update(dict.fromkeys(held))  # Names stay: code asks whether there is a bias.
         vars(module)["forward"] = _passing(each)
     return model
 

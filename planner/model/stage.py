@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from planner.model.outline import Outline
+from planner.model.recording import END
 from planner.model.stage_forward import StageForward, held_tensor
 from planner.model.stage_part import Part
 
@@ -53,10 +54,10 @@ class ModelStage(nn.Module):
         self._part.listen(listener)
 
     @property
-    def running(self) -> dict[str, nn.Module]:
-        """The modules whose code runs in this stage, by path; also those of which a part runs in other stages."""
+    def finished(self) -> dict[str, nn.Module]:
+        """The modules whose forward ends in this stage, by path; parts of it may run in earlier stages, too."""
         part, calls = self._part, self._part.outline.recording.calls
-        paths = {call.path for call in calls if call.exit >= part.begin and call.enter < part.stop}
+        paths = {call.path for call in calls if part.begin <= call.exit and (call.exit < part.stop or part.stop == END)}
         return {path: part.model.get_submodule(path) for path in sorted(paths)}
 
     @property

@@ -306,21 +306,22 @@ class _Round:
         wanted = list(shown.values() if ends is None else (end for end in ends if end < num_layers))
         standing_for = {place: cut for cut, place in shown.items()}
         most = _MOST_STAGES - 1 if ends is None else len(wanted)
-        covered, recomputed, took_s = 0, "", 0.0
+        compared: list[int] = []
+        recomputed, took_s = "", 0.0
         relative: dict[str, float] = {}
         wrong: dict[int, str] = {}
         for number, cuts in enumerate(groups_of(wanted, most)):
             if number and time.monotonic() + took_s > self.checking.deadline:
                 break
             begin = time.monotonic()
-            self.progress(f"comparing cuts {covered + 1} to {covered + len(cuts)} of {len(wanted)}")
+            self.progress(f"comparing cuts {len(compared) + 1} to {len(compared) + len(cuts)} of {len(wanted)}")
             verdict = self._verdict(cuts)
             took_s = time.monotonic() - begin
-            covered += len(cuts)
+            compared += cuts
             recomputed = recomputed or verdict.differs_recomputed
             wrong |= verdict.wrong
             relative |= verdict.relative
-        alike = {place: self._alike(standing_for, place) for place in wanted[:covered]}
+        alike = {place: self._alike(standing_for, place) for place in compared}
         named = {self.subject.whole.ends[cut - 1]: why for place, why in sorted(wrong.items()) for cut in alike[place]}
         proof = self._proof({cut for cuts in alike.values() for cut in cuts}, relative, recomputed)
         return _Found(proof=proof, num_cuts=len(self.subject.whole.ends), wrong=named)

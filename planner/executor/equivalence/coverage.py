@@ -70,7 +70,7 @@ def _layer_keys(chain: Chain, digests: Sequence[str]) -> list[Hashable]:
 
 def _num_hooks(module: nn.Module) -> int:
     """Return how many hooks the modules of a layer and their parameters have."""
-    modules = list(module.running.values()) if isinstance(module, ModelStage) else list(module.modules())
+    modules = list(module.finished.values()) if isinstance(module, ModelStage) else list(module.modules())
     tables = [
         table
         for part in modules

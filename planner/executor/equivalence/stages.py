@@ -141,10 +141,10 @@ class _Rank:
                 parameter.grad.copy_(gradient)
 
     def _compare_numbers(self, right: State, at_start: dict[str, float]) -> None:
-        """Compare the numbers that modules of these stages hold, and module-level ones that they have changed."""
+        """Compare the numbers of modules whose forward ends here, and module-level ones that this rank has changed."""
         found = self._found
         for module in self._pipeline.modules:
-            for name, number in module_numbers(module.running_modules()).items():
+            for name, number in module_numbers(module.finished_modules()).items():
                 if name in right.numbers:
                     found.compare_number(f'{NUMBER} "{name}"', number, right.numbers[name])
         for name, number in file_numbers(self._trial.loaded, self._trial.chain.model).items():

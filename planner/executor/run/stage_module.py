@@ -133,12 +133,12 @@ class StageModule(nn.Module):
                 layer.share_with(self)
         return super().named_buffers(*args, **kwargs)
 
-    def running_modules(self) -> dict[str, nn.Module]:
-        """Return the modules whose code runs in this stage, by their paths in the whole model."""
-        running: dict[str, nn.Module] = {}
+    def finished_modules(self) -> dict[str, nn.Module]:
+        """Return the modules whose forward ends in this stage, by their paths in the whole model."""
+        finished: dict[str, nn.Module] = {}
         for name, layer in zip(self._names, self._layers, strict=True):
-            running |= layer.running if isinstance(layer, ModelStage) else dict(layer.named_modules(prefix=name))
-        return running
+            finished |= layer.finished if isinstance(layer, ModelStage) else dict(layer.named_modules(prefix=name))
+        return finished
 
     def forget_state(self) -> None:
         """Lets go of what recomputation remembers, once no micro-batch's is left to come."""
