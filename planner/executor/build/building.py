@@ -13,6 +13,7 @@ from planner.core.values.units import counted
 from planner.executor.build.own_stage import BuildError, build_only, emptied
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, outlined
+from planner.model.closures import outlying_tensors
 from planner.model.ghosts import absent
 from planner.model.growth import SIZES
 from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
@@ -107,8 +108,9 @@ def build_stages(
     def wanted(model: nn.Module) -> list[Tensor]:
         if chain.outline is None:
             layers = loaded.chain(model).layers
-            return [t for s in stages for layer in layers[s.first : s.end] for t in _all_tensors(layer.module)]
-        return [*_held_by(chain, model, stages), *loose_tensors(model)]
+            return _with_outlying([layer.module for s in stages for layer in layers[s.first : s.end]])
+        held = _held_by(chain, model, stages)
+        return [*held, *outlying_tensors([model], held)]
 
     try:
         model = build_only(loaded.build, wanted, seed=seed)
@@ -118,13 +120,15 @@ def build_stages(
     model = convert(model, loaded.precision)
     if chain.outline is not None:
         held = {id(tensor) for tensor in _held_by(chain, model, stages)}
+        _move(outlying_tensors([model], _held_by(chain, model, stages)), device)
         keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in held else None, device)
         move_loose_tensors(model, lambda tensor: _with_its_parameters(tensor, held, device))
     built = like(chain, loaded, model)
     layers = [stage.of(built) for stage in stages]
     if chain.outline is None:
         # Moved together, what several layers share stays shared.
-        nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
+        together = nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
+        _move(outlying_tensors(together, together.parameters()), device)
     return layers
 
 
@@ -177,6 +181,19 @@ def _with_its_parameters(tensor: Tensor, held: Collection[int], device: torch.de
             return absent(tensor, device, "a tensor computed from parameters of another stage")
         nodes.extend(above for above, _ in node.next_functions)
     return tensor.to(device)
+
+
+def _with_outlying(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Parameters and buffers of some modules, and the tensors outside of them that their code and hooks can read."""
+    held = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    return [*held, *outlying_tensors(modules, held)]
+
+
+def _move(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Moves tensors in place, since closures hold them."""
+    for tensor in tensors:
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,78 @@
+"""Tensors outside of a model's parameters and buffers that its code and its hooks can read.
+
+    mask = torch.rand(8, 8) > 0.5
+    layer.weight.register_hook(lambda gradient: gradient * mask)
+
+Here `mask` is in no module. It is found by following what Python objects refer to: attributes, containers, closures and
+default arguments of functions, bound objects, and modules that are hidden in any of these.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+_HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
+
+
+def outlying_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that modules and hooks can read, other than the modules' own parameters and buffers.
+
+    Args:
+        modules: The modules, with all of their submodules.
+        hooked: Tensors whose hooks run.
+    """
+    own = {id(part): part for module in modules for part in module.modules()}
+    held = {id(t) for part in own.values() for t in (*part._parameters.values(), *part._buffers.values())}
+    todo: list[Any] = [value for part in own.values() for value in _own_values(part)]
+    todo.extend(hooks for tensor in hooked for hooks in _hooks(tensor))
+    seen: dict[int, Any] = dict(own)  # with the objects: an address may come again once its object is gone
+    found = []
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if not isinstance(value, Tensor):
+            todo.extend(_referred(value))
+        elif id(value) not in held:
+            found.append(value)
+            todo.extend(_hooks(value))
+    return found
+
+
+def _own_values(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name not in _HELD_BY_MODULE]
+
+
+def _hooks(tensor: Tensor) -> Iterator[Any]:
+    yield tensor._backward_hooks
+    yield tensor._post_accumulate_grad_hooks
+
+
+def _referred(value: Any) -> Iterator[Any]:
+    """Yield what an object refers to; classes and imported modules, which much refers to, are left out."""
+    if isinstance(value, type | ModuleType):
+        return
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from value
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, FunctionType):
+        yield from _read_by(value)
+    yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__dict__"))
+
+
+def _read_by(function: FunctionType) -> Iterator[Any]:
+    names = function.__globals__
+    yield from (names[name] for name in function.__code__.co_names if isinstance(names.get(name), Tensor))
+    yield from (function.__defaults__, function.__kwdefaults__)
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a variable that has no value yet
+            yield cell.cell_contents

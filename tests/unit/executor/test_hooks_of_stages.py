@@ -1,0 +1,119 @@
+"""Hooks and functions that read tensors outside of all modules: a stage has the same tensors as the whole model."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from planner.executor.build.building import StageRange, build_stages, build_structure
+from planner.executor.build.own_stage import build_only
+from planner.model.closures import outlying_tensors
+from tests.support.measure import loaded_model
+
+WIDTH, SEED = 4, 3
+CPU = torch.device("cpu")
+
+
+class Scale:
+    """Hook that is an object."""
+
+    def __init__(self) -> None:
+        self.factors = {"weight": [torch.rand(WIDTH, WIDTH)]}
+
+    def after(self, parameter: Tensor) -> None:
+        """Scale an accumulated gradient."""
+        assert parameter.grad is not None
+        parameter.grad.mul_(self.factors["weight"][0])
+
+
+def scaled(gradient: Tensor, by: Tensor) -> Tensor:
+    """Hook that is bound to its tensor."""
+    return gradient * by
+
+
+class Masked(nn.Module):
+    """Layer that calls a function it was given."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, width)."""
+        return self.function(self.linear(value))
+
+
+class Blocks(nn.Module):
+    """The same layers in a forward of their own."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, width)."""
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+def hooked() -> nn.Sequential:
+    """Tensors in closures, bound arguments and objects, of hooks on parameters and modules, and of a function."""
+    mask, other, third = torch.rand(3, WIDTH)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), Masked(lambda value: value * third))
+    model[0].weight.register_hook(lambda gradient: gradient * mask)
+    model[1].weight.register_hook(partial(scaled, by=torch.rand(WIDTH)))
+    model[2].weight.register_post_accumulate_grad_hook(Scale().after)
+    model[3].register_forward_hook(lambda _module, _arguments, output: output * other)
+    return model
+
+
+def test_tensors_that_hooks_read_are_those_of_the_whole_model() -> None:
+    """Gradients of stages that are built alone are equal to the whole model's."""
+    check_gradients(hooked)
+
+
+def test_hooks_in_a_model_of_its_own_forward_read_the_same() -> None:
+    """So are those of a model that is no Sequential."""
+    check_gradients(lambda: Blocks(hooked()))
+
+
+def check_gradients(build: Callable[[], nn.Module]) -> None:
+    """Compare the gradients of one step."""
+    loaded = loaded_model(build, lambda size: torch.ones(size, WIDTH))
+    chain, inputs = build_structure(loaded), torch.randn(2, WIDTH)
+    torch.manual_seed(SEED)
+    whole = build()
+    whole(inputs).sum().backward()
+    value: Tensor | tuple[Tensor, ...] = inputs
+    gradients = {}
+    ranges = [StageRange(0, 2), StageRange(2, len(chain.layers))]
+    stages = [build_stages(loaded, chain, [one], seed=SEED, device=CPU)[0] for one in ranges]
+    for layers in stages:
+        for layer in layers:
+            value = layer.module(value)
+    assert isinstance(value, Tensor)
+    value.sum().backward()
+    for layers in stages:
+        gradients |= {name: p.grad for layer in layers for name, p in layer.parameter_names().items()}
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        found = gradients[name]
+        assert found is not None, name
+        assert gradient is not None, name
+        assert torch.equal(found, gradient), name
+
+
+def test_tensors_of_other_stages_hooks_take_no_memory() -> None:
+    """Only hooks of a stage's own parameters have real tensors."""
+
+    def wanted(model: nn.Module) -> list[Tensor]:
+        first = model.get_submodule("0")
+        return [*first.parameters(), *outlying_tensors([first], first.parameters())]
+
+    model = build_only(hooked, wanted, seed=SEED)
+    assert [tensor.device.type for tensor in wanted(model)] == ["cpu"] * 3
+    assert all(parameter.is_meta for parameter in list(model.parameters())[2:])
