@@ -71,10 +71,13 @@ class Attributes:
     def restore(self) -> None:
         """Puts back what now holds other tensors, and what was set beside them: that they are there, for example.
 
-        Anything else stays: a note that hooks were registered would be wrong if it went and they stayed.
+        Numbers are put back as well: counts of forwards. Anything else stays: a note that hooks were registered would
+        be wrong if it went and they stayed.
         """
         for container in self._containers.values():
             live, before = container.live, container.before
+            if isinstance(live, dict):
+                live.update({key: value for key, value in before.items() if type(value) in (int, float)})
             if not any(isinstance(leaf, Tensor) for change in _changes(container) for leaf in change.leaves):
                 continue
             if isinstance(live, list):

@@ -19,8 +19,12 @@ from torch.nn.parameter import is_lazy
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Setting
-from planner.model.ghosts import memory_key
+from planner.model.closures import outlying_tensors
+from planner.model.ghosts import memory_key, storage_key
+from planner.model.growth import SIZES
+from planner.model.held import loose_tensors
 from planner.model.outline import Outline, outline_of
+from planner.model.recorder import record
 from planner.model.stage import ModelStage, holder_at
 
 
@@ -131,8 +135,9 @@ def chain_of(
             "the model is compiled as a whole by `torch.compile`, which hides its layers",
             hint="compile its blocks instead, or leave `torch.compile` out",
         )
+    _refuse_sparse(model)
     # Children that must stay together are no layers of their own: then it is cut as any other module is.
-    if _is_plain_sequential(model) and not uncut:
+    if _is_plain_sequential(model) and not uncut and not _shares_state(model, example_inputs):
         layers = tuple(_flatten(model, ""))
         if not layers:
             raise ModelError("the model is an empty nn.Sequential: there is nothing to plan")
@@ -243,6 +248,31 @@ def _is_plain_sequential(module: nn.Module) -> bool:
     # A subclass with a forward of its own does something else; hooks on a container would be lost by flattening.
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in [*named, *(("an attribute", tensor) for tensor in loose_tensors(model))]:
+        if tensor.layout != torch.strided:
+            raise ModelError(
+                f'"{name}" is a sparse tensor ({tensor.layout}), which cannot be measured, sent or saved',
+                hint="use a dense one (`to_dense()`), or indices and values in two buffers, and `index_add`",
+            )
+
+
+def _shares_state(model: nn.Module, example_inputs: Callable[[int], Any] | None) -> bool:
+    """Return True if a forward changes a tensor that several layers of a Sequential use."""
+    layers = [layer.module for layer in _flatten(model, "")]
+    owned = [{storage_key(t) for t in (*m.parameters(), *m.buffers(), *outlying_tensors([m], ()))} for m in layers]
+    if example_inputs is None or sum(map(len, owned)) == len(set[int]().union(*owned)):
+        return False
+    try:
+        recording = record(model, (example_inputs(SIZES[0]),), ghosts=True)
+    except Exception:  # an error of the user's comes again
+        return False
+    names = [layer.name for layer in _flatten(model, "")]
+    calls = [call for call in recording.calls if call.path in names]
+    return any(not any(c.enter < s.first and s.last <= c.exit for c in calls) for s in recording.states)
 
 
 def _flatten(container: nn.Module, prefix: str) -> Iterator[Layer]:

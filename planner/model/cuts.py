@@ -25,6 +25,7 @@ from torch import nn
 
 from planner.core.values.profile import Granularity
 from planner.model.joins import joins_of
+from planner.model.kept_state import separated
 from planner.model.recording import END, Call, Join, Operator, Recording
 from planner.model.regions import Region
 from planner.model.repetition import Repetition
@@ -76,6 +77,7 @@ class Cuts:
         self._num_versions = Counter(data["storage"] for data in flow.values())
         trained = (o.time for o in recording.operators if any(map(self._is_parameter, o.holds)))
         self._last_trained = max(trained, default=0)
+        self._states = {state.storage: state.name for state in recording.states}
         self.num_tried = 0
         """Behind how many calls `choose` would have cut, if nothing prevented it there."""
 
@@ -98,7 +100,8 @@ class Cuts:
             if self.repetition.repeats(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
         through = (region.problem for region in self.recording.regions if region.holds(cut))
-        return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), next(through, needs.problem))
+        problem = separated(self.recording.states, cut) or next(through, needs.problem)
+        return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), problem)
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
         """Bytes that cross a cut."""
@@ -331,7 +334,7 @@ class _Needs:
             if not self._cuts.repetition.repeats(number, self._cut):
                 self._check_sent(operator, data["storage"], is_exposed=bool(exposed))
                 continue
-            self._check_repeated(operator, strict=strict)
+            self._check_repeated(operator, recording.reads[number], strict=strict)
             self.holds.update(operator.holds)
             open_versions.extend(recording.reads[number])
 
@@ -347,7 +350,7 @@ class _Needs:
             # The code around would make the tensor again, without what the call wrote into it.
             self._fail(f"{where} writes into a tensor ({operator.name}) that the code around it goes on using")
 
-    def _check_repeated(self, operator: Operator, *, strict: bool) -> None:
+    def _check_repeated(self, operator: Operator, reads: Sequence[int], *, strict: bool) -> None:
         """Notes what is wrong with running an operator again."""
         where, name = self._name_of(operator), operator.name
         region = self._region_of(operator)
@@ -357,6 +360,10 @@ class _Needs:
             self._fail(f"random numbers are drawn ({name}) by the code of {where} between modules")
         if operator.writes_held:  # each stage that holds it would write once more
             self._fail(f"the code of {where} writes into a parameter or buffer ({name})")
+        for version in reads:
+            kept = self._cuts._states.get(self._cuts.recording.flow.nodes[version]["storage"])
+            if kept is not None:  # only one of the stages changes it
+                self._fail(f'the code of {where} reads "{kept}" ({name}), which forward changes')
         if any(not self._is_repeated(old) for old in operator.writes):
             # What is received has been written into already, in front.
             self._fail(f"the code of {where} writes into what a module returned ({name})")

@@ -8,7 +8,7 @@ functions that a module's own code calls: what they make may cross a cut as a jo
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +18,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.core.errors import ModelError, PlannerError
-from planner.model.attributes import Attributes
+from planner.model.attributes import Attributes, left_behind
 from planner.model.calling import arguments_of, wrapped
 from planner.model.functions import Called, FunctionWatch, in_transform
-from planner.model.ghosts import SHAPE_ONLY, drop_computed, storage_key, storage_of
+from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_computed, storage_key, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
+from planner.model.kept_state import Key, Rereads, attribute_states, key_of, written_states
 from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
 from planner.model.nests import take_apart, tensors_in
 from planner.model.operators import OperatorWatch, decides, written_tensors
-from planner.model.recording import END, Call, Join, Operator, Recording
-from planner.model.refusals import in_place_told
+from planner.model.recording import END, Call, Join, KeptState, Operator, Recording
+from planner.model.refusals import code_told
 from planner.model.regions import Region, RegionFinder, without_reentrance
 
 
@@ -57,12 +58,32 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         if not ghosts:  # There is no backward, so nothing need be kept for one.
             stack.enter_context(saved_tensors_hooks(_forget, _refuse_backward))
         stack.enter_context(without_reentrance())
-        args, kwargs = arguments_of(inputs)
-        with wrapped(model.modules(), recorder.run), OperatorWatch(after=recorder.note_operator):
-            output = recorder.output_of(model, *args, **kwargs)
+        output = recorder.output_of(model, inputs)
         recorder.note_outputs(output, None if loss_of is None else _addresses_read(loss_of, output))
+        del output
+        states = written_states(recorder.recording, *recorder.changed_tensors(model))
+        recorder.recording.states = (*states, *_attribute_states(recorder, model, inputs))
     recorder.drop_computed()
     return recorder.recording
+
+
+def _attribute_states(recorder: "_Recorder", model: nn.Module, inputs: Any) -> list[KeptState]:
+    """Runs the model once more, if tensors are left in attributes, to see which of them it reads."""
+    left = recorder.left_in_attributes(model)
+    if not left:
+        return []
+    again = _Recorder(model)
+    again.note_model(model)
+    storages = {key: frozenset(map(again._storage, tensors)) for key, tensors in left.items()}
+    again.note_inputs(inputs)
+    try:
+        again.output_of(model, inputs)
+    except NeedsValuesError:
+        raise
+    except Exception:  # a model that cannot run twice without a backward between
+        return []
+    fixed = frozenset(key for key, tensors in left.items() if not any(map(recorder.is_tainted, tensors)))
+    return attribute_states(recorder.recording, Rereads(recording=again.recording, storages=storages, fixed=fixed))
 
 
 class _Recorder:
@@ -81,6 +102,7 @@ class _Recorder:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
         self._versions: list[int] = []  # by storage, the newest
         self._held: dict[int, list[str]] = {}  # by storage, names of parameters and buffers
+        self._buffers: dict[int, Tensor] = {}  # by storage, all that there were
         self._tainted: set[int] = set()  # versions
         self._values: dict[tuple[int, Meta], int] = {}
         self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
@@ -88,13 +110,15 @@ class _Recorder:
         self._watch = FunctionWatch()
         self._gradient = -1  # number of the region of the call of `torch.autograd.grad` at work
 
-    def output_of(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def output_of(self, model: nn.Module, inputs: Any) -> Any:
         """What the model returns; whatever torch refuses is told of the module whose code did it."""
+        args, kwargs = arguments_of(inputs)
         try:
-            return model(*args, **kwargs)
+            with wrapped(model.modules(), self.run), OperatorWatch(after=self.note_operator):
+                return model(*args, **kwargs)
         except RuntimeError:
             path = self.recording.calls[self._stack[-1]].path if self._stack else ""
-            with in_place_told(f'"{path}"' if path else "the model's own code"):
+            with code_told(f'"{path}"' if path else "the model's own code"):
                 raise
         finally:
             self._watch.end_gap()
@@ -110,6 +134,8 @@ class _Recorder:
                 full = f"{path}.{name}" if path else name
                 if full not in names:
                     names.append(full)
+                if name in module._buffers:
+                    self._buffers[storage] = tensor
                 if isinstance(tensor, nn.Parameter) or name in module._parameters:
                     self._tainted.add(self._versions[storage])
 
@@ -169,6 +195,29 @@ class _Recorder:
             yield
         finally:
             torch.autograd.grad = grad
+
+    def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
+        """Names, by storage, of what was there before the forward and still is; and paths of buffers set anew."""
+        received = {self.recording.values[leaf.number][0] for leaf in self.recording.inputs if isinstance(leaf, Value)}
+        made = {data["storage"] for data in self.recording.flow.nodes.values() if data["created"] < 0}
+        # What the forward made for itself, of numbers say, is gone by now.
+        there = {n for memory, n in self._storages.values() if n in made and not memory.expired()}
+        names = {n: self._held[n][0] if n in self._held else "a tensor in no module" for n in there - received}
+        now = {self._storage(buffer) for buffer in model.buffers()}
+        gone = {n: names[n].rpartition(".")[0] for n in self._buffers.keys() - now}
+        return names, gone
+
+    def left_in_attributes(self, model: nn.Module) -> dict[Key, list[Tensor]]:
+        """The tensors that the forward left in attributes."""
+        left: dict[Key, list[Tensor]] = {}
+        for change in self.recording.calls[0].changes:
+            with suppress(LookupError):
+                left[key_of(change)] = tensors_in(left_behind(model, change)) if change.holds_tensors else []
+        return {key: tensors for key, tensors in left.items() if tensors}
+
+    def is_tainted(self, tensor: Tensor) -> bool:
+        """Whether other stages could not make it for themselves."""
+        return self._version_of(tensor) in self._tainted
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs and notes one call of a module's forward."""

@@ -17,6 +17,7 @@ anything there read y.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import networkx as nx
 
@@ -91,6 +92,21 @@ class Join:
     version: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptState:
+    """Tensor that one forward changes and that a later forward uses."""
+
+    name: str
+    storage: int
+    """Number of its storage when the forward begins; -1 for an attribute that is set anew."""
+    first: int
+    """Time of the first access."""
+    last: int
+    """Time of the last access."""
+    attribute: tuple[str, tuple[Any, ...]] | None = None
+    """Path of the module, and the keys from its attributes to the tensor; None for what is written in place."""
+
+
 @dataclass(kw_only=True)
 class Recording:
     """One forward of a model. Calls, operators, versions and values are known by their numbers."""
@@ -120,5 +136,7 @@ class Recording:
     output_holds: frozenset[str] = frozenset()
     """Parameters and buffers that the model returns as they are, such as learned weights of losses."""
     output_nest: Nest = field(default_factory=Nest)
+    states: tuple[KeptState, ...] = ()
+    """What the model keeps from one forward to the next."""
     unread: frozenset[int] = frozenset()
     """Those of the versions in `outputs` that the loss does not read."""

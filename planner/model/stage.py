@@ -53,6 +53,25 @@ class ModelStage(nn.Module):
         """Has `listener` called in each forward where one of its layers begins: 0 for the stage's first, and so on."""
         self._part.listen(listener)
 
+    def keep_state(self) -> None:
+        """Has forwards keep the tensors in attributes that later ones read."""
+        self._part.keep_state()
+
+    @property
+    def kept(self) -> Sequence[tuple[str, tuple[Any, ...]]]:
+        """Path and keys of each of these attributes."""
+        return self._part.kept
+
+    @property
+    def running(self) -> list[str]:
+        """Paths of the modules whose code runs in the stage."""
+        return self._part.running
+
+    @property
+    def begun(self) -> list[str]:
+        """Paths of those whose code has begun before the stage, and runs once more from its start."""
+        return self._part.begun
+
     @property
     def finished(self) -> dict[str, nn.Module]:
         """The modules whose forward ends in this stage, by path; parts of it may run in earlier stages, too."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from planner.model.functions import Called
+from planner.model.kept_state import key_of
 from planner.model.outline import Outline
 from planner.model.recording import END, Join
 
@@ -28,15 +29,43 @@ class Part:
         self.absent = sorted(repeated.difference(self.held))
         """Those that only other stages have: nothing of what the stage makes may depend on them."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
-        self.leftovers = [c for call in outline.recording.calls for c in call.changes if c.holds_tensors]
+        calls = outline.recording.calls
+        self.leftovers = [
+            c
+            for call in calls
+            for c in call.changes
+            if c.holds_tensors or (call.exit < self.begin and not call.constant)
+        ]
+        """What a forward leaves in attributes and does not keep: tensors, and numbers of calls that it passes over."""
+        states = (state for state in outline.recording.states if self.begin <= state.first < self.stop)
+        self.kept = [state.attribute for state in states if state.attribute is not None]
+        """Attributes with tensors that the stage changes and that its later forwards read."""
         self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
         self.when_begun: Callable[[], None] = lambda: None
         self.when_done: Callable[[], None] = lambda: None
         self.when_layer_begins: Callable[[int], None] = lambda _layer: None
         self.layer_at: dict[int, int] = {}
         """By time: which layer of the stage begins; empty while nobody listens."""
-        self._cuts = [outline.times(layer, layer + 1)[0] for layer in range(first, end)]
+        self._layers = range(first, end)
+        self._cuts = [outline.times(layer, layer + 1)[0] for layer in self._layers]
         self._watch([self.begin, self.stop])
+
+    @property
+    def running(self) -> list[str]:
+        """Paths of the modules whose code runs: open ones, and those that run as a whole with all within them."""
+        calls = self.outline.recording.calls
+        whole = [path for layer in self._layers for path in self.outline.modules[layer]]
+        inside = [p for path in whole for p, _ in self.model.get_submodule(path).named_modules(prefix=path)]
+        return sorted({calls[number].path for number in self.open}.union(inside))
+
+    @property
+    def begun(self) -> list[str]:
+        """Paths of the modules whose code has begun in an earlier layer, and runs once more from its start."""
+        return sorted({call.path for call in self.outline.recording.calls if call.enter < self.begin <= call.exit})
+
+    def keep_state(self) -> None:
+        """Has forwards keep what later ones read."""
+        self.leftovers = [change for change in self.leftovers if key_of(change) not in self.kept]
 
     def listen(self, listener: Callable[[int], None]) -> None:
         """Has `listener` called where a layer begins: cuts within the stage are watched, too."""

@@ -4,7 +4,7 @@ Running statistics of batch normalisations are collected over the micro-batches 
 (`planner.model.batch_norm`): they are those of whole mini-batches. The profile counts what that takes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -50,10 +50,12 @@ class StateOwner:
     numbers: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StateOwner":
-        """The module, with the plain attributes that it has now."""
+    def of(
+        cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset(), kept: Collection[str] = ()
+    ) -> "StateOwner":
+        """The module, with the plain attributes that it has now; those in `kept` will hold tensors."""
         plain = vars(module).items()
-        tensors = tuple(name for name, value in plain if isinstance(value, Tensor))
+        tensors = tuple(name for name, value in plain if isinstance(value, Tensor) or name in kept)
         numbers = tuple(name for name, value in plain if type(value) in NUMBERS and name != "training")
         return cls(path, module, elsewhere, tensors, numbers)
 
@@ -106,11 +108,13 @@ def _owners(name: str, layer: nn.Module) -> Iterator[StateOwner]:
         for path, module in layer.named_modules(prefix=name):
             yield StateOwner.of(path, module)
         return
-    held: dict[str, set[str]] = {}
+    held: dict[str, set[str]] = {path: set() for path in layer.running}
+    kept = [(path, keys[0]) for path, keys in layer.kept if len(keys) == 1]
     for tensors in (layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)):
         for full, _ in tensors:
             path, _, last = full.rpartition(".")
             held.setdefault(path, set()).add(last)
     for path, names in held.items():
         module = layer.model.get_submodule(path)
-        yield StateOwner.of(path, module, frozenset({*module._parameters, *module._buffers} - names))
+        elsewhere = frozenset({*module._parameters, *module._buffers} - names)
+        yield StateOwner.of(path, module, elsewhere, [name for owner, name in kept if owner == path])

@@ -17,7 +17,7 @@ Batch normalisation collects statistics of whole mini-batches (`planner.model.ba
 change in a forward.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -125,10 +125,15 @@ class _Moment(NamedTuple):
 
 
 class LayerState:
-    """The state of some layers: buffers, frozen parameters, and plain attributes that are tensors or numbers."""
+    """The state of some layers: buffers, frozen parameters, and plain attributes that are tensors or numbers.
 
-    def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
-        self._owners = state_owners(layers)
+    Args:
+        layers: The layers, by name.
+        only: Paths of the modules whose state counts; by default all.
+    """
+
+    def __init__(self, layers: Iterable[tuple[str, nn.Module]], *, only: Collection[str] | None = None) -> None:
+        self._owners = [owner for owner in state_owners(layers) if only is None or owner.path in only]
         self._modules = [owner.module for owner in self._owners]
         self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
         """Modules whose buffers and frozen parameters all are state, and nothing else: nearly all."""
@@ -143,6 +148,14 @@ class LayerState:
         """Lets go of what is remembered and waits for no recomputation, so that whoever writes next copies nothing."""
         self._last = None
 
+    def moment(self) -> _Moment:
+        """Remember the state as it is now."""
+        return self._now()
+
+    def return_to(self, moment: _Moment) -> None:
+        """Make the state what it was at a moment."""
+        self._begin(moment, self._now())
+
     def replaying(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, to be called in forward and once more in backward: then with the state as it was the first time."""
         before: list[_Moment] = []
@@ -153,7 +166,8 @@ class LayerState:
                 with self._as_at(before.pop()):
                     return run(*arguments)
             moment = self._now()
-            result = run(*arguments)
+            with _resizing_told():
+                result = run(*arguments)
             self._note_changes(moment.tensors)
             before.append(moment)
             return result
@@ -306,6 +320,25 @@ class _Clones:
         # The old one is held on to: its address would else be another's, and taken for this one.
         _, moved = self._moved.setdefault(storage._cdata, (storage, storage.clone()))
         tensor.data = _laid_out(tensor, moved)
+
+
+@contextmanager
+def _resizing_told() -> Iterator[None]:
+    """Explain torch's error about a tensor with a lazy clone that is given more memory.
+
+    Raises:
+        ModelError: There was such an error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "COW.cpp" not in str(error):
+            raise
+        raise ModelError(
+            "a layer resizes one of its buffers in `forward`, as quantization-aware training does: what the buffer was "
+            "cannot be kept for recomputation",
+            hint="plan with `--recompute never`",
+        ) from error
 
 
 def _is_plain(value: Any) -> bool:

@@ -94,6 +94,7 @@ class StageModule(nn.Module):
         for index, layer in enumerate(layers):
             if isinstance(layer.module, ModelStage):
                 layer.module.share_with(self)
+                layer.module.keep_state()
                 # One for all layers, or one for each.
                 layer.module.call_at_layers(partial(self._seed, index))
             else:
@@ -114,6 +115,12 @@ class StageModule(nn.Module):
         self._recomputed = dict(recomputed or {})
         self._state = LayerState((layer.name, layer.module) for layer in layers)
         self._states = {n: LayerState([(layers[n].name, layers[n].module)]) for n in self._recomputed}
+        self._opened = [
+            LayerState([(layer.name, layer.module)], only=layer.module.begun)
+            for layer in layers[1:]
+            if isinstance(layer.module, ModelStage)
+        ]
+        """By layer but the first: state of the code that runs once more, before and within that layer."""
         self.micro_batch = 0
         self.targets: list[Any] = []
         self.seen: Callable[[int, Any], None] | None = None
@@ -142,7 +149,7 @@ class StageModule(nn.Module):
 
     def forget_state(self) -> None:
         """Lets go of what recomputation remembers, once no micro-batch's is left to come."""
-        for state in (self._state, *self._states.values()):
+        for state in (self._state, *self._states.values(), *self._opened):
             state.forget()
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -206,7 +213,11 @@ class StageModule(nn.Module):
         # No reference to what lies between two layers is kept.
         value = self.received.rebuild(tensors)
         last = len(self._layers) - 1
+        moments = [opened.moment() for opened in self._opened]
         for index in range(last + 1):
+            if index and moments:
+                # Code that several layers run from its start changes its state once per micro-batch.
+                self._opened[index - 1].return_to(moments[index - 1])
             run: Callable[[Any], Any] = partial(self._run_layer, index, micro_batch)
             again = self._recomputed.get(index)
             if again is None:
