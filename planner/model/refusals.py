@@ -8,6 +8,8 @@ from planner.core.errors import ModelError, PlannerError
 
 _IN_PLACE = re.compile(r"in an in-place operation|modified by an inplace operation|to be modified inplace")
 
+_HOOK = "cannot register a hook on a tensor that doesn't require gradient"
+
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
@@ -19,7 +21,7 @@ def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
     """What `where`, a layer or the model, raised on `inputs`; errors of ours are told as they are."""
     if isinstance(error, PlannerError):
         return error
-    refusal = _in_place_refusal(where, error)
+    refusal = _refusal_of_code(where, error)
     if refusal is not None:
         return refusal
     if "don't yet support saved tensor hooks" in str(error):
@@ -48,8 +50,10 @@ def another_path(what: str) -> ModelError:
 
 
 @contextmanager
-def in_place_told(where: str) -> Iterator[None]:
-    """Says of writing in place that torch refuses that `where`, the layer at work, does it, and what to write instead.
+def code_told(where: str) -> Iterator[None]:
+    """Explain code of `where`, the layer at work, that torch refuses, and what to write instead.
+
+    It writes in place, or it registers a hook where there are no gradients.
 
     Raises:
         ModelError: That.
@@ -57,13 +61,19 @@ def in_place_told(where: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        refusal = _in_place_refusal(where, error)
+        refusal = _refusal_of_code(where, error)
         if refusal is None:
             raise
         raise refusal from error
 
 
-def _in_place_refusal(where: str, error: BaseException) -> ModelError | None:
+def _refusal_of_code(where: str, error: BaseException) -> ModelError | None:
+    if isinstance(error, RuntimeError) and str(error).startswith(_HOOK):
+        return ModelError(
+            f"{where} registers a hook on an activation, also where no gradients are computed: "
+            "in evaluation, and in the first forward of what is recomputed",
+            hint="register it only `if h.requires_grad:`, h being that tensor",
+        )
     if not isinstance(error, RuntimeError) or _IN_PLACE.search(str(error)) is None:
         return None
     return ModelError(

@@ -153,6 +153,8 @@ def _put_back(
         module._buffers.update(buffers)
     with torch.no_grad():
         for buffer, before in values:
+            if buffer.shape != before.shape:  # observers of quantization resize theirs
+                buffer.resize_(before.shape)
             buffer.copy_(before)
 
 

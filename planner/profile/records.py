@@ -13,7 +13,7 @@ from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.device.kinds import kind_of
 from planner.device.machine import give_freed_memory_back
 from planner.device.meter import Meter
-from planner.model.refusals import TooFewSamplesError, in_place_told
+from planner.model.refusals import TooFewSamplesError, code_told
 from planner.profile.halves import measure_halves
 from planner.profile.memory import measure_memory
 from planner.profile.sparse import sparse_gradients
@@ -122,7 +122,7 @@ def record_memory(jobs: Sequence[Job], task: Task, meter: Meter, *, in_halves: b
     names = {digest: job.unit.name for (digest, _), job in missing.items()}
     for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
         job = missing[key]
-        with in_place_told(f'layer "{job.unit.name}"'):
+        with code_told(f'layer "{job.unit.name}"'):
             kept.memory[key] = measure_memory(job.unit, job.received, meter)
             if in_halves:
                 kept.halves[key] = measure_halves(job.unit, job.received, meter)
