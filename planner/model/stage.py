@@ -58,11 +58,6 @@ class ModelStage(nn.Module):
         self._part.keep_state()
 
     @property
-    def kept(self) -> Sequence[tuple[str, tuple[Any, ...]]]:
-        """Path and keys of each of these attributes."""
-        return self._part.kept
-
-    @property
     def running(self) -> list[str]:
         """Paths of the modules whose code runs in the stage."""
         return self._part.running

@@ -4,7 +4,7 @@ Running statistics of batch normalisations are collected over the micro-batches 
 (`planner.model.batch_norm`): they are those of whole mini-batches. The profile counts what that takes.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ ABSENT = object()
 
 NUMBERS = (bool, int, float)
 """Types of attributes that are state."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 _SUM_BYTES = 16
 """Per channel, in float64: sums of values and of their squares."""
@@ -46,17 +48,15 @@ class StateOwner:
     elsewhere: frozenset[str] = frozenset()
     """Names of what belongs to layers elsewhere."""
     tensors: tuple[str, ...] = ()
-    """Plain attributes that are tensors to begin with."""
+    """Plain attributes that are tensors or None to begin with."""
     numbers: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset(), kept: Collection[str] = ()
-    ) -> "StateOwner":
-        """The module, with the plain attributes that it has now; those in `kept` will hold tensors."""
-        plain = vars(module).items()
-        tensors = tuple(name for name, value in plain if isinstance(value, Tensor) or name in kept)
-        numbers = tuple(name for name, value in plain if type(value) in NUMBERS and name != "training")
+    def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StateOwner":
+        """The module, with the plain attributes that it has now; those that are None may hold a tensor later."""
+        plain = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+        tensors = tuple(name for name, value in plain if value is None or isinstance(value, Tensor))
+        numbers = tuple(name for name, value in plain if type(value) in NUMBERS)
         return cls(path, module, elsewhere, tensors, numbers)
 
     def places(self) -> Iterator[Place]:
@@ -109,12 +109,10 @@ def _owners(name: str, layer: nn.Module) -> Iterator[StateOwner]:
             yield StateOwner.of(path, module)
         return
     held: dict[str, set[str]] = {path: set() for path in layer.running}
-    kept = [(path, keys[0]) for path, keys in layer.kept if len(keys) == 1]
     for tensors in (layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)):
         for full, _ in tensors:
             path, _, last = full.rpartition(".")
             held.setdefault(path, set()).add(last)
     for path, names in held.items():
         module = layer.model.get_submodule(path)
-        elsewhere = frozenset({*module._parameters, *module._buffers} - names)
-        yield StateOwner.of(path, module, elsewhere, [name for owner, name in kept if owner == path])
+        yield StateOwner.of(path, module, frozenset({*module._parameters, *module._buffers} - names))

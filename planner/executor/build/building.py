@@ -14,7 +14,7 @@ from planner.executor.build.own_stage import BuildError, build_only, emptied
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, outlined
 from planner.model.closures import outlying_tensors
-from planner.model.ghosts import absent
+from planner.model.ghosts import Ghost, absent
 from planner.model.growth import SIZES
 from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
 from planner.model.load import LoadedModel
@@ -123,8 +123,8 @@ def build_stages(
         _move(outlying_tensors([model], _held_by(chain, model, stages)), device)
         keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in held else None, device)
         move_loose_tensors(model, lambda tensor: _with_its_parameters(tensor, held, device))
-    built = like(chain, loaded, model)
-    layers = [stage.of(built) for stage in stages]
+    built = [like(chain, loaded, each) for each in _instances(model, chain, len(stages))]
+    layers = [stage.of(own) for stage, own in zip(stages, built, strict=True)]
     if chain.outline is None:
         # Moved together, what several layers share stays shared.
         together = nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
@@ -181,6 +181,19 @@ def _with_its_parameters(tensor: Tensor, held: Collection[int], device: torch.de
             return absent(tensor, device, "a tensor computed from parameters of another stage")
         nodes.extend(above for above, _ in node.next_functions)
     return tensor.to(device)
+
+
+def _instances(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
+    """One model for each stage, with tensors in common but for those that forward changes.
+
+    Code between modules runs in every stage: in a model that stages share, it would count each micro-batch twice.
+    """
+    if chain.outline is None:
+        return [model] * count
+    changed = {state.name for state in chain.outline.recording.states}
+    own = {id(tensor) for name, tensor in named_tensors(model) if name in changed and not tensor.requires_grad}
+    tensors = [tensor for tensor in _with_outlying([model]) if id(tensor) not in own or isinstance(tensor, Ghost)]
+    return [model, *(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}) for _ in range(count - 1))]
 
 
 def _with_outlying(modules: Sequence[nn.Module]) -> list[Tensor]:

@@ -159,6 +159,7 @@ def sharing(*, trained: bool, at: tuple[int, int]) -> nn.Sequential:
 STATEFUL: dict[str, Callable[[], nn.Module]] = {
     "running scale": lambda: Blocks(Scaled),
     "truncated backpropagation": lambda: Blocks(Remembers),
+    "truncated backpropagation in a Sequential": lambda: nn.Sequential(*(Remembers() for _ in range(4))),
     "counter in a block": lambda: Blocks(lambda: nn.Sequential(Block(), Counts())),
     "counter at the top": CountsAtTheTop,
     "neighbors share": lambda: sharing(trained=False, at=(0, 1)),
@@ -169,28 +170,42 @@ STATEFUL: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", STATEFUL)
 def test_state_of_one_stage_is_that_of_the_plain_loop(name: str, recompute: Recompute) -> None:
     """Gradients of several micro-batches are equal, however stages are recomputed."""
+    check_gradients(name, recompute)
+
+
+@pytest.mark.parametrize("name", ["counter in a block", "counter at the top"])
+def test_stages_of_one_process_count_on_their_own(name: str) -> None:
+    """Code between modules runs in each stage, and counts a micro-batch once in each."""
+    check_gradients(name, "never", together=True)
+
+
+def check_gradients(name: str, recompute: Recompute, *, together: bool = False) -> None:
+    """Compare stages with the plain loop."""
     torch.manual_seed(SEED)
     whole = STATEFUL[name]()
     inputs = torch.randn(MICRO_BATCHES, 2, WIDTH)
     for value in inputs:
         whole(value).sum().backward()
-    for stage in stages_of(STATEFUL[name], inputs, recompute):
+    for stage in stages_of(STATEFUL[name], inputs, recompute, together=together):
         for parameter_name, parameter in stage.named_parameters():
             expected = whole.get_parameter(parameter_name).grad
             if expected is not None:
                 torch.testing.assert_close(parameter.grad, expected, msg=parameter_name)
 
 
-def stages_of(build: Callable[[], nn.Module], inputs: Tensor, recompute: Recompute) -> list[StageModule]:
-    """Two stages, each built as in a process of its own, after the forwards and backwards of all micro-batches."""
+def stages_of(
+    build: Callable[[], nn.Module], inputs: Tensor, recompute: Recompute, *, together: bool
+) -> list[StageModule]:
+    """Two stages after the forwards and backwards of all micro-batches; built `together` as for one process."""
     loaded = loaded_model(build, lambda size: torch.ones(size, WIDTH), loss_fn=lambda output, _: output.sum())
     chain = build_structure(loaded)
     shapes = shapes_of(chain, torch.ones(2, WIDTH))
     cuts = list(accumulate((2, len(chain.layers) - 2), initial=0))
+    spans = [StageRange(first, end, recompute == "layers") for first, end in pairwise(cuts)]
+    groups = [spans] if together else [[span] for span in spans]
+    built = [layers for group in groups for layers in build_stages(loaded, chain, group, seed=SEED, device=CPU)]
     stages = []
-    for first, end in pairwise(cuts):
-        span = StageRange(first, end, recompute == "layers")
-        (layers,) = build_stages(loaded, chain, [span], seed=SEED, device=CPU)
+    for (first, end, _), layers in zip(spans, built, strict=True):
         is_last, numbers = end == cuts[-1], range(len(layers) if recompute == "layers" else 0)
         stage = StageModule(
             layers,

@@ -281,3 +281,21 @@ def test_models_that_need_two_samples_are_found_without_their_weights() -> None:
     """As any other: a large one need not fit into memory."""
     loaded = loaded_model(Shrinking, lambda size: torch.randn(size, 4, 8, 8))
     assert find_chain(loaded, torch.device("cpu"))[1]
+
+
+class Hooked(nn.Linear):
+    """Clips the gradient of an activation."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """(b, WIDTH) to (b, WIDTH)."""
+        value = super().forward(input)
+        value.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return torch.tanh(value)
+
+
+def test_hooks_on_activations_are_refused_with_the_condition_that_they_need() -> None:
+    """A forward without gradients cannot register one; that is no bug of the profiler."""
+    loaded = loaded_model(lambda: nn.Sequential(Hooked(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(ModelError, match='layer "0" registers a hook on an activation') as refused:
+        profile_of_model(loaded)
+    assert "if h.requires_grad" in refused.value.hint
