@@ -130,6 +130,11 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
             f"batch normalization sees micro-batches of {counted(plan.micro_batch_size, 'sample')}, not the batch of "
             f"{plan.inputs.batch}; `--min-micro-batch 8` bounds them below"
         )
+    if read.proof is not None and read.proof.uncovered and len(plan.stages) > 1:
+        options.note(
+            f"{counted(read.proof.uncovered, 'cut')} of {read.proof.cuts + read.proof.uncovered} were not compared with "
+            "the unpartitioned model; `gpipe-plan verify` compares those of this plan"
+        )
     if plan.solver.status == "feasible" and lacks_bound(request.schedules):
         options.note(
             "highspy is not installed: with its bound the gap may be smaller, and the plan faster "

@@ -102,7 +102,7 @@ class Console:
 
         def note(item: str, done: int, total: int) -> None:
             nonlocal last_s
-            if time.monotonic() - last_s < _NOTE_EVERY_S:
+            if not item or time.monotonic() - last_s < _NOTE_EVERY_S:
                 return
             last_s = time.monotonic()
             self.note(f"{what}: {item}" + (f" ({done} of {total})" if total else ""))

@@ -76,7 +76,9 @@ class _Rank:
 
     def __init__(self, trial: Trial, pipeline: Pipeline) -> None:
         self._trial, self._pipeline = trial, pipeline
-        self._named = dict(pipeline.named_parameters())
+        # Ranks may know a tied tensor under different names.
+        first = pipeline.first_names
+        self._named = {first.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
         self._found = Differences()
         self._before = self._state("initial")
 
@@ -115,9 +117,7 @@ class _Rank:
             if right is None or right.shape != tensor.shape or tensor.is_meta:
                 continue
             if not torch.equal(tensor.detach(), right):
-                # Ranks may know a tied tensor under different names.
-                first = self._pipeline.first_names.get(name, name)
-                self._found.own_values[first] = digest_of_values(tensor)
+                self._found.own_values[self._pipeline.first_names.get(name, name)] = digest_of_values(tensor)
                 tensor.detach().copy_(right)
 
     def _held(self) -> dict[str, Tensor]:
