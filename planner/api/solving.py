@@ -132,7 +132,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         )
     if read.proof is not None and read.proof.uncovered and len(plan.stages) > 1:
         options.note(
-            f"{counted(read.proof.uncovered, 'cut')} of {read.proof.cuts + read.proof.uncovered} were not compared with "
+            f"{counted(read.proof.uncovered, 'cut')} of {len(read.layers) - 1} were not compared with "
             "the unpartitioned model; `gpipe-plan verify` compares those of this plan"
         )
     if plan.solver.status == "feasible" and lacks_bound(request.schedules):
