@@ -55,7 +55,7 @@ def _hooks(tensor: Tensor) -> Iterator[Any]:
 
 
 def _referred(value: Any) -> Iterator[Any]:
-    """Yield what an object refers to; classes and imported modules, which much refers to, are left out."""
+    """Yield the objects that an object references, without classes and imported Python modules."""
     if isinstance(value, type | ModuleType):
         return
     if isinstance(value, dict):

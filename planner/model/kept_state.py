@@ -1,7 +1,7 @@
 """State that a model keeps from one forward to the next, and the part of a forward that uses it.
 
-A stage has state of its own, which only its own forwards change. So no cut may separate code that changes state from
-code that uses it:
+Each stage has a separate copy of the state, changed only by its own forwards. So code that changes state and code that
+reads it must share a stage:
 
     forward of block 0      reads w           first access
     ------------------                        a stage that ends here would read a `w` that is never changed
@@ -23,7 +23,7 @@ Key = tuple[str, tuple[Any, ...]]
 
 
 def key_of(change: Change) -> Key:
-    """Return what tells the attribute that changed from others."""
+    """Return a key that identifies the changed attribute."""
     return change.path, change.keys
 
 
@@ -33,7 +33,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
     Args:
         recording: One forward.
         names: By storage, the name of each tensor that was there before the forward and is there after it.
-        assigned: By storage, the path of the module whose buffer was that tensor, and is another one now.
+        assigned: Path of the module of each replaced buffer, by the buffer's old storage.
     """
     flow = recording.flow.nodes
     times: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Labels among the inputs of a model that computes its own loss: how many of them its loss is the mean of."""
+"""Number of labels over which a model averages the loss that it computes itself."""
 
 from typing import TYPE_CHECKING, Any, Final
 

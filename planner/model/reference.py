@@ -8,8 +8,8 @@
 
 Nothing of the executor takes part. Two things are arranged so that the loop can be compared with a pipeline:
 
-- Every layer draws random numbers from a seed of its own (`planner.model.seeding`), as layers of a pipeline do. Hooks
-  of torch that see every module plant it; the model's own hooks stay as they are.
+- Every layer draws random numbers from a seed of its own (`planner.model.seeding`), as layers of a pipeline do. Torch's
+  global module hooks set this seed. The model's own hooks are not modified.
 - Running statistics of batch normalization are those of the whole mini-batch (docs/cost-model.md), computed here from
   the layers' inputs.
 
@@ -93,7 +93,7 @@ class State:
     """By parameter, the options of its group in the optimizer."""
 
     def sampled(self) -> "State":
-        """Return the same with a sample of every large tensor, which tells what an optimizer did as well."""
+        """Return this state with each large tensor replaced by a sample, which suffices to verify an update."""
         return replace(self, tensors={n: None if t is None else sample_of(t) for n, t in self.tensors.items()})
 
     def save(self, path: Path) -> None:
@@ -241,7 +241,7 @@ def _rows(tensor: Tensor, first: int, end: int) -> Tensor:
 
 
 def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
-    """Return what the loss of each micro-batch counts for in that of the mini-batch."""
+    """Return the weight of each micro-batch's loss in the mini-batch's loss."""
     if loaded.loss_count is not None:
         counts = [float(loaded.loss_count(batch.targets)) for batch in batches]
     elif loaded.counted_labels and all(isinstance(b.inputs, dict) and "labels" in b.inputs for b in batches):
@@ -265,7 +265,10 @@ def _unscale(trained: Sequence[nn.Parameter], scale: float) -> float:
 
 @contextmanager
 def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Callable[[int, int], None]]:
-    """Seed the generators where a layer begins; yields what must be called with step and micro-batch before each."""
+    """Seed the generators at the start of every layer.
+
+    Yields a function that must be called with the step and the micro-batch before each micro-batch.
+    """
     layer_at = {
         (id(model.get_submodule(start.path)), start.call, start.at_end): layer
         for layer, start in enumerate(options.starts, start=1)
@@ -304,11 +307,11 @@ def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Call
 
 @contextmanager
 def _whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Make the running statistics of batch normalization, at the end, those of the whole mini-batch.
+    """Make the running statistics of batch normalization those of the whole mini-batch.
 
-    Within the block, every micro-batch updates them as in any plain loop; at its end they are put back and updated
-    once, with the mean and the unbiased variance of all inputs. A layer that is called several times in a forward is
-    updated once for each of these calls.
+    Inside the `with` block, each micro-batch updates the statistics. On exit, they are restored and updated once with
+    the mean and the unbiased variance of all inputs. A layer that is called several times in a forward is updated once
+    for each of these calls.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
     before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}

@@ -4,9 +4,9 @@ A pipeline takes the weighted mean of the losses of its micro-batches. That is t
 loss is a mean. Here the unpartitioned model runs on a few samples and on their two halves, in evaluation mode, so that
 neither dropout nor batch normalization makes a difference. Three forwards answer two questions:
 
-- Which labels among the inputs is a model's own loss the mean of? Some labels are masked, so that each answer gives
-  the halves other weights.
-- Is the loss a mean at all, with the weights in force?
+- Over which input labels does a model average its own loss? Some labels are masked, so that each possible answer
+  implies different weights of the halves.
+- Is the full loss the weighted mean of the halves' losses, with the weights that training uses?
 """
 
 import copy
@@ -52,7 +52,7 @@ _LEAST_LOSS: Final = 1e-2
 """Smaller losses are compared as if they were so large: the mean of a normalized output is a rounding error."""
 
 _UNSEEN: Final = 1e-3
-"""Part of the difference between the halves' losses that is no cause for alarm."""
+"""Part of the difference between the halves' losses that is accepted as rounding."""
 
 _LEAST_LABELS: Final = 4
 """Labels in a row from which each rule gets a weight of its own (`_masked`)."""
@@ -192,12 +192,16 @@ def _cut_off(tensor: Tensor) -> Tensor:
 
 
 def _fresh_loss(loaded: LoadedModel) -> Any:
-    """Return the loss function; a default one that has not chosen yet, for evaluation may show it another output."""
+    """Return the loss function.
+
+    A default loss is returned as a new instance: it selects its formula from the first output, which evaluation mode may
+    change.
+    """
     return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
 
 
 def _leaves_behind(loss: Any) -> set[int]:
-    """Return the identities of all tensors that a gradient of `loss` is added to."""
+    """Return the `id()` of every leaf tensor in which the backward of `loss` accumulates a gradient."""
     waiting = [tensor.grad_fn for tensor in tensors_in(loss)]
     leaves = {id(tensor) for tensor in tensors_in(loss) if tensor.is_leaf}
     seen: set[Any] = set()
@@ -274,7 +278,9 @@ def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
 
 
 def _masked(batch: Batch) -> Batch | None:
-    """Mask labels so that each rule gives the first half another weight: 1/2 of samples, 2/5 of all, 1/4 of shifted.
+    """Mask labels so that each counting rule weights the first half differently.
+
+    The weights are 1/2 by samples, 2/5 by all labels, 1/4 by shifted labels.
 
     Returns:
         The batch with these labels; as it is where a sample has one label, and None where rows are too short.
@@ -324,7 +330,7 @@ def _losses(loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[B
 
 
 def _noise(dtype: torch.dtype) -> float:
-    """Return the relative rounding error of a loss that is no cause for alarm."""
+    """Return the largest relative error of a loss that is accepted as rounding."""
     return 100 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 

@@ -5,8 +5,9 @@
          ├─ the reference     trains the model as the user wrote it (`planner.model.reference`), writes its states
          └─ ranks 0, 1, …     train the same steps as the stages of a pipeline, and compare (`stages`)
 
-Each group of cuts is one pipeline. Where a rank differs, its cuts are tried one by one; a wrong one, and those that are
-like it, are taken out, and all is checked again. Recomputation that differs is reported and leaves the cut.
+Each group of cuts is one pipeline. If a rank differs, the cuts of its group are tried one by one. A wrong cut and all
+equivalent cuts are removed, and the check starts again. If only recomputation differs, the check reports it and keeps the
+cut.
 """
 
 import math
@@ -183,7 +184,7 @@ class _Checking:
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """What is trained: the model, or as much of it as shows all its distinct cuts."""
+    """Model that the check trains: the full model, or a shortened one with a cut of every distinct class."""
 
     loaded: LoadedModel
     chain: Chain
@@ -258,7 +259,7 @@ class _Subject:
 
     @property
     def cuts(self) -> dict[int, int]:
-        """By cut of the whole model that stands for its class, the cut of what is trained that shows it."""
+        """Mapping from each representative cut of the whole model to the equivalent cut of the trained model."""
         if self.chain is self.whole:
             return {cut: cut for cut in self.coverage.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
@@ -357,7 +358,11 @@ class _Round:
             return _Verdict(again, differs_recomputed=problem)
         if len(cuts) == 1:
             return _Verdict(again, wrong={cuts[0]: still})
-        alone = {cut: self._train([cut], "never")[1] for cut in cuts}
+        alone: dict[int, str] = {}
+        for cut in cuts:
+            # What there is no time to try alone is as suspicious as the others.
+            is_late = time.monotonic() > self.checking.deadline + self.checking.budget_s
+            alone[cut] = still if is_late else self._train([cut], "never")[1]
         wrong = {cut: why for cut, why in alone.items() if why}
         # Where none of them is wrong alone it takes several cuts at once: then all of them go.
         return _Verdict(again, wrong=wrong or dict.fromkeys(cuts, still))
@@ -522,7 +527,7 @@ def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
 
 
 def _start_at(calls: Sequence[Any], cut: int) -> LayerStart | None:
-    """Return the call whose end is a time of the recording; else the next call that begins."""
+    """Return the module call that ends at a recording time. If no call ends then, return the next that starts."""
     for call in calls:
         if call.exit + 1 == cut and call.exit != END:
             number = sum(other.path == call.path and other.exit <= call.exit for other in calls)
@@ -573,7 +578,7 @@ def _together(found: Sequence[Differences]) -> dict[str, float]:
 
 
 def _compared_states(state: State, right: State) -> dict[str, float]:
-    """Return how far a reference's state is from another's, by what it is."""
+    """Return the relative differences between the states of two references, by name."""
     found = Differences()
     found.compare_number("the loss", state.loss, right.loss)
     gradients = {n.partition(":")[2]: t for n, t in state.tensors.items() if n.startswith("gradient:")}
@@ -587,5 +592,5 @@ def _compared_states(state: State, right: State) -> dict[str, float]:
 
 
 def _is_of_connection(error: ChildError) -> bool:
-    """Return True if a rank failed only since another one was gone."""
+    """Return True if a rank failed only because another rank had exited."""
     return any(text in error.message for text in ("onnection closed", "gloo", "SIGABRT", "Broken pipe"))

@@ -1,4 +1,7 @@
-"""Which cuts stand for all: two cuts between like layers, crossed by like tensors, need one check."""
+"""Selection of representative cuts.
+
+Two cuts are equivalent if their adjacent layers and the tensors that cross them match, so one check covers both.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ class Coverage:
     """The distinct cuts of a chain; a cut is the index of the layer after it."""
 
     classes: tuple[tuple[int, ...], ...]
-    """Cuts that are alike, the one to check first."""
+    """Equivalent cuts, the representative first."""
     keys: tuple[Hashable, ...]
     """By layer, what it runs and what crosses the boundary before it."""
 
@@ -26,7 +29,7 @@ class Coverage:
         return tuple(alike[0] for alike in self.classes)
 
     def like(self, cut: int) -> tuple[int, ...]:
-        """Return all cuts that are like this one, itself included."""
+        """Return all cuts that are equivalent to this one, itself included."""
         return next((alike for alike in self.classes if cut in alike), (cut,))
 
 

@@ -54,7 +54,8 @@ class Differences:
     def compare_tensor(self, what: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
         """Compare a tensor with the reference's, relative to the largest number in it, at least `least`.
 
-        None counts as zeros: a gradient that is missing is found where it makes the optimizer do something else.
+        None counts as zeros. If a missing gradient changes the optimizer's behavior, the comparison after the
+        optimizer's step detects it.
         """
         value, right = (None if t is None else dense_values(t) for t in (value, right))
         if value is None or right is None:
@@ -80,11 +81,14 @@ def compare_update(found: Differences, what: str, value: Tensor, right: Tensor, 
 
 
 def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
-    """Describe the largest difference that is no rounding error, nor what the model makes of one; empty if none is.
+    """Describe the largest difference that rounding errors, also amplified by the model, cannot explain.
 
     Args:
         relative: Differences by name.
-        noise: Returns how far the same things change where all parameters change by a rounding error.
+        noise: Returns how far the same things change if all parameters change by a rounding error.
+
+    Returns:
+        One line; empty if rounding errors explain all differences.
     """
     large = {what: size for what, size in relative.items() if not size <= LIMIT}
     if not large:

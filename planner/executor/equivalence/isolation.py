@@ -1,7 +1,7 @@
 """Functions that run in processes of their own, forked from this one, with one thread each.
 
-A forked process has all modules that were imported here and shares nothing that it changes: parameters, module-level
-variables, random generators. It prints nothing, and ends when its time is over.
+A forked process inherits all imported modules. Its changes to parameters, module-level variables and random generators do
+not affect the process that forked it. It prints nothing, and is ended after a time limit.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class ChildError(Exception):
     Args:
         message: What it raised, in a line, or the signal that ended it.
         hint: What to do; empty where its error has none.
-        is_user_error: Whether the error is one that the user's model caused and that says so.
+        is_user_error: Whether the user's model caused the error and the message states this.
     """
 
     def __init__(self, message: str, *, hint: str = "", is_user_error: bool = False) -> None:
@@ -36,7 +36,7 @@ class ChildError(Exception):
         self.message, self.hint, self.is_user_error = message, hint, is_user_error
 
     def as_model_error(self) -> ModelError:
-        """Return the same as an error of the model."""
+        """Convert this error to a `ModelError` with the same message and hint."""
         return ModelError(self.message, hint=self.hint)
 
 

@@ -1,11 +1,13 @@
 """One rank of a pipeline, trained for a few steps and compared with the reference's states after each of them.
 
-The comparison has two halves per step, so that rounding errors do not grow from one to the next:
+Each step is compared in two phases. After the first, the rank replaces its gradients by the reference's, so that rounding
+errors do not accumulate:
 
-    forwards, backwards    loss, gradients, buffers and numbers are compared; then gradients become the reference's
+    forwards, backwards    loss, gradients, buffers and numbers are compared
     optimizer              parameters and the optimizer's state are compared, by a sample of large tensors
 """
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from planner.executor.equivalence.differences import (
     compare_gradients,
     compare_update,
     digest_of_values,
+    largest,
 )
 from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
@@ -107,9 +110,10 @@ class _Rank:
         return State.load(path)
 
     def _begin_as_reference(self) -> None:
-        """Note which initial values are not the reference's, and take over the reference's.
+        """Note which initial values differ from the reference's, and replace them.
 
-        A generator without a seed makes others in every process: that is no fault, unless ranks share them.
+        An unseeded generator produces different initial values in each process. This is an error only for tensors that
+        several ranks hold.
         """
         for name, tensor in self._held().items():
             kind = "parameter" if name in self._named else "buffer"
@@ -133,7 +137,8 @@ class _Rank:
         compare_gradients(found, {n: p.grad for n, p in self._named.items() if p.requires_grad}, right)
         for name, buffer in self._held().items():
             if f"buffer:{name}" in right.tensors:
-                found.compare_tensor(f'the buffer "{name}"', buffer, right.tensors[f"buffer:{name}"])
+                expected = right.tensors[f"buffer:{name}"]
+                found.compare_tensor(f'the buffer "{name}"', buffer, expected, _rounding_scale(name, right))
         self._compare_numbers(right, at_start)
         for name, parameter in self._named.items():
             gradient = right.tensors.get(f"gradient:{name}")
@@ -172,3 +177,9 @@ class _Rank:
                 expected_option = right.groups.get(name, {}).get(key, value)
                 found.compare_number(f'the optimizer\'s "{key}" for "{name}"', value, expected_option)
         self._before = right
+
+
+def _rounding_scale(name: str, right: State) -> float:
+    """Return the smallest scale to compare a buffer by: a running mean is no more exact than its deviation allows."""
+    variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
+    return 0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest(variance))
