@@ -59,7 +59,7 @@ def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
 
 
 def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[Skipped, ...] | None:
-    """Return the modules that must pass through their input to skip some layers; None if any layer cannot be skipped."""
+    """Return the modules that must pass through their input to skip layers; None if any layer cannot be skipped."""
     if chain.outline is None:
         return tuple(Skipped(path=chain.names[layer]) for layer in layers)
     skipped = []

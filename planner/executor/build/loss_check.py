@@ -194,8 +194,8 @@ def _cut_off(tensor: Tensor) -> Tensor:
 def _fresh_loss(loaded: LoadedModel) -> Any:
     """Return the loss function.
 
-    A default loss is returned as a new instance: it selects its formula from the first output, which evaluation mode may
-    change.
+    A default loss is returned as a new instance: it selects its formula from the first output, which may be another in
+    evaluation mode.
     """
     return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
 

@@ -6,8 +6,8 @@
          └─ ranks 0, 1, …     train the same steps as the stages of a pipeline, and compare (`stages`)
 
 Each group of cuts is one pipeline. If a rank differs, the cuts of its group are tried one by one. A wrong cut and all
-equivalent cuts are removed, and the check starts again. If only recomputation differs, the check reports it and keeps the
-cut.
+equivalent cuts are removed, and the check starts again. If only recomputation differs, the check reports it and keeps
+the cut.
 """
 
 import math

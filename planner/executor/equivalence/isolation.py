@@ -1,7 +1,7 @@
 """Functions that run in processes of their own, forked from this one, with one thread each.
 
-A forked process inherits all imported modules. Its changes to parameters, module-level variables and random generators do
-not affect the process that forked it. It prints nothing, and is ended after a time limit.
+A forked process inherits all imported modules. Its changes to parameters, module-level variables and random generators
+do not affect the process that forked it. It prints nothing, and is ended after a time limit.
 """
 
 import contextlib

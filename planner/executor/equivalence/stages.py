@@ -1,7 +1,7 @@
 """One rank of a pipeline, trained for a few steps and compared with the reference's states after each of them.
 
-Each step is compared in two phases. After the first, the rank replaces its gradients by the reference's, so that rounding
-errors do not accumulate:
+Each step is compared in two phases. After the first, the rank replaces its gradients by the reference's, so that
+rounding errors do not accumulate:
 
     forwards, backwards    loss, gradients, buffers and numbers are compared
     optimizer              parameters and the optimizer's state are compared, by a sample of large tensors
