@@ -88,7 +88,7 @@ class Pipeline:
             groups = Groups.of(job.place)
             job.position.at("building the model")
             self._mini_batches = MiniBatches(job, self.model, groups.replicas)
-            self._assembly = Assembly(job, self.model, groups, self._recorder, structure)
+            self._assembly = Assembly(job, self.model, groups, self._recorder, structure=structure)
             # Failed attempts to find or build layers may lie in cycles with their errors, and hold the whole model.
             gc.collect()
             # What the script draws from here on (the order of its data) is the same on every rank.

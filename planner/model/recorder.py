@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.core.errors import ModelError, PlannerError
 from planner.model.attributes import Attributes, left_behind
 from planner.model.calling import arguments_of, wrapped
 from planner.model.functions import Called, FunctionWatch, in_transform
-from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_computed, storage_key, storage_of
+from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_computed, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.kept_state import Key, Rereads, attribute_states, key_of, written_states
 from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
+from planner.model.loss_reads import addresses_read
 from planner.model.nests import take_apart, tensors_in
 from planner.model.operators import OperatorWatch, decides, written_tensors
 from planner.model.recording import END, Call, Join, KeptState, Operator, Recording
-from planner.model.refusals import code_told
+from planner.model.refusals import code_told, refuse_backward
 from planner.model.regions import Region, RegionFinder, without_reentrance
 
 
@@ -56,10 +56,10 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         stack.enter_context(torch.enable_grad())
         stack.enter_context(recorder.noting_gradients())
         if not ghosts:  # There is no backward, so nothing need be kept for one.
-            stack.enter_context(saved_tensors_hooks(_forget, _refuse_backward))
+            stack.enter_context(saved_tensors_hooks(_forget, refuse_backward))
         stack.enter_context(without_reentrance())
         output = recorder.output_of(model, inputs)
-        recorder.note_outputs(output, None if loss_of is None else _addresses_read(loss_of, output))
+        recorder.note_outputs(output, None if loss_of is None else addresses_read(loss_of, output))
         del output
         states = written_states(recorder.recording, *recorder.changed_tensors(model))
         recorder.recording.states = (*states, *_attribute_states(recorder, model, inputs))
@@ -404,15 +404,6 @@ def _forget(_: Any) -> Any:
     return None
 
 
-def _refuse_backward(_: Any) -> Any:
-    """Raise the error of a forward that differentiates and also needs values."""
-    raise ModelError(
-        "`forward` calls `torch.autograd.grad` and also reads values of what depends on parameters (`.item()`, `if`, "
-        "NumPy): both together cannot be recorded",
-        hint="let `forward` do without the values (`torch.where` in place of `if`), or without the gradient",
-    )
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """An operator that knows no shape without values is an error that is dealt with, not one to be logged."""
@@ -423,26 +414,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
-    """Addresses of the storages that the loss reads; None if it may read others for other values, or fails here."""
-    addresses: set[int] = set()
-    has_decided = False
-
-    def note(func: Any, args: Any, kwargs: Any) -> None:
-        nonlocal has_decided
-        arguments = tensors_in((args, kwargs))
-        if func._schema.name not in SHAPE_ONLY:
-            addresses.update(map(storage_key, arguments))
-        has_decided = has_decided or decides(func, arguments)
-
-    try:
-        with OperatorWatch(before=note):
-            loss = loss_of(output)
-    except PlannerError:
-        raise
-    except Exception:  # it is reported where the loss is needed
-        return None
-    addresses.update(map(storage_key, tensors_in(loss)))  # the output's own loss, say, of which nothing is computed
-    return None if has_decided else addresses

@@ -31,6 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_map_only
 
+from planner.core.errors import ModelError
 from planner.model.autocast import autocast_dtype
 from planner.model.calling import arguments_of
 from planner.model.label_counts import label_count
@@ -144,7 +145,8 @@ def train_reference(
         for step in range(options.steps):
             with _whole_mini_batch_statistics(model):
                 batches = _micro_batches(mini_batch(loaded, options, step), options)
-                loss = _accumulate(model, loaded, batches, scale, partial(begin_micro_batch, step))
+                begin = partial(begin_micro_batch, step)
+                loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=begin)
             scale = _unscale(trained, scale)
             losses.append(loss)
             write(f"gradients-{step}", partial(_after_backward, loaded, model, loss))
@@ -209,6 +211,7 @@ def _accumulate(
     model: nn.Module,
     loaded: LoadedModel,
     batches: Sequence[Batch],
+    *,
     scale: float,
     begin_micro_batch: Callable[[int], None],
 ) -> float:
@@ -223,9 +226,16 @@ def _accumulate(
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             loss = loaded.loss_fn(model(*args, **kwargs), batch.targets)
         total += float(loss.detach()) * weight
-        if loss.requires_grad:
+        if _has_gradient(model, loss):
             (loss * weight * scale).sum().backward()
     return total
+
+
+def _has_gradient(model: nn.Module, loss: Tensor) -> bool:
+    """Return True if there is something to train; raise `ModelError` if the loss does not lead to it."""
+    if not loss.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("the loss carries no gradient, so nothing would be trained", hint="is something detached?")
+    return loss.requires_grad
 
 
 def _micro_batches(batch: Batch, options: ReferenceOptions) -> list[Batch]:
@@ -395,10 +405,10 @@ def optimizer_state(
     groups: dict[str, dict[str, float]] = {}
     for group in optimizer.param_groups:
         options = {key: float(value) for key, value in group.items() if type(value) in NUMBERS}
-        for parameter in group["params"]:
-            for name in names.get(id(parameter), ()):
-                groups[name] = options
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor | int | float):
-                        tensors[f"optimizer:{name}:{key}"] = torch.as_tensor(value)
+        named_here = [(name, p) for p in group["params"] for name in names.get(id(p), ())]
+        for name, parameter in named_here:
+            groups[name] = options
+            state = optimizer.state.get(parameter, {}).items()
+            kept = {key: value for key, value in state if isinstance(value, Tensor | int | float)}
+            tensors |= {f"optimizer:{name}:{key}": torch.as_tensor(value) for key, value in kept.items()}
     return tensors, groups

@@ -41,7 +41,7 @@ class Assembly:
     """
 
     def __init__(
-        self, job: Job, model: LoadedModel, groups: Groups, recorder: Recorder, structure: Chain | None = None
+        self, job: Job, model: LoadedModel, groups: Groups, recorder: Recorder, *, structure: Chain | None = None
     ) -> None:
         self._job, self._model, self.groups, self.recorder = job, model, groups, recorder
         balance, place = job.balance, job.place

@@ -69,7 +69,7 @@ class Differences:
             self.note(what, largest_difference(value, right) / max(largest(right), least, 1e-30))
 
 
-def compare_update(found: Differences, what: str, value: Tensor, right: Tensor, before: Tensor) -> None:
+def compare_update(found: Differences, what: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
     """Compare a parameter after an optimizer's step, relative to how far the reference's moved."""
     if torch.equal(value, right):
         found.note(what, 0.0)

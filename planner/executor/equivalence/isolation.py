@@ -15,11 +15,16 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # fake tensors import it, seconds in every process that is forked before
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.core.errors import ModelError, PlannerError
 
 _GRACE_S = 5
+
+
+# The first use of fake tensors imports much of torch: once here, not for seconds in every process that is forked.
+with FakeTensorMode():
+    torch.empty(0)
 
 
 class ChildError(Exception):

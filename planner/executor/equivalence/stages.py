@@ -164,7 +164,7 @@ class _Rank:
             assert expected is not None
             assert before is not None
             what = f'the updated parameter "{name}"'
-            compare_update(found, what, sample_of(parameter), expected, sample_of(before))
+            compare_update(found, what, sample_of(parameter), right=expected, before=sample_of(before))
         tensors, groups = optimizer_state(optimizer, self._named)
         of_ours = {key for key in right.tensors if key.startswith("optimizer:") and key.split(":")[1] in self._named}
         for key in sorted(of_ours | tensors.keys()):

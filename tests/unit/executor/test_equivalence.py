@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.executor.build import assembly
-from planner.executor.equivalence import check, differences
+from planner.executor.equivalence import check, differences, rounds, subject
 from planner.executor.equivalence.check import Checked, check_equivalence
 from planner.executor.equivalence.isolation import Child, ChildError
 from planner.model.cuts import Cuts
@@ -368,7 +368,7 @@ def test_a_large_model_is_compared_without_most_of_its_repeated_layers(
     build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its cuts are covered by fewer gradients than it has."""
-    monkeypatch.setattr(check, "_MANY_PARAMETERS", 0)
+    monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
     loaded = loaded_model(build, WIDTH)
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
     assert (found.uncovered, found.cuts, found.recomputed) == (0, found.layers - 1, True)
@@ -377,13 +377,13 @@ def test_a_large_model_is_compared_without_most_of_its_repeated_layers(
 
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """First the optimizer is left out, then nothing can be compared."""
-    monkeypatch.setattr(check, "_MANY_PARAMETERS", 0)
+    monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
     loaded = loaded_model(Stack, WIDTH)
-    monkeypatch.setattr(check, "_MOST_BYTES", 3_000)
+    monkeypatch.setattr(subject, "_MOST_BYTES", 3_000)
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
     assert (found.uncovered, found.states) == (0, 0)
     assert "the optimizer was not compared" in str(found)
-    monkeypatch.setattr(check, "_MOST_BYTES", 100)
+    monkeypatch.setattr(subject, "_MOST_BYTES", 100)
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
     assert (found.cuts, found.recomputed) == (0, False)
     assert "gradients take" in found.reason
@@ -391,7 +391,7 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cuts_for_which_there_is_no_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first group is compared in any case."""
-    monkeypatch.setattr(check, "_MOST_STAGES", 2)
+    monkeypatch.setattr(rounds, "_MOST_STAGES", 2)
     loaded = loaded_model(lambda: nn.Sequential(*(nn.Linear(WIDTH, n + 1) for n in range(WIDTH - 1, WIDTH))), WIDTH)
     assert check_equivalence(loaded, budget_s=60.0).proof.layers == 0  # a single layer
     loaded = loaded_model(lambda: nn.Sequential(block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)), WIDTH)

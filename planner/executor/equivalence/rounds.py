@@ -1,0 +1,309 @@
+"""One round of the equivalence check: a reference that trains, and pipelines that are compared with it."""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from planner.core.values.balance import Balance, StageBalance
+from planner.core.values.plan import Recompute
+from planner.core.values.profile import Model
+from planner.core.values.proof import Proof
+from planner.core.values.units import counted
+from planner.executor.equivalence.coverage import groups_of
+from planner.executor.equivalence.differences import (
+    NUMBER,
+    Differences,
+    compare_gradients,
+    largest_problem,
+    shaking,
+)
+from planner.executor.equivalence.isolation import Child, ChildError
+from planner.executor.equivalence.stages import Trial, run_rank
+from planner.executor.equivalence.subject import CheckRequest, Subject
+from planner.model.load import LoadedModel
+from planner.model.reference import ReferenceOptions, Shake, State, train_reference
+
+_MOST_STAGES = 8
+"""Ranks that are alive at a time."""
+
+_DRAWS = 2
+"""How often parameters are changed to see what the model makes of rounding errors: which ReLU turns over is chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one round of the check found."""
+
+    proof: Proof
+    num_cuts: int = 0
+    wrong: Mapping[str, str] = field(default_factory=dict)
+    """By the layer that no stage may end with, why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A reference that trains, and the cuts to compare with it."""
+
+    request: CheckRequest
+    subject: Subject
+    folder: Path
+    child: Child
+    progress: Callable[[str], None]
+
+    @classmethod
+    def of(
+        cls, request: CheckRequest, subject: Subject, folder: Path, child: Child, *, progress: Callable[[str], None]
+    ) -> "Round":
+        """Start the reference."""
+        child.connection.send(subject.options)
+        progress("training the reference")
+        if subject.one_by_one:
+            _expect_reference(child)
+            child.end()
+        size = subject.options.micro_batch_size
+        return cls(request=request, subject=subject, folder=folder / str(size), child=child, progress=progress)
+
+    def compare(self) -> Found:
+        """Compare all cuts for which there is time."""
+        ends, shown = self.request.ends, self.subject.cuts
+        num_layers = len(self.subject.whole.layers)
+        wanted = list(shown.values() if ends is None else (end for end in ends if end < num_layers))
+        standing_for = {place: cut for cut, place in shown.items()}
+        most = _MOST_STAGES - 1 if ends is None else len(wanted)
+        compared: list[int] = []
+        recomputed, took_s = "", 0.0
+        relative: dict[str, float] = {}
+        wrong: dict[int, str] = {}
+        for number, cuts in enumerate(groups_of(wanted, most)):
+            if number and time.monotonic() + took_s > self.request.deadline:
+                break
+            begin = time.monotonic()
+            self.progress(f"comparing cuts {len(compared) + 1} to {len(compared) + len(cuts)} of {len(wanted)}")
+            verdict = self._verdict(cuts)
+            took_s = time.monotonic() - begin
+            compared += cuts
+            recomputed = recomputed or verdict.differs_recomputed
+            wrong |= verdict.wrong
+            relative |= verdict.relative
+        alike = {place: self._alike(standing_for, place) for place in compared}
+        named = {self.subject.whole.ends[cut - 1]: why for place, why in sorted(wrong.items()) for cut in alike[place]}
+        proof = self._proof({cut for cuts in alike.values() for cut in cuts}, relative, recomputed)
+        return Found(proof=proof, num_cuts=len(self.subject.whole.ends), wrong=named)
+
+    def _alike(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
+        """Return the cuts of the whole model that a compared one stands for."""
+        return self.subject.coverage.like(standing_for[place]) if self.request.ends is None else (place,)
+
+    def _proof(self, cuts: Collection[int], relative: Mapping[str, float], recomputed: str) -> Proof:
+        ends, num_layers = self.request.ends, len(self.subject.whole.layers)
+        missing = (num_layers - 1 if ends is None else len([end for end in ends if end < num_layers])) - len(cuts)
+        late = [f"{counted(missing, 'cut')} not compared within {self.request.budget_s:g} s"] if missing else []
+        names = list(relative)
+        sizes = [size for what, size in relative.items() if math.isfinite(size) and not what.startswith(NUMBER)]
+        return Proof(
+            layers=num_layers,
+            cuts=len(cuts),
+            uncovered=missing,
+            gradients=sum(name.startswith("the gradient of") for name in names),
+            buffers=sum(name.startswith("the buffer") for name in names),
+            states=sum(name.startswith("the optimizer's") and " of " in name for name in names),
+            worst=float(f"{max(sizes, default=0.0):.0e}"),
+            reason="; ".join([*late, *filter(None, [self.subject.reason])]),
+            differs_recomputed=recomputed,
+        )
+
+    def _verdict(self, cuts: Sequence[int]) -> "_Verdict":
+        found, problem = self._train(cuts, "except-last")
+        if not problem:
+            return _Verdict(found)
+        again, still = self._train(cuts, "never")
+        if not still:
+            return _Verdict(again, differs_recomputed=problem)
+        if len(cuts) == 1:
+            return _Verdict(again, wrong={cuts[0]: still})
+        alone: dict[int, str] = {}
+        for cut in cuts:
+            # What there is no time to try alone is as suspicious as the others.
+            is_late = time.monotonic() > self.request.deadline + self.request.budget_s
+            alone[cut] = still if is_late else self._train([cut], "never")[1]
+        wrong = {cut: why for cut, why in alone.items() if why}
+        # Where none of them is wrong alone it takes several cuts at once: then all of them go.
+        return _Verdict(again, wrong=wrong or dict.fromkeys(cuts, still))
+
+    def _train(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], str]:
+        """Train a pipeline with these cuts; return what its ranks found, and a problem."""
+        balance = _balance(self.subject, cuts, recompute)
+        limit_s = self.request.limit_s
+        trial = Trial(
+            loaded=self.subject.loaded,
+            chain=self.subject.chain,
+            balance=balance,
+            options=self.subject.options,
+            reference=self.folder,
+            limit_s=limit_s,
+        )
+        try:
+            found = self._run(trial)
+        except _ReferenceFailedError:
+            raise
+        except ChildError as error:
+            if not _is_of_connection(error):
+                return [], error.message
+            found = self._run(trial)  # the connection was at fault, not a stage
+        different = _different_copies(found)
+        if different:
+            return found, different
+        relative = _together(found)
+        return found, largest_problem(relative, self._noise)
+
+    def _run(self, trial: Trial) -> list[Differences]:
+        """Run all ranks; return what each found."""
+        rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
+        ranks = range(trial.balance.num_processes)
+        children = [Child(partial(_run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
+        try:
+            return self._results(children)
+        finally:
+            for child in children:
+                child.end()
+
+    def _results(self, children: Sequence[Child]) -> list[Differences]:
+        """Return what all ranks found; the error that came first, unless it is only that a connection closed."""
+        waiting = {child.connection: n for n, child in enumerate(children)}
+        found: dict[int, Differences] = {}
+        errors: list[ChildError] = []
+        watched: list[Any] = [*waiting, *([] if self.child.is_done else [self.child.connection])]
+        while waiting:
+            ready = wait(watched, timeout=2.0 if errors else None)
+            if not ready:
+                break
+            for connection in ready:
+                watched.remove(connection)
+                if connection is self.child.connection:
+                    _expect_reference(self.child)
+                    continue
+                rank = waiting.pop(cast("Connection", connection))
+                try:
+                    found[rank] = children[rank].result()
+                except ChildError as error:
+                    errors.append(error)
+        if errors:
+            raise next((e for e in errors if not _is_of_connection(e)), errors[0])
+        return [found[rank] for rank in range(len(children))]
+
+    def _noise(self) -> Mapping[str, float]:
+        """Return how far gradients, buffers and loss change where parameters change by a rounding error."""
+        noise: dict[str, float] = {}
+        right = State.load(self.folder / "gradients-0")
+        for seed in range(_DRAWS):
+            folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
+            options = replace(self.subject.options, steps=1, updates=False)
+            shake = shaking(self.subject.loaded.precision, seed)
+            train = partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake)
+            child = Child(train, limit_s=self.request.limit_s)
+            try:
+                child.result()
+            finally:
+                child.end()
+            for what, size in _compared_states(State.load(folder / "gradients-0"), right).items():
+                noise[what] = max(size, noise.get(what, 0.0))
+        return noise
+
+
+class _ReferenceFailedError(ChildError):
+    """The plain loop raised an error."""
+
+
+def _expect_reference(child: Child) -> None:
+    """Wait for the reference; raise `_ReferenceFailedError` if it failed."""
+    try:
+        if not child.is_done:
+            child.result()
+    except ChildError as error:
+        raise _ReferenceFailedError(error.message, hint=error.hint, is_user_error=error.is_user_error) from None
+
+
+class _Verdict(NamedTuple):
+    """What was found of one group of cuts."""
+
+    found: Sequence[Differences]
+    wrong: Mapping[int, str] = {}
+    differs_recomputed: str = ""
+
+    @property
+    def relative(self) -> dict[str, float]:
+        """Differences by name, over all ranks."""
+        return _together(self.found)
+
+
+def _run_rank(trial: Trial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
+    return run_rank(trial, rank, rendezvous)
+
+
+def _train_apart(
+    loaded: LoadedModel, options: ReferenceOptions, _connection: Connection, *, folder: Path, shake: Shake
+) -> None:
+    train_reference(loaded, options, folder, shake)
+
+
+def _balance(subject: Subject, cuts: Sequence[int], recompute: Recompute) -> Balance:
+    loaded, chain, options = subject.loaded, subject.chain, subject.options
+    edges = list(pairwise([0, *cuts, len(chain.layers)]))
+    return Balance(
+        plan_digest="",
+        model=Model(source=loaded.source, settings=loaded.settings, inputs=loaded.inputs),
+        optimizer=loaded.optimizer_name,
+        dtype=loaded.precision,
+        schedule="gpipe",
+        batch=options.micro_batches * options.micro_batch_size,
+        micro_batches=options.micro_batches,
+        balance=tuple(end - first for first, end in edges),
+        stages=tuple(
+            StageBalance(index=index, recompute=recompute, layers=chain.names[first:end])
+            for index, (first, end) in enumerate(edges)
+        ),
+    )
+
+
+def _different_copies(found: Sequence[Differences]) -> str:
+    """Describe a tensor that several ranks hold and that begins with other values on each; empty if there is none."""
+    digests: dict[str, set[str]] = {}
+    for rank in found:
+        for name, digest in rank.own_values.items():
+            digests.setdefault(name, set()).add(digest)
+    name = next((name for name, values in digests.items() if len(values) > 1), "")
+    return name and f'"{name}" begins with other values on every stage that holds it'
+
+
+def _together(found: Sequence[Differences]) -> dict[str, float]:
+    relative: dict[str, float] = {}
+    for rank in found:
+        for what, size in rank.relative.items():
+            relative[what] = max(size, relative.get(what, 0.0))
+    return relative
+
+
+def _compared_states(state: State, right: State) -> dict[str, float]:
+    """Return the relative differences between the states of two references, by name."""
+    found = Differences()
+    found.compare_number("the loss", state.loss, right.loss)
+    gradients = {n.partition(":")[2]: t for n, t in state.tensors.items() if n.startswith("gradient:")}
+    compare_gradients(found, gradients, right)
+    for name, number in state.numbers.items():
+        found.compare_number(f'{NUMBER} "{name}"', number, right.numbers.get(name, number))
+    for name, tensor in state.tensors.items():
+        if name.startswith("buffer:"):
+            found.compare_tensor(f'the buffer "{name.partition(":")[2]}"', tensor, right.tensors[name])
+    return found.relative
+
+
+def _is_of_connection(error: ChildError) -> bool:
+    """Return True if a rank failed only because another rank had exited."""
+    return any(text in error.message for text in ("onnection closed", "gloo", "SIGABRT", "Broken pipe"))

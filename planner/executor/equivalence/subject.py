@@ -1,0 +1,175 @@
+"""Choice of what the equivalence check trains: the model, or a shortened one that shows all its distinct cuts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from planner.core.errors import ModelError
+from planner.core.values.units import format_bytes
+from planner.executor.build.building import build_structure
+from planner.executor.equivalence.coverage import Coverage, coverage_of
+from planner.executor.equivalence.isolation import ChildError
+from planner.executor.run.shapes import shapes_of
+from planner.model.chain import Chain
+from planner.model.load import LoadedModel
+from planner.model.recording import END, Call
+from planner.model.reference import LayerStart, ReferenceOptions, mini_batch
+from planner.model.shortened import repeated_layers, shortened, skipped_modules
+
+Digests = Callable[[Chain, LoadedModel], Sequence[str]]
+"""Returns a digest of the operators of every layer; none where they cannot be told."""
+
+STEPS = 2
+"""Training steps that are compared."""
+
+_MICRO_BATCHES = 2
+
+_MANY_PARAMETERS = 20_000_000
+"""Models with more parameters are compared without most of their repeated layers."""
+
+_MOST_BYTES = 1_600_000_000
+"""Parameters, gradients and optimizer state of the reference, or of all ranks, take at most so much."""
+
+_LEAN_BYTES = 600_000_000
+"""Models with more bytes of parameters are built without them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest:
+    """Question to the equivalence check."""
+
+    loaded: LoadedModel
+    budget_s: float
+    """About how long it may take."""
+    deadline: float
+    """When that time is over, on the monotonic clock."""
+    ends: Sequence[int] | None
+    """Cuts to compare, each the index of the layer after it; None: all distinct ones."""
+    digests: Digests
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which a process of the check is ended."""
+        return 4 * self.budget_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Model that the check trains: the full model, or a shortened one with a cut of every distinct class."""
+
+    loaded: LoadedModel
+    chain: Chain
+    """Of what is trained."""
+    whole: Chain
+    """Of the model."""
+    coverage: Coverage
+    """Of the whole model's cuts."""
+    options: ReferenceOptions
+    one_by_one: bool = False
+    """Whether the reference is over before ranks begin, since both do not fit."""
+    reason: str = ""
+    """Why the optimizer does not take part."""
+
+    @classmethod
+    def of(cls, request: CheckRequest, whole: Chain, size: int) -> "Subject":
+        """Choose it, with micro-batches of `size` samples.
+
+        Raises:
+            ChildError: What crosses the cuts cannot be told.
+        """
+        loaded = request.loaded
+        options = ReferenceOptions(
+            seed=0, steps=STEPS, micro_batches=_MICRO_BATCHES, micro_batch_size=size, starts=layer_starts(whole)
+        )
+        try:
+            inputs = mini_batch(loaded, replace(options, micro_batches=1), 0).inputs
+            shapes = shapes_of(whole, inputs, precision=loaded.precision, device=torch.device("cpu"))
+        except ModelError as error:
+            raise ChildError(error.message, hint=error.hint, is_user_error=True) from error
+        subject = cls(
+            loaded=loaded,
+            chain=whole,
+            whole=whole,
+            coverage=coverage_of(whole, shapes, request.digests(whole, loaded)),
+            options=options,
+        )
+        if sum(p.numel() for p in whole.model.parameters()) <= _MANY_PARAMETERS or request.ends is not None:
+            return subject
+        return subject._shortened()._within_memory()
+
+    def _shortened(self) -> "Subject":
+        skipped = skipped_modules(self.whole, repeated_layers(self.coverage.keys))
+        if not skipped:
+            return self
+        loaded = shortened(self.loaded, skipped)
+        chain = build_structure(loaded)
+        is_lean = sum(p.nbytes for p in self.whole.model.parameters()) > _LEAN_BYTES
+        options = replace(self.options, skipped=skipped, lean=is_lean, starts=layer_starts(chain))
+        return replace(self, loaded=loaded, chain=chain, options=options)
+
+    def _within_memory(self) -> "Subject":
+        """Leave out what does not fit.
+
+        Raises:
+            ChildError: Not even one step does.
+        """
+        parameters = list(self.chain.model.parameters())
+        own_bytes = sum(p.nbytes for p in parameters)
+        # Every rank that shares a parameter holds a copy.
+        copies_bytes = sum(p.nbytes for layer in self.chain.layers for p in layer.module.parameters())
+        most_bytes = max(own_bytes, copies_bytes)
+        if 4 * (own_bytes + copies_bytes) <= _MOST_BYTES:
+            return self
+        if 4 * most_bytes <= _MOST_BYTES:
+            return replace(self, one_by_one=True)
+        if 2 * own_bytes > _MOST_BYTES:
+            wanted = format_bytes(2 * own_bytes)
+            raise ChildError(f"{len(parameters)} parameters and their gradients take {wanted} even without repeats")
+        reason = f"the optimizer was not compared: with its state it takes {format_bytes(4 * most_bytes)}"
+        return replace(self, one_by_one=True, reason=reason, options=replace(self.options, steps=1, updates=False))
+
+    @property
+    def cuts(self) -> dict[int, int]:
+        """Mapping from each representative cut of the whole model to the equivalent cut of the trained model."""
+        if self.chain is self.whole:
+            return {cut: cut for cut in self.coverage.representatives}
+        places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
+        kept = {name: index for index, name in enumerate(self.whole.names)}
+        shown: dict[int, int] = {}
+        for first, *others in self.coverage.classes:
+            for cut in (first, *others):
+                place = places.get(self.whole.ends[cut - 1])
+                if place is None or place >= len(self.chain.names):
+                    continue
+                following = kept.get(self.chain.names[place])
+                if following is not None and self.coverage.keys[following] == self.coverage.keys[cut]:
+                    shown[first] = place
+                    break
+        return shown
+
+
+def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
+    """Return where each layer from the second on begins, as calls of modules."""
+    if chain.outline is None:
+        seen: list[int] = []
+        starts: list[LayerStart | None] = []
+        for layer in chain.layers:
+            seen.append(id(layer.module))
+            starts.append(LayerStart(path=layer.name, call=seen.count(seen[-1]), at_end=False))
+        return tuple(starts[1:])
+    calls = chain.outline.recording.calls
+    return tuple(_start_at(calls, cut) for cut in chain.outline.cuts)
+
+
+def _start_at(calls: Sequence[Call], cut: int) -> LayerStart | None:
+    """Return the module call that ends at a recording time. If no call ends then, return the next that starts."""
+    for call in calls:
+        if call.exit + 1 == cut and call.exit != END:
+            number = sum(other.path == call.path and other.exit <= call.exit for other in calls)
+            return LayerStart(path=call.path, call=number, at_end=True)
+    following = min((call for call in calls if call.enter >= cut), key=lambda call: call.enter, default=None)
+    if following is None:
+        return None
+    number = sum(other.path == following.path and other.enter <= following.enter for other in calls)
+    return LayerStart(path=following.path, call=number, at_end=False)

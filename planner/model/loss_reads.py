@@ -1,0 +1,32 @@
+"""Tensors of a model's output that the loss reads."""
+
+from collections.abc import Callable
+from typing import Any
+
+from planner.core.errors import PlannerError
+from planner.model.ghosts import SHAPE_ONLY, storage_key
+from planner.model.nests import tensors_in
+from planner.model.operators import OperatorWatch, decides
+
+
+def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
+    """Return the addresses of the storages that a loss reads; None if that may depend on values, or if it fails."""
+    addresses: set[int] = set()
+    has_decided = False
+
+    def note(func: Any, args: Any, kwargs: Any) -> None:
+        nonlocal has_decided
+        arguments = tensors_in((args, kwargs))
+        if func._schema.name not in SHAPE_ONLY:
+            addresses.update(map(storage_key, arguments))
+        has_decided = has_decided or decides(func, arguments)
+
+    try:
+        with OperatorWatch(before=note):
+            loss = loss_of(output)
+    except PlannerError:
+        raise
+    except Exception:  # it is reported where the loss is needed
+        return None
+    addresses.update(map(storage_key, tensors_in(loss)))  # the output's own loss, say, of which nothing is computed
+    return None if has_decided else addresses
