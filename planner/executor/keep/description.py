@@ -1,6 +1,5 @@
 """`checkpoint.json`: what a checkpoint is one of, and whether a run that goes on still computes the same."""
 
-import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, Final
 
 from planner.core.errors import FileError, UsageError
 from planner.executor.keep.index import is_count
-from planner.executor.keep.stored import DESCRIPTION
+from planner.executor.keep.stored import DESCRIPTION, read_description
 
 CHECKPOINT_SCHEMA = "gpipe-plan/checkpoint/v2"
 """Version 1 kept the state of a rank as a pickle, which is no longer read."""
@@ -28,7 +27,7 @@ def described(source: Path) -> dict[str, Any]:
         FileError: It is none of a run.
     """
     try:
-        description = json.loads((source / DESCRIPTION).read_bytes())
+        description = read_description(source)
         description["schema"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileError(

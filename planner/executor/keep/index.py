@@ -58,6 +58,8 @@ class Extent:
     file: str
     start: int
     length: int
+    digest: str | None = None
+    """`planner.executor.keep.stored.records_digest` of it; None where it was written without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,19 @@ def read_index(folder: str, content: bytes) -> Index:
         values=values,
         paths={key: path for key, path in paths.items() if key in tensors or key in values},
     )
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file of at most `most_bytes` bytes.
+
+    Raises:
+        OSError: It is no regular file, is larger, or cannot be read.
+    """
+    check_regular(path)
+    if path.stat().st_size > most_bytes:
+        raise OSError(f"it has more than {most_bytes} bytes, which no such file has")
+    with path.open("rb") as file:
+        return file.read(most_bytes)
 
 
 def check_regular(path: Path) -> None:
@@ -227,7 +242,8 @@ def _place(state: dict[str, Any]) -> Extent:
     if state.get("transform_descriptors"):
         # Compressed or encrypted: bytes that mean something else than a tensor.
         raise InertError("it was written with an extension of torch, which is not read here")
-    return Extent(file=file, start=start, length=length)
+    digest = state.get("digest")
+    return Extent(file=file, start=start, length=length, digest=None if digest is None else _text(digest))
 
 
 def _path(value: Any) -> tuple[str | int, ...]:

@@ -3,7 +3,7 @@
 The index of a `torch.distributed.checkpoint` is a pickle, and a pickle is a programme: `pickle.load` runs whatever it
 says. What such an index needs of that language is little, so this module interprets that little itself: names stay
 names, and a call stays a record of what would have been called with what. Everything else is refused. Time and memory
-are proportional to the bytes read.
+are proportional to the number of operations, which has a limit.
 """
 
 import pickletools
@@ -51,6 +51,8 @@ class _Mark:
 
 
 _MARK = _Mark()
+_MOST_OPERATIONS = 2**25
+"""A tensor takes about 110 operations of an index: 300,000 tensors and optimizer states."""
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _ARGUMENTS = frozenset(
     [
@@ -73,15 +75,17 @@ def read_inert(content: bytes, admits: Callable[[Named], bool]) -> Any:
     """What a pickle would make: numbers, strings, tuples, lists, `Pairs`, `Record`, and any `Named` that is admitted.
 
     Raises:
-        InertError: It is none, is cut short, or does or names what no index does.
+        InertError: It is none, is cut short, is too long, or does or names what no index does.
     """
     machine = _Machine(admits)
     # The reader of opcodes decodes text and looks no further; what it trips over is no pickle.
     stream = BytesIO(content)
     try:
-        for opcode, argument, _ in pickletools.genops(stream):
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
             if opcode.name == "STOP":
                 return machine.pop()
+            if number >= _MOST_OPERATIONS:
+                raise InertError(f"it has more than {_MOST_OPERATIONS} operations, which no index needs")
             machine.run(opcode.name, argument)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         raise InertError(f"it is damaged ({str(error) or type(error).__name__})") from error

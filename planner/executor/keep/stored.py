@@ -17,13 +17,19 @@ import torch
 from torch import Tensor
 
 from planner.core.errors import FileError
-from planner.executor.keep.index import Extent, Index, check_regular, read_index
+from planner.executor.keep.index import Extent, Index, read_bounded, read_index
 from planner.executor.keep.inert import InertError
+from planner.files.bounds import MAX_BYTES
 
 INDEX = ".metadata"
 
 DESCRIPTION = "checkpoint.json"
 """A checkpoint of ours says there what it is one of, and the digest of its index, which has no checksum of its own."""
+
+_MOST_INDEX_BYTES = MAX_BYTES
+"""A tensor takes about 250 bytes of an index."""
+_MOST_DESCRIPTION_BYTES = 2**22
+"""A rank takes about 30 bytes of a description; JSON can take 20 times its size in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +88,7 @@ class StoredFolder:
         # Opened for each piece: a checkpoint has a file per rank, and as many may be open as the system allows.
         try:
             with path.open("rb") as file:
-                return read_safely(cast("IO[bytes]", _Slice(file, place.start, place.length)))
+                return read_safely(slice_of(file, place.start, place.length), digest=place.digest)
         except Exception as error:
             self._fail(key, place, first_line(error))
 
@@ -102,8 +108,7 @@ def read_folder(folder: str) -> StoredFolder:
     """
     path = Path(folder, INDEX)
     try:
-        check_regular(path)
-        content = path.read_bytes()
+        content = read_bounded(path, _MOST_INDEX_BYTES)
     except OSError as error:
         raise FileError(
             f"is no checkpoint (it has no readable `{INDEX}`: {error.strerror or error})", path=folder
@@ -117,18 +122,54 @@ def read_folder(folder: str) -> StoredFolder:
         ) from error
 
 
+def read_description(folder: str | Path) -> Any:
+    """Return what `checkpoint.json` in a folder holds, whatever it is.
+
+    Raises:
+        OSError: There is none, it is no regular file, or it is too large.
+        ValueError: It is not JSON.
+        RecursionError: It is nested too deeply.
+    """
+    return json.loads(read_bounded(Path(folder, DESCRIPTION), _MOST_DESCRIPTION_BYTES))
+
+
 def index_digest(folder: str | Path) -> str:
     """SHA-256 of a folder's index."""
     return hashlib.sha256(Path(folder, INDEX).read_bytes()).hexdigest()
 
 
-def read_safely(file: IO[bytes]) -> Any:
-    """What `torch.save` wrote, if it is data and its checksums agree.
+def slice_of(file: BinaryIO, start: int, length: int) -> IO[bytes]:
+    """Return a part of a file that is open for reading, as a file."""
+    return cast("IO[bytes]", _Slice(file, start, length))
+
+
+def records_digest(file: IO[bytes]) -> str:
+    """Return a digest of what `torch.save` wrote: SHA-256 of the names, sizes and CRC-32 of its records.
+
+    Only the archive's directory is read, so that it takes no time for large tensors. `read_safely` compares the
+    records with the same CRC-32.
+
+    Raises:
+        zipfile.BadZipFile: It is no archive.
+    """
+    with zipfile.ZipFile(file) as archive:
+        return _digest_of(archive)
+
+
+def _digest_of(archive: zipfile.ZipFile) -> str:
+    records = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+    return hashlib.sha256(json.dumps(records).encode()).hexdigest()
+
+
+def read_safely(file: IO[bytes], *, digest: str | None = None) -> Any:
+    """Return what `torch.save` wrote, if it is data, its checksums agree, and it has the `records_digest` given.
 
     Raises:
         Exception: It is not; of many kinds.
     """
     with zipfile.ZipFile(file) as archive:
+        if digest is not None and _digest_of(archive) != digest:
+            raise ValueError("its checksums are not those that the index has: the file is of another checkpoint")
         # Compressed, a small file could ask for any amount of memory.
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("it is compressed, as `torch.save` never does")
@@ -188,13 +229,10 @@ class _Slice(io.RawIOBase):
 
 
 def _check_digest(folder: str, index: bytes) -> None:
-    path = Path(folder, DESCRIPTION)
-    if not path.is_file():
-        return
     try:
-        description = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return  # who resumes is told; the weights may be whole
+        description = read_description(folder)
+    except (OSError, ValueError, RecursionError):
+        return  # `described` reports it where a run is resumed; the weights may be whole
     # Only where it says one: folders of others, and of version 1, are read as they are.
     digest = description.get("index_sha256") if isinstance(description, dict) else None
     if digest is not None and digest != hashlib.sha256(index).hexdigest():

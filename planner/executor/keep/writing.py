@@ -10,13 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.futures
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from planner.executor.keep.saved import NotWrittenError
+from planner.executor.keep.stored import records_digest, slice_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -42,7 +46,7 @@ class Writing:
             warnings.simplefilter("ignore")  # of a group for the CPU beside NCCL, and of one process alone
             written = write(
                 dict(state),
-                storage_writer=FileSystemWriter(folder),
+                storage_writer=_DigestWriter(folder),
                 planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
                 process_group=group,
             )
@@ -62,6 +66,19 @@ class Writing:
         if self._pending is not None:
             with _telling():
                 self._pending.result()
+
+
+class _DigestWriter(FileSystemWriter):
+    """Writer whose index has a digest of every item, so that a file of another checkpoint is not taken for its own."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        for item in written.value():
+            place = item.storage_data
+            with Path(self.path, place.relative_path).open("rb") as file:
+                # An attribute, as torch has no field for it; its own reader ignores it.
+                vars(place)["digest"] = records_digest(slice_of(file, place.offset, place.length))
+        return written
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from planner.core.errors import FileError, UsageError
 from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
+from planner.executor.keep import inert
 from planner.executor.keep.inert import InertError, read_inert
 from planner.executor.keep.rank_state import as_data, packed
 from planner.executor.keep.stored import index_digest, read_folder
@@ -315,6 +316,63 @@ def test_a_description_that_is_none(tmp_path: Path) -> None:
     shutil.copy(folder / "step-00000002/checkpoint.json", step / "checkpoint.json")
     with pytest.raises(FileError, match="is not the one that"):
         train(path, 3, resume=str(step))
+
+
+@pytest.mark.parametrize("damage", ["a pipe", "spaces"])
+def test_a_description_that_never_ends_is_refused(damage: str, tmp_path: Path) -> None:
+    """A pipe is not waited for, and a large file is not read."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), tmp_path / "saved"
+    train(path, 1, folder=str(folder))
+    description = folder / "step-00000001/checkpoint.json"
+    if damage == "a pipe":
+        description.unlink()
+        os.mkfifo(description)
+    else:
+        description.write_text(description.read_text() + " " * 2**22)
+    with pytest.raises(FileError, match="is no checkpoint of a run"):
+        train(path, 2, resume=str(folder / "step-00000001"))
+
+
+def test_the_size_of_an_index_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes and in operations: each byte of a pickle may stand for a list."""
+    folder = save_folder(tmp_path / "folder")
+    monkeypatch.setattr(inert, "_MOST_OPERATIONS", 100)
+    with pytest.raises(FileError, match="it has more than 100 operations"):
+        read_folder(folder)
+    with (tmp_path / "folder/.metadata").open("wb") as file:
+        file.truncate(2**28 + 1)
+    with pytest.raises(FileError, match="it has more than 268435456 bytes"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("files", ["tensors", "index and tensors"])
+def test_files_of_two_checkpoints_are_not_mixed(files: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of another step has the same size and is whole in itself; neither `export` nor a resume takes it."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), tmp_path / "saved"
+    train(path, 2, folder=str(folder), every=1)
+    stale, step = folder / "step-00000001", folder / "step-00000002"
+    for name in sorted(entry.name for entry in step.glob("*.distcp")):
+        assert (stale / name).stat().st_size == (step / name).stat().st_size
+        shutil.copy(stale / name, step / name)
+    if files == "index and tensors":
+        shutil.copy(stale / ".metadata", step / ".metadata")
+    ran = call(capsys, "export", str(step), "-o", str(tmp_path / "model.pt"))
+    assert ran.code == 2
+    assert ("of another checkpoint" if files == "tensors" else "is not the one that") in ran.error
+    assert not (tmp_path / "model.pt").exists()
+    with pytest.raises(FileError, match="step-00000002"):
+        train(path, 3, resume=str(step))
+
+
+def test_torch_reads_a_checkpoint_with_digests(tmp_path: Path) -> None:
+    """Its own loader ignores the digests in the index."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), tmp_path / "saved"
+    train(path, 1, folder=str(folder))
+    step = folder / "step-00000001"
+    weight = read_folder(str(step)).tensor("model.0.weight")
+    loaded = {"model": {"0.weight": torch.zeros_like(weight)}}
+    dcp.load(loaded, checkpoint_id=str(step), no_dist=True)
+    assert torch.equal(loaded["model"]["0.weight"], weight)
 
 
 def test_only_data_is_saved() -> None:
