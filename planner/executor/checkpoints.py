@@ -41,7 +41,7 @@ from planner.executor.keep.saved import (
     saved_in,
 )
 from planner.executor.keep.stored import first_line, read_folder
-from planner.executor.keep.weights import TIED, load_weights
+from planner.executor.keep.weights import TIED, begin_with_weights, load_weights
 from planner.executor.pipeline import Pipeline
 from planner.executor.run.random_state import HostStates
 from planner.executor.watch.failure import Stopped
@@ -113,7 +113,7 @@ class Checkpoints:
         if candidates:
             self._resume(candidates)
         elif weights is not None:
-            load_weights(weights, pipeline.named_tensors(), pipeline.first_names)
+            self._begin_with(weights)
         pipeline.at_end.append(self.close)
         if self._watch is not None:
             self._watch.saves_on_stop = self._folder is not None
@@ -262,6 +262,17 @@ class Checkpoints:
 
     # Private methods: resuming
 
+    def _begin_with(self, weights: str) -> None:
+        """Load weights, and report casts on any rank."""
+        pipeline = self._pipeline
+        casts = [begin_with_weights(weights, pipeline.named_tensors(), pipeline.first_names)]
+        if self._group is not None:
+            casts *= dist.get_world_size()
+            dist.all_gather_object(casts, casts[pipeline.rank], group=self._group)
+        cast = sorted(set().union(*casts))
+        if cast:
+            self._tell(f"cast on loading {weights}: {', '.join(cast)}")
+
     def _resume(self, candidates: list[Path]) -> None:
         """Goes on from the first of the candidates that every rank can read."""
         problems: list[_Problem] = []
@@ -307,7 +318,12 @@ class Checkpoints:
         rank = pipeline.rank if same_plan else 0
         if rank not in ranks:
             raise FileError(f"lacks the state of rank {rank}", path=str(source))
-        load_weights(str(source), pipeline.named_tensors(), pipeline.first_names)
+        casts = load_weights(str(source), pipeline.named_tensors(), pipeline.first_names)
+        if casts:
+            raise UsageError(
+                f"{source} was written by a model of other dtypes than this one (they are cast from {casts[0]})",
+                hint=f"begin a new run with the weights alone: `--weights {source}`",
+            )
         if ranks[rank]["pipeline"].get("step_index") != description["step"]:
             raise FileError("holds the state after another number of steps than it says", path=str(source))
         return _Held(description, optimizer_state, ranks, ranks[rank], same_plan)

@@ -29,7 +29,7 @@ from planner.executor.build.building import check_same_model
 from planner.executor.jax.pipeline import JaxPipeline
 from planner.executor.jax.training import CompiledMemory, JaxArguments, fitting
 from planner.executor.job import load_planned
-from planner.executor.keep.weights import first_names, load_weights, whole_state, write_weights
+from planner.executor.keep.weights import begin_with_weights, first_names, whole_state, write_weights
 from planner.executor.measure.reporting import steps_report
 from planner.executor.measure.step_record import OnStep, StepHook, StepRecord
 from planner.executor.measure.telling import drift_note, places_of
@@ -65,7 +65,9 @@ class JaxTraining:
         layers = self.model.chain(built)
         check_same_model(self.balance, self.model, layers)
         if how.weights:
-            load_weights(how.weights, built.state_dict(), first_names(built))
+            casts = begin_with_weights(how.weights, built.state_dict(), first_names(built))
+            if casts:
+                print(f"cast on loading {how.weights}: {', '.join(casts)}", flush=True)
         update, num_states, self._rate = _optimizer(self.model, built)
         devices = (
             named_chips(how.compile, self.balance.num_stages)

@@ -7,7 +7,9 @@ once, under the first of them; a file from elsewhere may hold it under any.
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ from planner.model.ghosts import memory_key
 TIED = "tied"
 """Where a checkpoint keeps `first_names`: what a name left out is the same as."""
 
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""What is cast into each other, as `load_state_dict` does."""
+
+_BYTES_PER_NAME, _BYTES_BESIDE = 2**13, 2**20
+"""How large the pickle in a file of `torch.save` may be. A tensor takes 130 bytes; scripts save more than weights."""
+
 _NESTED = ("model", "state_dict", "model_state_dict")
 """Under what scripts keep the state dict beside other things."""
 
@@ -37,19 +45,22 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def load_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-    """Copies a state dict into the tensors of a stage; of a file, only what they need is read.
+def load_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> tuple[str, ...]:
+    """Copy a state dict into the tensors of a stage; of a file, only what they need is read.
 
     Args:
         path: A file of `torch.save` or safetensors, or the folder of a `torch.distributed.checkpoint`.
         tensors: The stage's, by name in the model.
         names: All names of the model, as `first_names` gives them.
 
+    Returns:
+        Casts between floating-point types, such as "float64 to float32", each once.
+
     Raises:
         FileError: It cannot be read.
-        UsageError: Names are missing in it, or not of the model, or shapes differ.
+        UsageError: Names are missing in it, or not of the model; shapes differ; or a dtype cannot be cast.
     """
-    shapes, read = _opened(path)
+    shapes, read = _opened(path, num_names=len(names))
     _check_names(path, shapes, names)
     # What is tied has one name here and perhaps another there: they meet under the first of them.
     name_there = {names[name]: name for name in shapes}
@@ -60,8 +71,26 @@ def load_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, s
                 f'{path} does not fit the model: "{name}" is {list(shapes[name])} there, {list(tensor.shape)} here',
                 hint="give the settings that the weights were made with (`gpipe-plan profile --set …`)",
             )
-    for name, tensor in wanted.items():
-        read(name, tensor)
+    casts = {(read(name, tensor), tensor.dtype) for name, tensor in wanted.items()}
+    return tuple(sorted(f"{_word(stored)} to {_word(used)}" for stored, used in casts if stored != used))
+
+
+def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> tuple[str, ...]:
+    """Load weights that a run begins with, and check that they are numbers; arguments and result of `load_weights`.
+
+    Raises:
+        FileError: As `load_weights`.
+        UsageError: As `load_weights`; or a tensor holds NaN.
+    """
+    casts = load_weights(path, tensors, names)
+    for name, tensor in tensors.items():
+        # Not of 8-bit numbers: torch cannot compare these.
+        if tensor.dtype in _FLOATS and tensor.detach().isnan().any():
+            raise UsageError(
+                f'{path}: "{name}" holds NaN, so that the loss of every step would be NaN',
+                hint="the run that wrote it diverged: take weights from an earlier step",
+            )
+    return casts
 
 
 def export_weights(folder: str, path: str) -> int:
@@ -115,24 +144,51 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
         raise FileError(f"cannot be written: {error}", path=path) from error
 
 
-Reader = Callable[[str, Tensor], None]
-"""Fills a tensor with what is stored under a name."""
+Reader = Callable[[str, Tensor], torch.dtype]
+"""Fills a tensor with what is stored under a name; returns the dtype of what is stored."""
 
 
-def _opened(path: str) -> tuple[dict[str, torch.Size], Reader]:
-    """Shapes by name, and what reads a tensor."""
+def _opened(path: str, *, num_names: int) -> tuple[dict[str, torch.Size], Reader]:
+    """Return shapes by name, and what reads a tensor; for a model with `num_names` names."""
     if Path(path).is_dir():
         return _opened_folder(path)
     if not Path(path).is_file():
         raise FileError("no such file or folder", path=path)
-    return _opened_safetensors(path) if path.endswith(".safetensors") else _opened_file(path)
+    if path.endswith(".safetensors"):
+        return _opened_safetensors(path)
+    _check_size(path, num_names)
+    return _opened_file(path)
 
 
 def _opened_folder(path: str) -> tuple[dict[str, torch.Size], Reader]:
     stored = read_folder(path)
     keys = _model_names(stored)
     shapes = {name: stored.index.tensors[key].shape for name, key in keys.items()}
-    return shapes, lambda name, tensor: stored.read(keys[name], tensor)
+
+    def read(name: str, target: Tensor) -> torch.dtype:
+        dtype = stored.index.tensors[keys[name]].dtype
+        _check_castable(path, name, dtype, target.dtype)
+        stored.read(keys[name], target)
+        _check_range(path, name, dtype, target)
+        return dtype
+
+    return shapes, read
+
+
+def _check_size(path: str, num_names: int) -> None:
+    """Refuse a file with far more in it than a state dict of so many names; torch reads 10,000 names per second."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
+    except (OSError, zipfile.BadZipFile):
+        return  # `torch.load` reports it
+    most = _BYTES_BESIDE + num_names * _BYTES_PER_NAME
+    if size > most:
+        raise FileError(
+            f"describes its tensors in {size} bytes; a model with {num_names} tensors needs at most {most}",
+            path=path,
+            hint="save the state dict alone: `torch.save(model.state_dict(), path)`",
+        )
 
 
 def _opened_file(path: str) -> tuple[dict[str, torch.Size], Reader]:
@@ -168,13 +224,45 @@ def _opened_safetensors(path: str) -> tuple[dict[str, torch.Size], Reader]:
 
 
 def _copying(path: str, tensor_of: Callable[[str], Tensor]) -> Reader:
-    def read(name: str, target: Tensor) -> None:
-        try:
-            target.copy_(tensor_of(name))
-        except Exception as error:
-            raise FileError(f"cannot be read: {first_line(error)}", path=f'{path}: "{name}"') from error
+    def read(name: str, target: Tensor) -> torch.dtype:
+        with _readable(path, name):
+            tensor = tensor_of(name)
+        _check_castable(path, name, tensor.dtype, target.dtype)
+        with _readable(path, name):
+            target.copy_(tensor)
+        _check_range(path, name, tensor.dtype, target)
+        return tensor.dtype
 
     return read
+
+
+@contextmanager
+def _readable(path: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise FileError(f"cannot be read: {first_line(error)}", path=f'{path}: "{name}"') from error
+
+
+def _check_castable(path: str, name: str, stored: torch.dtype, used: torch.dtype) -> None:
+    """Refuse a dtype whose numbers mean something else: quantized ones, flags, complex ones."""
+    if stored != used and not _FLOATS.issuperset((stored, used)):
+        raise UsageError(
+            f'{path} does not fit the model: "{name}" is {_word(stored)} there, {_word(used)} here',
+            hint=f"store it as the model has it: `state[name] = state[name].to(torch.{_word(used)})`",
+        )
+
+
+def _check_range(path: str, name: str, stored: torch.dtype, target: Tensor) -> None:
+    """Refuse numbers that became infinite in a dtype of smaller range."""
+    if stored == target.dtype or torch.finfo(stored).max <= torch.finfo(target.dtype).max:
+        return
+    if target.isinf().any():
+        raise UsageError(f'{path}: "{name}" has numbers beyond the range of {_word(target.dtype)}')
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _model_names(stored: StoredFolder) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Weights of the whole model from every kind of file, and what does not fit."""
 
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.keep.weights import export_weights, first_names, load_weights
+from planner.executor.keep.weights import begin_with_weights, export_weights, first_names, load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -129,3 +130,74 @@ def test_an_export_appears_whole_or_not_at_all(
     (tmp_path / "a.safetensors").touch()
     with pytest.raises(FileError, match="safetensors is not installed"):
         load_weights(str(tmp_path / "a.safetensors"), {}, {})
+
+
+@pytest.mark.parametrize("kind", ["file", "safetensors", "folder"])
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.int8, '"0.weight" is int8 there, float32 here'),
+        (torch.bool, '"0.weight" is bool there, float32 here'),
+        (torch.complex64, '"0.weight" is complex64 there, float32 here'),
+        (torch.float8_e4m3fn, '"0.weight" is float8_e4m3fn there, float32 here'),
+    ],
+)
+def test_dtypes_with_another_meaning_are_refused(kind: str, dtype: torch.dtype, message: str, tmp_path: Path) -> None:
+    """Quantized, boolean and complex tensors are no weights of a float32 model, in any kind of file."""
+    path = saved({"0.weight": torch.ones(2, 3).to(dtype)}, kind, tmp_path)
+    with pytest.raises(UsageError, match=message):
+        load_into_linear(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "safetensors", "folder"])
+def test_casts_between_floating_point_types_are_reported(kind: str, tmp_path: Path) -> None:
+    """As `load_state_dict` casts them; the caller prints what is returned."""
+    weight = torch.rand(2, 3, dtype=torch.float64)
+    loaded, casts = load_into_linear(saved({"0.weight": weight}, kind, tmp_path))
+    assert torch.equal(loaded, weight.float())
+    assert casts == ("float64 to float32",)
+    assert load_into_linear(saved({"0.weight": loaded}, kind, tmp_path / "same"))[1] == ()
+
+
+@pytest.mark.parametrize("kind", ["file", "safetensors", "folder"])
+def test_values_that_are_no_numbers_are_refused(kind: str, tmp_path: Path) -> None:
+    """NaN, and numbers that a cast makes infinite; infinite numbers of the same dtype are loaded."""
+    weight = torch.ones(2, 3)
+    weight[0, 0] = torch.nan
+    with pytest.raises(UsageError, match=r'"0\.weight" holds NaN'):
+        load_into_linear(saved({"0.weight": weight}, kind, tmp_path / "nan"))
+    large = torch.full((2, 3), 1e300, dtype=torch.float64)
+    with pytest.raises(UsageError, match=r'"0\.weight" has numbers beyond the range of float32'):
+        load_into_linear(saved({"0.weight": large}, kind, tmp_path / "large"))
+    infinite = torch.full((2, 3), -torch.inf)
+    assert torch.equal(load_into_linear(saved({"0.weight": infinite}, kind, tmp_path / "infinite"))[0], infinite)
+
+
+def test_a_file_of_far_more_tensors_than_the_model_has_is_refused_at_once(tmp_path: Path) -> None:
+    """Reading 100,000 names takes torch ten seconds, before one can be missing."""
+    path = tmp_path / "weights.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("weights/data.pkl", bytes(2**21))
+    with pytest.raises(FileError, match="describes its tensors in 2097152 bytes; a model with 1 tensors needs at most"):
+        load_into_linear(str(path))
+
+
+def saved(state: dict[str, Tensor], kind: str, folder: Path) -> str:
+    """A state dict in a kind of file."""
+    folder.mkdir(exist_ok=True)
+    path = str(folder / "weights")
+    if kind == "folder":
+        dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
+    elif kind == "safetensors":
+        path += ".safetensors"
+        pytest.importorskip("safetensors.torch").save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+def load_into_linear(path: str) -> tuple[Tensor, tuple[str, ...]]:
+    """The weight of a layer that begins with a file, and what was cast."""
+    weight = torch.zeros(2, 3)
+    casts = begin_with_weights(path, {"0.weight": weight}, {"0.weight": "0.weight"})
+    return weight, casts
