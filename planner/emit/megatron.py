@@ -80,9 +80,9 @@ def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, .
     kinds = [kind for kind, _ in groupby(_kinds(layers))]
     sizes = [len(list(run)) for _, run in groupby(_kinds(layers))]
     flat = text.replace(",", "").replace(" ", "")
-    for pattern in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
-        flat = re.sub(pattern, lambda repeat: repeat[1] * int(repeat[2]), flat)
     expected = "".join(letter for letter, _ in kinds)
+    for pattern in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
+        flat = re.sub(pattern, lambda repeat: _repeated(repeat, most=2 * len(kinds)), flat)
     if flat.replace("|", "") != expected:
         raise UsageError(
             f"the layout `{text}` is {flat.replace('|', '')}, the profile's layers are {expected}",
@@ -94,6 +94,13 @@ def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, .
         balance.append(sum(sizes[first : first + len(stage)]))
         first += len(stage)
     return tuple(balance)
+
+
+def _repeated(repeat: re.Match[str], *, most: int) -> str:
+    """Return a repetition in full. A few nested ones could stand for gigabytes: `most` letters and bars are written."""
+    if len(repeat[1]) * int(repeat[2]) > most:
+        raise UsageError(f"the layout repeats `{repeat[1][:20]}` {repeat[2]} times, more than the profile has layers")
+    return repeat[1] * int(repeat[2])
 
 
 Kind = tuple[str, int]

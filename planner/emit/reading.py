@@ -184,6 +184,8 @@ def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list
     """Where each layer is: its modules, what contains them, or what they contain may be named."""
     inside: dict[str, list[str]] = {}
     for path in place_of:
+        if not isinstance(path, str):  # a Python file may have any key
+            raise UsageError(f"expected names of modules, got `{path}`")
         for above in paths_above(path):
             inside.setdefault(above, []).append(path)
     places: list[Any] = []
