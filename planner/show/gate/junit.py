@@ -1,12 +1,12 @@
 """A verdict as JUnit XML, which nearly every CI server shows: a test case for the plan, and one for each stage."""
 
-import re
 from collections.abc import Iterable
 from xml.etree import ElementTree as ET
 
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, rule
 from planner.core.values.plan import Stage
+from planner.core.values.printable import spelled_out
 from planner.core.values.units import format_bytes
 from planner.show.gate.place import Place, full_message
 
@@ -51,9 +51,9 @@ def _case(
     return case
 
 
-_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What no XML 1.0 document may hold, not even escaped (section 2.2)."""
-
-
 def _xml(text: str) -> str:
-    return _FORBIDDEN.sub("\ufffd", text)
+    """Return `text` with its lines, and every other character that does not print spelled out.
+
+    XML 1.0 has no place for control characters, not even escaped (section 2.2), and viewers obey bidirectional ones.
+    """
+    return "\n".join(map(spelled_out, text.split("\n")))

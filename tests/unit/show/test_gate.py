@@ -33,7 +33,7 @@ WIDE = style(120, wrap=False)
 
 def odd(**changes: object) -> Verdict:
     """A verdict whose text holds whatever could break a format."""
-    message = 'a|b, c:d%e\nf <g> & "h" \x1b[31m `i` *j* \udc80 ]]>'.replace("\udc80", "\ufffe")
+    message = 'a|b, c:d%e\nf <g> & "h" \x1b[31m `i` *j* \udc80 \u202e ]]>'.replace("\udc80", "\ufffe")
     finding = Finding(code="GP101", severity="error", message=message, hint="k", stage=1)
     return Verdict(fits=False, findings=(finding,), plan=gate.plan(), **changes)  # type: ignore[arg-type]
 
@@ -100,10 +100,12 @@ def test_junit_has_a_case_for_the_plan_and_one_per_stage() -> None:
 
 
 def test_junit_holds_any_text() -> None:
-    """Characters that XML has no place for are replaced; all others come back as they were."""
+    """Characters that do not print, which XML may have no place for, are spelled out; all others are as they were."""
     failure = ET.fromstring(junit_xml(odd(), PLACE)).find(".//failure")
     assert failure is not None
-    assert failure.text == f"{odd().findings[0].message}\nk".replace("\x1b", "\ufffd").replace("\ufffe", "\ufffd")
+    text = "\n".join(map(spelled_out, f"{odd().findings[0].message}\nk".split("\n")))
+    assert failure.text == text
+    assert not {"\x1b", "\ufffe", "\u202e"} & set(text)
 
 
 def test_with_strict_a_warning_is_a_failure() -> None:
