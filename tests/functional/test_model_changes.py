@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from planner.cli.main import run
+from planner.core.errors import ModelError
+from planner.executor import Pipeline
 from tests.support.cli import write_model
 
 MODEL = """
@@ -62,6 +65,19 @@ def test_a_wider_block_is_named_with_its_bytes(planned: Path, capsys: pytest.Cap
     findings = [found for found in json.loads(capsys.readouterr().out)["findings"] if found["code"] == "GP301"]
     assert len(findings) == 3
     assert findings[0]["message"] == 'layer "blocks.0" has 6.25 KiB of parameters, 4.19 KiB when profiled'
+
+
+def test_a_plan_that_fits_is_not_said_to_be_too_large(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer names the change; `train.py` names the command that finds the layers."""
+    assert run(["emit", "-q"]) == 0
+    write_model(planned, MODEL.replace("width: int = 32", "width: int = 48"))
+    with pytest.raises(ModelError, match="the model has changed since it was planned") as refused:
+        Pipeline(planned / "balance.yaml")
+    command = refused.value.hint.partition("`gpipe-plan ")[2].partition("`")[0]
+    capsys.readouterr()
+    assert run(command.split()) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "refused: the model is no longer the profiled one (3 errors)"
+    assert not dist.is_initialized()
 
 
 def test_a_model_that_cannot_be_built_is_no_answer(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The layers of one stage with their initial parameters, equal to those of `torch.manual_seed(S); build_model()`."""
 
 import copy
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,8 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
     if balance.model.digest and digest != balance.model.digest:
         raise ModelError(
             f"the model has changed since it was planned (digest {digest[:19]}…, planned {balance.model.digest[:19]}…)",
-            hint="profile, solve and emit again",
+            hint=f"`gpipe-plan check --model {shlex.quote(loaded.source)}` names the layers that changed; "
+            "profile, solve and emit again",
         )
 
 

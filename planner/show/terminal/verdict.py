@@ -8,6 +8,7 @@ from rich.text import Text
 
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, Rule
+from planner.core.values.findings import rule as rule_of
 from planner.core.values.units import counted
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.rendering import BLANK, heading, plain, render
@@ -44,13 +45,19 @@ def answer(verdict: Verdict) -> str:
     """Whether it fits, and how many findings there are."""
     severities = [finding.severity for finding in verdict.findings]
     counts = [counted(severities.count(name), name) for name in ("error", "warning", "note") if name in severities]
-    words = "fits"
-    if not verdict.fits:
-        stale = any(finding.code.startswith("GP2") for finding in verdict.findings if finding.severity == "error")
-        # Without a recomputed plan nothing was weighed: the plan belongs to another profile.
-        words = "does not fit this profile" if stale and not verdict.is_over else "does not fit"
-        words = words if "error" in severities else "refused, because warnings count"
+    words = "fits" if verdict.fits else _refusal(verdict)
     return f"{words} ({', '.join(counts)})" if counts else words
+
+
+def _refusal(verdict: Verdict) -> str:
+    errors = [finding.code for finding in verdict.findings if finding.severity == "error"]
+    if not errors:
+        return "refused, because warnings count"
+    if verdict.is_over:
+        return "does not fit"
+    # Without a recomputed plan nothing was weighed: the plan belongs to another profile.
+    is_stale = any(code.startswith("GP2") for code in errors)
+    return "does not fit this profile" if is_stale else f"refused: {rule_of(errors[0]).title}"
 
 
 def _answer(verdict: Verdict) -> Text:
