@@ -114,7 +114,7 @@ def test_a_killed_stage_is_named_and_the_restart_goes_on(here: Path, undisturbed
     done = train(here, "two", *arguments, mischief="kill 25 2", restarts=1)
     assert done.code == 0, done.err
     assert len(done.errors) == 1
-    assert "stage 1 (layers 2 to 4) is gone while stage 0 (layers 0 to 1) wait" in done.errors[0]
+    assert "stage 1 (layers 2 to 4) gives no sign of life while stage 0 (layers 0 to 1) wait" in done.errors[0]
     assert done.errors[0].endswith("of step 6")
     assert "resumed killed/step-00000004 after 4 steps" in done.out
     assert "Traceback" not in done.err
@@ -128,7 +128,7 @@ def test_of_three_the_killed_one_is_named(here: Path) -> None:
     assert done.code != 0
     assert done.seconds < 30
     assert len(done.errors) == 1
-    assert done.errors[0].startswith("error: stage 1 (layers 1 to 2) is gone while stage ")
+    assert done.errors[0].startswith("error: stage 1 (layers 1 to 2) gives no sign of life while stage ")
     assert done.errors[0].endswith("of step 3")
     assert "Traceback" not in done.ours
 

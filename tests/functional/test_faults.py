@@ -119,7 +119,20 @@ def test_a_failure_under_interleaved_names_one_process(tmp_path: Path) -> None:
 
     done = ended(INTERLEAVED, tmp_path, mischief="kill 9 1")
     (error,) = done.errors
-    assert error.startswith("error: the process of stages 1 (layer 1) and 3 (layers 3 to 4) is gone while ")
+    assert error.startswith(
+        "error: the process of stages 1 (layer 1) and 3 (layers 3 to 4) gives no sign of life while "
+    )
+
+
+def test_a_stopped_process_is_not_called_gone(tmp_path: Path) -> None:
+    """It lives, and may be continued: SIGSTOP is one of the causes that the message names."""
+    with train(TWO, tmp_path, "--steps", "100000", "--timeout", "2s") as job:
+        job.wait_for("step 3: loss")
+        job.send(signal.SIGSTOP, 1)
+        job.processes[0].wait(60)
+        error = next(tmp_path.glob("job-*-0.err")).read_text()
+    assert "error: stage 1 (layers 2 to 4) gives no sign of life while stage 0 (layers 0 to 1) waited in" in error
+    assert "its process was killed or is stopped, or its machine is lost" in error
 
 
 def test_every_fault_in_the_table_has_a_test() -> None:

@@ -104,7 +104,9 @@ def test_a_node_that_is_lost_comes_back(tmp_path: Path) -> None:
         nodes[1].wait(timeout=200)
         assert nodes[1].returncode == -signal.SIGKILL
         # The other launcher has counted a restart when this one comes back.
-        wait_for(lambda: "is gone while stage 0 (layers 0 to 1) wait" in (tmp_path / "first.log").read_text())
+        wait_for(
+            lambda: "gives no sign of life while stage 0 (layers 0 to 1) wait" in (tmp_path / "first.log").read_text()
+        )
         time.sleep(2)
         nodes[1] = _node(port, tmp_path, arguments, "again")
         codes = [node.wait(timeout=200) for node in nodes]

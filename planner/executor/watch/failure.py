@@ -208,10 +208,10 @@ class Watch:
         who = " and ".join(names.values())
         waited = "was" if self.position.waits_for is None else "waited"
         return TrainingError(
-            f"{who} {'is' if len(silent) == 1 else 'are'} gone while "
+            f"{who} {'gives' if len(silent) == 1 else 'give'} no sign of life while "
             f"{self.position.name or f'rank {self._rank}'} {waited} {self.position.where}",
-            hint="its process was killed or its machine is lost: see the system's log (out of memory?), then start "
-            "again with `--resume auto`; `torchrun --max-restarts 3` does so by itself",
+            hint="its process was killed or is stopped, or its machine is lost: see the system's log (out of memory?), "
+            "then start again with `--resume auto`; `torchrun --max-restarts 3` does so by itself",
         )
 
     # Private methods: both threads
