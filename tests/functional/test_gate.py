@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from planner import files
+from planner.cli.precommit import check_files
 from planner.core.errors import ExitCode
 from tests.support import gate
 from tests.support.cli import call, command, environment, spawn
@@ -310,6 +311,14 @@ def test_the_action_has_no_answer_to_a_broken_question(here: Path) -> None:
     assert run_action(here, device="h100")[0].returncode == 0
 
 
+@pytest.mark.parametrize(("strict", "code"), [("True", 1), ("TRUE", 1), ("False", 0), ("", 0), ("yes", 2)])
+def test_the_action_reads_strict_as_yaml_writes_it(here: Path, strict: str, code: int) -> None:
+    """A runner hands `strict: True` on as it is written; what is neither is no answer."""
+    done, _, outputs = run_action(here, headroom="9%", strict=strict)
+    assert done.returncode == code, done
+    assert outputs == {0: "fits=true\n", 1: "fits=false\n", 2: ""}[code]
+
+
 def test_the_action_is_what_the_service_expects() -> None:
     """Composite, every step with a shell, every input described and used, nothing of them inside a script."""
     assert ACTION["runs"]["using"] == "composite"
@@ -345,16 +354,32 @@ def test_the_action_installs_all_that_check_needs(here: Path) -> None:
     assert used.isdisjoint({"torch", "fvcore", "pulp", "highspy", "networkx", "scipy", "sympy"})
 
 
-def test_the_hook_runs_check(here: Path) -> None:
-    """Its entry, with arguments as a user may add them, ends as `check` does; it runs when plan or profile change."""
-    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
-    words = shlex.split(hook["entry"])
-    assert words[0] == "gpipe-plan"
-    assert hook["pass_filenames"] is False
-    assert spawn(words[1:], here).code == 0
-    assert spawn([*words[1:], "--mem", "900kB"], here).code == 1
-    assert all(re.search(hook["files"], name) for name in ("plan.yaml", "profile.yaml"))
-    assert not re.search(hook["files"], "model.py")
+(HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+
+
+def test_the_hook_runs_check(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+    """For every plan that is committed, with options as a user may add them; the largest exit code counts."""
+    monkeypatch.chdir(here)
+    assert HOOK["entry"] == f"python -I -m {check_files.__module__}"
+    (here / "sub").mkdir()
+    for name in ("sub/plan.yaml", "sub/profile.yaml", "big.plan.yaml"):
+        (here / name).write_text((here / name.split("/")[-1].removeprefix("big.")).read_text())
+    assert check_files(["plan.yaml", "sub/plan.yaml", "big.plan.yaml"]) == 0
+    assert check_files(["--mem", "900kB", "plan.yaml"]) == 1
+    assert check_files(["--headroom", "9%", "--strict", "--", "plan.yaml"]) == 1
+    (here / "sub/plan.yaml").write_text("nothing")
+    assert check_files(["plan.yaml", "sub/plan.yaml", "big.plan.yaml"]) == 2
+    capsys.readouterr()
+    assert check_files(["profile.yaml", "plan.yaml"]) == 0
+    assert re.findall("^.*yaml:$", capsys.readouterr().out, re.MULTILINE) == ["big.plan.yaml:", "plan.yaml:"]
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "profile.yaml", "sub/plan.yaml", "big.plan.yaml", "a/big.profile.json"])
+def test_the_hook_runs_for_plans_and_profiles(name: str) -> None:
+    """In any folder, and with a name before the kind; pre-commit passes them to it."""
+    assert re.search(HOOK["files"], name)
+    assert HOOK.get("pass_filenames", True)
+    assert not any(re.search(HOOK["files"], other) for other in ("model.py", "airplan.yaml", "plan.yaml.orig"))
 
 
 def test_the_readme_names_every_command(capsys: Capsys) -> None:

@@ -1,0 +1,57 @@
+"""The pre-commit hook: `gpipe-plan check` for every plan among the files that are committed.
+
+pre-commit runs `python -I -m planner.cli.precommit ARGS FILES`: its `args` are options of `check`. `-I`, since the
+working directory holds the commit, and a `typer.py` in it is not ours. A profile stands for the plans in its folder.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from planner.api.option import keywords_of
+from planner.api.options.checking import CheckOptions
+from planner.cli.main import run
+
+_SUFFIXES = (".yaml", ".json")
+
+
+def check_files(arguments: Sequence[str]) -> int:
+    """Check plans one by one.
+
+    Args:
+        arguments: Options of `check`, and files.
+
+    Returns:
+        The largest of the exit codes.
+    """
+    parser = argparse.ArgumentParser(prog="gpipe-plan check", allow_abbrev=False)
+    parser.add_argument("files", nargs="*")
+    for keyword in keywords_of(CheckOptions):
+        name = f"--{keyword.name.replace('_', '-')}"
+        if keyword.typed is bool:
+            parser.add_argument(name, dest=name, action="store_const", const=name)
+        else:
+            parser.add_argument(name, dest=name, type=f"{name}={{}}".format)
+    parsed = vars(parser.parse_args(arguments))
+    files = parsed.pop("files")
+    options = [option for option in parsed.values() if option is not None]
+    code = 0
+    for plan in dict.fromkeys(plan for path in files for plan in _plans_of(path)):
+        print(f"{plan}:", flush=True)
+        code = max(code, run(["check", *options, "--", plan]))
+    return code
+
+
+def _plans_of(path: str) -> Iterator[str]:
+    stem = Path(path).stem
+    if stem.split(".")[-1] != "profile":
+        yield path
+        return
+    for found in sorted(Path(path).parent.iterdir()):
+        if found.suffix in _SUFFIXES and found.stem.split(".")[-1] == "plan":
+            yield str(found)
+
+
+if __name__ == "__main__":
+    sys.exit(check_files(sys.argv[1:]))
