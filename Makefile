@@ -8,6 +8,8 @@ TORCH ?= 2.15.0
 MATRIX ?=
 READY := $(VENV)/.ready
 DOCS := .venv-docs
+# What builds the package has pins, too: the first is read by pip up to 25.2, the second by later ones.
+PINNED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 
 define ASIDE
 note: this torchvision does not load beside this torch (the package index has CUDA builds, say), and transformers fails \
@@ -57,14 +59,15 @@ docs: $(DOCS)/.ready
 
 $(DOCS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(PINNED) $(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 check: lint types contracts test
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint constraints.txt --editable ".[dev]"
+	$(PINNED) $(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint constraints.txt \
+	--editable ".[dev]"
 	-$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt timm torchvision
 	@$(BIN)/python -c "import torchvision" 2>/dev/null || { rm -rf $(VENV)/aside; mkdir $(VENV)/aside; \
 	mv $(VENV)/lib/python*/site-packages/torchvision* $(VENV)/aside/ 2>/dev/null && echo "$(ASIDE)" || true; }

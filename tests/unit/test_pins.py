@@ -1,7 +1,10 @@
 """The versions that `make` installs fit each other."""
 
 import re
+import tomllib
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "constraints.txt"
@@ -12,6 +15,28 @@ def test_torchvision_is_the_one_for_torch() -> None:
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", PINS.read_text(encoding="utf-8"), re.MULTILINE))
     torch, vision = (tuple(map(int, pins[name].split(".")[:2])) for name in ("torch", "torchvision"))
     assert vision == (0, torch[1] + 15)
+
+
+def test_what_builds_the_package_is_pinned() -> None:
+    """With what it needs in turn, and wherever the package is built: pip isolates builds from `--constraint`."""
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    needed = {re.split(r"[<>=]", name)[0] for name in requires} | {
+        "trove-classifiers",
+        "packaging",
+        "pathspec",
+        "pluggy",
+    }
+    assert needed <= set(re.findall(r"^([\w-]+)==", PINS.read_text(encoding="utf-8"), re.MULTILINE))
+    for name in ("action.yml", "Makefile", "scripts/light", ".github/workflows/ci.yml"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert re.search(r"\bPIP_CONSTRAINT\b", text), name
+        assert "PIP_BUILD_CONSTRAINT" in text, name
+
+
+def test_pinned_actions_are_renewed() -> None:
+    """Each is pinned by a commit, which somebody has to move."""
+    renewed = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))
+    assert "github-actions" in [update["package-ecosystem"] for update in renewed["updates"]]
 
 
 def test_the_ends_of_the_range_of_torch_are_tried() -> None:
