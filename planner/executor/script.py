@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from planner.core.errors import UsageError
 from planner.core.judge.question import solve_again
-from planner.core.values.balance import Planned
+from planner.core.values.balance import Balance, Planned
 from planner.core.values.devices import TORCH_KINDS
+from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.measure.step_record import OnStep
@@ -144,6 +145,17 @@ def progress(pipeline: Pipeline, step: int, loss: float) -> None:
         print(f"step {step}: loss {loss:.4f}, {format_us(took_us)}, {speed}", flush=True)
 
 
+def peak_lines(balance: Balance, report: RunReport) -> Iterator[str]:
+    """Yield a line per device with its peak, and its stages, which share it."""
+    runs = {(run.replica, run.index): run for run in report.stages}
+    for replica in sorted({run.replica for run in report.stages}):
+        for stages in balance.by_device():
+            indices = [str(stage) for stage in stages]
+            name = f"stages {', '.join(indices[:-1])} and {indices[-1]}" if len(indices) > 1 else f"stage {indices[0]}"
+            of_replica = f" of replica {replica}" if replica else ""
+            yield f"{name}{of_replica}: peak memory {format_bytes(runs[replica, stages[0]].peak_bytes)}"
+
+
 def _time(text: str) -> float:
     try:
         return parse_us(text)
@@ -155,9 +167,8 @@ def _finish(pipeline: Pipeline, options: Arguments, folder: Path) -> None:
     report = pipeline.report()
     if report is None:
         return
-    for stage in report.stages:
-        replica = f" of replica {stage.replica}" if stage.replica else ""
-        print(f"stage {stage.index}{replica}: peak memory {format_bytes(stage.peak_bytes)}", flush=True)
+    for line in peak_lines(pipeline.balance, report):
+        print(line, flush=True)
     if options.report:
         write(options.report, report)
         print(f"wrote {options.report}", flush=True)

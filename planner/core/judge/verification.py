@@ -135,11 +135,16 @@ def crowding(processes: int, threads: int, cores: int) -> str:
 
 def disturbance(report: RunReport) -> str:
     """Why the times of a run say nothing, where its processes were kept waiting for a core; empty if they were not."""
+    waited = lack_of_cores(report)
+    return f"times are not judged: {waited}; end what runs beside it, and run it again" if waited else ""
+
+
+def lack_of_cores(report: RunReport) -> str:
+    """Say for how long a process of a run had a core, where that was too short for its times; else nothing."""
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""
-    had = f"a process of the run had a core for only {share:.0%} of the time that it wanted one"
-    return f"times are not judged: {had}; end what runs beside it, and run it again"
+    return f"a process of the run had a core for only {share:.0%} of the time that it wanted one"
 
 
 def other_samples(report: RunReport) -> float | None:

@@ -12,7 +12,15 @@ from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, figure, layer_name, legend, line, note, table
 from planner.show.markup import element, safe
-from planner.show.views.measured import HEADERS, OF_REPLICAS, label_of, off_by, ran_other_stages, run_table
+from planner.show.views.measured import (
+    HEADERS,
+    OF_REPLICAS,
+    label_of,
+    off_by,
+    ran_other_stages,
+    run_table,
+    times_warning,
+)
 from planner.show.views.numbers import NOTHING, percent, place_word
 
 
@@ -40,6 +48,7 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
     lead = f"Median of {len(timed_steps_us(report))} steps on {machine}. Difference: measured against predicted."
     if len({run.replica for run in report.stages}) > 1:
         lead += f" Measured: {OF_REPLICAS}."
+    lead += _attention(report)
     return Section(anchor="measured", title=title, lead=lead, body=body)
 
 
@@ -75,8 +84,13 @@ def run_section(report: RunReport) -> Section:
     lead = (
         f"{len(report.losses)} steps, the first {report.warmup_steps} to warm up; times are per micro-batch, transfer "
         "and idle time (waiting for what was there, or not yet) per step."
-    )
+    ) + _attention(report)
     return Section(anchor="run", title="The run", lead=lead, body=element("div", *charts, class_="charts two") + stages)
+
+
+def _attention(report: RunReport) -> str:
+    warning = times_warning(report)
+    return f" Attention: {warning}." if warning else ""
 
 
 def _series(title: str, values: Sequence[float], text: Callable[[float], str]) -> str:

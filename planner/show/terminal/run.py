@@ -22,6 +22,7 @@ from planner.show.terminal.style import Style
 from planner.show.terminal.tables import drawn
 from planner.show.views.measured import (
     HEADERS,
+    OF_DEVICES,
     OF_REPLICAS,
     WAITING,
     is_over,
@@ -30,6 +31,8 @@ from planner.show.views.measured import (
     pipeline_words,
     ran_other_stages,
     run_table,
+    shares_peaks,
+    times_warning,
 )
 from planner.show.views.numbers import NOTHING, TimeScale, percent, place_word, rate
 
@@ -40,12 +43,17 @@ _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_by
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
     """What the run took; with the plan it ran under, predicted beside measured, else measured stage by stage."""
-    parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {pipeline_words(report)}")]
-    parts += [_facts(report, style), _steps(report, style), BLANK]
+    parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {pipeline_words(report, plan)}")]
+    parts += [_facts(report, style), _steps(report, style)]
+    if warning := times_warning(report):
+        parts.append(flow(f"! {warning}".split(), style, gap=" "))
+    parts.append(BLANK)
     if plan is not None:
         parts += [*_comparison(plan, report, style), BLANK]
     if plan is None or any(stage.idle_us for stage in report.stages):
         parts += _measured(report, style)
+        if plan is not None and shares_peaks(plan, report):
+            parts.append(flow(OF_DEVICES.split(), style, gap=" "))
     return render(style, *parts)
 
 

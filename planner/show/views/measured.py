@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from planner.core.cost.calibration import stage_runs
-from planner.core.judge.verification import Compared, Quantity
+from planner.core.judge.verification import Compared, Quantity, lack_of_cores
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import counted
@@ -55,11 +55,27 @@ def ran_other_stages(plan: Plan, report: RunReport) -> bool:
     return cuts[0] != cuts[1]
 
 
-def pipeline_words(report: RunReport) -> str:
-    """What the run ran on: its stages, and in how many pipelines side by side."""
+def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
+    """Return the number of stages of a run, of devices if its plan puts several on one, and of replicas."""
     replicas = len({stage.replica for stage in report.stages})
     stages = counted(len(report.stages) // max(1, replicas), "stage")
+    if plan is not None and shares_peaks(plan, report):
+        stages += f" on {plan.num_devices} devices"
     return f"{stages} in {replicas} replicas" if replicas > 1 else stages
+
+
+def shares_peaks(plan: Plan, report: RunReport) -> bool:
+    """Return True if stages of the run shared a device, and so have one peak."""
+    return plan.chunks > 1 and not ran_other_stages(plan, report)
+
+
+OF_DEVICES = "peak memory: of the whole device, and so equal for all stages on it"
+
+
+def times_warning(report: RunReport) -> str:
+    """Return a warning where the processes of a run had too little of the cores for its times to say much."""
+    waited = lack_of_cores(report)
+    return f"times are too long: {waited}, as more processes ran than there were free cores" if waited else ""
 
 
 def run_table(report: RunReport) -> Table:

@@ -65,6 +65,26 @@ def test_peaks_of_chunks_are_compared_by_device():
     assert all(row(text, f"peak memory, device {d}").endswith("+0.0 %") for d in range(3))
 
 
+def test_stages_that_share_a_device_are_not_devices():
+    """Six stages on three devices have three peaks: the heading counts both, and a note explains equal peaks."""
+    planned = interleaved()
+    text = run_text(report(planned), planned, WIDE)
+    assert text.splitlines()[0] == "run of 5 steps on 6 stages on 3 devices"
+    assert "peak memory: of the whole device" in text
+    assert "peak memory: of the whole device" not in run_text(report(plan()), plan(), WIDE)
+
+
+def test_a_run_on_too_few_cores_says_so():
+    """Its times are not those of the plan's devices, whatever they are compared with; also in the report."""
+    planned = plan()
+    run = report(planned, time_factor=11.77)
+    crowded = replace(run, stages=tuple(replace(stage, core_share=0.08) for stage in run.stages))
+    words = "a process of the run had a core for only 8% of the time that it wanted one"
+    for shown in (run_text(crowded, planned, WIDE), run_text(crowded, None, WIDE), run_html(crowded)):
+        assert words in shown
+    assert words not in run_text(run, planned, WIDE)
+
+
 def test_run_without_a_plan():
     """Without a plan the measured values stand alone."""
     text = run_text(report(plan()), None, WIDE)
