@@ -318,12 +318,7 @@ class Checkpoints:
         rank = pipeline.rank if same_plan else 0
         if rank not in ranks:
             raise FileError(f"lacks the state of rank {rank}", path=str(source))
-        casts = load_weights(str(source), pipeline.named_tensors(), pipeline.first_names)
-        if casts:
-            raise UsageError(
-                f"{source} was written by a model of other dtypes than this one (they are cast from {casts[0]})",
-                hint=f"begin a new run with the weights alone: `--weights {source}`",
-            )
+        load_weights(str(source), pipeline.named_tensors(), pipeline.first_names)
         if ranks[rank]["pipeline"].get("step_index") != description["step"]:
             raise FileError("holds the state after another number of steps than it says", path=str(source))
         return _Held(description, optimizer_state, ranks, ranks[rank], same_plan)

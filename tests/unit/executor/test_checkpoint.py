@@ -149,6 +149,16 @@ def test_another_loss_or_activation_is_another_model(tmp_path: Path, old: str, n
     assert train(path, 3, folder=folder, resume="auto")["begun"] == 2
 
 
+def test_casts_of_weights_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run in another dtype begins with the weights of a checkpoint, and says from what they were cast."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), tmp_path / "saved"
+    train(path, 1, folder=str(folder))
+    edit(path, dtype="bf16")
+    capsys.readouterr()
+    train(path, 1, weights=str(folder / "step-00000001"))
+    assert f"cast on loading {folder}/step-00000001: float32 to bfloat16\n" in capsys.readouterr().out
+
+
 def test_weights_start_a_run(tmp_path: Path) -> None:
     """In place of those of the seed; what is resumed goes before."""
     path = balance_of(tmp_path, MODEL + GROUPS)
