@@ -1,0 +1,89 @@
+"""Models that nothing was prepared for, trained as pipelines and compared with plain loops.
+
+    python benchmarks/unprepared.py > docs/measurements/unprepared.md
+    python benchmarks/unprepared.py hooks state:moco_queue      # kinds or models
+
+Exits with 1 where a model trains wrongly, dies after `profile` has passed it, or is refused without saying what to do.
+Takes about half an hour on two cores.
+"""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from planner.device.machine import cpu_name  # noqa: E402
+from tests.support.unprepared import UnpreparedModel, unprepared_models  # noqa: E402
+from tests.support.unprepared.running import MICRO_BATCH_SIZE, MICRO_BATCHES, STEPS, Outcome, try_model  # noqa: E402
+
+_GOOD = ("right", "refused")
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("which", nargs="*", help="kinds, or models as kind:name; by default all")
+    which = parser.parse_args().which
+    torch.set_num_threads(1)
+    models = [m for m in unprepared_models() if not which or m.kind in which or f"{m.kind}:{m.name}" in which]
+    outcomes = []
+    for number, model in enumerate(models, start=1):
+        begin = time.monotonic()
+        outcome = try_model(model)
+        took = time.monotonic() - begin
+        outcomes.append(outcome)
+        line = f"[{number}/{len(models)}] {model.kind}:{model.name} {took:.1f} s {outcome.verdict}"
+        details = "" if outcome.verdict == "right" else f" {outcome.problem} | {outcome.profiled}"
+        sys.stderr.write(f"{line}{details}\n")
+    print(_page(models, outcomes))
+    return int(any(outcome.verdict not in _GOOD for outcome in outcomes))
+
+
+def _page(models: list[UnpreparedModel], outcomes: list[Outcome]) -> str:
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    removed = sum("cannot be cut" in outcome.profiled for outcome in outcomes)
+    kept = sum("recomputed stages" in outcome.profiled for outcome in outcomes)
+    rows = [_row(model, outcome) for model, outcome in zip(models, outcomes, strict=True)]
+    return "\n".join(
+        [
+            "# Models that nothing was prepared for",
+            "",
+            f"`python benchmarks/unprepared.py` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__},",
+            f"Python {platform.python_version()}. {len(models)} small models as users write them",
+            "(`tests/support/unprepared`). Each is profiled, check included. A model that is not refused is trained as",
+            "a pipeline of two and of three stages, without recomputation (1F1B) and, where the profile allows it, with",
+            f"recomputation (GPipe): {STEPS} steps of {MICRO_BATCHES} micro-batches of {MICRO_BATCH_SIZE} samples, each rank in a process",
+            "of its own. A plain PyTorch loop in another process trains the same micro-batches. Error: the largest",
+            "difference of a loss, relative to the loss, and of a parameter or buffer at the end, relative to how far it",
+            "moved. A model is right if that is at most 1e-4, or at most ten times what the plain loop makes of a",
+            "rounding error in its initial parameters. It is refused if `profile` says no, and says what to do.",
+            "",
+            f"{counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong, {counts['died late']} died late, "
+            f"{counts['unhelpful']} refused without help. Of those that are right, {removed} had cuts removed, and",
+            f"{kept} must not be recomputed.",
+            "",
+            "| kind | model | verdict | error | pipelines | profile | problem |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+        ]
+    )
+
+
+def _row(model: UnpreparedModel, outcome: Outcome) -> str:
+    error = f"{outcome.error:.0e}" if outcome.runs and outcome.verdict in ("right", "wrong") else ""
+    cells = (model.kind, model.name, outcome.verdict, error, str(len(outcome.runs) or ""), outcome.profiled, outcome.problem)
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Models as users write them, which nothing in this project was prepared for: texts of model files, by kind.
+
+Each kind is a module with `MODELS`: by name, the text of a model file without `PRELUDE`, which comes before it and
+whose `example_batch`, `loss_fn` and `build_optimizer` the text may define anew.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.unprepared import (
+    globals_,
+    hooks,
+    losses,
+    modules,
+    optimizers,
+    random_draws,
+    state,
+    structures,
+    ties,
+    training_tricks,
+)
+
+__all__ = ["PRELUDE", "UnpreparedModel", "unprepared_models"]
+
+PRELUDE = '''
+import copy
+import functools
+import math
+import random
+from collections import namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+D = 8
+
+
+def example_batch(n):
+    x = torch.randn(n, D)
+    return x, torch.tanh(x.flip(1))
+
+
+def loss_fn(out, y):
+    return F.mse_loss(out, y)
+
+
+def build_optimizer(ps):
+    return torch.optim.AdamW(ps, lr=1e-2)
+
+
+class Block(nn.Module):
+    def __init__(self, d=D):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpreparedModel:
+    """The text of a model file."""
+
+    kind: str
+    name: str
+    text: str
+
+    @property
+    def is_unseeded(self) -> bool:
+        """True if initial values come from a generator that no seed reaches."""
+        return "default_rng()" in self.text
+
+    def write(self, folder: Path) -> Path:
+        """Write the model file to a folder; return its path."""
+        path = folder / f"{self.kind}_{self.name}.py"
+        path.write_text(f"{PRELUDE}\n\n{self.text.strip()}\n", encoding="utf-8")
+        return path
+
+
+def unprepared_models() -> tuple[UnpreparedModel, ...]:
+    """Return all models, kind by kind."""
+    kinds = {
+        "state": state,
+        "globals": globals_,
+        "hooks": hooks,
+        "optimizers": optimizers,
+        "ties": ties,
+        "random": random_draws,
+        "losses": losses,
+        "structures": structures,
+        "modules": modules,
+        "tricks": training_tricks,
+    }
+    return tuple(
+        UnpreparedModel(kind=kind, name=name, text=text)
+        for kind, module in kinds.items()
+        for name, text in module.MODELS.items()
+    )
