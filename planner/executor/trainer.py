@@ -16,7 +16,7 @@ from planner.executor.job import Job
 from planner.executor.measure.step_record import OnStep, StepHook, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
-from planner.executor.run.gradients import check_gradients, check_losses, dense_part
+from planner.executor.run.gradients import check_gradients, check_losses, dense_part, expect_values
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of
 from planner.executor.run.parts import Part, micro_batches_of
@@ -169,6 +169,7 @@ class Trainer:
         for module in self._assembly.modules:
             module.forget_state()
         self._assembly.statistics.commit(self._groups.replicas)
+        expect_values(self._parameters)
         if self._assembly.replicas is not None:
             self._assembly.replicas.finish()
         self._assembly.tied.sum()

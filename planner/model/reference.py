@@ -16,6 +16,7 @@ Nothing of the executor takes part. Two things are arranged so that the loop can
 After the gradients and after the optimizer's step, the state is written to a file.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_map_only
 
 from planner.core.errors import ModelError
+from planner.core.values.units import counted
 from planner.model.autocast import autocast_dtype
 from planner.model.calling import arguments_of
 from planner.model.label_counts import label_count
@@ -147,6 +149,12 @@ def train_reference(
                 batches = _micro_batches(mini_batch(loaded, options, step), options)
                 begin = partial(begin_micro_batch, step)
                 loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=begin)
+            if scale == 1.0 and not math.isfinite(loss):
+                raise ModelError(
+                    f"the loss is {loss} in step {step} of a plain loop, with micro-batches of "
+                    f"{counted(options.micro_batch_size, 'sample')}",
+                    hint="check `loss_fn` and the learning rate; deviations over the batch need two samples or more",
+                )
             scale = _unscale(trained, scale)
             losses.append(loss)
             write(f"gradients-{step}", partial(_after_backward, loaded, model, loss))

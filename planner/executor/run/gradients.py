@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.core.errors import ModelError, TrainingError
 from planner.executor.watch.position import Position
+from planner.model.ghosts import Ghost
 
 
 def expect_dense(gradients: Iterable[Tensor], summed_over: str) -> None:
@@ -22,6 +24,21 @@ def expect_dense(gradients: Iterable[Tensor], summed_over: str) -> None:
             f"a gradient is sparse, and cannot be summed over {summed_over}",
             hint="build the layer with `sparse=False`, or solve without replicas",
         )
+
+
+def expect_values(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse gradients that were computed from a tensor of another stage.
+
+    Raises:
+        ModelError: One was; names its parameter.
+    """
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if isinstance(gradient, Ghost | FakeTensor) or (gradient is not None and gradient.is_meta):
+            raise ModelError(
+                f'a hook on "{name}" reads a tensor that this stage does not have, such as a parameter of another stage',
+                hint="let hooks read the gradient, tensors of the same module, and nothing else",
+            )
 
 
 def dense_part(gradient: Tensor) -> Tensor:
