@@ -16,8 +16,12 @@ from torch.nn.parameter import is_lazy
 from planner.core.errors import ModelError
 from planner.model.optimizers import Builder, Group, ModelOptimizer
 
-_STEPS = (1.0, 1.0, 1e3, 1e-2, 1.0, 1.0)
-"""Scale of the gradients of each step: above the limit of any clip, and below."""
+_STEPS = ((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0))
+"""Scales of the gradients of each step, in the first part and in the second.
+
+They are above the limit of any clip, and below. Where one part is above and the other below, a limit on the largest
+gradient of all is found.
+"""
 
 _MOST_PARAMETERS = 32
 """Parameters that are stepped; the others are absent."""
@@ -106,13 +110,15 @@ def _stepped(
     optimizer = whole.over((sample[n], tensor) for n, tensor in tensors.items())
     results: dict[int, list[Tensor]] = {n: [tensor] for n, tensor in tensors.items()}
     before = torch.get_rng_state()
-    for step, scale in enumerate(_STEPS):
+    for step, scales in enumerate(_STEPS):
+        former = {n: tensor.detach().clone() for n, tensor in tensors.items()}
         for n, tensor in tensors.items():
-            tensor.grad = _gradient(sample[n], n, step, scale).to(device)
+            tensor.grad = _gradient(sample[n], n, step, scales[n % 2]).to(device)
         if not _step(optimizer):
             return {}
         for n, tensor in tensors.items():
             results[n] += [] if tensor.grad is None else [tensor.grad]
+            results[n].append(torch.tensor(torch.equal(tensor, former[n])))  # a small step may be less than `_LIMIT`
         optimizer.zero_grad()
     if not torch.equal(before, torch.get_rng_state()):
         raise ModelError(

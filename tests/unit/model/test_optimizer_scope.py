@@ -33,6 +33,16 @@ class OneStepSize(torch.optim.SGD):
         super().step(closure)
 
 
+class SkipsLarge(torch.optim.SGD):
+    """SGD that leaves out a step in which any gradient is large."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Look at all gradients, then step or not."""
+        own = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
+        if max(float(gradient.abs().max()) for gradient in own) < self.param_groups[0]["limit"]:
+            super().step(closure)
+
+
 class Lamb(torch.optim.SGD):
     """SGD with a trust ratio for each parameter."""
 
@@ -111,6 +121,17 @@ def test_what_looks_at_all_parameters_is_refused(build: Callable[..., torch.opti
     with pytest.raises(ModelError, match=f"{build.__name__} looks at all parameters in `step") as refused:
         check(lambda parameters: build(parameters, lr=0.1))
     assert "`pipeline.clip_gradients(max_norm)` in train.py" in refused.value.hint
+
+
+@pytest.mark.parametrize("limit", [1e-2, 0.2, 10.0, 100.0])
+def test_a_limit_on_the_largest_gradient_is_refused(limit: float) -> None:
+    """A part whose gradients are small would step where the whole does not."""
+
+    def build(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        return SkipsLarge([{"params": list(parameters), "limit": limit}], lr=1e-3)
+
+    with pytest.raises(ModelError, match=r"looks at all parameters"):
+        check(build)
 
 
 def test_what_goes_by_position_in_step_is_refused() -> None:
